@@ -209,13 +209,13 @@ class Hook:
     @property
     def health(self) -> dict[str, Any]:
         """Counters, faults and notes of the recorder: what was written, what was dropped, what is not observed."""
-        held = self._health.as_data()
+        data = self._health.as_data()
         budget = self._session.schedule.budget
         if budget is not None:
-            held["overhead"] = budget.as_data()
+            data["overhead"] = budget.as_data()
         if self._guarding is not None:
-            held["guard"] = self._guarding.as_data()
-        return held
+            data["guard"] = self._guarding.as_data()
+        return data
 
     @property
     def mode(self) -> Mode:
@@ -306,10 +306,10 @@ class Hook:
             mode: where it is not the hook's own.
             **scalars: name=number; a tensor of one element is read without waiting for its device.
         """
-        held = mode or self.mode
-        if held not in MODES:
-            raise ValueError(f"mode {held!r}: use one of {', '.join(MODES)}")
-        log_scalars(self._recorder, self._health, {**(values or {}), **scalars}, held)
+        chosen = mode or self.mode
+        if chosen not in MODES:
+            raise ValueError(f"mode {chosen!r}: use one of {', '.join(MODES)}")
+        log_scalars(self._recorder, self._health, {**(values or {}), **scalars}, chosen)
 
     @contained
     def record(
@@ -400,9 +400,11 @@ class Hook:
             path: where it lies; shown to people, and given back to a training that goes on from it.
             step: the last step whose update it holds; the last finished one where it is left out.
         """
-        held = self._recorder.last_finished if step is None else checked_step(step)
+        last_step = self._recorder.last_finished if step is None else checked_step(step)
         identity = self._identity
-        saved = Checkpoint(os.fspath(path), max(0, held), identity.attempt, identity.worker, time.time_ns())
+        saved = Checkpoint(
+            os.fspath(path), max(0, last_step), identity.attempt, identity.worker, time.time_ns()
+        )
         self._checkpoints.add(saved)
         self._recorder.checkpoint_saved()
 

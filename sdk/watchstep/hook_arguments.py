@@ -27,10 +27,10 @@ ON_STOP_WORDS = ("ignore", "raise", "stop", "checkpoint")
 
 def on_stop_from_environment() -> str:
     """What the environment says a stop does; empty where it says nothing; raises `ConfigError`."""
-    said = os.environ.get(ON_STOP, "")
-    if said and said not in ON_STOP_WORDS:
-        raise ConfigError(f"{ON_STOP}={said!r}", f"use {', '.join(ON_STOP_WORDS)}")
-    return said
+    setting = os.environ.get(ON_STOP, "")
+    if setting and setting not in ON_STOP_WORDS:
+        raise ConfigError(f"{ON_STOP}={setting!r}", f"use {', '.join(ON_STOP_WORDS)}")
+    return setting
 
 
 def checked_on_stop(on_stop: Any, checkpoint_seconds: float) -> OnStop:
@@ -39,13 +39,13 @@ def checked_on_stop(on_stop: Any, checkpoint_seconds: float) -> OnStop:
     Where the environment says "checkpoint", a program's function saves one, and the training ends then; without a function it ends
     once the program has noted one that it saved, or after `checkpoint_seconds`.
     """
-    said = on_stop_from_environment()
+    setting = on_stop_from_environment()
     if on_stop is None:
-        if said == "checkpoint":
+        if setting == "checkpoint":
             return AwaitsCheckpoint(checkpoint_seconds)
-        return "raise" if said in {"stop", "raise"} else "ignore"
+        return "raise" if setting in {"stop", "raise"} else "ignore"
     if callable(on_stop):
-        ends = said == "checkpoint" and not isinstance(on_stop, Noted)
+        ends = setting == "checkpoint" and not isinstance(on_stop, Noted)
         return SavesThenStops(on_stop) if ends else on_stop
     if on_stop in {"ignore", "check", "raise"}:
         return on_stop  # type: ignore[no-any-return]
@@ -83,14 +83,14 @@ def loss_divisor_of(divisor: Any) -> Callable[[], float]:
 
 def budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConfig:
     """The configuration with the budget that an argument or the environment gives it; raises `ConfigError`."""
-    held = config or CaptureConfig()
+    settings = config or CaptureConfig()
     if budget is not None:
-        return replace(held, overhead_budget=budget)
+        return replace(settings, overhead_budget=budget)
     text = os.environ.get(BUDGET, "")
     if config is not None or not text:
-        return held
+        return settings
     try:
-        return replace(held, overhead_budget=None if text == "none" else float(text))
+        return replace(settings, overhead_budget=None if text == "none" else float(text))
     except ValueError:
         raise ConfigError(f"{BUDGET}={text!r}: no number", 'set a share such as 0.01, or "none"') from None
 

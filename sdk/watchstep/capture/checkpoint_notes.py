@@ -51,9 +51,9 @@ class CheckpointNotes:
         """Paths that may hold the last good state: all that are too new to be judged, and the newest before them."""
         since = time.time_ns() - round(JUDGED_SECONDS * 1e9)
         with self._lock:
-            new = [one for one in self._saved if one.saved_ns >= since]
-            old = [one for one in self._saved if one.saved_ns < since]
-        return frozenset(one.path for one in [*old[-1:], *new])
+            new = [checkpoint for checkpoint in self._saved if checkpoint.saved_ns >= since]
+            old = [checkpoint for checkpoint in self._saved if checkpoint.saved_ns < since]
+        return frozenset(checkpoint.path for checkpoint in [*old[-1:], *new])
 
     def close(self) -> None:
         """Have what is left written. Waits for nothing."""

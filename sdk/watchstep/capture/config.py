@@ -128,7 +128,7 @@ def parsed(name: str) -> ElementProbe | None:
     try:
         arguments = tuple(_converted(to, word) for to, word in zip(kinds, words, strict=True))
     except ValueError as error:
-        takes = ", ".join(one.__name__ for one in kinds) or "nothing"
+        takes = ", ".join(kind.__name__ for kind in kinds) or "nothing"
         raise ConfigError(f"probe {name!r}: its arguments are wrong", f"{kind} takes {takes}") from error
     return ElementProbe(name, kind, arguments)
 
@@ -277,8 +277,8 @@ class Collection:
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready form; what was left at its default is left out."""
         default = Collection()
-        held = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
-        return {**held, "cadence": asdict(self.cadence)}
+        changed = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+        return {**changed, "cadence": asdict(self.cadence)}
 
 
 def _lies_in(module: str, path: str) -> bool:
@@ -291,7 +291,7 @@ def checked(collections: Mapping[str, Cadence | Collection]) -> dict[str, Collec
     Raises:
         ConfigError: one is no collection, or of a name that is nearly a built-in one's.
     """
-    held = {}
+    checked_collections = {}
     for name, given in collections.items():
         collection = Collection(given) if isinstance(given, Cadence) else given
         if not isinstance(collection, Collection):
@@ -299,8 +299,8 @@ def checked(collections: Mapping[str, Cadence | Collection]) -> dict[str, Collec
         meant = difflib.get_close_matches(name, BUILT_IN, 1, 0.85)
         if meant and name not in BUILT_IN and not collection.selects:
             raise ConfigError(f"collection {name!r} is not built in and selects nothing", f"use {meant[0]!r}")
-        held[name] = collection
-    return held
+        checked_collections[name] = collection
+    return checked_collections
 
 
 def placed(
@@ -315,12 +315,12 @@ def placed(
         bases: names of the classes that its module's class derives from.
     """
     bases = tuple(bases)
-    held = sorted(
+    names = sorted(
         name
         for name, collection in collections.items()
         if collection.holds(info, bases) and (name in built_in or _may_take(name, collection, info.role))
     )
-    return replace(info, collections=tuple(held))
+    return replace(info, collections=tuple(names))
 
 
 def _may_take(name: str, collection: Collection, role: str) -> bool:
@@ -504,7 +504,9 @@ class CaptureConfig:
             raise ConfigError(f"gradients={self.gradients!r}", 'use "after_clipping" or "before_clipping"')
         if unknown := {name for name in set(self.probes) - set(PROBES) if parsed(name) is None}:
             raise ConfigError(f"probes: {sorted(unknown)} unknown", f"use some of {', '.join(PROBES)}")
-        if not isinstance(self.token_values, tuple) or any(type(one) is not int for one in self.token_values):
+        if not isinstance(self.token_values, tuple) or any(
+            type(value) is not int for value in self.token_values
+        ):
             raise ConfigError(f"token_values={self.token_values!r}", "give whole numbers: token_values=(0,)")
         budget: Any = self.overhead_budget
         if budget is not None and not (isinstance(budget, float | int) and 0 < budget <= 1):

@@ -83,8 +83,8 @@ class RecorderHealth:
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready copy."""
         with self._lock:
-            told = {name: gives() for name, gives in self._accounts.items()}
-        return {**self.counted(), **told}
+            accounts = {name: gives() for name, gives in self._accounts.items()}
+        return {**self.counted(), **accounts}
 
     def counted(self) -> dict[str, Any]:
         """The same without what is kept elsewhere."""

@@ -122,8 +122,8 @@ class Record:
     def bytes(self) -> int:
         """About how much memory it holds."""
         rows = len(self.group.tensors)
-        known: int | None = getattr(self.measurement, "bytes", None)  # of a device's it is not known yet
-        statistics = _ROW_BYTES * rows if known is None else _ROW_BYTES_BESIDES * rows + known
+        available: int | None = getattr(self.measurement, "bytes", None)  # of a device's it is not known yet
+        statistics = _ROW_BYTES * rows if available is None else _ROW_BYTES_BESIDES * rows + available
         return _RECORD_BYTES + statistics
 
 
@@ -191,15 +191,17 @@ def _least(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
 
 
 def _last(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
-    last, known = np.full(groups, np.nan), ~np.isnan(column)
-    last[group[known]] = column[known]  # of one place the last assignment stands
+    last, previous = np.full(groups, np.nan), ~np.isnan(column)
+    last[group[previous]] = column[previous]  # of one place the last assignment stands
     return last
 
 
 def join(records: list[Record]) -> Block:
     """All records whose condition holds as one block in canonical order."""
-    held = [record for record in records if record.condition is None or record.condition.holds()]
-    return merge_repeats(concatenate([to_block(record) for record in held])) if held else Block.empty()
+    recorded = [record for record in records if record.condition is None or record.condition.holds()]
+    return (
+        merge_repeats(concatenate([to_block(record) for record in recorded])) if recorded else Block.empty()
+    )
 
 
 _URGENT_SECONDS = 5.0
@@ -345,12 +347,12 @@ class LossOnsets:
             loss: its value.
             derived: it was found at ``backward()``. What the program logs by the same name has a range of its own.
         """
-        held = self._ranges.get((name, derived))
-        if held is None:
+        loss_range = self._ranges.get((name, derived))
+        if loss_range is None:
             if len(self._ranges) >= _MOST_SERIES:
                 return False
-            held = self._ranges[name, derived] = LossRange()
-        excess = held.excess(loss)
+            loss_range = self._ranges[name, derived] = LossRange()
+        excess = loss_range.excess(loss)
         return excess > 0 and self._burst(excess)
 
 

@@ -96,8 +96,8 @@ class Guarding:
 
     def after_step(self, step: int, records: list[Record]) -> None:
         """A step is over; what the guard wants is told by `stop`, or by `wish` where ranks agree."""
-        found = self._asked(lambda: self._guard.after_step(step, join(records)))
-        self._reason = self._reason or found
+        reason = self._asked(lambda: self._guard.after_step(step, join(records)))
+        self._reason = self._reason or reason
 
     def stop(self) -> str:
         """Why the training shall stop now, or nothing; nothing where ranks agree."""
@@ -160,8 +160,8 @@ def _waited_for(record: Record) -> Record:
 
 
 def _is_at_hand(record: Record) -> bool:
-    known = isinstance(record.measurement, Completed) and record.condition is None
-    return known and all(isinstance(probe, _Figures) for probe in record.probes)
+    is_complete = isinstance(record.measurement, Completed) and record.condition is None
+    return is_complete and all(isinstance(probe, _Figures) for probe in record.probes)
 
 
 _SHARE_OF_STEP = 0.5
@@ -255,9 +255,9 @@ class Recorder:
 
     def wish(self) -> str | None:
         """Where ranks agree: why this one wants to stop, or nothing; None where no step comes any more. Raises nothing."""
-        if self.guarding is None or (wish := self.guarding.wish()) is None:
+        if self.guarding is None or (request := self.guarding.wish()) is None:
             return None
-        return wish if self.stopped is None else ""
+        return request if self.stopped is None else ""
 
     def stop(self, reason: str) -> NoReturn:
         """A guard asks for it, of this rank or another: whatever fails on the way, this raises `StopTraining`."""

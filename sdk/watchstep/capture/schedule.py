@@ -287,13 +287,13 @@ class Schedule:
 
     def forward(self, mode: Mode, step: int) -> None:
         """A forward pass begins in another mode than train. Of those between two steps, only the first is adaptive."""
-        held = self._passes.setdefault(mode, _Passes())
-        held.number += 1
-        held.first = held.step != step
-        held.step = step
-        if held.first:
-            held.on_credit = step >= held.next_credit
-            held.next_credit = step + _STEPS_OF_CREDIT if held.on_credit else held.next_credit
+        passes = self._passes.setdefault(mode, _Passes())
+        passes.number += 1
+        passes.first = passes.step != step
+        passes.step = step
+        if passes.first:
+            passes.on_credit = step >= passes.next_credit
+            passes.next_credit = step + _STEPS_OF_CREDIT if passes.on_credit else passes.next_credit
 
     def override(self, every: Mapping[str, int]) -> None:
         """Measure collections each so many steps from now on, as the service asks. Called from another thread."""

@@ -91,7 +91,7 @@ def apply_control(session: Session, stop_talk: StopTalk, document: ControlDocume
             StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}"), refused=True
         )
     session.schedule.override(dict(document.cadence))
-    asked = [session.snapshots.request(one.id, one.step) for one in document.asked_of(attempt)]
+    asked = [session.snapshots.request(request.id, request.step) for request in document.asked_of(attempt)]
     if document.stop is not None or document.tombstone or any(asked):
         session.snapshot_writer.protect()
 

@@ -151,12 +151,12 @@ class SnapshotMemory:
         with self._lock:
             if size > self.available:
                 return None
-            fitting = [place for place, held in enumerate(self._free) if len(held) >= size]
+            fitting = [place for place, buffer in enumerate(self._free) if len(buffer) >= size]
             if fitting:
-                found = self._free.pop(min(fitting, key=lambda place: len(self._free[place])))
-                if self._in_use + len(found) <= self.limit:
-                    self._in_use += len(found)
-                    return found
+                buffer = self._free.pop(min(fitting, key=lambda place: len(self._free[place])))
+                if self._in_use + len(buffer) <= self.limit:
+                    self._in_use += len(buffer)
+                    return buffer
             while self._free and self._kept() + self._in_use + size > self.limit:
                 self._free.pop()
             self._in_use += size
@@ -177,7 +177,7 @@ class SnapshotMemory:
         """Have a buffer of that size ready, its memory written to, unless it is over the limit or one is kept."""
         size = min(size, self.limit)
         with self._lock:
-            if any(len(held) >= size for held in self._free):
+            if any(len(buffer) >= size for buffer in self._free):
                 return
         buffer = self.take(size) if size else None
         if buffer is not None:
@@ -185,7 +185,7 @@ class SnapshotMemory:
             self.give_back(buffer)
 
     def _kept(self) -> int:
-        return sum(len(held) for held in self._free)
+        return sum(len(buffer) for buffer in self._free)
 
 
 class SnapshotRing:

@@ -214,9 +214,9 @@ class CommonStop:
         deadline = time.monotonic() + self._patience
         while True:
             self._changed.clear()
-            found = self.look(step)
-            if found != "wait":
-                return found
+            request = self.look(step)
+            if request != "wait":
+                return request
             if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                 self.leave()
 

@@ -97,17 +97,17 @@ def _lines(answer: BaseHTTPResponse) -> Iterator[bytes]:
 
 def _messages(answer: BaseHTTPResponse) -> Iterator[tuple[int, Event | None]]:
     """Places, and the events at them; the connection's end ends it, and what was not whole is left out."""
-    held: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in _lines(answer):
         text = line.decode("utf-8", "replace").rstrip("\r\n")
         if text:
             name, _, value = text.partition(":")
-            held[name] = value.removeprefix(" ")
+            fields[name] = value.removeprefix(" ")
             continue
-        if "id" in held and line.endswith(b"\n"):
-            place = int(held["id"])
-            yield place, _event(held["data"], place) if "data" in held else None
-        held = {}
+        if "id" in fields and line.endswith(b"\n"):
+            place = int(fields["id"])
+            yield place, _event(fields["data"], place) if "data" in fields else None
+        fields = {}
 
 
 def _event(text: str, place: int) -> Event:
@@ -183,10 +183,10 @@ class Client:
 
     def standing(self, run: str, fingerprint: str) -> Mapping[str, Any]:
         """An alert over all attempts of its run: who has taken it up, which silence covers it, and who was not told and why."""
-        held: Mapping[str, Any] = self._transport.call(
+        answer: Mapping[str, Any] = self._transport.call(
             "GET", f"{self._of(run)}/alerts/{segment(fingerprint)}"
         )
-        return held
+        return answer
 
     def actions(self, run: str) -> Iterator[Action]:
         """What a run's events caused."""
@@ -289,8 +289,8 @@ class Client:
             The rule config as it is kept.
         """
         path = f"{self._root}{self._part(run)}/rules/{segment(name)}"
-        kept: Mapping[str, Any] = self._transport.call("PUT", path, body=dict(config))["config"]
-        return kept
+        stored: Mapping[str, Any] = self._transport.call("PUT", path, body=dict(config))["config"]
+        return stored
 
     def remove_rule(self, name: str, run: str | None = None) -> None:
         """Have a rule judge a run no more, or no runs that are registered from now on."""
@@ -304,8 +304,8 @@ class Client:
     def deviations(self, run: str, attempt: str, step: int) -> Mapping[str, Any]:
         """Evidence for an alert: the tensors farthest from their own earlier values at a step of an attempt, the farthest first."""
         query = {"attempt": attempt, "step": step}
-        found: Mapping[str, Any] = self._transport.call("GET", f"{self._of(run)}/deviations", query)
-        return found
+        answer: Mapping[str, Any] = self._transport.call("GET", f"{self._of(run)}/deviations", query)
+        return answer
 
     def series(  # noqa: PLR0913 - each narrows the question
         self,

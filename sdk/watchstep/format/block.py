@@ -248,17 +248,17 @@ def concatenate(blocks: list[Block]) -> Block:
         return blocks[0]
     if all(block.catalogue is blocks[0].catalogue for block in blocks):
         return _stacked(blocks, blocks[0].catalogue, [block.tensor for block in blocks])
-    known: dict[str, int] = {}
+    places: dict[str, int] = {}
     catalogue: list[TensorInfo] = []
     tensors = []
     for block in blocks:
         for info in block.catalogue:
-            if info.name in known:
-                catalogue[known[info.name]] = info
+            if info.name in places:
+                catalogue[places[info.name]] = info
             else:
-                known[info.name] = len(catalogue)
+                places[info.name] = len(catalogue)
                 catalogue.append(info)
-        place = np.array([known[info.name] for info in block.catalogue], np.int32)
+        place = np.array([places[info.name] for info in block.catalogue], np.int32)
         tensors.append(place[block.tensor])
     return _stacked(blocks, tuple(catalogue), tensors)
 
@@ -399,21 +399,22 @@ def together(first: Block, second: Block) -> Block:
         return concatenate([first, second])
 
     def column(name: str) -> Any:
-        one, other = getattr(first, name), getattr(second, name)
+        block, other = getattr(first, name), getattr(second, name)
         if name == "catalogue":
-            return one
+            return block
         if name == "places":
-            return Places.concatenate([one, other])
+            return Places.concatenate([block, other])
         if name == "statistics":
             return LazyStatistics.of(
-                len(first) + len(second), lambda figure: _joined(getattr(one, figure), getattr(other, figure))
+                len(first) + len(second),
+                lambda figure: _joined(getattr(block, figure), getattr(other, figure)),
             )
         if name == "probes":
             return LazyColumns(
-                sorted({*one, *other}),
+                sorted({*block, *other}),
                 lambda each: np.concatenate([_probe(first, each), _probe(second, each)]),
             )
-        return np.concatenate([one, other])
+        return np.concatenate([block, other])
 
     return LazyBlock.of(len(first) + len(second), column)
 
@@ -430,8 +431,8 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def _probe(block: Block, name: str) -> NDArray[np.float64]:
-    held = block.probes.get(name)
-    return np.full(len(block), np.nan) if held is None else held
+    column = block.probes.get(name)
+    return np.full(len(block), np.nan) if column is None else column
 
 
 _DTYPES = {"int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64, "double": np.float64}
@@ -446,12 +447,12 @@ def from_numbers(values: NDArray[Any], *, nan_is_null: bool = False) -> pa.Array
     """
     import pyarrow as pa
 
-    held = np.ascontiguousarray(values)
-    missing = np.isnan(held) if nan_is_null else None
+    contiguous = np.ascontiguousarray(values)
+    missing = np.isnan(contiguous) if nan_is_null else None
     nulls = 0 if missing is None else int(np.count_nonzero(missing))
     valid = pa.py_buffer(np.packbits(~missing, bitorder="little")) if nulls and missing is not None else None
-    kind = pa.from_numpy_dtype(held.dtype)
-    return pa.Array.from_buffers(kind, len(held), [valid, pa.py_buffer(held)], nulls)
+    kind = pa.from_numpy_dtype(contiguous.dtype)
+    return pa.Array.from_buffers(kind, len(contiguous), [valid, pa.py_buffer(contiguous)], nulls)
 
 
 def from_words(words: Sequence[str]) -> pa.StringArray:
@@ -470,12 +471,12 @@ def from_codes(codes: NDArray[Any], words: Sequence[str]) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(from_numbers(codes.astype(np.int32)), from_words(words))
 
 
-def to_places(column: pa.ChunkedArray, known: Mapping[str, int], dtype: type, name: str) -> NDArray[Any]:
+def to_places(column: pa.ChunkedArray, places: Mapping[str, int], dtype: type, name: str) -> NDArray[Any]:
     """A column of words as the place of each, shape (n,).
 
     Args:
         column: of words, plain or in a dictionary.
-        known: word → its place.
+        places: word → its place.
         dtype: of the places.
         name: the column's, for an error.
 
@@ -490,9 +491,9 @@ def to_places(column: pa.ChunkedArray, known: Mapping[str, int], dtype: type, na
         merged = merged.dictionary_encode()
     if merged.null_count:
         raise ValueError(f"column {name} has nulls")
-    place: NDArray[Any] = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
-    found: NDArray[Any] = place[to_numbers(merged.indices)]
-    return found
+    place: NDArray[Any] = np.array([places[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
+    found_places: NDArray[Any] = place[to_numbers(merged.indices)]
+    return found_places
 
 
 def to_numbers(column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
@@ -526,7 +527,7 @@ def _numbers(array: pa.Array) -> NDArray[Any]:
 
 
 def _dtype(kind: pa.DataType) -> type:
-    found = _DTYPES.get(str(kind))
-    if found is None:
+    dtype = _DTYPES.get(str(kind))
+    if dtype is None:
         raise TypeError(f"numbers of type {str(kind)[:80]} are not read")
-    return found
+    return dtype

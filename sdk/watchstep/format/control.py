@@ -220,11 +220,13 @@ def find_answers(run_store: Store, attempt: str, asked: int) -> list[StopAnswer]
     Raises:
         StoreError: the store does not answer.
     """
-    found = (_KEY.fullmatch(entry.key) for entry in run_store.entries(_prefix(attempt, asked)))
+    matches = (_KEY.fullmatch(entry.key) for entry in run_store.entries(_prefix(attempt, asked)))
     return [
-        StopAnswer(int(one["worker"]), int(one["asked"]), cast("AnswerState", one["state"]), int(one["at"]))
-        for one in found
-        if one is not None
+        StopAnswer(
+            int(match["worker"]), int(match["asked"]), cast("AnswerState", match["state"]), int(match["at"])
+        )
+        for match in matches
+        if match is not None
     ]
 
 

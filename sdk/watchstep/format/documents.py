@@ -205,24 +205,24 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         FormatError: the bytes are something else, or of another schema.
     """
     try:
-        held = parse_json(data, _MAX_MEMORY)
-        known = {entry.name: held[entry.name] for entry in fields(kind) if entry.name in held}
-        if "rules" in known:
-            known["rules"] = tuple(dict(rule) for rule in known["rules"])
-        _check_types(kind, known)
-        check_schema(name, known.get("schema", SCHEMA_VERSION))
-        return kind(**known)
+        document = parse_json(data, _MAX_MEMORY)
+        values = {entry.name: document[entry.name] for entry in fields(kind) if entry.name in document}
+        if "rules" in values:
+            values["rules"] = tuple(dict(rule) for rule in values["rules"])
+        _check_types(kind, values)
+        check_schema(name, values.get("schema", SCHEMA_VERSION))
+        return kind(**values)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(
             f"{name}: not a document of this kind ({error})", "write it anew, or remove it"
         ) from error
 
 
-def _check_types(kind: type[Document], known: dict[str, Any]) -> None:
+def _check_types(kind: type[Document], values: dict[str, Any]) -> None:
     """Refuse values of another type than the field's: readers count on them, whoever wrote the object."""
     for name, hint in get_type_hints(kind).items():
-        if name in known and not _fits(known[name], hint):
-            raise ValueError(f"{name} is {str(known[name])[:80]!r}")
+        if name in values and not _fits(values[name], hint):
+            raise ValueError(f"{name} is {str(values[name])[:80]!r}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -281,9 +281,9 @@ class Checkpoint:
             FormatError: it is something else.
         """
         try:
-            held = json.loads(data)
-            step, worker, saved_ns = (_whole(held[name]) for name in ("step", "worker", "saved_ns"))
-            return cls(str(held["path"]), step, str(held["attempt"]), worker, saved_ns)
+            document = json.loads(data)
+            step, worker, saved_ns = (_whole(document[name]) for name in ("step", "worker", "saved_ns"))
+            return cls(str(document["path"]), step, str(document["attempt"]), worker, saved_ns)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"checkpoint {key}: {error!r}", "remove the object") from error
 
@@ -294,7 +294,7 @@ def find_checkpoints(run_store: Store) -> list[Checkpoint]:
     Raises:
         StoreError: the store does not answer.
     """
-    return sorted(_read(run_store, _keys(run_store)), key=lambda one: one.saved_ns)
+    return sorted(_read(run_store, _keys(run_store)), key=lambda checkpoint: checkpoint.saved_ns)
 
 
 def last_good(run_store: Store, before_step: int | None = None) -> Checkpoint | None:
@@ -307,8 +307,8 @@ def last_good(run_store: Store, before_step: int | None = None) -> Checkpoint | 
     """
     keys = [key for key in _keys(run_store) if before_step is None or _step(key) < before_step]
     newest = max(map(_step, keys), default=-1)
-    found = list(_read(run_store, (key for key in keys if _step(key) == newest)))
-    return max(found, key=lambda one: one.saved_ns, default=None)
+    checkpoints = list(_read(run_store, (key for key in keys if _step(key) == newest)))
+    return max(checkpoints, key=lambda checkpoint: checkpoint.saved_ns, default=None)
 
 
 def _keys(run_store: Store) -> list[str]:
@@ -316,8 +316,8 @@ def _keys(run_store: Store) -> list[str]:
 
 
 def _step(key: str) -> int:
-    found = _CHECKPOINT_KEY.fullmatch(key)
-    return -1 if found is None else int(found["step"])
+    match = _CHECKPOINT_KEY.fullmatch(key)
+    return -1 if match is None else int(match["step"])
 
 
 def _read(run_store: Store, keys: Iterable[str]) -> Iterable[Checkpoint]:

@@ -104,14 +104,16 @@ def encode(part: JournalPart) -> bytes:
     """A part's bytes."""
     writers: dict[WriterId, int] = {}
     evaluations = []
-    for held in part.evaluations:
+    for evaluation in part.evaluations:
         segments = []
-        for entry in held.segments:
+        for entry in evaluation.segments:
             key = entry.key
             place = writers.setdefault(key.writer, len(writers))
             ranks = None if entry.ranks is None else [[r.rank, r.first, r.last, r.rows] for r in entry.ranks]
             segments.append([place, key.seq, key.first, key.last, ranks])
-        evaluations.append([held.tick, held.at_ns, held.watermark, held.ended, segments])
+        evaluations.append(
+            [evaluation.tick, evaluation.at_ns, evaluation.watermark, evaluation.ended, segments]
+        )
     document = {
         "schema": SCHEMA_VERSION,
         "attempt": part.attempt,
@@ -133,16 +135,16 @@ def decode(data: bytes, name: str) -> JournalPart:
         FormatError: it is none, or of another version.
     """
     try:
-        held = parse_json(data, _MAX_MEMORY)
-        check_schema(name, _number(held["schema"]))
-        attempt = check_name("attempt", held["attempt"])
+        document = parse_json(data, _MAX_MEMORY)
+        check_schema(name, _number(document["schema"]))
+        attempt = check_name("attempt", document["attempt"])
         writers = [
             WriterId(attempt, check_name("node", node), check_name("writer", writer))
-            for node, writer in held["writers"]
+            for node, writer in document["writers"]
         ]
-        evaluations = tuple(_evaluation(entry, writers) for entry in held["evaluations"])
+        evaluations = tuple(_evaluation(entry, writers) for entry in document["evaluations"])
         check_order(evaluations, name)
-        return JournalPart(attempt, _number(held["number"]), evaluations)
+        return JournalPart(attempt, _number(document["number"]), evaluations)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, BadNameError) as error:
         raise FormatError(
             f"{name}: not a part of a journal ({error})", "the run can still be judged without its journal"
@@ -162,8 +164,8 @@ def check_order(evaluations: Sequence[JournalEvaluation], name: str) -> None:
         )
 
 
-def _evaluation(held: Any, writers: list[WriterId]) -> JournalEvaluation:
-    tick, at_ns, watermark, ended, segments = held
+def _evaluation(entry: Any, writers: list[WriterId]) -> JournalEvaluation:
+    tick, at_ns, watermark, ended, segments = entry
     if type(ended) is not bool:
         raise ValueError(f"ended is {str(ended)[:80]!r}")
     return JournalEvaluation(
@@ -174,10 +176,10 @@ def _evaluation(held: Any, writers: list[WriterId]) -> JournalEvaluation:
 def _segments(held: Any, writers: list[WriterId]) -> Iterator[JournalSegment]:
     for place, seq, first, last, ranks in held:
         key = SegmentKey(writers[_number(place)], _number(seq), _number(first), _number(last))
-        known = None if ranks is None else tuple(RankRows(*map(_number, entry)) for entry in ranks)
-        if first > last or any(not first <= rows.first <= rows.last <= last for rows in known or ()):
+        rank_rows = None if ranks is None else tuple(RankRows(*map(_number, entry)) for entry in ranks)
+        if first > last or any(not first <= rows.first <= rows.last <= last for rows in rank_rows or ()):
             raise ValueError(f"segment {key.path}: steps that it cannot hold")
-        yield JournalSegment(key, known)
+        yield JournalSegment(key, rank_rows)
 
 
 def _number(value: Any, least: int = 0) -> int:

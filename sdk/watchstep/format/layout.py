@@ -141,17 +141,17 @@ class SegmentKey:
         Raises:
             FormatError: when it is not a segment's key.
         """
-        found = _SEGMENT.fullmatch(path)
+        match = _SEGMENT.fullmatch(path)
         if (
-            not found
-            or not _are_names(found["attempt"], found["node"], found["writer"])
-            or int(found["first"]) > int(found["last"])
+            not match
+            or not _are_names(match["attempt"], match["node"], match["writer"])
+            or int(match["first"]) > int(match["last"])
         ):
             raise FormatError(
                 f"object {path!r} is not a segment", "leave only Watchstep's objects under stats/"
             )
-        writer = WriterId(found["attempt"], found["node"], found["writer"])
-        return cls(writer, int(found["seq"]), int(found["first"]), int(found["last"]))
+        writer = WriterId(match["attempt"], match["node"], match["writer"])
+        return cls(writer, int(match["seq"]), int(match["first"]), int(match["last"]))
 
 
 @dataclass(frozen=True, order=True)
@@ -175,12 +175,12 @@ class SnapshotKey:
         Raises:
             FormatError: when it is not a snapshot's key.
         """
-        found = _SNAPSHOT.fullmatch(path)
-        if not found or not _are_names(found["attempt"]):
+        match = _SNAPSHOT.fullmatch(path)
+        if not match or not _are_names(match["attempt"]):
             raise FormatError(
                 f"object {path!r} is not a snapshot", "leave only Watchstep's objects under tensors/"
             )
-        return cls(found["attempt"], int(found["worker"]), int(found["step"]), found["mode"])
+        return cls(match["attempt"], int(match["worker"]), int(match["step"]), match["mode"])
 
 
 def attempt_document(attempt: str) -> str:

@@ -269,8 +269,8 @@ def _chunk(size: int, meta: dict[int, Any]) -> Chunk:
     start = min(_held(meta, 9, int), meta.get(11, _held(meta, 9, int)))
     if start < 4 or length < 0 or values < 0 or start + length > size:
         raise ValueError(f"column {path[:80]} lies outside the file")
-    known = meta.get(12, {})
-    return Chunk(path, values, start, length, known.get(6), known.get(5))
+    statistics = meta.get(12, {})
+    return Chunk(path, values, start, length, statistics.get(6), statistics.get(5))
 
 
 def _column_claim(data: Bytes, chunk: Chunk, left: int) -> tuple[ColumnClaim, int]:
@@ -420,8 +420,8 @@ def _plain(kind: int, data: Bytes, place: int, end: int) -> tuple[int | bytes, i
     size = 8 if kind == _DOUBLE else 1
     if size > end - place:
         raise ValueError("a header is cut short")
-    held = bytes(data[place : place + size])
-    return (held if kind == _DOUBLE else held[0]), place + size
+    text = bytes(data[place : place + size])
+    return (text if kind == _DOUBLE else text[0]), place + size
 
 
 def _bytes(data: Bytes, place: int, end: int) -> tuple[bytes, int]:

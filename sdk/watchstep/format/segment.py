@@ -176,11 +176,11 @@ def check_values(block: Block) -> Block:
     Raises:
         ValueError: with the column's name.
     """
-    held = block.statistics
-    counts = {name: getattr(held, name) for name in COUNT_COLUMNS}
+    statistics = block.statistics
+    counts = {name: getattr(statistics, name) for name in COUNT_COLUMNS}
     check_columns({"step": block.step, "worker": block.worker, **vars(block.places), **counts})
-    if not isinstance(held.histogram, UnreadHistograms):
-        _check_histograms(held.histogram)
+    if not isinstance(statistics.histogram, UnreadHistograms):
+        _check_histograms(statistics.histogram)
     return block
 
 
@@ -340,7 +340,7 @@ def to_table(block: Block) -> pa.Table:
     """The rows as an Arrow table, one column a figure, as they stand in a segment; histograms where they were read."""
     import pyarrow as pa
 
-    held = block.statistics
+    statistics = block.statistics
     columns: dict[str, Any] = {
         "step": from_numbers(block.step),
         "mode": from_codes(block.mode, MODES),
@@ -352,25 +352,27 @@ def to_table(block: Block) -> pa.Table:
         "replica": from_numbers(block.places.replica),
         "stage": from_codes(block.places.stage, STAGES),
     }
-    columns.update({name: from_numbers(getattr(held, name)) for name in COUNT_COLUMNS})
-    columns.update({name: from_numbers(getattr(held, name), nan_is_null=True) for name in VALUE_COLUMNS})
-    columns.update(_histogram_columns(held.histogram))
+    columns.update({name: from_numbers(getattr(statistics, name)) for name in COUNT_COLUMNS})
+    columns.update(
+        {name: from_numbers(getattr(statistics, name), nan_is_null=True) for name in VALUE_COLUMNS}
+    )
+    columns.update(_histogram_columns(statistics.histogram))
     columns.update(
         {PROBE + name: from_numbers(column, nan_is_null=True) for name, column in block.probes.items()}
     )
     return pa.table(columns)
 
 
-def _histogram_columns(held: Histograms) -> dict[str, Any]:
+def _histogram_columns(histograms: Histograms) -> dict[str, Any]:
     """Their columns; none where they were not read."""
     import pyarrow as pa
 
-    if isinstance(held, UnreadHistograms):
+    if isinstance(histograms, UnreadHistograms):
         return {}
-    offsets = from_numbers(held.offsets.astype(np.int32))
+    offsets = from_numbers(histograms.offsets.astype(np.int32))
     return {
-        "histogram_bins": pa.ListArray.from_arrays(offsets, from_numbers(held.bins)),
-        "histogram_counts": pa.ListArray.from_arrays(offsets, from_numbers(held.counts)),
+        "histogram_bins": pa.ListArray.from_arrays(offsets, from_numbers(histograms.bins)),
+        "histogram_counts": pa.ListArray.from_arrays(offsets, from_numbers(histograms.counts)),
     }
 
 
@@ -495,8 +497,8 @@ def _unpacked(stored: bytes) -> tuple[int, tuple[TensorInfo, ...]]:
 
 def _to_block(opened: _Opened) -> Block:
     table = opened.table.combine_chunks()
-    known = {info.name: place for place, info in enumerate(opened.catalogue)}
-    if len(known) != len(opened.catalogue):
+    places = {info.name: place for place, info in enumerate(opened.catalogue)}
+    if len(places) != len(opened.catalogue):
         raise ValueError("two of its tensors have one name")
     statistics = StatisticsBatch(
         **{name: _ints(table, name, np.int64) for name in COUNT_COLUMNS},
@@ -510,7 +512,7 @@ def _to_block(opened: _Opened) -> Block:
         ),
         worker=_ints(table, "worker", np.int32),
         time_ns=_ints(table, "time_ns", np.int64),
-        tensor=to_places(table.column("tensor"), known, np.int32, "tensor"),
+        tensor=to_places(table.column("tensor"), places, np.int32, "tensor"),
         catalogue=opened.catalogue,
         places=Places(
             _ints(table, "shard_index", np.int32),

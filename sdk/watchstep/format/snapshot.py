@@ -166,8 +166,8 @@ class Snapshot:
         Raises:
             NotFoundError, FormatError, StoreError: as `read`.
         """
-        held = self.read(name)
-        return widened(held, self.tensors[name].dtype)
+        elements = self.read(name)
+        return widened(elements, self.tensors[name].dtype)
 
     def _ranged(self, stored: TensorLocation) -> bytes:
         try:
@@ -260,10 +260,10 @@ def _invalid(key: str, error: Exception) -> FormatError:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    held = dict(pairs)
-    if len(held) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a name stands twice")
-    return held
+    return entries
 
 
 def _metadata(data: Any) -> dict[str, str]:
@@ -361,21 +361,21 @@ def header(tensors: Sequence[Described], metadata: Mapping[str, str]) -> bytes:
     Raises:
         ConfigError: two tensors of one name, or an unknown dtype.
     """
-    told: dict[str, Any] = {HEADER_METADATA: dict(metadata)}
+    entries: dict[str, Any] = {HEADER_METADATA: dict(metadata)}
     place = 0
     for tensor in tensors:
-        if tensor.name in told:
+        if tensor.name in entries:
             raise ConfigError(
                 f"snapshot: tensor name {tensor.name!r} is taken", "give each tensor its own name"
             )
         end = place + tensor.length
-        told[tensor.name] = {
+        entries[tensor.name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "data_offsets": [place, end],
         }
         place = end
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -271,7 +271,7 @@ def scalars(values: list[float]) -> StatisticsBatch:
         return _scalar(float(values[0]))
     x = np.asarray(values, np.float64)
     finite = np.isfinite(x)
-    held = np.where(finite, x, np.nan)
+    finite_values = np.where(finite, x, np.nan)
     nonzero = finite & (x != 0)
     some = np.where(finite, x, 0.0)
     exponents = np.frexp(x[nonzero])[1] - 1
@@ -289,10 +289,10 @@ def scalars(values: list[float]) -> StatisticsBatch:
         neg_inf=np.isneginf(x).astype(np.int64),
         zero=(x == 0).astype(np.int64),
         negative=(finite & (x < 0)).astype(np.int64),
-        min=held,
-        max=held,
+        min=finite_values,
+        max=finite_values,
         abs_min=np.where(nonzero, np.abs(x), np.nan),
-        mean=held,
+        mean=finite_values,
         m2=np.zeros(len(x)),
         abs_sum=np.abs(some),
         square_sum=square,
@@ -303,12 +303,12 @@ def scalars(values: list[float]) -> StatisticsBatch:
 def _scalar(value: float) -> StatisticsBatch:
     """As `scalars` of one: every step has losses, and two dozen operations on arrays of one number take tenfold the time."""
     finite = math.isfinite(value)
-    held, some = (value, value) if finite else (math.nan, 0.0)
+    number, some = (value, value) if finite else (math.nan, 0.0)
     bins, size = np.empty(0, np.int16), math.nan
     if some != 0:
         bins, size = np.array([2 * (math.frexp(value)[1] - 1) + (value < 0)], np.int16), abs(value)
     counts = (1, math.isnan(value), value == math.inf, value == -math.inf, value == 0, finite and value < 0)
-    figures = (held, held, size, held, 0.0, abs(some), some * some)
+    figures = (number, number, size, number, 0.0, abs(some), some * some)
     histogram = Histograms(np.array([0, len(bins)], np.int64), bins, np.ones(len(bins), np.int64))
     return StatisticsBatch.from_matrices(np.array([counts], np.int64), np.array([figures]), histogram)
 
@@ -493,13 +493,13 @@ def may_leave(batch: StatisticsBatch, number_format: str, powers: Floats | int =
 
 
 def _share_of_bins(batch: StatisticsBatch, chosen: Callable[..., np.ndarray], powers: Floats | int) -> Floats:
-    held = batch.histogram
-    exponents = exponent_of_bin(held.bins)
+    histogram = batch.histogram
+    exponents = exponent_of_bin(histogram.bins)
     if np.any(powers):
         of_row = np.broadcast_to(powers, len(batch)).astype(np.int64)
-        exponents = exponents + np.repeat(of_row, np.diff(held.offsets))
-    part = _sums_of_rows(held.counts * chosen(exponents), held.offsets)
-    whole = _sums_of_rows(held.counts, held.offsets)
+        exponents = exponents + np.repeat(of_row, np.diff(histogram.offsets))
+    part = _sums_of_rows(histogram.counts * chosen(exponents), histogram.offsets)
+    whole = _sums_of_rows(histogram.counts, histogram.offsets)
     return _over(part, whole)
 
 

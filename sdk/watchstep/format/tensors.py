@@ -119,10 +119,10 @@ class TensorInfo:
         Raises:
             TypeError, ValueError, KeyError: the data has another form.
         """
-        known = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
-        known["collections"] = tuple(known["collections"])
-        known["shape"] = tuple(known.get("shape", ()))
-        info = cls(**known)
+        fields = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
+        fields["collections"] = tuple(fields["collections"])
+        fields["shape"] = tuple(fields.get("shape", ()))
+        info = cls(**fields)
         words = (info.name, info.role, info.module, info.module_type, info.dtype, info.optimizer)
         for word in (*words, *info.collections):
             if not isinstance(word, str):

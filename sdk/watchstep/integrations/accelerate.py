@@ -77,8 +77,8 @@ def ranks_of(world_size: int, rank: int, local_rank: int) -> Ranks | None:
     """Who this rank is, where there are several, and how they agree."""
     if world_size <= 1:
         return None
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Ranks(rank, world_size, local_rank, int(said) if said.isdigit() else 0, _broadcast)
+    setting = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Ranks(rank, world_size, local_rank, int(setting) if setting.isdigit() else 0, _broadcast)
 
 
 def replicates() -> bool:
@@ -97,14 +97,14 @@ def _tell_of_states(accelerator: Any, hook: Hook) -> None:
 
     @functools.wraps(save)
     def save_state(*args: Any, **kwargs: Any) -> Any:
-        kept = accelerator.project_configuration
-        limit = kept.total_limit
+        configuration = accelerator.project_configuration
+        limit = configuration.total_limit
         if limit is not None:
-            kept.total_limit = max(limit, len(hook.protected_checkpoints()) + 1)
+            configuration.total_limit = max(limit, len(hook.protected_checkpoints()) + 1)
         try:
             place = save(*args, **kwargs)
         finally:
-            kept.total_limit = limit
+            configuration.total_limit = limit
         if accelerator.is_main_process and place is not None:
             hook.checkpoint_saved(place)
         return place

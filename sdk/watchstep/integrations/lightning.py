@@ -36,8 +36,8 @@ class KeptCheckpoints:
     def release(self) -> None:
         """The fit is over. What may be the last good checkpoint still then stays."""
         self._delete_what_may_be()
-        for held, name in ((self._trainer, "save_checkpoint"), (self._strategy, "remove_checkpoint")):
-            vars(held).pop(name, None)
+        for state, name in ((self._trainer, "save_checkpoint"), (self._strategy, "remove_checkpoint")):
+            vars(state).pop(name, None)
 
     def _saved(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         self._save(filepath, *args, **kwargs)
@@ -123,7 +123,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
     @kept_from_training
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """A fit begins, or goes on from a checkpoint that has been read; the sanity check is over."""
-        optimizers = [held for held in trainer.optimizers if isinstance(held, Optimizer)]
+        optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)]
         updates = int(trainer.global_step) // max(1, len(optimizers))  # it counts the updates of all
         self._recording.begin(updates, _ranks(trainer))
         self._last = dict(trainer.callback_metrics)
@@ -177,8 +177,8 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """A validation is done."""
         if not trainer.sanity_checking and self._recording.hook is not None:
-            found = {_OF_VALIDATION.sub("", name): value for name, value in self._fresh(trainer).items()}
-            self._recording.log(found, "eval")
+            metrics = {_OF_VALIDATION.sub("", name): value for name, value in self._fresh(trainer).items()}
+            self._recording.log(metrics, "eval")
 
     @kept_from_training
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -203,9 +203,9 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
 
     def _fresh(self, trainer: Any) -> dict[str, Any]:
         """What the module has logged since the last call."""
-        held = dict(trainer.callback_metrics)
-        fresh = {name: value for name, value in held.items() if self._last.get(name) is not value}
-        self._last = held
+        metrics = dict(trainer.callback_metrics)
+        fresh = {name: value for name, value in metrics.items() if self._last.get(name) is not value}
+        self._last = metrics
         return fresh
 
     def _log_training(self, trainer: Any) -> None:

@@ -51,16 +51,16 @@ class Ranks:
     @contextmanager
     def told(self, attempt: str) -> Iterator[None]:
         """Within this the environment says what a launcher would have said."""
-        said = {
+        ranks = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             ATTEMPT: attempt,
         }
         if self.local_size:
-            said["LOCAL_WORLD_SIZE"] = str(self.local_size)
-        before = {name: os.environ.get(name) for name in said}
-        os.environ.update(said)
+            ranks["LOCAL_WORLD_SIZE"] = str(self.local_size)
+        before = {name: os.environ.get(name) for name in ranks}
+        os.environ.update(ranks)
         try:
             yield
         finally:

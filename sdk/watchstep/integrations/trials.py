@@ -55,10 +55,10 @@ def of_stop(hook: Hook) -> Reason | None:
     stop = hook.stopped
     if stop is None:
         return None
-    said = _SAID.fullmatch(stop.reason)
-    if said is None:
+    match = _SAID.fullmatch(stop.reason)
+    if match is None:
         return Reason(hook.run, "", stop.step, stop.reason, link_of(hook))
-    return Reason(hook.run, said["rule"], int(said["step"]), said["message"], link_of(hook))
+    return Reason(hook.run, match["rule"], int(match["step"]), match["message"], link_of(hook))
 
 
 def of_guard(hook: Hook) -> Reason | None:
@@ -81,9 +81,9 @@ def of_service(client: Client, run: str, severities: Sequence[str], link: str) -
         return None
     if alert is None:
         return None
-    found = alert.finding or {}
-    message = str(found.get("message", "fires"))
-    return Reason(run, alert.name, int(found.get("step", alert.since_step)), message, link)
+    finding = alert.finding or {}
+    message = str(finding.get("message", "fires"))
+    return Reason(run, alert.name, int(finding.get("step", alert.since_step)), message, link)
 
 
 def link_of(hook: Hook) -> str:

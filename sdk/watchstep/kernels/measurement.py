@@ -55,8 +55,8 @@ class Merged:
     @property
     def nonfinite(self) -> bool | None:
         """Whether some element is NaN or infinite; None while no part knows of one and some part knows nothing."""
-        known = [part.nonfinite for part in self.parts]
-        return True if True in known else None if None in known else False
+        flags = [part.nonfinite for part in self.parts]
+        return True if True in flags else None if None in flags else False
 
     def collect(self) -> StatisticsBatch:
         """The statistics, one row a tensor; waits for the device."""
@@ -128,15 +128,17 @@ class Rescaled:
 
     def collect(self) -> StatisticsBatch:
         """The statistics; waits for the device."""
-        held, scale = self.measurement.collect(), self.scale()
+        statistics, scale = self.measurement.collect(), self.scale()
         lower, upper = BIN_RANGE
-        bins = held.histogram.bins.astype(np.int64) - 2 * (math.frexp(scale)[1] - 1)
+        bins = statistics.histogram.bins.astype(np.int64) - 2 * (math.frexp(scale)[1] - 1)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             by = np.float64(1.0) / scale
-            linear = {name: getattr(held, name) * by for name in ("min", "max", "abs_min", "mean", "abs_sum")}
-            squared = {name: getattr(held, name) * by * by for name in ("m2", "square_sum")}
-        histogram = replace(held.histogram, bins=np.clip(bins, lower, upper).astype(np.int16))
-        return replace(held, **linear, **squared, histogram=histogram)
+            linear = {
+                name: getattr(statistics, name) * by for name in ("min", "max", "abs_min", "mean", "abs_sum")
+            }
+            squared = {name: getattr(statistics, name) * by * by for name in ("m2", "square_sum")}
+        histogram = replace(statistics.histogram, bins=np.clip(bins, lower, upper).astype(np.int16))
+        return replace(statistics, **linear, **squared, histogram=histogram)
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,12 @@ class Repeated:
 
     def collect(self) -> StatisticsBatch:
         """The statistics; waits for the device."""
-        held, by = self.measurement.collect(), self.factors
-        counts = {name: getattr(held, name) * by for name in COUNT_COLUMNS}
-        sums = {name: getattr(held, name) * by for name in ("m2", "abs_sum", "square_sum")}
-        histogram = held.histogram
+        statistics, by = self.measurement.collect(), self.factors
+        counts = {name: getattr(statistics, name) * by for name in COUNT_COLUMNS}
+        sums = {name: getattr(statistics, name) * by for name in ("m2", "abs_sum", "square_sum")}
+        histogram = statistics.histogram
         scaled = histogram.counts * np.repeat(by, np.diff(histogram.offsets))
-        return replace(held, **counts, **sums, histogram=replace(histogram, counts=scaled))
+        return replace(statistics, **counts, **sums, histogram=replace(histogram, counts=scaled))
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ class Reordered:
     @property
     def nonfinite(self) -> bool | None:
         """Whether some element is NaN or infinite; None while no part knows of one and some part knows nothing."""
-        known = [part.nonfinite for part in self.parts]
-        return True if True in known else None if None in known else False
+        flags = [part.nonfinite for part in self.parts]
+        return True if True in flags else None if None in flags else False
 
     def collect(self) -> StatisticsBatch:
         """The statistics, one row a tensor; waits for every device."""

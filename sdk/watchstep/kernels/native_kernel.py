@@ -137,20 +137,22 @@ class NativeKernel:
             *(tensor.kind for tensor in tensors),
         ]
         start = buffer.ctypes.data
-        data, sizes, kinds, counts, values, offsets, held, bins = (start + 8 * place for place in places)
-        found = self._measure(rows, data, sizes, kinds, int(histogram), counts, values, offsets, bins, held)
-        if found < 0:
-            raise _unknown_kind(tensors, -found - 1)
+        data, sizes, kinds, counts, values, offsets, index, bins = (start + 8 * place for place in places)
+        nonfinite = self._measure(
+            rows, data, sizes, kinds, int(histogram), counts, values, offsets, bins, index
+        )
+        if nonfinite < 0:
+            raise _unknown_kind(tensors, -nonfinite - 1)
         used = int(buffer[places[6] - 1])
         figures = buffer[places[3] : places[6] + used], buffer[places[7] : places[7] + (used + 3) // 4]
-        return NativeMeasurement(np.concatenate(figures), rows, nonfinite=found > 0)
+        return NativeMeasurement(np.concatenate(figures), rows, nonfinite=nonfinite > 0)
 
     def _room_for(self, numbers: int) -> NDArray[np.int64]:
         """Memory of this thread's own, kept from call to call: to take it anew would cost more than small tensors do."""
-        held: NDArray[np.int64] | None = getattr(self._kept, "buffer", None)
-        if held is None or len(held) < numbers:
-            held = self._kept.buffer = np.empty(numbers, np.int64)
-        return held
+        memory: NDArray[np.int64] | None = getattr(self._kept, "buffer", None)
+        if memory is None or len(memory) < numbers:
+            memory = self._kept.buffer = np.empty(numbers, np.int64)
+        return memory
 
     def checksums(self, tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
         """Checksums of tensors, as `watchstep.kernels.array_kernel` defines them.
@@ -163,11 +165,11 @@ class NativeKernel:
         """
         columns = _columns(tensors)
         start, stride = columns.ctypes.data, 8 * len(tensors)
-        found = np.empty(len(tensors), np.int64)
-        bad = self._checksum(len(tensors), start, start + stride, start + 2 * stride, found.ctypes.data)
+        sums = np.empty(len(tensors), np.int64)
+        bad = self._checksum(len(tensors), start, start + stride, start + 2 * stride, sums.ctypes.data)
         if bad:
             raise _unknown_kind(tensors, bad - 1)
-        return found
+        return sums
 
 
 def _unknown_kind(tensors: Sequence[MemoryRange], place: int) -> ValueError:

@@ -497,8 +497,8 @@ def _told(error: BaseException) -> str:
 
 def _refusal(url: str, answer: BaseHTTPResponse) -> ServiceRefusedError:
     status = answer.status
-    known = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
-    kind, what = "", f"{url}: answered {status} {known}".rstrip()
+    phrase = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
+    kind, what = "", f"{url}: answered {status} {phrase}".rstrip()
     hint = "see that the URL is that of a Watchstep service"
     try:
         problem = json.loads(_read(answer, _MAX_PROBLEM))

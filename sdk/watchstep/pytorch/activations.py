@@ -77,8 +77,8 @@ class ForwardPasses:
     @property
     def mode(self) -> Mode:
         """As the program last said, else as the model is."""
-        said = self._session.mode
-        return "eval" if said == "train" and not self._model.training else said
+        mode = self._session.mode
+        return "eval" if mode == "train" and not self._model.training else mode
 
     def set_training_thread(self) -> None:
         """This thread updates the model."""
@@ -232,16 +232,18 @@ class _Observed:
             step: of the run.
             mode: of the pass.
         """
-        found: list[Probe | None] = []
+        probes: list[Probe | None] = []
         if len(output) == 1:
             if self.channels is not None:
-                found.append(self.channels.look(output[0], step, mode))
+                probes.append(self.channels.look(output[0], step, mode))
             if self.activity is not None:
-                held = _real(given)
-                found.append(self.activity.look(held[0] if len(held) == 1 else None, output[0], step, mode))
-        if self.tokens is not None and (held := _numeric(given)):
-            found.append(self.tokens.look(held[0]))
-        return tuple(probe for probe in found if probe is not None)
+                inputs = _real(given)
+                probes.append(
+                    self.activity.look(inputs[0] if len(inputs) == 1 else None, output[0], step, mode)
+                )
+        if self.tokens is not None and (inputs := _numeric(given)):
+            probes.append(self.tokens.look(inputs[0]))
+        return tuple(probe for probe in probes if probe is not None)
 
 
 class ActivationHooks:
@@ -367,18 +369,18 @@ class ActivationHooks:
                     observed.output, output, mode, charged, functools.partial(observed.probes, given)
                 )
             elif module.training and mode == "train" and tensors.ACTIVATIONS in collections:
-                found = _real(output)
-                if found:
-                    self.live.note(self._group(observed.output, found), found)
+                outputs = _real(output)
+                if outputs:
+                    self.live.note(self._group(observed.output, outputs), outputs)
         collections = observed.input.info.collections
         if collections:
             charged = self._due(collections, mode)
             if charged is not None:
                 self._measure(observed.input, given, mode, charged, self._sums_of)
             elif module.training and mode == "train" and tensors.INPUTS in collections:
-                found = _numeric(given)
-                if found:
-                    self.live.note(self._group(observed.input, found), found)
+                outputs = _numeric(given)
+                if outputs:
+                    self.live.note(self._group(observed.input, outputs), outputs)
 
     def _due(self, collections: tuple[str, ...], mode: Mode) -> str | None:
         """As the schedule says, asked once a pass for each set of collections."""
@@ -386,29 +388,31 @@ class ActivationHooks:
             self._decided[collections] = self._schedule.due(collections, self._recorder.step, mode)
         return self._decided[collections]
 
-    def _measure(self, flow: _Flow, held: Any, mode: Mode, charged: str, look: _Look = lambda *_: ()) -> None:
-        found = _numeric(held) if flow.takes_integers else _real(held)
-        if not found:
+    def _measure(
+        self, flow: _Flow, value: Any, mode: Mode, charged: str, look: _Look = lambda *_: ()
+    ) -> None:
+        outputs = _numeric(value) if flow.takes_integers else _real(value)
+        if not outputs:
             return
         since = self._schedule.now()
-        probes = look(found, self._recorder.step, mode)
-        group = self._group(flow, found)
+        probes = look(outputs, self._recorder.step, mode)
+        group = self._group(flow, outputs)
         if self._unchanged.applies:
             names = [f"{info.name}/{mode}" for info in group.tensors]
-            same = self._unchanged.look(names, found, max(1, self._hooked))
+            same = self._unchanged.look(names, outputs, max(1, self._hooked))
             probes = probes if same is None else (*probes, same)
-        self._recorder.add(group, self._kernel.measure(found), mode, probes)
+        self._recorder.add(group, self._kernel.measure(outputs), mode, probes)
         self._schedule.spent(charged, since)
 
-    def _sums_of(self, found: list[Tensor], _step: int, _mode: Mode) -> tuple[Probe, ...]:
+    def _sums_of(self, outputs: list[Tensor], _step: int, _mode: Mode) -> tuple[Probe, ...]:
         """Sums by channel, where a model is given images and nothing else."""
-        sums = self._sums.look(found[0]) if self._sums.applies and len(found) == 1 else None
+        sums = self._sums.look(outputs[0]) if self._sums.applies and len(outputs) == 1 else None
         return () if sums is None else (sums,)
 
-    def _group(self, flow: _Flow, found: list[Tensor]) -> Group:
-        group = flow.groups.get(len(found))
+    def _group(self, flow: _Flow, outputs: list[Tensor]) -> Group:
+        group = flow.groups.get(len(outputs))
         if group is None:
-            several = len(found) > 1
+            several = len(outputs) > 1
             infos = tuple(
                 replace(
                     flow.info,
@@ -416,22 +420,22 @@ class ActivationHooks:
                     shape=tuple(tensor.shape),
                     dtype=dtype_name(tensor.dtype),
                 )
-                for place, tensor in enumerate(found)
+                for place, tensor in enumerate(outputs)
             )
-            places = tuple(standing(tensor, self._whole).weight for tensor in found)
-            group = flow.groups[len(found)] = Group(infos, places)
+            places = tuple(standing(tensor, self._whole).weight for tensor in outputs)
+            group = flow.groups[len(outputs)] = Group(infos, places)
         return group
 
 
-def _real(held: Any) -> list[Tensor]:
+def _real(value: Any) -> list[Tensor]:
     """The floating-point and complex tensors in what a module gives."""
-    found = list(_flat(held))
-    return [tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
+    outputs = list(_flat(value))
+    return [tensor for tensor in outputs if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def _numeric(held: Any) -> list[Tensor]:
+def _numeric(value: Any) -> list[Tensor]:
     """All tensors but truth values, which are masks."""
-    return [tensor for tensor in _flat(held) if tensor.dtype is not torch.bool]
+    return [tensor for tensor in _flat(value) if tensor.dtype is not torch.bool]
 
 
 def _flat(held: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:

@@ -34,14 +34,17 @@ class _Buffer:
     @property
     def values(self) -> Tensor:
         """As it is now."""
-        held: Tensor = getattr(self.module, self.leaf)
-        return held
+        values: Tensor = getattr(self.module, self.leaf)
+        return values
 
-    def learns(self, held: frozenset[int]) -> bool:
+    def learns(self, optimized: frozenset[int]) -> bool:
         """Whether one of the parameters that optimizers hold is the layer's scale, and it has a gradient."""
         scale = self.module.weight
         return (
-            isinstance(scale, Tensor) and scale.requires_grad and scale.grad is not None and id(scale) in held
+            isinstance(scale, Tensor)
+            and scale.requires_grad
+            and scale.grad is not None
+            and id(scale) in optimized
         )
 
 
@@ -102,7 +105,7 @@ class Buffers:
         self._known.pop((), None)
         for collections, buffers in self._known.items():
             self._groups[collections] = Group(
-                tuple(one.info for one in buffers), tuple(one.place for one in buffers)
+                tuple(buffer.info for buffer in buffers), tuple(buffer.place for buffer in buffers)
             )
 
     def measure(self, step: int) -> None:
@@ -118,25 +121,25 @@ class Buffers:
             charged = self._schedule.due(collections, step)
             if charged is not None:
                 since = self._schedule.now()
-                measured = self._kernel.measure([one.values for one in buffers])
+                measured = self._kernel.measure([buffer.values for buffer in buffers])
                 self._recorder.add(self._groups[collections], measured, probes=(self._states(buffers),))
                 self._schedule.spent(charged, since)
 
     def _states(self, buffers: list[_Buffer]) -> _States:
-        held = self._parameters.held()
-        layers = {id(one.module): one.module for one in buffers}
+        optimized = self._parameters.held()
+        layers = {id(buffer.module): buffer.module for buffer in buffers}
         counts = {key: layer.num_batches_tracked for key, layer in layers.items()}
         numbers = {key: count.reshape(()) for key, count in counts.items() if isinstance(count, Tensor)}
         place = {key: number for number, key in enumerate(numbers)}
         squares = {key: _affine_square(layer) for key, layer in layers.items() if not layer.training}
         place_of_square = {key: number for number, key in enumerate(squares)}
         return _States(
-            training=np.array([float(one.module.training) for one in buffers]),
+            training=np.array([float(buffer.module.training) for buffer in buffers]),
             model_training=np.full(len(buffers), float(self._model.training)),
-            learns=np.array([float(one.learns(held)) for one in buffers]),
-            counted=[place.get(id(one.module), -1) for one in buffers],
+            learns=np.array([float(buffer.learns(optimized)) for buffer in buffers]),
+            counted=[place.get(id(buffer.module), -1) for buffer in buffers],
             batches=OnTheWay(stacked(list(numbers.values()))) if numbers else None,
-            affine=[place_of_square.get(id(one.module), -1) for one in buffers],
+            affine=[place_of_square.get(id(buffer.module), -1) for buffer in buffers],
             squares=OnTheWay(stacked(list(squares.values()))) if squares else None,
         )
 
@@ -144,7 +147,9 @@ class Buffers:
 @torch.no_grad()
 def _affine_square(layer: _NormBase) -> Tensor:
     """``mean(scale²) + mean(shift²)``, float32 of no dimensions: the mean square of what a layer makes of data with its statistics."""
-    statistic = next(held for held in (layer.running_var, layer.running_mean) if isinstance(held, Tensor))
+    statistic = next(
+        values for values in (layer.running_var, layer.running_mean) if isinstance(values, Tensor)
+    )
     total = torch.zeros((), device=statistic.device)
     for parameter, of_none in ((layer.weight, 1.0), (layer.bias, 0.0)):
         if parameter is None:

@@ -80,14 +80,21 @@ def measure_on_device(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = tensor.reshape(-1).to(wide)
     finite = torch.isfinite(x)
     size = finite.sum()
-    kept = torch.where(finite, x, 0.0)
-    magnitude = kept.abs()
+    finite_values = torch.where(finite, x, 0.0)
+    magnitude = finite_values.abs()
     nonzero = magnitude > 0
     nan = torch.isnan(x).sum()
     positive = torch.isposinf(x).sum()
     total = torch.full_like(size, x.numel())
     counts = torch.stack(
-        [total, nan, positive, total - size - nan - positive, (finite & ~nonzero).sum(), (kept < 0).sum()]
+        [
+            total,
+            nan,
+            positive,
+            total - size - nan - positive,
+            (finite & ~nonzero).sum(),
+            (finite_values < 0).sum(),
+        ]
     )
     infinity = torch.full((1,), torch.inf, dtype=wide, device=x.device)
     none = torch.full((), torch.nan, dtype=wide, device=x.device)
@@ -96,8 +103,8 @@ def measure_on_device(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         lowest = torch.cat([torch.where(chosen, of, torch.inf), infinity]).amin()
         return torch.where(chosen.any(), lowest, none)
 
-    mean = kept.sum() / size
-    from_mean = torch.where(finite, kept - mean, 0.0)
+    mean = finite_values.sum() / size
+    from_mean = torch.where(finite, finite_values - mean, 0.0)
     values = torch.stack(
         [
             smallest(finite, x),
@@ -106,11 +113,11 @@ def measure_on_device(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             mean,
             (from_mean * from_mean).sum(),
             magnitude.sum(),
-            (kept * kept).sum(),
+            (finite_values * finite_values).sum(),
         ]
     )
-    powers = torch.frexp(kept).exponent.long() - 1 - _LOWEST_EXPONENT
-    place = torch.where(nonzero, 2 * powers + (kept < 0), 0)
+    powers = torch.frexp(finite_values).exponent.long() - 1 - _LOWEST_EXPONENT
+    place = torch.where(nonzero, 2 * powers + (finite_values < 0), 0)
     bins = torch.zeros(_BINS, dtype=torch.int64, device=x.device)
     bins.scatter_add_(0, place, nonzero.long())
     return counts, values, bins
@@ -208,9 +215,9 @@ class NonfiniteLook:
         """Whether something was found; None while that is not known. Once it is known, the look is over."""
         if not self._landing.arrived:
             return None
-        found = bool(self._landing.results[0])
+        nonfinite = bool(self._landing.results[0])
         self._give_back(self._landing)
-        return found
+        return nonfinite
 
 
 def look(tensors: Sequence[Tensor]) -> NonfiniteLook:

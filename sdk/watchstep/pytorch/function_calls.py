@@ -181,16 +181,16 @@ class FunctionCalls:
         return None
 
     def _is_compiled(self) -> bool:
-        found = any(
+        compiled = any(
             getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
             for module in self._names.model.modules()
         )
-        if found:
+        if compiled:
             self._session.health.note(
                 "function_calls",
                 "not observed: a part of the model is compiled, and a function mode would compile it anew",
             )
-        return found
+        return compiled
 
 
 class _Listening(TorchFunctionMode):

@@ -111,8 +111,8 @@ def _hold_any_on_devices(tensors: Sequence[Tensor]) -> bool:
         by_device.setdefault(tensor.device, []).append(tensor)
     if not by_device or device_kernel.capturing():
         return False
-    found = [device_kernel.found_by_operations(distinct_elements(held))[0] for held in by_device.values()]
-    return any(bool(one.item()) for one in found)
+    flags = [device_kernel.found_by_operations(distinct_elements(group))[0] for group in by_device.values()]
+    return any(bool(flag.item()) for flag in flags)
 
 
 class FewestGradients:
@@ -158,22 +158,22 @@ class LateLooks:
                 by_device.setdefault(tensor.device, []).append(tensor)
         if (not by_device and not self.pending) or device_kernel.capturing():
             return False
-        found = self._answers()
+        nonfinite = self._answers()
         if len(self._under_way) < _MOST_LOOKS:
-            for held in by_device.values():
-                self._under_way.append(device_kernel.look(device_tensors(held)))
-        return found
+            for group in by_device.values():
+                self._under_way.append(device_kernel.look(device_tensors(group)))
+        return nonfinite
 
     def _answers(self) -> bool:
-        found = False
+        nonfinite = False
         waiting: deque[NonfiniteLook] = deque()
         for look in self._under_way:
             answer = look.answer()
             if answer is None:
                 waiting.append(look)
-            found |= bool(answer)
+            nonfinite |= bool(answer)
         self._under_way = waiting
-        return found
+        return nonfinite
 
 
 class LateLosses:
@@ -217,9 +217,9 @@ class LiveOutputs:
 
     def alive(self) -> list[tuple[Group, list[Tensor], int]]:
         """Those that are still there, in the order of the forward pass, each with its time in nanoseconds since the epoch."""
-        found = []
+        living = []
         for group, references, time_ns in self._held:
             outputs = [output for reference in references if (output := reference()) is not None]
             if len(outputs) == len(references):
-                found.append((group, outputs, time_ns))
-        return found
+                living.append((group, outputs, time_ns))
+        return living

@@ -50,22 +50,22 @@ class _Counts:
         return {**self._of_late(), **self._of_all()}
 
     def _of_all(self) -> dict[str, Floats]:
-        held = self.since_the_start.numbers()
-        correct = np.diagonal(held)
-        others = held - np.diag(correct)
+        numbers = self.since_the_start.numbers()
+        correct = np.diagonal(numbers)
+        others = numbers - np.diag(correct)
         mistaken = others.max(0)
         return {
-            "all_examples": held.sum(1),
+            "all_examples": numbers.sum(1),
             "all_correct": correct.copy(),
-            "all_predicted": held.sum(0),
+            "all_predicted": numbers.sum(0),
             "all_mistaken": mistaken,
             "all_mistaken_for": np.where(mistaken > 0, others.argmax(0), np.nan),
         }
 
     def _of_late(self) -> dict[str, Floats]:
-        held = self.matrix.numbers()
-        examples, correct = held.sum(1), np.diagonal(held)
-        others = held - np.diag(correct)
+        numbers = self.matrix.numbers()
+        examples, correct = numbers.sum(1), np.diagonal(numbers)
+        others = numbers - np.diag(correct)
         confused = others.max(1)
         return {
             "examples": examples,
@@ -152,37 +152,37 @@ class ConfusionCounter:
         given = labels.detach().reshape(-1).to(outputs.device, non_blocking=True).long()
         predicted = outputs.detach()
         predicted = predicted.argmax(1) if predicted.dim() == 2 else predicted.long()
-        held = _matrix(self._matrices, mode, classes, outputs.device)
-        whole = _matrix(self._of_all, mode, max(classes, len(held.counts)), outputs.device)
-        if len(whole.counts) > len(held.counts):  # it has seen more classes before
-            held = _matrix(self._matrices, mode, len(whole.counts), outputs.device)
-        classes = len(held.counts)
+        matrix = _matrix(self._matrices, mode, classes, outputs.device)
+        whole = _matrix(self._of_all, mode, max(classes, len(matrix.counts)), outputs.device)
+        if len(whole.counts) > len(matrix.counts):  # it has seen more classes before
+            matrix = _matrix(self._matrices, mode, len(whole.counts), outputs.device)
+        classes = len(matrix.counts)
         known = (given >= 0) & (given < classes) & (predicted >= 0) & (predicted < classes)
         place = torch.where(known, given * classes + predicted, classes * classes)
         counted = torch.zeros(classes * classes + 1, dtype=torch.int64, device=outputs.device)
         counted.scatter_add_(0, place, torch.ones_like(place))
-        held.counts = held.counts + counted[:-1].view(classes, classes)
-        held.examples += len(given)
+        matrix.counts = matrix.counts + counted[:-1].view(classes, classes)
+        matrix.examples += len(given)
         whole.counts = whole.counts + counted[:-1].view(classes, classes)
-        counts = _Counts(OnTheWay(held.counts), OnTheWay(whole.counts))
+        counts = _Counts(OnTheWay(matrix.counts), OnTheWay(whole.counts))
         infos = tuple(
-            TensorInfo(f"confusion/{one}", (tensors.CONFUSION,), "confusion", dtype="float64")
-            for one in range(classes)
+            TensorInfo(f"confusion/{label}", (tensors.CONFUSION,), "confusion", dtype="float64")
+            for label in range(classes)
         )
         self._session.recorder.add(Group.of(infos), _Shares(counts), mode, probes=(counts,))
-        if held.examples >= max(_EXAMPLES, _EXAMPLES_OF_EACH * classes):
+        if matrix.examples >= max(_EXAMPLES, _EXAMPLES_OF_EACH * classes):
             del self._matrices[mode]
 
 
 def _matrix(matrices: dict[Mode, _Matrix], mode: Mode, classes: int, device: torch.device) -> _Matrix:
     """The one of a mode, for so many classes at least."""
-    held = matrices.get(mode)
-    if held is None or held.counts.device != device:
-        held = matrices[mode] = _Matrix(torch.zeros(classes, classes, dtype=torch.int64, device=device))
-    more = classes - len(held.counts)
+    matrix = matrices.get(mode)
+    if matrix is None or matrix.counts.device != device:
+        matrix = matrices[mode] = _Matrix(torch.zeros(classes, classes, dtype=torch.int64, device=device))
+    more = classes - len(matrix.counts)
     if more > 0:
-        held.counts = torch.nn.functional.pad(held.counts, (0, more, 0, more))
-    return held
+        matrix.counts = torch.nn.functional.pad(matrix.counts, (0, more, 0, more))
+    return matrix
 
 
 def _classes(labels: Tensor, outputs: Tensor) -> int | None:
@@ -238,22 +238,22 @@ class GivenTensors:
             raise ValueError(f"mode {mode!r}: use one of {', '.join(MODES)}")
         if not isinstance(name, str) or not name:
             raise TypeError("a name must be a string")
-        held = collection or (name if name in _ROLES else tensors.CUSTOM)
+        name_of_collection = collection or (name if name in _ROLES else tensors.CUSTOM)
         if collection is not None and collection not in session.config.collections:
             raise ValueError(f"collection {collection!r}: name it in CaptureConfig.collections")
         if mode == "train":
             self._begin_if_given_before(name)
         if isinstance(value, Tensor):
             self._confusion.give(name, value, mode)
-        charged = session.schedule.due((held,), session.recorder.step, mode)
+        charged = session.schedule.due((name_of_collection,), session.recorder.step, mode)
         if charged is None:
             return
         since = session.schedule.now()
         tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         info = TensorInfo(
             name=name,
-            collections=(held,),
-            role=_ROLES.get(name) or _ROLES.get(held, "custom"),
+            collections=(name_of_collection,),
+            role=_ROLES.get(name) or _ROLES.get(name_of_collection, "custom"),
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
         )

@@ -96,19 +96,19 @@ def native_memory(tensors: Sequence[Tensor]) -> list[MemoryRange] | None:
 
     Asked of every gradient at every step: a microsecond here is felt where there are thousands.
     """
-    held = []
+    ranges = []
     for tensor in tensors:
         local = tensor if type(tensor) in _PLAIN_TYPES else _plain(tensor)
         kind = _NATIVE.get(local.dtype)
         if kind is None or not local.is_cpu:
             return None
         if type(local) in _PLAIN_TYPES and not _has_memory(local):
-            held.append(MemoryRange(0, 0, kind))
+            ranges.append(MemoryRange(0, 0, kind))
             continue
         if not _is_dense(local):
             return None
-        held.append(MemoryRange(local.data_ptr(), local.numel(), kind))
-    return held
+        ranges.append(MemoryRange(local.data_ptr(), local.numel(), kind))
+    return ranges
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
@@ -221,14 +221,14 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
         raise ValueError(f"checksums of tensors on {named}: give those of one device at a time")
     if devices - {torch.device("cpu")}:
         return torch.stack([checksum_on_device(tensor) for tensor in plain])
-    held = [tensor.contiguous() for tensor in plain]
+    contiguous = [tensor.contiguous() for tensor in plain]
     native = native_kernel.load()
     if native is None:
-        found = [checksum_array(_words(tensor).numpy()) for tensor in held]
-        return torch.tensor(found, dtype=torch.int64)
+        sums = [checksum_array(_words(tensor).numpy()) for tensor in contiguous]
+        return torch.tensor(sums, dtype=torch.int64)
     memories = [
         MemoryRange(tensor.data_ptr(), tensor.numel(), KIND_OF_WIDTH[tensor.element_size()])
-        for tensor in held
+        for tensor in contiguous
     ]
     return torch.from_numpy(native.checksums(memories))
 

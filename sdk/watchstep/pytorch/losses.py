@@ -245,7 +245,7 @@ def listen(listener: LossListener) -> None:
 
 def forget(listener: LossListener) -> None:
     """Tell it no more."""
-    _listeners[:] = [held for held in _listeners if held() not in {None, listener}]
+    _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
 def install() -> None:
@@ -263,8 +263,8 @@ def _telling(backward: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if _listeners and observable():
-                for held in _listeners:
-                    if (listener := held()) is not None:
+                for reference in _listeners:
+                    if (listener := reference()) is not None:
                         listener.backward_begins()
                 if isinstance(tensors, Tensor) and tensors.numel() == 1:
                     _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
@@ -295,8 +295,8 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 def _report(error: Exception) -> None:
     """Count a fault of this module in the health of all that listen."""
-    for held in _listeners:
-        if (listener := held()) is not None:
+    for reference in _listeners:
+        if (listener := reference()) is not None:
             listener.failed(error)
 
 
@@ -311,8 +311,8 @@ def _tell(loss: Tensor, frame: FrameType) -> None:
     else:
         function, divisor = getattr(loss, _FUNCTION, ""), getattr(loss, _DIVISOR, 1.0)
         found = FoundLoss(_place_of(frame), value, function, divisor)
-    for held in _listeners:
-        if (listener := held()) is not None:
+    for reference in _listeners:
+        if (listener := reference()) is not None:
             listener.found(found)
 
 
@@ -368,6 +368,6 @@ class SummedLosses:
         """The sum so far, with one part more. Nothing is waited for."""
         if step != self._step:
             self._step, self._sums = step, {}
-        held = self._sums.get(name)
-        self._sums[name] = value if held is None else held + value
+        total = self._sums.get(name)
+        self._sums[name] = value if total is None else total + value
         return self._sums[name]

@@ -201,17 +201,17 @@ class Names:
             bases=bases,
         )
 
-    def state(self, named: NamedParameter, key: str, held: torch.Tensor) -> TensorInfo:
+    def state(self, named: NamedParameter, key: str, state: torch.Tensor) -> TensorInfo:
         """How a tensor that an optimizer keeps for a parameter is recorded.
 
         Args:
             named: the parameter.
             key: the optimizer's word for it, e.g. ``exp_avg``.
-            held: the tensor.
+            state: the tensor.
         """
         role = "momentum" if key in _MOMENTA else "second_moment" if key in _SECOND_MOMENTS else "state"
         info = replace(
-            named.weight, name=f"{named.weight.name}:{key}", role=role, dtype=dtype_name(held.dtype)
+            named.weight, name=f"{named.weight.name}:{key}", role=role, dtype=dtype_name(state.dtype)
         )
         return self._placed(info, named.bases, tensors.OPTIMIZER_STATE)
 
@@ -246,7 +246,7 @@ class Names:
             module: the module.
             order: its rank in the order of registration.
         """
-        held = module.get_buffer(leaf)
+        tensor = module.get_buffer(leaf)
         module_path = self.path(path)
         info = TensorInfo(
             name=f"{module_path}.{leaf}" if module_path else leaf,
@@ -255,8 +255,8 @@ class Names:
             module=module_path,
             module_type=type(module).__name__,
             order=order,
-            shape=tuple(held.shape),
-            dtype=dtype_name(held.dtype),
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
         )
         return self._placed(info, bases_of(module), tensors.BUFFERS)
 

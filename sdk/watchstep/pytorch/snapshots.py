@@ -52,8 +52,8 @@ def prepare(session: Session, parameters: Sequence[NamedParameter]) -> None:
     if any(parameter.is_cuda for parameter in trained):
         session.snapshot_writer.memory.allocate = _pinned
     if session.config.snapshots.every is not None:
-        held = [_held("", parameter) for parameter in trained]
-        session.snapshot_writer.prepare(2 * sum(one.described.length for one in held if one is not None))
+        copies = [_held("", parameter) for parameter in trained]
+        session.snapshot_writer.prepare(2 * sum(copy.described.length for copy in copies if copy is not None))
 
 
 def take(
@@ -72,37 +72,37 @@ def take(
         state: "before the update" or "after the update".
     """
     writer, health = session.snapshot_writer, session.health
-    held = _all_held(parameters)
+    copies = _all_held(parameters)
     available = writer.memory.available
-    if occasion.reason == "gate" and sum(one.described.length for one in held) > available:
-        held.sort(key=_is_finite)
-    chosen = set(fitting([one.described.length for one in held], available))
-    kept = [held[place] for place in sorted(chosen)]
-    missing = tuple(one.described.name for place, one in enumerate(held) if place not in chosen)
-    size = sum(one.described.length for one in kept)
+    if occasion.reason == "gate" and sum(copy.described.length for copy in copies) > available:
+        copies.sort(key=_is_finite)
+    chosen = set(fitting([copy.described.length for copy in copies], available))
+    fitting_copies = [copies[place] for place in sorted(chosen)]
+    missing = tuple(copy.described.name for place, copy in enumerate(copies) if place not in chosen)
+    size = sum(copy.described.length for copy in fitting_copies)
     memory = writer.memory.take(size) if size else None
     if memory is None:
         health.count("dropped_snapshots")
         return
     if missing:
         health.count("truncated_snapshots")
-    ordered = [kept[place] for place in aligned_order([one.described for one in kept])]
+    ordered = [fitting_copies[place] for place in aligned_order([copy.described for copy in fitting_copies])]
     try:
         ready = _copied(ordered, memory)
     except BaseException:
         writer.memory.give_back(memory)
         raise
-    tensors = tuple(one.described for one in ordered)
+    tensors = tuple(copy.described for copy in ordered)
     writer.offer(TakenSnapshot(step, "train", occasion, state, tensors, memory, missing, ready))
 
 
 def _all_held(parameters: Sequence[NamedParameter]) -> list[_Held]:
-    found = []
+    copies = []
     for named in parameters:
-        found.append(_held(named.weight.name, named.parameter))
+        copies.append(_held(named.weight.name, named.parameter))
         if named.parameter.grad is not None:
-            found.append(_held(named.gradient.name, named.parameter.grad))
-    return [held for held in found if held is not None]
+            copies.append(_held(named.gradient.name, named.parameter.grad))
+    return [copy for copy in copies if copy is not None]
 
 
 def _held(name: str, tensor: Any) -> _Held | None:
@@ -114,9 +114,9 @@ def _held(name: str, tensor: Any) -> _Held | None:
     return _Held(Described(bounded_word(name), dtype, tuple(local.shape)), local.detach())
 
 
-def _is_finite(held: _Held) -> bool:
+def _is_finite(copy: _Held) -> bool:
     """Whether a tensor holds only finite numbers; not asked of a device, for it would have to be waited for."""
-    tensor = held.tensor
+    tensor = copy.tensor
     if tensor.device.type != "cpu":
         return True
     # PyTorch has no isfinite for fp8.
@@ -128,18 +128,18 @@ def _pinned(size: int) -> NDArray[np.uint8]:
     return memory
 
 
-def _copied(held: Sequence[_Held], memory: NDArray[np.uint8]) -> Callable[[], None]:
+def _copied(copies: Sequence[_Held], memory: NDArray[np.uint8]) -> Callable[[], None]:
     """Copy tensors one behind the other; returns what waits until they are there."""
     whole = torch.from_numpy(memory)
     place = 0
-    for one in held:
-        length = one.described.length
+    for copy in copies:
+        length = copy.described.length
         if length:
-            into = whole[place : place + length].view(one.tensor.dtype).view(one.tensor.shape)
-            into.copy_(one.tensor, non_blocking=True)
+            into = whole[place : place + length].view(copy.tensor.dtype).view(copy.tensor.shape)
+            into.copy_(copy.tensor, non_blocking=True)
         place += length
     events = []
-    for device in {one.tensor.device for one in held if one.tensor.is_cuda}:
+    for device in {copy.tensor.device for copy in copies if copy.tensor.is_cuda}:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         events.append(event)
@@ -148,7 +148,7 @@ def _copied(held: Sequence[_Held], memory: NDArray[np.uint8]) -> Callable[[], No
         for event in events:
             event.synchronize()
         if sys.byteorder == "big":
-            _turn_bytes([one.described for one in held], memory)
+            _turn_bytes([copy.described for copy in copies], memory)
 
     return ready
 

@@ -86,11 +86,11 @@ class Agreement:
     def _agree(self, optimizer: Optimizer) -> None:
         if self not in _live or os.getpid() != self._process or device_kernel.capturing():
             return
-        wish = self._voter.wish()
+        request = self._voter.wish()
         try:
             if not self._is_watched(optimizer):
                 return
-            most = self._most(_CLOSED if wish is None else _STOP if wish else _GO_ON)
+            most = self._most(_CLOSED if request is None else _STOP if request else _GO_ON)
         except Exception as error:  # noqa: BLE001 - the guard's faults never reach training
             self._health.fault("agreement", error)
             self._health.note("guard", "the ranks agree no more: what it finds is told, and stops nothing")
@@ -99,7 +99,7 @@ class Agreement:
         if most != _GO_ON:
             self._end()
         if most == _STOP:
-            self._voter.stop(wish or "the guard of another rank asked for it")
+            self._voter.stop(request or "the guard of another rank asked for it")
 
     def _most(self, vote: int) -> int:
         """The highest vote of all ranks; the own one where no process group is set up."""
@@ -124,10 +124,12 @@ class Agreement:
             return True
         models = [model for held in self._models if (model := held()) is not None]
         ids = {id(parameter) for model in models for parameter in model.parameters()}
-        found = any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
-        if found:
+        watched = any(
+            id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]
+        )
+        if watched:
             self._updating[optimizer] = True
-        return found
+        return watched
 
     def _gone(self, model: weakref.ref[nn.Module]) -> None:
         self._models.remove(model)

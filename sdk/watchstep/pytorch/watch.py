@@ -152,7 +152,7 @@ class Watch:
         self._hyperparameters = Hyperparameters(session, name)
         self._checks = FiniteChecks(session, names, kernel)
         self._missing = MissingUpdates(session, name)
-        weights = [held.parameter for held in names.parameters().values()]
+        weights = [parameter.parameter for parameter in names.parameters().values()]
         self._overdue = OverdueUpdates(session, weights, name)
         self._applied = f"{name}.{NONFINITE_APPLIED}" if name else NONFINITE_APPLIED
         self._applies_nonfinite = False

@@ -78,8 +78,8 @@ def figure_of(columns: Mapping[str, NDArray[Any]], figure: str) -> Floats:
     if figure in DERIVED:
         with np.errstate(all="ignore"):
             return DERIVED[figure](batch_of(columns))
-    held = columns[figure] if figure in columns else columns[PROBE + figure.removeprefix(PROBE)]
-    return held.astype(np.float64)
+    values = columns[figure] if figure in columns else columns[PROBE + figure.removeprefix(PROBE)]
+    return values.astype(np.float64)
 
 
 def batch_of(columns: Mapping[str, NDArray[Any]]) -> StatisticsBatch:
@@ -101,19 +101,19 @@ def from_table(table: pa.Table, places: Mapping[str, int]) -> Columns:
     Raises:
         ValueError, KeyError: a word or a number is such as a segment cannot hold.
     """
-    found: Columns = {}
+    columns: Columns = {}
     for name in table.column_names:
         column = table.column(name)
         if name == "tensor":
-            found[name] = to_places(column, places, np.int32, name)
+            columns[name] = to_places(column, places, np.int32, name)
         elif name in _WORDS:
             known = {word: place for place, word in enumerate(_WORDS[name])}
-            found[name] = to_places(column, known, np.int8, name)
+            columns[name] = to_places(column, known, np.int8, name)
         elif column.null_count and not (name in VALUE_COLUMNS or name.startswith(PROBE)):
             raise ValueError(f"column {name} has nulls")
         else:
-            found[name] = to_numbers(column)
-    return found
+            columns[name] = to_numbers(column)
+    return columns
 
 
 def constants(values: Mapping[str, int], names: Iterable[str], rows: int) -> Columns:
@@ -135,8 +135,8 @@ def is_one_of(column: pa.ChunkedArray, words: Collection[str]) -> NDArray[np.boo
     if not pa.types.is_dictionary(merged.type):
         merged = merged.dictionary_encode()
     chosen = np.array([word in words for word in merged.dictionary.to_pylist()] or [False], np.bool_)
-    found: NDArray[np.bool_] = chosen[to_numbers(merged.indices)]
-    return found
+    mask: NDArray[np.bool_] = chosen[to_numbers(merged.indices)]
+    return mask
 
 
 def joined(parts: list[Columns], names: Iterable[str]) -> Columns:
@@ -202,14 +202,14 @@ class Scan:
         """Whether any tensor of an object is."""
         return bool(self._chosen[list(places.values())].any())
 
-    def chosen(self, held: Columns, located: Located) -> Columns:
+    def chosen(self, columns: Columns, located: Located) -> Columns:
         """The rows that are wanted, of an object's columns."""
-        step, want = held["step"], self._want
-        rows = np.ones(len(step), np.bool_) if self._chosen.all() else self._chosen[held["tensor"]]
-        one = located.object
-        if want.first > one.first or min(want.last, located.cut - 1) < one.last:
+        step, want = columns["step"], self._want
+        rows = np.ones(len(step), np.bool_) if self._chosen.all() else self._chosen[columns["tensor"]]
+        stored = located.object
+        if want.first > stored.first or min(want.last, located.cut - 1) < stored.last:
             rows &= (step >= want.first) & (step <= want.last) & (step < located.cut)
         if rows.all():
-            return held
-        kept = np.flatnonzero(rows)
-        return {name: column[kept] for name, column in held.items()}
+            return columns
+        indices = np.flatnonzero(rows)
+        return {name: column[indices] for name, column in columns.items()}

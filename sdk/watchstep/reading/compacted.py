@@ -110,8 +110,8 @@ def manifest_key(generation: int) -> str:
 
 def generation_of(key: str) -> tuple[int, str] | None:
     """Generation and name of an object below ``compacted/``; None for what is none."""
-    found = _GENERATION.fullmatch(key)
-    return (int(found[1]), found[2]) if found else None
+    match = _GENERATION.fullmatch(key)
+    return (int(match[1]), match[2]) if match else None
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -126,13 +126,13 @@ def decode(data: bytes, name: str) -> Manifest:
         FormatError: it is none, or of another version.
     """
     try:
-        held = parse_json(data, _MAX_MEMORY)
-        check_schema(name, int(held["schema"]))
-        attempts = tuple(attempt_from_data(entry) for entry in held["attempts"])
+        document = parse_json(data, _MAX_MEMORY)
+        check_schema(name, int(document["schema"]))
+        attempts = tuple(attempt_from_data(entry) for entry in document["attempts"])
         return Manifest(
-            int(held["generation"]),
-            int(held["created_ns"]),
-            tuple(str(source) for source in held["sources"]),
+            int(document["generation"]),
+            int(document["created_ns"]),
+            tuple(str(source) for source in document["sources"]),
             attempts,
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -155,15 +155,15 @@ def attempt_from_data(held: dict[str, Any]) -> CompactedAttempt:
     )
 
 
-def _segment(held: dict[str, Any]) -> CompactedSegment:
+def _segment(entry: dict[str, Any]) -> CompactedSegment:
     segment = CompactedSegment(
-        str(held["key"]),
-        int(held["size"]),
-        int(held["first"]),
-        int(held["last"]),
-        tuple((int(place), int(rows)) for place, rows in held["tensors"]),
-        tuple(str(name) for name in held["columns"]),
-        {str(name): int(value) for name, value in held["constant"].items()},
+        str(entry["key"]),
+        int(entry["size"]),
+        int(entry["first"]),
+        int(entry["last"]),
+        tuple((int(place), int(rows)) for place, rows in entry["tensors"]),
+        tuple(str(name) for name in entry["columns"]),
+        {str(name): int(value) for name, value in entry["constant"].items()},
     )
     impossible = any(place < 0 or rows < 1 for place, rows in segment.tensors)
     if impossible or segment.rows > MAX_ROWS or not 0 < segment.size <= MAX_BYTES:
@@ -224,15 +224,15 @@ class CompactedObject:
             CompactedSegmentLostError: the object is gone, damaged, or another than the manifest says.
             StoreError: it cannot be read.
         """
-        known = {*self._segment.constant, "tensor"}
+        constant = {*self._segment.constant, "tensor"}
         wanted = set(columns)
         with self._found():
-            decode = self._open().fetch((wanted - known) or {"step"})
+            decode = self._open().fetch((wanted - constant) or {"step"})
 
         def table() -> pa.Table:
             with self._found():
                 decoded = decode()
-            for name in sorted(wanted & known):
+            for name in sorted(wanted & constant):
                 decoded = decoded.append_column(name, self._constant(name))
             return decoded
 
@@ -311,9 +311,9 @@ class Generations:
         """
         before = self.manifest and self.manifest.generation
         whole = [
-            found[0]
+            match[0]
             for entry in self._store.entries(COMPACTED)
-            if (found := generation_of(entry.key)) and found[1] == "manifest.json"
+            if (match := generation_of(entry.key)) and match[1] == "manifest.json"
         ]
         newest = sorted(set(whole) - self._distrusted, reverse=True)
         for generation in newest[:_MOST_TRIED]:
@@ -335,16 +335,16 @@ class Generations:
         try:
             manifest = decode(self._store.get(key, limit=MAX_MANIFEST), key)
             attempts = {}
-            for held in manifest.attempts:
-                catalogue = self._catalogues.read(held.catalogue.encode())
+            for attempt in manifest.attempts:
+                catalogue = self._catalogues.read(attempt.catalogue.encode())
                 objects = [
                     CompactedObject(self._store, segment, catalogue, self._catalogues)
-                    for segment in held.segments
+                    for segment in attempt.segments
                 ]
                 recent = None
-                if held.recent is not None:
-                    recent = CompactedObject(self._store, held.recent, catalogue, self._catalogues)
-                attempts[held.attempt] = Compacted(held.started_ns, objects, recent)
+                if attempt.recent is not None:
+                    recent = CompactedObject(self._store, attempt.recent, catalogue, self._catalogues)
+                attempts[attempt.attempt] = Compacted(attempt.started_ns, objects, recent)
         except (FormatError, NotFoundError, ValueError, TypeError, LookupError, zlib.error):
             return False
         self.manifest, self.attempts, self.sources = manifest, attempts, frozenset(manifest.sources)

@@ -104,7 +104,7 @@ def _write_generation(store: Store) -> int:
     sources -= index.damaged.keys()
     manifest = Manifest(generation, time.time_ns(), tuple(sorted(sources)), attempts)
     store.create(manifest_key(generation), encode(manifest))
-    return sum(len(held.segments) + (held.recent is not None) for held in attempts) + 1
+    return sum(len(attempt.segments) + (attempt.recent is not None) for attempt in attempts) + 1
 
 
 def _written_attempts(store: Store, index: RunIndex, generation: int) -> tuple[CompactedAttempt, ...]:
@@ -122,8 +122,8 @@ def claim_generation(store: Store) -> int:
     Raises:
         StoreError: the store refused.
     """
-    known = [found[0] for entry in store.entries(COMPACTED) if (found := generation_of(entry.key))]
-    generation = max(known, default=0) + 1
+    generations = [match[0] for entry in store.entries(COMPACTED) if (match := generation_of(entry.key))]
+    generation = max(generations, default=0) + 1
     while not store.create(_claim_key(generation), json.dumps({"created_ns": time.time_ns()}).encode()):
         generation += 1
     return generation
@@ -135,7 +135,7 @@ def _claim_key(generation: int) -> str:
 
 def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> CompactedAttempt:
     seen = [located.object for located in index.objects(attempt)]
-    catalogue = tuple({info.name: info for held in seen for info in held.catalogue}.values())
+    catalogue = tuple({info.name: info for stored in seen for info in stored.catalogue}.values())
     order = {info.name: place for place, info in enumerate(catalogue)}
     packed = catalogue_bytes(catalogue)
     writer = _CompactedWriter(store, f"{COMPACTED}{generation:010d}/{attempt}/", packed)
@@ -161,12 +161,12 @@ def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> Co
 def _passes(index: RunIndex, attempt: str, names: list[str]) -> Iterator[frozenset[str]]:
     """Tensors whose rows are held at once, in order."""
     counts = dict.fromkeys(names, 0)
-    for held in index.objects(attempt):
-        for name, rows in index.rows_by_tensor(held).items():
+    for located in index.objects(attempt):
+        for name, rows in index.rows_by_tensor(located).items():
             counts[name] += rows
     group: list[str] = []
     for name in names:
-        if group and sum(counts[known] for known in group) + counts[name] > _PASS_ROWS:
+        if group and sum(counts[name] for name in group) + counts[name] > _PASS_ROWS:
             yield frozenset(group)
             group = []
         if counts[name]:
@@ -200,8 +200,8 @@ def _recent_from(index: RunIndex, attempt: str) -> int:
     """The first of the last steps whose rows fit into one small object; always the last step."""
     last = max((located.object.last for located in index.objects(attempt)), default=0)
     steps, counts = index.rows_by_step(attempt, last)
-    kept = int(np.searchsorted(np.cumsum(counts[::-1]), _RECENT_ROWS, side="right"))
-    return int(steps[-max(1, kept)]) if len(steps) else last
+    recent_steps = int(np.searchsorted(np.cumsum(counts[::-1]), _RECENT_ROWS, side="right"))
+    return int(steps[-max(1, recent_steps)]) if len(steps) else last
 
 
 def encode_compacted(table: pa.Table) -> bytes:
@@ -254,12 +254,12 @@ def _runs(block: Block, order: dict[str, int]) -> tuple[tuple[int, int], ...]:
 
 
 def _constants(block: Block) -> dict[str, int]:
-    held: dict[str, NDArray[np.int32] | NDArray[np.int8]] = {
+    columns: dict[str, NDArray[np.int32] | NDArray[np.int8]] = {
         "mode": block.mode,
         "worker": block.worker,
         **vars(block.places),
     }
-    return {name: int(held[name][0]) for name in CONSTANT if (held[name] == held[name][0]).all()}
+    return {name: int(columns[name][0]) for name in CONSTANT if (columns[name] == columns[name][0]).all()}
 
 
 def _delete_old(
@@ -269,7 +269,7 @@ def _delete_old(
     if time.time_ns() - newest.created_ns < delete_after * 1e9:
         return 0
     keys = sorted(entry.key for entry in store.entries(COMPACTED))
-    generations = {key: found[0] for key in keys if (found := generation_of(key))}
+    generations = {key: match[0] for key in keys if (match := generation_of(key))}
     if any(generation > newest.generation for generation in generations.values()):
         return 0
     old = [key for key in keys if generations.get(key, newest.generation) < newest.generation]

@@ -67,9 +67,11 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> RunDifference:
     figures = (*COUNTED, *(PROBE + probe for probe in probes))
     a, b = (_rows(run, names, figures) for run in (run_a, run_b))
     left, right = _common(a, b)
-    a, b = ({name: column[rows] for name, column in held.items()} for held, rows in ((a, left), (b, right)))
+    a, b = (
+        {name: column[rows] for name, column in columns.items()} for columns, rows in ((a, left), (b, right))
+    )
     order = np.lexsort([a[name] for name in ("worker", "mode", "tensor", "step")])
-    a, b = ({name: column[order] for name, column in held.items()} for held in (a, b))
+    a, b = ({name: column[order] for name, column in columns.items()} for columns in (a, b))
     table = _table(a, b, (names, figures), tolerance)
     return RunDifference(
         table["step"][0].as_py() if table.num_rows else None,
@@ -88,10 +90,12 @@ def _compared(run: Run) -> list[str]:
 
 def _rows(run: Run, names: list[str], figures: tuple[str, ...]) -> Columns:
     index = run.index
-    held = index.consistently(lambda: index.collect(Want((*figures, "shard_index"))))
+    columns = index.consistently(lambda: index.collect(Want((*figures, "shard_index"))))
     place = {name: rank for rank, name in enumerate(names)}
-    ranks = np.array([place.get(info.name, -1) for info in index.tensors()] or [0], np.int64)[held["tensor"]]
-    return {name: column[ranks >= 0] for name, column in {**held, "tensor": ranks}.items()}
+    ranks = np.array([place.get(info.name, -1) for info in index.tensors()] or [0], np.int64)[
+        columns["tensor"]
+    ]
+    return {name: column[ranks >= 0] for name, column in {**columns, "tensor": ranks}.items()}
 
 
 def _common(a: Columns, b: Columns) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -117,17 +121,17 @@ def _scale(a: Columns, b: Columns, figure: str) -> Floats:
         return np.fmax(a["count"], b["count"]).astype(np.float64)
     if figure == "mean":
         with np.errstate(all="ignore"):
-            shares = [held["abs_sum"] / np.maximum(held["count"], 1) for held in (a, b)]
+            shares = [columns["abs_sum"] / np.maximum(columns["count"], 1) for columns in (a, b)]
         return np.fmax(*shares)
     scale: Floats = np.fmax(np.abs(a[figure]), np.abs(b[figure]))
     return scale
 
 
-def _table(a: Columns, b: Columns, known: tuple[list[str], tuple[str, ...]], tolerance: float) -> pa.Table:
+def _table(a: Columns, b: Columns, keys: tuple[list[str], tuple[str, ...]], tolerance: float) -> pa.Table:
     """See `RunDifference.table`; ``known`` are the names of tensors and figures."""
     import pyarrow as pa
 
-    names, compared = known
+    names, compared = keys
     rows, figures, relatives = [], [], []
     for place, figure in enumerate(compared):
         x, y = a[figure].astype(np.float64), b[figure].astype(np.float64)
@@ -143,10 +147,10 @@ def _table(a: Columns, b: Columns, known: tuple[list[str], tuple[str, ...]], tol
     order = np.lexsort([figure_at, row])
     row, figure_at = row[order], figure_at[order]
 
-    def values(held: Columns) -> Floats:
+    def values(columns: Columns) -> Floats:
         whole = np.full(len(row), np.nan)
         for place, name in enumerate(compared):
-            whole[figure_at == place] = held[name][row[figure_at == place]]
+            whole[figure_at == place] = columns[name][row[figure_at == place]]
         return whole
 
     return pa.table(

@@ -121,7 +121,7 @@ class RunIndex:
         new = {path: why for path, why in damaged.items() if path not in self.damaged}
         if new:
             self.damaged.update(new)
-            self._segments = {key: held for key, held in self._segments.items() if key.path not in new}
+            self._segments = {key: segment for key, segment in self._segments.items() if key.path not in new}
             self._forget()
 
     def refresh(self) -> bool:
@@ -132,9 +132,9 @@ class RunIndex:
         """
         listed = self._listed()  # before the manifest: one that came later only covers more of them
         followed = self._generations.refresh(self.budget)
-        self._segments = {key: held for key, held in self._segments.items() if not self._covers(key)}
-        known = self._segments
-        new = [k for k in listed if k not in known and k.path not in self.damaged and not self._covers(k)]
+        self._segments = {key: segment for key, segment in self._segments.items() if not self._covers(key)}
+        segments = self._segments
+        new = [k for k in listed if k not in segments and k.path not in self.damaged and not self._covers(k)]
         opened = ahead(lambda key: self._opened(key, listed[key]), new, self._readers)
         for key, found in zip(new, opened, strict=True):
             if found is not None:
@@ -149,21 +149,21 @@ class RunIndex:
     @property
     def memory(self) -> int:
         """Bytes that its segments take while the run is open, about; catalogues have a limit of their own."""
-        return sum(found.memory for found in list(self._segments.values()))
+        return sum(segment.memory for segment in list(self._segments.values()))
 
     def _covers(self, key: SegmentKey) -> bool:
         return key.path in self._generations.sources
 
-    def _spend(self, kept: int = 0) -> None:
+    def _spend(self, size: int = 0) -> None:
         if self.budget is not None:
-            self.budget.keep(kept)
+            self.budget.keep(size)
 
     def _take(self, size: int) -> bool:
         return self.budget is None or self.budget.take(size)
 
-    def _release(self, kept: int) -> None:
+    def _release(self, size: int) -> None:
         if self.budget is not None:
-            self.budget.release(kept)
+            self.budget.release(size)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -202,33 +202,39 @@ class RunIndex:
             self._forget()
 
     def _listed(self) -> dict[SegmentKey, int]:
-        found = {}
+        sizes = {}
         for entry in self._store.entries(SEGMENTS):
             try:
-                found[SegmentKey.parse(entry.key)] = entry.size
+                sizes[SegmentKey.parse(entry.key)] = entry.size
             except FormatError as error:
                 self.damaged[entry.key] = error.what
-        return found
+        return sizes
 
     def _opened(self, key: SegmentKey, size: int) -> ParquetObject | None:
         try:
-            found = open_object(self._store, key.path, size, self._catalogues)
+            opened = open_object(self._store, key.path, size, self._catalogues)
             with whole(key.path):
-                check_steps(np.array([found.first, found.last] if found.rows else []), key.first, key.last)
+                check_steps(np.array([opened.first, opened.last] if opened.rows else []), key.first, key.last)
         except NotFoundError:
             return None
         except FormatError as error:
             self.damaged[key.path] = error.what
             return None
-        return found
+        return opened
 
     def objects(self, attempt: str | None = None) -> list[Located]:
         """The objects with rows of one attempt; of the default view where it is left out."""
         if attempt is not None:
             compacted = self._generations.attempts.get(attempt)
-            held: list[ParquetObject | CompactedObject] = [*compacted.objects] if compacted else []
-            held += [self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt]
-            return [Located(attempt, one) for one in held if one.rows and one.key not in self.damaged]
+            stored_objects: list[ParquetObject | CompactedObject] = [*compacted.objects] if compacted else []
+            stored_objects += [
+                self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt
+            ]
+            return [
+                Located(attempt, stored)
+                for stored in stored_objects
+                if stored.rows and stored.key not in self.damaged
+            ]
         if self._view is None:
             self._view = self._newest()
         return [located for located in self._view if located.object.key not in self.damaged]
@@ -238,14 +244,18 @@ class RunIndex:
         view: list[Located] = []
         cut = NO_CUT
         for attempt in reversed(self.attempts()):
-            held = self.objects(attempt)
-            view.extend(Located(attempt, one.object, cut) for one in held if one.object.first < cut)
-            cut = min([cut, *(one.object.first for one in held)])
+            located = self.objects(attempt)
+            view.extend(
+                Located(attempt, located_object.object, cut)
+                for located_object in located
+                if located_object.object.first < cut
+            )
+            cut = min([cut, *(located_object.object.first for located_object in located)])
         return view
 
     def attempts(self) -> list[str]:
         """Attempts that have written something, in the order of their first records."""
-        names = {key.writer.attempt for key, one in self._segments.items() if one.rows}
+        names = {key.writer.attempt for key, segment in self._segments.items() if segment.rows}
         names |= self._generations.attempts.keys()
         if len(names) == 1:
             return list(names)
@@ -257,25 +267,25 @@ class RunIndex:
             return self._generations.attempts[attempt].started_ns
         if attempt not in self._started:
             earliest: dict[object, SegmentKey] = {}
-            for key, held in self._segments.items():
-                if key.writer.attempt == attempt and held.rows:
+            for key, segment in self._segments.items():
+                if key.writer.attempt == attempt and segment.rows:
                     earliest[key.writer] = min(key, earliest.get(key.writer, key))
             times = [self._read(self._segments[key], ("time_ns",)) for key in earliest.values()]
-            known = [int(np.min(table["time_ns"].to_numpy())) for table in times if table is not None]
-            self._started[attempt] = min(known, default=0)
+            starts = [int(np.min(table["time_ns"].to_numpy())) for table in times if table is not None]
+            self._started[attempt] = min(starts, default=0)
         return self._started[attempt]
 
     def tensors(self) -> list[TensorInfo]:
         """All tensors, in the order in which they were met, as the newest segment describes them."""
         if self._tensors is None:
-            known: dict[str, TensorInfo] = {}
+            infos: dict[str, TensorInfo] = {}
             seen: set[int] = set()
             for attempt in self.attempts():
                 for located in self.objects(attempt):
                     if id(located.object.catalogue) not in seen:
-                        known.update({info.name: info for info in located.object.catalogue})
+                        infos.update({info.name: info for info in located.object.catalogue})
                         seen = {id(located.object.catalogue)}
-            self._tensors = list(known.values())
+            self._tensors = list(infos.values())
         return self._tensors
 
     def reach(self) -> tuple[int, int]:
@@ -286,8 +296,8 @@ class RunIndex:
 
     def probes(self) -> list[str]:
         """Names of probes that some object holds, sorted."""
-        found = {name for located in self.objects() for name in located.object.columns}
-        return sorted(name.removeprefix(PROBE) for name in found if name.startswith(PROBE))
+        names = {name for located in self.objects() for name in located.object.columns}
+        return sorted(name.removeprefix(PROBE) for name in names if name.startswith(PROBE))
 
     def scan(self, want: Want) -> Iterator[Columns]:
         """Columns of the default view, object by object, in no order of rows. Damaged objects are left out.
@@ -305,10 +315,10 @@ class RunIndex:
             size = sum(column.nbytes for column in columns.values())
             return (columns, size) if self._take(size) else None
 
-        for found in ahead(one, self._due(want), self._readers):
+        for result in ahead(one, self._due(want), self._readers):
             self._spend()
-            if found is not None:
-                columns, size = found
+            if result is not None:
+                columns, size = result
                 yield columns
                 self._release(size)
 
@@ -322,11 +332,11 @@ class RunIndex:
 
     def blocks(self, attempt: str | None, want: Want) -> list[Block]:
         """Whole rows: of one attempt, or of the default view where it is None."""
-        found = []
+        blocks = []
         for block, size in self._each_block(attempt, want):
             self._spend(size)  # as much again stays, beside what is released
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def each_block(self, want: Want) -> Iterator[Block]:
         """Whole rows of the default view, object by object, in no order of rows. Damaged objects are left out.
@@ -342,25 +352,25 @@ class RunIndex:
         """Blocks, and the bytes of their rows."""
 
         def one(located: Located) -> tuple[Block, int] | None:
-            held = located.object
-            if want.tensors is not None and not any(info.name in want.tensors for info in held.catalogue):
+            stored = located.object
+            if want.tensors is not None and not any(info.name in want.tensors for info in stored.catalogue):
                 return None
             try:
-                with self._decoding(held, held.columns) as table:
+                with self._decoding(stored, stored.columns) as table:
                     rows = None if table is None else _rows_of(table, located, want)
                     if rows is None:
                         return None
                     size = _COPIES * rows.nbytes
-                    return (to_block(rows, held.catalogue, held.key), size) if self._take(size) else None
+                    return (to_block(rows, stored.catalogue, stored.key), size) if self._take(size) else None
             except FormatError as error:
-                self.damaged[held.key] = error.what
+                self.damaged[stored.key] = error.what
                 return None
 
-        for found in ahead(one, self._due(want, attempt), self._readers):
+        for result in ahead(one, self._due(want, attempt), self._readers):
             self._spend()
-            if found is not None:
-                yield found
-                self._release(found[1])
+            if result is not None:
+                yield result
+                self._release(result[1])
 
     def rows(self, attempt: str) -> Block:
         """All rows of one attempt, by step, worker, mode and tensor."""
@@ -378,7 +388,12 @@ class RunIndex:
         """Steps of the objects of an attempt that reach to ``last``, ascending, and rows of each in all objects."""
         steps = [np.empty(0, np.int64)]
         first = max(
-            (held.object.first for held in self.objects(attempt) if held.object.last == last), default=0
+            (
+                located_object.object.first
+                for located_object in self.objects(attempt)
+                if located_object.object.last == last
+            ),
+            default=0,
         )
         for located in self.objects(attempt):
             if located.object.last >= first:
@@ -390,8 +405,8 @@ class RunIndex:
     def _due(self, want: Want, attempt: str | None = None) -> list[Located]:
         due = []
         for located in self.objects(attempt):
-            held = located.object
-            if held.first > want.last or held.last < want.first:
+            stored = located.object
+            if stored.first > want.last or stored.last < want.first:
                 continue
             recent = self._recent(located, want)
             if recent is None:
@@ -410,48 +425,48 @@ class RunIndex:
         return Located(located.attempt, compacted.recent, located.cut)
 
     def _columns(self, located: Located, scan: Scan) -> Columns | None:
-        held = located.object
-        places = scan.places(held.catalogue)
+        stored = located.object
+        places = scan.places(stored.catalogue)
         if not scan.is_wanted(places):
             return None
-        unread = {*held.constant, "tensor"} if isinstance(held, CompactedObject) else {*held.constant}
-        with self._decoding(held, held.columns & set(scan.names) - unread) as table:
+        unread = {*stored.constant, "tensor"} if isinstance(stored, CompactedObject) else {*stored.constant}
+        with self._decoding(stored, stored.columns & set(scan.names) - unread) as table:
             if table is None:
                 return None
             try:
-                with whole(held.key):
-                    found = from_table(table, places)
-                    found |= constants(held.constant, scan.names, table.num_rows)
-                    check_columns(found)
-                    check_steps(found["step"], held.first, held.last)
+                with whole(stored.key):
+                    columns = from_table(table, places)
+                    columns |= constants(stored.constant, scan.names, table.num_rows)
+                    check_columns(columns)
+                    check_steps(columns["step"], stored.first, stored.last)
             except FormatError as error:
-                self.damaged[held.key] = error.what
+                self.damaged[stored.key] = error.what
                 return None
-            if isinstance(held, CompactedObject):
-                found["tensor"] = np.fromiter(places.values(), np.int32)[held.places()]
+            if isinstance(stored, CompactedObject):
+                columns["tensor"] = np.fromiter(places.values(), np.int32)[stored.places()]
             # Only probes can be lacking: the rest was checked with the footer.
-            lacking = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in found}
-            return scan.chosen({**found, **lacking}, located)
+            lacking = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in columns}
+            return scan.chosen({**columns, **lacking}, located)
 
-    def _read(self, held: ParquetObject | CompactedObject, columns: Collection[str]) -> pa.Table | None:
-        with self._decoding(held, columns) as table:
+    def _read(self, stored: ParquetObject | CompactedObject, columns: Collection[str]) -> pa.Table | None:
+        with self._decoding(stored, columns) as table:
             return table
 
     @contextmanager
     def _decoding(
-        self, held: ParquetObject | CompactedObject, columns: Collection[str]
+        self, stored: ParquetObject | CompactedObject, columns: Collection[str]
     ) -> Iterator[pa.Table | None]:
         """An object's columns, with room in the process's memory until the wanted rows are taken; None where it is damaged."""
         try:
-            size = held.decoded_bytes(columns)
-            decode = held.fetch(columns)  # before room is taken: a store that hangs takes none
+            size = stored.decoded_bytes(columns)
+            decode = stored.fetch(columns)  # before room is taken: a store that hangs takes none
         except NotFoundError as error:  # deleted, for a compaction has its rows
-            raise CompactedSegmentLostError(held.key, error.what) from error
+            raise CompactedSegmentLostError(stored.key, error.what) from error
         with PROCESS.reserve(size, self.budget):
             try:
                 table = decode()
             except FormatError as error:
-                self.damaged[held.key] = error.what
+                self.damaged[stored.key] = error.what
                 table = None
             yield table
 
@@ -460,9 +475,9 @@ def _rows_of(table: pa.Table, located: Located, want: Want) -> pa.Table:
     """The wanted rows of an object's table."""
     import pyarrow as pa
 
-    held = located.object
+    stored = located.object
     chosen = np.ones(table.num_rows, np.bool_)
-    if max(want.first, held.first) > held.first or min(want.last, located.cut - 1) < held.last:
+    if max(want.first, stored.first) > stored.first or min(want.last, located.cut - 1) < stored.last:
         step = table["step"].to_numpy()
         chosen &= (step >= want.first) & (step <= want.last) & (step < located.cut)
     if want.tensors is not None:

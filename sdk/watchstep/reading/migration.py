@@ -241,14 +241,14 @@ def new_name(name: str) -> str:
         return NAMES[name]
     if name.endswith(_UNHELD):
         return f"{name.removesuffix(_UNHELD)}:{NAMES['unheld']}"
-    if found := _KEPT.fullmatch(name):
-        return f"{found[1]}stale{found[2]}"
+    if match := _KEPT.fullmatch(name):
+        return f"{match[1]}stale{match[2]}"
     return name
 
 
 def new_text(text: str) -> str:
     """A pattern, query or program text with the names of schema 2."""
-    return _IN_TEXT.sub(lambda found: NAMES.get(found[0], "gradients:stale"), text)
+    return _IN_TEXT.sub(lambda found_key: NAMES.get(found_key[0], "gradients:stale"), text)
 
 
 def migrate_run(
@@ -341,9 +341,9 @@ class _Migration:
     def compaction(self) -> None:
         """Write the newest compaction, if it is of schema 1, as a new generation, and delete the older ones."""
         generations = [
-            found
+            match
             for entry in list(self._store.entries(COMPACTED))
-            if (found := generation_of(entry.key)) and found[1] == "manifest.json"
+            if (match := generation_of(entry.key)) and match[1] == "manifest.json"
         ]
         newest = max((generation for generation, _ in generations), default=None)
         if newest is None:
@@ -353,7 +353,9 @@ class _Migration:
             manifest = parse_json(self._store.get(key, limit=MAX_MANIFEST), _MAX_MEMORY)
             if manifest["schema"] != FROM_SCHEMA:
                 return
-            attempts = tuple(compacted.attempt_from_data(_as_schema_2(held)) for held in manifest["attempts"])
+            attempts = tuple(
+                compacted.attempt_from_data(_as_schema_2(entry)) for entry in manifest["attempts"]
+            )
             self._rewrite_compaction(
                 int(manifest["created_ns"]), tuple(map(str, manifest["sources"])), attempts
             )
@@ -382,7 +384,7 @@ class _Migration:
         old = [
             entry.key
             for entry in self._store.entries(COMPACTED)
-            if (found := generation_of(entry.key)) and found[0] < generation
+            if (match := generation_of(entry.key)) and match[0] < generation
         ]
         # A manifest goes before its segments, so that no reader starts to follow it.
         for key in sorted(old, key=lambda key: (not key.endswith("/manifest.json"), key)):

@@ -280,15 +280,15 @@ def _with_footer(store: Store, key: str, size: int) -> memoryview:
 
 
 def _exactly(store: Store, key: str, start: int, length: int) -> bytes:
-    held = store.get_range(key, start, length)
-    if len(held) != length:
+    data = store.get_range(key, start, length)
+    if len(data) != length:
         raise FormatError(f"segment {key}: shorter than it was listed", "list the run anew")
-    return held
+    return data
 
 
 def _constants(footer: Footer) -> dict[str, int]:
     """Columns of which the footer says that all rows hold one value, and it is one that they can hold."""
-    found: dict[str, int] = {}
+    constants: dict[str, int] = {}
     for name in CONSTANT:
         chunks = [chunk for chunk in footer.chunks if chunk.path == name and chunk.values]
         limits = {limit for chunk in chunks for limit in (chunk.least, chunk.most)}
@@ -296,10 +296,10 @@ def _constants(footer: Footer) -> dict[str, int]:
         if value is None:
             continue
         if name not in _WORDS:
-            found[name] = int.from_bytes(value, "little", signed=True)
+            constants[name] = int.from_bytes(value, "little", signed=True)
         elif value in (words := [word.encode() for word in _WORDS[name]]):
-            found[name] = words.index(value)
-    return found
+            constants[name] = words.index(value)
+    return constants
 
 
 def _reach(chunks: Sequence[Chunk]) -> dict[str, int]:

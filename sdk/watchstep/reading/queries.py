@@ -50,13 +50,15 @@ def merged(columns: Columns) -> Columns:
         starts[1:] |= parts[key][1:] != parts[key][:-1]
     first = np.flatnonzero(starts)
     figures = merge_rows(batch_of(parts), np.cumsum(starts) - 1, len(first))
-    found = {name: parts[name][first] for name in IDENTITY}
-    found["shard_count"] = np.ones_like(found["shard_count"])
-    found |= {name: getattr(figures, name) for name in COUNTED}
+    merged_columns = {name: parts[name][first] for name in IDENTITY}
+    merged_columns["shard_count"] = np.ones_like(merged_columns["shard_count"])
+    merged_columns |= {name: getattr(figures, name) for name in COUNTED}
     for name in others:
         of_first = columns[name][sharded][order][first]
-        found[name] = np.full(len(first), np.nan) if name.startswith(PROBE) else of_first
-    return {name: np.concatenate([columns[name][~sharded], found[name]]) for name in (*names, *others)}
+        merged_columns[name] = np.full(len(first), np.nan) if name.startswith(PROBE) else of_first
+    return {
+        name: np.concatenate([columns[name][~sharded], merged_columns[name]]) for name in (*names, *others)
+    }
 
 
 Reduce = Literal["mean", "min", "max"]
@@ -106,11 +108,11 @@ def columns_of(index: RunIndex, figures: Sequence[str], want: Want, *, merge: bo
     """
     probes = index.probes()
     needs = tuple(name for figure in figures for name in needs_of(figure, probes))
-    held = index.collect(Want(needs, want.tensors, want.first, want.last))
-    if merge and (held["shard_count"] > 1).any():
+    columns = index.collect(Want(needs, want.tensors, want.first, want.last))
+    if merge and (columns["shard_count"] > 1).any():
         others = tuple(name for name in needs if name not in COUNTED)
-        held = merged(index.collect(Want((*COUNTED, *others), want.tensors, want.first, want.last)))
-    return {**held, **{figure: figure_of(held, figure) for figure in figures}}
+        columns = merged(index.collect(Want((*COUNTED, *others), want.tensors, want.first, want.last)))
+    return {**columns, **{figure: figure_of(columns, figure) for figure in figures}}
 
 
 def as_table(index: RunIndex, held: Columns, figures: Sequence[str], chosen: NDArray[np.bool_]) -> pa.Table:
@@ -153,12 +155,12 @@ def heatmap(
     edges = _edges(*index.reach(), bins)
     cells = _Cells(index, names, edges, reduce)
     want = Want(needs, frozenset(names))
-    for held in index.scan(want):
-        if (held["shard_count"] > 1).any():
+    for columns in index.scan(want):
+        if (columns["shard_count"] > 1).any():
             cells = _Cells(index, names, edges, reduce)
             cells.add(columns_of(index, [figure], want, merge=True), figure, mode)
             break
-        cells.add(held, figure, mode)
+        cells.add(columns, figure, mode)
     return Heatmap(names, edges, cells.values())
 
 
@@ -181,12 +183,12 @@ class _Cells:
         self._count = np.zeros(self._shape[0] * self._shape[1], np.int64)
         self._held = np.full(len(self._count), 0.0 if reduce == "mean" else np.nan)
 
-    def add(self, held: Columns, figure: str, mode: Mode | None) -> None:
-        values = figure_of(held, figure)
+    def add(self, columns: Columns, figure: str, mode: Mode | None) -> None:
+        values = figure_of(columns, figure)
         chosen = np.isfinite(values)
         if mode is not None:
-            chosen &= held["mode"] == MODES.index(mode)
-        step, tensor = held["step"], held["tensor"]
+            chosen &= columns["mode"] == MODES.index(mode)
+        step, tensor = columns["step"], columns["tensor"]
         if not chosen.all():
             values, step, tensor = values[chosen], step[chosen], tensor[chosen]
         if not len(values):
@@ -243,15 +245,17 @@ def histogram(
         sums = sum_rows(Histograms.concatenate(parts), np.tile(np.arange(rows), 2), rows)
         zeros += np.bincount(group, of_lead.statistics.zero, rows).astype(np.int64)
         nonfinite += np.bincount(group, of_lead.statistics.nonfinite, rows).astype(np.int64)
-    held = sums
-    known = np.unique(held.bins)
-    sign = np.where(is_negative_bin(known), -1.0, 1.0)
-    power = exponent_of_bin(known).astype(np.int64)
+    sums_of_bins = sums
+    bins = np.unique(sums_of_bins.bins)
+    sign = np.where(is_negative_bin(bins), -1.0, 1.0)
+    power = exponent_of_bin(bins).astype(np.int64)
     with np.errstate(over="ignore"):
         near, far = sign * np.ldexp(1.0, power), sign * np.ldexp(1.0, power + 1)
     order = np.argsort(near)
-    counts = np.zeros((rows, len(known)), np.int64)
-    counts[np.repeat(np.arange(rows), np.diff(held.offsets)), np.searchsorted(known, held.bins)] = held.counts
+    counts = np.zeros((rows, len(bins)), np.int64)
+    counts[
+        np.repeat(np.arange(rows), np.diff(sums_of_bins.offsets)), np.searchsorted(bins, sums_of_bins.bins)
+    ] = sums_of_bins.counts
     return HistogramSeries(
         edges, np.minimum(near, far)[order], np.maximum(near, far)[order], counts[:, order], zeros, nonfinite
     )

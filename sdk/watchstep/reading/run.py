@@ -105,10 +105,10 @@ class Tensor:
             if (snapshot.step, snapshot.worker, snapshot.mode) == (step, worker, mode):
                 return self._run.open_snapshot(snapshot).read(self.name)
         steps = sorted({s.step for s in self._run.snapshots() if s.worker == worker})
-        known = ", ".join(map(str, steps[:10])) or "none"
+        steps_there = ", ".join(map(str, steps[:10])) or "none"
         raise NotFoundError(
             f"tensor {self.name!r}: no snapshot at step {step} of worker {worker}",
-            f"use a step with one ({known}), or ask for snapshots by CaptureConfig(snapshots=Snapshots(every=…))",
+            f"use a step with one ({steps_there}), or ask for snapshots by CaptureConfig(snapshots=Snapshots(every=…))",
         )
 
     def _of_mode(self, mode: Mode | None) -> Block:
@@ -130,8 +130,8 @@ def steps_that_come(run: Run, steps: list[int], mode: Mode | None, timeout: floa
         ended = _has_ended(run)
         if run.refresh():
             pause = _FIRST_PAUSE
-        known = set(run.steps(mode))
-        there = [step for step in steps if step in known]
+        seen = set(run.steps(mode))
+        there = [step for step in steps if step in seen]
         if len(there) == len(steps) or ended or time.monotonic() >= deadline:
             return there
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
@@ -263,8 +263,8 @@ class Run:
 
     def _read_steps(self) -> NDArray[np.int64]:
         parts = [np.empty((0, 3), np.int64)]
-        for held in self._index.scan(Want(())):
-            part = np.stack([held["step"], held["mode"], held["worker"]], axis=1).astype(np.int64)
+        for columns in self._index.scan(Want(())):
+            part = np.stack([columns["step"], columns["mode"], columns["worker"]], axis=1).astype(np.int64)
             changes = np.ones(len(part), np.bool_)
             changes[1:] = (part[1:] != part[:-1]).any(axis=1)
             parts.append(np.unique(part[changes], axis=0))
@@ -273,11 +273,11 @@ class Run:
     @property
     def collections(self) -> dict[str, list[str]]:
         """Collection → names of its tensors."""
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for info in self._infos():
             for collection in info.collections:
-                found.setdefault(collection, []).append(info.name)
-        return found
+                names.setdefault(collection, []).append(info.name)
+        return names
 
     def steps(self, mode: Mode | None = None) -> list[int]:
         """Steps that were recorded, ascending; only those of one mode where it is given."""
@@ -356,11 +356,11 @@ class Run:
         self.check_tensors([tensor])
         merge = merge and worker is None
         want = Want((), frozenset([tensor]))
-        held = self._columns([figure], want, merge=merge)
-        chosen = np.ones(len(held["step"]), np.bool_) if worker is None else held["worker"] == worker
+        columns = self._columns([figure], want, merge=merge)
+        chosen = np.ones(len(columns["step"]), np.bool_) if worker is None else columns["worker"] == worker
         if mode is not None:
-            chosen &= held["mode"] == MODES.index(mode)
-        return queries.as_table(self._index, held, [figure], chosen)
+            chosen &= columns["mode"] == MODES.index(mode)
+        return queries.as_table(self._index, columns, [figure], chosen)
 
     def at_step(
         self, figures: Sequence[str], step: int | None = None, mode: Mode | None = None, *, merge: bool = True
@@ -372,9 +372,11 @@ class Run:
         """
         if step is None:
             step = self._index.reach()[1] if mode is None else max(self.steps(mode), default=-1)
-        held = self._columns(figures, Want((), None, step, step), merge=merge)
-        chosen = np.ones(len(held["step"]), np.bool_) if mode is None else held["mode"] == MODES.index(mode)
-        return queries.as_table(self._index, held, figures, chosen)
+        columns = self._columns(figures, Want((), None, step, step), merge=merge)
+        chosen = (
+            np.ones(len(columns["step"]), np.bool_) if mode is None else columns["mode"] == MODES.index(mode)
+        )
+        return queries.as_table(self._index, columns, figures, chosen)
 
     def heatmap(
         self,
@@ -468,9 +470,9 @@ class Run:
 
     def ends(self) -> list[documents.EndDocument]:
         """How workers ended, of all attempts. Documents that cannot be read are left out, and are in `damaged`."""
-        found = read_documents(self._store, END)
-        self._damaged_ends = found.damaged
-        return found.documents
+        documents_found = read_documents(self._store, END)
+        self._damaged_ends = documents_found.damaged
+        return documents_found.documents
 
     def state(self) -> str:
         """How it stands now, as `watchstep.reading.run_documents.StoredState` has it."""

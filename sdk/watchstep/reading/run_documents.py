@@ -103,22 +103,22 @@ def read_documents(store: Store, kind: DocumentKind[Document], prefix: str = "")
     Raises:
         StoreError: the store cannot be read.
     """
-    found: FoundDocuments[Document] = FoundDocuments()
+    documents_found: FoundDocuments[Document] = FoundDocuments()
     left = kind.total_bytes
     for entry in store.entries(prefix or kind.prefix):
         left -= _BYTES_OF_ENTRY + (entry.size if entry.size <= kind.max_bytes else 0)
         if left < 0:
-            found.damaged[prefix or kind.prefix] = (
+            documents_found.damaged[prefix or kind.prefix] = (
                 f"more than {kind.total_bytes // _MIB} MiB of documents: the rest is not read"
             )
             break
         try:
-            found.documents.append(_read(store, kind, entry.key))
+            documents_found.documents.append(_read(store, kind, entry.key))
         except NotFoundError:
             continue  # removed since it was listed
         except (FormatError, BadNameError) as error:
-            found.damaged[entry.key] = error.what
-    return found
+            documents_found.damaged[entry.key] = error.what
+    return documents_found
 
 
 def _read(store: Store, kind: DocumentKind[Document], key: str) -> Document:
@@ -186,15 +186,15 @@ def read_state(store: Store) -> StoredState:
         return StoredState(DAMAGED, error.what)
 
 
-def _whole(found: FoundDocuments[documents.Document]) -> list[documents.Document]:
+def _whole(documents_found: FoundDocuments[documents.Document]) -> list[documents.Document]:
     """The documents, if all of them can be read.
 
     Raises:
         FormatError: one of them cannot.
     """
-    for key, reason in found.damaged.items():
+    for key, reason in documents_found.damaged.items():
         raise FormatError(f"{key}: {reason}", "remove it")
-    return found.documents
+    return documents_found.documents
 
 
 def _ended(ends: Sequence[documents.EndDocument], workers: int, *, asked: bool) -> str:
@@ -272,13 +272,13 @@ def find_runs(store: Store) -> list[RunEntry]:
     Raises:
         StoreError: the store cannot be read.
     """
-    found = []
+    runs = []
     for project in store.folders():
         for run in _runs_of(store, project):
             entry = _entry(store.child(f"{project}/{run}"), project, run)
             if entry is not None:
-                found.append(entry)
-    return sorted(found, key=lambda entry: (-entry.created_ns, entry.project, entry.run))
+                runs.append(entry)
+    return sorted(runs, key=lambda entry: (-entry.created_ns, entry.project, entry.run))
 
 
 def _runs_of(store: Store, project: str) -> list[str]:
@@ -298,18 +298,18 @@ def _entry(store: Store, project: str, run: str) -> RunEntry | None:
     try:
         data = get_document(store, RUN_DOCUMENT, documents.MAX_BYTES)
         created_ns = documents.decode(documents.RunDocument, data, RUN_DOCUMENT).created_ns
-        found = read_state(store)
+        state = read_state(store)
     except NotFoundError:
         return None
     except MissingStoreError:
         raise
     except FormatError as error:
-        found = StoredState(DAMAGED, error.what)
+        state = StoredState(DAMAGED, error.what)
     except StoreError as error:  # a folder in the run that cannot be listed
         if not store.is_local:
             raise
-        found = StoredState(DAMAGED, error.what)
-    return RunEntry(project, run, created_ns, found.state, found.damage)
+        state = StoredState(DAMAGED, error.what)
+    return RunEntry(project, run, created_ns, state.state, state.damage)
 
 
 _PART = re.compile(r"([0-9]{10})\.json")
@@ -327,9 +327,9 @@ def count_parts(store: Store, attempt: str) -> int:
     """
     prefix = journal_prefix(attempt)
     names = (_PART.fullmatch(entry.key.removeprefix(prefix)) for entry in store.entries(prefix))
-    known = {int(found[1]) for found in names if found}
+    attempts = {int(match[1]) for match in names if match}
     count = 0
-    while count in known:
+    while count in attempts:
         count += 1
     return count
 

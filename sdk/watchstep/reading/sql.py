@@ -54,11 +54,13 @@ def statistics_schema(probes: Sequence[str]) -> pa.Schema:
     return pa.schema(list(kinds.items()))
 
 
-def statistics_batch(held: Columns, schema: pa.Schema, words: Mapping[str, Sequence[str]]) -> pa.RecordBatch:
+def statistics_batch(
+    columns: Columns, schema: pa.Schema, words: Mapping[str, Sequence[str]]
+) -> pa.RecordBatch:
     """Rows of the table ``statistics``.
 
     Args:
-        held: the recorded columns that the schema's follow from.
+        columns: the recorded columns that the schema's follow from.
         schema: `statistics_schema`'s, or some of its columns.
         words: column of words → what its indices stand for.
     """
@@ -67,12 +69,12 @@ def statistics_batch(held: Columns, schema: pa.Schema, words: Mapping[str, Seque
     arrays = []
     for entry in schema:
         if entry.name in words:
-            indices = pa.array(held[entry.name].astype(np.int32))
+            indices = pa.array(columns[entry.name].astype(np.int32))
             arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(words[entry.name], pa.string())))
-        elif entry.name in held and entry.type != pa.float64():
-            arrays.append(pa.array(held[entry.name], entry.type))
+        elif entry.name in columns and entry.type != pa.float64():
+            arrays.append(pa.array(columns[entry.name], entry.type))
         else:
-            arrays.append(pa.array(figure_of(held, entry.name), pa.float64(), from_pandas=True))
+            arrays.append(pa.array(figure_of(columns, entry.name), pa.float64(), from_pandas=True))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -150,10 +152,10 @@ def query(index: RunIndex, text: str) -> pa.Table:
     lost: list[WatchstepError] = []
     try:
         _register_run(connection, index, lost)
-        found = connection.sql(text)
-        if found is None:
+        relation = connection.sql(text)
+        if relation is None:
             raise ConfigError("SQL: the text is no query", "write one SELECT")
-        return found.to_arrow_table()
+        return relation.to_arrow_table()
     except duckdb.Error as error:
         if lost:  # DuckDB passes on only the text of what a scan raised
             raise lost[0] from None
@@ -187,8 +189,8 @@ def _register_run(connection: Any, index: RunIndex, lost: list[WatchstepError]) 
             "mode": MODES, "stage": STAGES, "tensor": [info.name for info in index.tensors()],
         }  # fmt: skip
         try:
-            for held in scan_for(index, schema.names, tensors):
-                yield statistics_batch(held, schema, words)
+            for columns in scan_for(index, schema.names, tensors):
+                yield statistics_batch(columns, schema, words)
         except WatchstepError as error:
             lost.append(error)
             raise
@@ -212,6 +214,6 @@ def scan_for(index: RunIndex, names: Sequence[str], tensors: frozenset[str] | No
     probes = index.probes()
     needs: list[str] = []
     for name in names:
-        known = name in IDENTITY or name == "shard_index"
-        needs.extend((name,) if known else needs_of(name, probes))
+        is_identity = name in IDENTITY or name == "shard_index"
+        needs.extend((name,) if is_identity else needs_of(name, probes))
     return index.scan(Want(tuple(dict.fromkeys(needs)), tensors))

@@ -86,15 +86,15 @@ def _export_tensor(tensor: Tensor, target: Path, figures: tuple[str, ...], write
     return written
 
 
-def _buckets(held: StatisticsBatch, row: int) -> dict[str, Any]:
+def _buckets(statistics: StatisticsBatch, row: int) -> dict[str, Any]:
     """The histogram's buckets: upper limits, ascending, and how many elements each holds."""
-    bins, counts = held.histogram.row(row)
+    bins, counts = statistics.histogram.row(row)
     sign = np.where(is_negative_bin(bins), -1.0, 1.0)
     power = exponent_of_bin(bins).astype(np.int64)
     near, far = sign * np.ldexp(1.0, power), sign * np.ldexp(1.0, np.minimum(power + 1, 1023))
     edges = [
         *zip(np.minimum(near, far), np.maximum(near, far), counts, strict=True),
-        (0.0, 0.0, held.zero[row]),
+        (0.0, 0.0, statistics.zero[row]),
     ]
     limits: list[float] = []
     numbers: list[float] = []
@@ -105,13 +105,13 @@ def _buckets(held: StatisticsBatch, row: int) -> dict[str, Any]:
         if count:
             limits.append(float(high))
             numbers.append(float(count))
-    finite = float(held.finite[row])
+    finite = float(statistics.finite[row])
     return {
-        "min": float(held.min[row]),
-        "max": float(held.max[row]),
+        "min": float(statistics.min[row]),
+        "max": float(statistics.max[row]),
         "num": finite,
-        "sum": float(held.mean[row]) * finite,
-        "sum_squares": float(held.square_sum[row]),
+        "sum": float(statistics.mean[row]) * finite,
+        "sum_squares": float(statistics.square_sum[row]),
         "bucket_limits": limits or [0.0],
         "bucket_counts": numbers or [0.0],
     }

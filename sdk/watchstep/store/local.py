@@ -305,8 +305,8 @@ class StoreIdentity:
             MissingStoreError: the folder is not the store that is known, or it or its marker cannot be read.
         """
         with self._lock:
-            known, self._folder = self.is_known, folder
-            if not known:
+            was_known, self._folder = self.is_known, folder
+            if not was_known:
                 with self._noticing(folder):
                     self.id = _read(folder) or (_created(folder) if create else "")
         self.check()
@@ -343,14 +343,14 @@ class StoreIdentity:
                 os.stat(path)  # noqa: PTH116 - as below
             self.id = _read(path)  # the first writer may have put a marker there by now
             return
-        held = os.stat(name, dir_fd=folder)
-        stamp = (held.st_dev, held.st_ino, held.st_mtime_ns)
+        status = os.stat(name, dir_fd=folder)
+        stamp = (status.st_dev, status.st_ino, status.st_mtime_ns)
         if stamp == self._seen:
             return
-        found = _read(path)
-        if found != self.id:
+        identity = _read(path)
+        if identity != self.id:
             raise MissingStoreError(
-                f"store {path}: another store lies there ({found or 'unmarked'}, and not {self.id})", _MEND
+                f"store {path}: another store lies there ({identity or 'unmarked'}, and not {self.id})", _MEND
             )
         self._seen = stamp
 
@@ -382,14 +382,14 @@ def _read(folder: Path) -> str:
         with open(folder / MARKER, "rb", opener=_opened_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _no_marker(folder)
-            found = _ID.match(file.read(64))
+            match = _ID.match(file.read(64))
     except FileNotFoundError:
         return ""
     except OSError as error:
         if error.errno in {errno.ENXIO, errno.EISDIR}:
             raise _no_marker(folder) from error
         raise
-    return found[0].decode() if found else ""
+    return match[0].decode() if match else ""
 
 
 def _opened_at_once(path: str, flags: int) -> int:

@@ -351,10 +351,10 @@ class Store:
         import obstore
 
         try:
-            found = obstore.get(self._backend, self._prefix + key)
-            size = int(found.meta["size"])
+            answer = obstore.get(self._backend, self._prefix + key)
+            size = int(answer.meta["size"])
             if limit is None or size <= limit:
-                return bytes(found.bytes())
+                return bytes(answer.bytes())
         except Exception as error:
             raise self._translated("read", key, error) from error
         raise oversized(self._named(key), size, limit)
@@ -400,8 +400,10 @@ class Store:
 
         starts, lengths = [start for start, _ in ranges], [length for _, length in ranges]
         try:
-            found = obstore.get_ranges(self._backend, self._prefix + key, starts=starts, lengths=lengths)
-            return [memoryview(held) for held in found]
+            ranges_read = obstore.get_ranges(
+                self._backend, self._prefix + key, starts=starts, lengths=lengths
+            )
+            return [memoryview(data) for data in ranges_read]
         except Exception as error:
             raise self._translated("read", key, error) from error
 
@@ -431,7 +433,7 @@ class Store:
         import obstore
 
         skip = len(self._prefix)
-        found = False
+        any_entry = False
         try:
             for batch in obstore.list(self._backend, (self._prefix + prefix) or None):
                 for meta in batch:
@@ -439,13 +441,13 @@ class Store:
                         continue
                     if self.is_local and not meta["size"] and not is_regular(self._path_of(meta["path"])):
                         continue  # pipes, sockets and devices have no size
-                    found = True
+                    any_entry = True
                     yield ObjectEntry(str(meta["path"])[skip:], int(meta["size"]))
         except Exception as error:
             if self._is_below_a_file(prefix):
                 return
             raise self._translated("list", prefix, error) from error
-        if not found:
+        if not any_entry:
             self.check_identity()
 
     def folders(self, prefix: str = "") -> list[str]:
@@ -457,7 +459,7 @@ class Store:
         import obstore
 
         try:
-            found = obstore.list_with_delimiter(self._backend, (self._prefix + prefix) or None)
+            listing = obstore.list_with_delimiter(self._backend, (self._prefix + prefix) or None)
         except obstore.exceptions.InvalidPathError as error:
             if not self.is_local:
                 raise self._translated("list", prefix, error) from error
@@ -466,9 +468,9 @@ class Store:
             if self._is_below_a_file(prefix):
                 return []
             raise self._translated("list", prefix, error) from error
-        if not found["common_prefixes"]:
+        if not listing["common_prefixes"]:
             self.check_identity()
-        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in listing["common_prefixes"])
 
     def changed_ns(self, prefix: str) -> int:
         """When objects directly below a prefix of a local store were last added or removed; 0 where there are none.
@@ -517,9 +519,9 @@ class Store:
         try:
             obstore.delete(self._backend, self._prefix + key)
         except Exception as error:
-            told = self._translated("delete", key, error)
-            if not isinstance(told, NotFoundError):
-                raise told from error
+            translated = self._translated("delete", key, error)
+            if not isinstance(translated, NotFoundError):
+                raise translated from error
 
     def check_writable(self) -> None:
         """Write and remove a small object, so that a bad store is told before training starts.
@@ -544,8 +546,8 @@ class Store:
         whole = self._prefix + key
         try:
             # From just before it: the first page of names has it, if it is there.
-            found = obstore.list(self._backend, whole.rpartition("/")[0] or None, offset=whole[:-1])
-            return all(str(meta["path"]) != whole for meta in next(iter(found), []))
+            listing = obstore.list(self._backend, whole.rpartition("/")[0] or None, offset=whole[:-1])
+            return all(str(meta["path"]) != whole for meta in next(iter(listing), []))
         except Exception:  # noqa: BLE001 - it may not list either: then the refusal stands
             return False
 

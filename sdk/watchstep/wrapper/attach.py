@@ -77,7 +77,7 @@ class Attachment:
         hook: Hook | None = None
         try:
             self._leave()
-            found, self._losses = self._losses, []
+            losses, self._losses = self._losses, []
             if live() or get_worker_info() is not None:
                 return None
             faults: list[OSError] = []
@@ -88,7 +88,7 @@ class Attachment:
                 hook._health.fault("claim", fault)  # noqa: SLF001 - as below
             hook.watch(_model_of(optimizer), optimizer)
             watch = hook._watches[0]  # noqa: SLF001 - the first watch learns what came before it
-            watch.adopt_loss(found)
+            watch.adopt_loss(losses)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the program
             if hook is None:
                 _log.error("watchstep: not recording: %s", error)
@@ -151,12 +151,12 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
         if not issubclass(type(candidate), nn.Module) or isinstance(candidate, _Loose):
             continue
         try:
-            held = sum(id(p) in wanted for p in candidate.parameters())
+            watched = sum(id(p) in wanted for p in candidate.parameters())
             size = sum(1 for _ in candidate.modules())
         except Exception:  # noqa: BLE001, S112 - not finished, being torn down, or abstract: it is not the one that is trained
             continue
-        if held and (held, size) > score:
-            best, score = candidate, (held, size)
+        if watched and (watched, size) > score:
+            best, score = candidate, (watched, size)
     return best
 
 

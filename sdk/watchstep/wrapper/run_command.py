@@ -109,12 +109,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
     asked = hook_arguments.load_rule_file(options.rules) if options.rules else hook_arguments.AskedRules()
     rules = asked.configs
     state = LaunchState(None if location.url else location)
-    found = _find(location, required=options.require_service)
-    launch = replace(launch, service=found.recorder if found else ServiceAddress.from_environment())
+    service = _find(location, required=options.require_service)
+    launch = replace(launch, service=service.recorder if service else ServiceAddress.from_environment())
     identity = StoreIdentity.of_launch(launch.store_url)
     if not _make_run(launch, rules, identity, required=options.require_store, resumes=options.resume):
         state = replace(state, verified=False, rules=rules)
-    operator = found.operator if found else None
+    operator = service.operator if service else None
     if not os.environ.get(LAUNCHED):  # else its launcher has registered it, bound its job and told who asked
         left = _register(launch, operator, rules, required=options.require_service)
         if left is not None:
@@ -151,7 +151,7 @@ def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation
 
 def _find(location: ServiceLocation, *, required: bool) -> FoundService | None:
     try:
-        found = (
+        service = (
             location.find()
             if required
             else _within(_STORE_SECONDS, location.find, _silent_store(location.store_url))
@@ -161,12 +161,12 @@ def _find(location: ServiceLocation, *, required: bool) -> FoundService | None:
             raise
         _warn(error, "The program starts without a service")
         return None
-    if found is None and required:
+    if service is None and required:
         raise ServiceError(
             f"store {location.store_url}: no service watches it",
             "start 'watchstep serve' on it, name one by --service, or leave out --require-service",
         )
-    return found
+    return service
 
 
 def _make_run(
@@ -377,9 +377,9 @@ def _warn_if_isolated(program: Sequence[str]) -> None:
     for argument in program[1:]:
         if not argument.startswith("-") or argument.startswith("--") or argument[1:2] in {"c", "m"}:
             return
-        if found := _ISOLATING & set(argument[1:]):
+        if flags := _ISOLATING & set(argument[1:]):
             sys.stderr.write(
-                f"watchstep: not attached: python -{found.pop()} ignores what watchstep run adds."
+                f"watchstep: not attached: python -{flags.pop()} ignores what watchstep run adds."
                 " Leave the flag out, or use watchstep.Hook in the program.\n"
             )
             return

@@ -44,16 +44,16 @@ def sync_main(arguments: Sequence[str]) -> NoReturn:
             f"folder {roots[0]}: not found", f"name a folder that a recorder's log named, or {SPILL}"
         )
     done = [sync(folder) for folder in folders]
-    for one in done:
-        sys.stdout.write(f"{printable(_sync_line(one))}\n")
+    for synced in done:
+        sys.stdout.write(f"{printable(_sync_line(synced))}\n")
     if not done:
         sys.stdout.write(f"nothing to upload in {', '.join(map(str, roots))}\n")
-    raise SystemExit(1 if any(one.why for one in done) else 0)
+    raise SystemExit(1 if any(synced.why for synced in done) else 0)
 
 
-def _sync_line(one: Synced) -> str:
-    what = f"{one.run or one.folder.name}: {one.objects} objects uploaded, {one.bytes} bytes"
-    return f"{what}; {one.left} left in {one.folder}: {one.why}" if one.why else what
+def _sync_line(synced: Synced) -> str:
+    what = f"{synced.run or synced.folder.name}: {synced.objects} objects uploaded, {synced.bytes} bytes"
+    return f"{what}; {synced.left} left in {synced.folder}: {synced.why}" if synced.why else what
 
 
 def migrate_parser() -> argparse.ArgumentParser:

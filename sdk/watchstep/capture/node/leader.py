@@ -43,7 +43,7 @@ class Batch:
 
         Its name stays, even where nothing is left in it: who has heard of the name may make the object.
         """
-        items = {token: held for token, held in self.items.items() if token not in gone}
+        items = {token: blocks for token, blocks in self.items.items() if token not in gone}
         blocks = {token: self.notice.blocks[token] for token in items}
         return Batch(Notice(self.notice.key, blocks, term), items)
 
@@ -103,11 +103,11 @@ class Leading:
                 items[token] = tuple(chosen)
         if not items:
             return None
-        places = [item.place for held in items.values() for item in held]
+        places = [item.place for blocks in items.values() for item in blocks]
         key = SegmentKey(
             self.writer, self.seq, min(place.first for place in places), max(place.last for place in places)
         )
-        blocks = {token: tuple(item.place.seq for item in held) for token, held in items.items()}
+        blocks = {token: tuple(item.place.seq for item in blocks) for token, blocks in items.items()}
         return Batch(Notice(key, blocks, ""), items)
 
     def begin(self, batch: Batch) -> None:
@@ -296,7 +296,11 @@ class Leader:
     def _welcome(self, line: Connection) -> None:
         assert self._leading is not None
         token = self._lines[line]
-        for other in [held for held in self._welcomed if held is not line and self._lines[held] == token]:
+        for other in [
+            connection
+            for connection in self._welcomed
+            if connection is not line and self._lines[connection] == token
+        ]:
             self._lose(other)
         flight = self._flight
         notice = flight.notice if flight is not None else None
@@ -384,7 +388,7 @@ class Leader:
             self._means.health.fault("node", error)
             if token == self._handing.token:
                 raise ApartError(error.what) from error
-            for line in [held for held in self._welcomed if self._lines[held] == token]:
+            for line in [connection for connection in self._welcomed if self._lines[connection] == token]:
                 line.send(protocol.Apart(error.what))
                 self._lose(line)
             return False

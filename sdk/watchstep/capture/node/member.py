@@ -162,8 +162,8 @@ class Member:
         """For how many seconds nothing needs to be looked at, should nobody say anything."""
         if self._role is None:
             return _SEEKING_SECONDS
-        looks = isinstance(self._role, Follower) or self.failing_for is not None
-        return _FOLLOWING_SECONDS if looks else float("inf")
+        polls = isinstance(self._role, Follower) or self.failing_for is not None
+        return _FOLLOWING_SECONDS if polls else float("inf")
 
     @property
     def asks(self) -> bool:
@@ -286,8 +286,10 @@ class Member:
             if notice is None or (doubt is None and not whole):
                 return
             doubt = doubt or Doubt(notice.key, self._handing.token, ())
-            held = [item for item in self._means.backlog.after(0, _ALL) if item.place.seq in doubt.numbers]
-        contained = settle(store, doubt, held)
+            acknowledged = [
+                item for item in self._means.backlog.after(0, _ALL) if item.place.seq in doubt.numbers
+            ]
+        contained = settle(store, doubt, acknowledged)
         with self._lock:
             if self._handing.notice is notice:
                 self._means.backlog.acknowledge(self._handing.hear_stored(notice.key, contained))

@@ -291,14 +291,14 @@ class Connection:
             self._inbox.put(self, None)
 
     def _receive(self, size: int) -> bytes:
-        held = bytearray(size)
-        view = memoryview(held)
+        buffer = bytearray(size)
+        view = memoryview(buffer)
         while view:
             got = self._line.recv_into(view)
             if got == 0:
                 raise EOFError
             view = view[got:]
-        return bytes(held)
+        return bytes(buffer)
 
 
 class Handing:
@@ -519,10 +519,10 @@ def _accept(listener: socket.socket, welcome: Callable[[socket.socket], None]) -
 def _is_mine(line: socket.socket) -> bool:
     """Whether a process of this user is at the other end."""
     try:
-        held = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     except OSError:
         return False
-    return int(_PEER.unpack(held)[1]) == os.geteuid()
+    return int(_PEER.unpack(credentials)[1]) == os.geteuid()
 
 
 def _address(folder: PrivateFolder) -> str:

@@ -300,9 +300,9 @@ class LentCredentials:
             ServiceError: the service refuses, or does not answer, and the old ones have expired.
         """
         with self._lock:
-            held, self._held = self._held, None
-            if held is not None:
-                return held  # the first, just asked for
+            settings, self._held = self._held, None
+            if settings is not None:
+                return settings  # the first, just asked for
             old = _of(self.answer)
             if time.monotonic() < self._again_at and old["expires_at"] > datetime.now(timezone.utc):
                 return old
@@ -320,7 +320,7 @@ def open_recorded(
     url: str,
     names: tuple[str, str, str],
     service: ServiceClient | None = None,
-    told: Callable[[str, Exception], None] | None = None,
+    on_fault: Callable[[str, Exception], None] | None = None,
     *,
     identity: StoreIdentity | None = None,
 ) -> Store:
@@ -332,7 +332,7 @@ def open_recorded(
         url: of the store.
         names: project, run and attempt.
         service: where to ask; the environment's where it is left out.
-        told: hears what went wrong, once.
+        on_fault: hears what went wrong, once.
         identity: of the store, where it is a folder; remembered from the first time that it is opened.
 
     Raises:
@@ -349,8 +349,8 @@ def open_recorded(
                 f"store {url}: no credentials: {error.what}",
                 f"{error.hint}; or give the program its own, and unset {CREDENTIALS}",
             ) from error
-        if told is not None:
-            told("credentials", error)
+        if on_fault is not None:
+            on_fault("credentials", error)
         return Store.open(url, create=True, identity=identity)
 
 

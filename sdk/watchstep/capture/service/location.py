@@ -235,13 +235,13 @@ def local_folder(store_url: str) -> Path | None:
     return None if scheme else absolute_path(store_url)
 
 
-def is_same_store(one: str, other: str) -> bool:
+def is_same_store(candidate: str, other: str) -> bool:
     """Whether two URLs or paths name the same store, also by way of ``..`` and symbolic links.
 
     Raises:
         ConfigError: one of them names no store.
     """
-    return _resolved(one) == _resolved(other)
+    return _resolved(candidate) == _resolved(other)
 
 
 def _resolved(store: str) -> str:

@@ -126,11 +126,11 @@ class LaunchState:
         A note of a service that is damaged, or another user's, is a fault in health.
         """
         try:
-            found = self.location.find() if self.location is not None and not self.location.url else None
+            service = self.location.find() if self.location is not None and not self.location.url else None
         except ConfigError as error:
             health.fault("service note", error)
             return None
-        return found.recorder if found is not None else None
+        return service.recorder if service is not None else None
 
 
 def _is_outage(error: BaseException) -> bool:
@@ -186,13 +186,13 @@ class RunRegistration:
         pause = ServicePause()
         while not self._ended.wait(pause.left):
             try:
-                found = self._location.find()
-                if found is None:
+                service = self._location.find()
+                if service is None:
                     pause.failed(
                         UnreachableError("service: none watches the store", "start 'watchstep serve'")
                     )
                     continue
-                self._register(found)
+                self._register(service)
             except ServiceRefusedError as error:
                 self._health.fault("registration", error)
                 if error.is_final:
@@ -205,11 +205,11 @@ class RunRegistration:
             else:
                 return
 
-    def _register(self, found: FoundService) -> None:
+    def _register(self, service: FoundService) -> None:
         state = self._state
-        answer = register(found.operator, self._project, state.run, state.attempt, state.rules, state.job)
+        answer = register(service.operator, self._project, state.run, state.attempt, state.rules, state.job)
         control = control_in(answer.data)
-        self._client.move(found.recorder)
+        self._client.move(service.recorder)
         self._health.withdraw("registration")
         if answer.job_refusal is not None:
             self._health.fault("registration", answer.job_refusal)
@@ -314,9 +314,9 @@ class Announcer:
         """Whether the service has refused, and is not to be asked yet."""
         return self._pause.goes_on
 
-    def tell_cost(self, told: Callable[[float], None]) -> None:
+    def tell_cost(self, report: Callable[[float], None]) -> None:
         """Tell of the processor time of each request, in seconds."""
-        self._cost = told
+        self._cost = report
 
     def announce(self, key: SegmentKey) -> None:
         """Have the service told of a segment. Never waits; of too many the oldest are left out."""
@@ -363,8 +363,8 @@ class Announcer:
                 self._changed.wait(pause if self._waiting else None)
             return self._waiting[0]
 
-    def _skip(self, kept: int) -> None:
-        while len(self._waiting) > kept:
+    def _skip(self, size: int) -> None:
+        while len(self._waiting) > size:
             self._waiting.popleft()
             self._health.count("skipped_announcements")
 

@@ -82,10 +82,10 @@ class Termination:
         """Be told of SIGTERM, where the program has left it alone, or has a handler, which is called as before."""
         if threading.current_thread() is not threading.main_thread():
             return
-        held = signal.getsignal(signal.SIGTERM)
-        if held is self._handler or held in {signal.SIG_IGN, None}:
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is self._handler or handler in {signal.SIG_IGN, None}:
             return
-        self._previous = held if callable(held) else None
+        self._previous = handler if callable(handler) else None
         signal.signal(signal.SIGTERM, self._handler)
         self._took_sigterm = True
         if self._previous is None and self._tells_sender:
@@ -184,7 +184,7 @@ class Termination:
         """The next number that this process sent itself: a child between fork and exec shares the socket."""
         while True:
             data, ancillary, _, _ = self._receiver.recvmsg(16, socket.CMSG_SPACE(_SENDER.size))
-            senders = [_SENDER.unpack(held)[0] for _, kind, held in ancillary if len(held) == _SENDER.size]
+            senders = [_SENDER.unpack(data)[0] for _, kind, data in ancillary if len(data) == _SENDER.size]
             if data and (not self._tells_sender or senders == [self._pid]):
                 return data[0]
 

@@ -169,12 +169,12 @@ class Samples:
 
     def as_rows(self) -> Sampled | None:
         """A row for each figure that has samples, which are forgotten; None where none has."""
-        held, self._held = {name: values for name, values in self._held.items() if values}, {}
-        if not held:
+        samples, self._held = {name: values for name, values in self._held.items() if values}, {}
+        if not samples:
             return None
-        group = np.repeat(np.arange(len(held)), [len(values) for values in held.values()])
-        every = scalars([value for values in held.values() for value in values])
-        return Sampled(tuple(map(info_of, held)), merge_rows(every, group, len(held)), time.time_ns())
+        group = np.repeat(np.arange(len(samples)), [len(values) for values in samples.values()])
+        every = scalars([value for values in samples.values() for value in values])
+        return Sampled(tuple(map(info_of, samples)), merge_rows(every, group, len(samples)), time.time_ns())
 
 
 _OF_PROCESS: tuple[Callable[[], FigureSource], ...] = (Process, DataWorkers)
@@ -199,15 +199,15 @@ def opened(identity: Identity, health: RecorderHealth, *, gpus: bool) -> list[Fi
         kinds = []
     if gpus and driver_is_there() and _samples_gpus(identity):
         kinds.append(Gpus)
-    found = []
+    sources = []
     for kind in kinds:
         try:
-            found.append(kind())
+            sources.append(kind())
         except (OSError, ValueError, LookupError) as error:
             health.note(f"system: {kind.__name__}", f"not sampled: {type(error).__name__}: {error}"[:300])
         except ImportError:
             health.note("system: Gpus", "not sampled: install watchstep[gpu]")
-    return found
+    return sources
 
 
 def _samples_gpus(identity: Identity) -> bool:

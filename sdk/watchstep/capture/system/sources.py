@@ -148,34 +148,34 @@ def allowed_cpus(root: Path = Path("/")) -> float:
 
 def cpu_group(root: Path = Path("/")) -> CpuGroup | None:
     """The group that limits processor time most; None where none does."""
-    found = []
+    groups = []
     for folder in _groups(root, ""):
         quota = _words(folder / "cpu.max")
         if len(quota) == 2 and quota[0] != "max" and (folder / "cpu.stat").exists():
-            found.append(CpuGroup(int(quota[0]) / int(quota[1]), folder / "cpu.stat", 1e-6))
+            groups.append(CpuGroup(int(quota[0]) / int(quota[1]), folder / "cpu.stat", 1e-6))
     used = next(iter(_groups(root, "cpuacct")), None)
     for folder in _groups(root, "cpu"):
         quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
         if quota and period and int(quota[0]) > 0 and used is not None:
-            found.append(CpuGroup(int(quota[0]) / int(period[0]), used / "cpuacct.usage", 1e-9))
-    return min(found, key=lambda group: group.cpus, default=None)
+            groups.append(CpuGroup(int(quota[0]) / int(period[0]), used / "cpuacct.usage", 1e-9))
+    return min(groups, key=lambda group: group.cpus, default=None)
 
 
 def memory_group(root: Path = Path("/")) -> MemoryGroup | None:
     """The group that limits memory most; None where none does."""
-    found = []
+    groups = []
     for folder in _groups(root, ""):
         limit = _words(folder / "memory.max")
         if limit and limit[0] != "max":
-            found.append(
+            groups.append(
                 MemoryGroup(int(limit[0]), folder / "memory.current", folder / "memory.stat", "inactive_file")
             )
     for folder in _groups(root, "memory"):
         limit = _words(folder / "memory.limit_in_bytes")
         if limit and int(limit[0]) < 2**60:  # version 1 writes its largest number for no limit
             usage, details = folder / "memory.usage_in_bytes", folder / "memory.stat"
-            found.append(MemoryGroup(int(limit[0]), usage, details, "total_inactive_file"))
-    return min(found, key=lambda group: group.limit, default=None)
+            groups.append(MemoryGroup(int(limit[0]), usage, details, "total_inactive_file"))
+    return min(groups, key=lambda group: group.limit, default=None)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
@@ -476,26 +476,26 @@ def driver_is_there(root: Path = Path("/")) -> bool:
 
 def visible_count() -> int | None:
     """How many GPUs ``CUDA_VISIBLE_DEVICES`` names; None where it is not set."""
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if said is None else len([word for word in said.split(",") if word.strip()])
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if setting is None else len([word for word in setting.split(",") if word.strip()])
 
 
-def visible(names: list[str], said: str | None) -> list[int]:
+def visible(names: list[str], setting: str | None) -> list[int]:
     """Places of the GPUs that CUDA shows to a program.
 
     Args:
         names: the UUID of each.
-        said: the variable ``CUDA_VISIBLE_DEVICES``: numbers, or beginnings of UUIDs; what follows one that is none
+        setting: the variable ``CUDA_VISIBLE_DEVICES``: numbers, or beginnings of UUIDs; what follows one that is none
             does not count (CUDA programming guide, environment variables). None where it is not set.
     """
-    if said is None:
+    if setting is None:
         return list(range(len(names)))
     chosen: list[int] = []
-    for word in (part.strip() for part in said.split(",")):
-        found = [index for index, name in enumerate(names) if str(index) == word or _begins(name, word)]
-        if len(found) != 1 or found[0] in chosen:
+    for word in (part.strip() for part in setting.split(",")):
+        matches = [index for index, name in enumerate(names) if str(index) == word or _begins(name, word)]
+        if len(matches) != 1 or matches[0] in chosen:
             break
-        chosen.append(found[0])
+        chosen.append(matches[0])
     return chosen
 
 

@@ -67,8 +67,8 @@ def claim_attempt(
     for number in range(1, _MOST_ATTEMPTS):
         name = identity.attempt if number == 1 else f"{identity.attempt}.{number}"
         key, data = attempt_document(name), documents.encode(replace(attempt, attempt=name))
-        held = store if others is None or number == 1 else others(name)
-        if held.create(key, data) or _is_ours(held, key, data):
+        attempt_store = store if others is None or number == 1 else others(name)
+        if attempt_store.create(key, data) or _is_ours(attempt_store, key, data):
             return replace(identity, attempt=name).writer()
     raise StoreError(f"run {run.run}: {_MOST_ATTEMPTS} attempts are taken", "record under a new run id")
 
@@ -312,7 +312,7 @@ class Access:
         if self._announcer is not None:
             self._announcer.close(is_late)
 
-    def tell_cost(self, told: Callable[[float], None]) -> None:
+    def tell_cost(self, report: Callable[[float], None]) -> None:
         """Tell of the processor time that announcing takes, in seconds."""
         if self._announcer is not None:
-            self._announcer.tell_cost(told)
+            self._announcer.tell_cost(report)

@@ -80,15 +80,15 @@ class Backlog:
 
     def after(self, number: int, limit: int) -> list[Outgoing]:
         """Segments in memory from a number on: one at least, where there is any, and further ones up to so many bytes."""
-        found: list[Outgoing] = []
+        later: list[Outgoing] = []
         with self._lock:
             for item in self._memory:
                 if item.place.seq >= number:
                     limit -= len(item.data)
-                    if found and limit < 0:
+                    if later and limit < 0:
                         break
-                    found.append(item)
-        return found
+                    later.append(item)
+        return later
 
     def acknowledge(self, numbers: tuple[int, ...]) -> None:
         """The oldest segments, with these numbers, lie on the store."""
@@ -117,8 +117,8 @@ class Backlog:
             if doubt is None or self._sealed:
                 return []
             last = max(doubt.numbers)
-            held = self._spill.oldest(last)
-            return held + [item for item in self._memory if item.place.seq <= last]
+            doubted = self._spill.oldest(last)
+            return doubted + [item for item in self._memory if item.place.seq <= last]
 
     def settled(self, contained: tuple[int, ...]) -> None:
         """Of those in doubt these are on the store; nothing is in doubt any more."""
@@ -319,8 +319,8 @@ class SegmentEncoder:
 
     def _encoded(self, catalogue: Catalogue) -> tuple[Catalogue, bytes]:
         """The catalogue with words that readers take, and its bytes."""
-        for known, bounded, data in self._catalogues:
-            if known == catalogue:
+        for encoded, bounded, data in self._catalogues:
+            if encoded == catalogue:
                 return bounded, data
         bounded = tuple(info.bounded() for info in catalogue)
         shortened = [info.name for info, whole in zip(bounded, catalogue, strict=True) if info is not whole]

@@ -69,8 +69,8 @@ class SegmentPlace:
     @classmethod
     def parse(cls, name: str) -> SegmentPlace | None:
         """Read a place's name; None where it is none."""
-        found = _PLACE.fullmatch(name)
-        return cls(*map(int, found.groups())) if found else None
+        match = _PLACE.fullmatch(name)
+        return cls(*map(int, match.groups())) if match else None
 
     def key(self, writer: WriterId, base: int = 0) -> SegmentKey:
         """Its key, once the writer is known, and the number of the block that is this writer's first."""
@@ -103,8 +103,8 @@ def merge(items: Mapping[str, Sequence[Outgoing]], decoded: Mapping[tuple[str, i
         items: the blocks of each process.
         decoded: their rows, by process and number.
     """
-    numbers = {token: [item.place.seq for item in held] for token, held in items.items()}
-    rows = concatenate([decoded[token, number] for token, held in numbers.items() for number in held])
+    numbers = {token: [item.place.seq for item in blocks] for token, blocks in items.items()}
+    rows = concatenate([decoded[token, number] for token, sent in numbers.items() for number in sent])
     return segment.encode(rows.ordered(), more={BLOCKS: json.dumps(numbers).encode()})
 
 
@@ -130,11 +130,11 @@ def blocks_of(data: bytes, name: str) -> Blocks:
         FormatError: it is no segment.
     """
     with segment.whole(name):
-        held = parse_json(segment.metadata_of(data, name).get(BLOCKS, b"{}"), _MAX_MEMORY)
-        return {str(token): tuple(map(int, numbers)) for token, numbers in held.items()}
+        metadata = parse_json(segment.metadata_of(data, name).get(BLOCKS, b"{}"), _MAX_MEMORY)
+        return {str(token): tuple(map(int, numbers)) for token, numbers in metadata.items()}
 
 
-def settle(store: Store, doubt: Doubt, held: Sequence[Outgoing]) -> Blocks:
+def settle(store: Store, doubt: Doubt, waiting: Sequence[Outgoing]) -> Blocks:
     """Find out what became of an announced object, and make it where it is not there.
 
     Whoever makes it first decides what is in it: a request of the one that announced it, should it still be under way, is
@@ -143,7 +143,7 @@ def settle(store: Store, doubt: Doubt, held: Sequence[Outgoing]) -> Blocks:
     Args:
         store: seen from the run.
         doubt: the object, and the blocks to make it of.
-        held: those blocks.
+        waiting: those blocks.
 
     Returns:
         What the object holds.
@@ -159,6 +159,6 @@ def settle(store: Store, doubt: Doubt, held: Sequence[Outgoing]) -> Blocks:
             pass
         except FormatError:
             return {}  # damaged: no reader takes anything from it
-        decoded = {(doubt.token, item.place.seq): rows_of(doubt.token, item) for item in held}
-        if store.create(path, merge({doubt.token: held}, decoded)):
-            return {doubt.token: tuple(item.place.seq for item in held)}
+        decoded = {(doubt.token, item.place.seq): rows_of(doubt.token, item) for item in waiting}
+        if store.create(path, merge({doubt.token: waiting}, decoded)):
+            return {doubt.token: tuple(item.place.seq for item in waiting)}

@@ -97,32 +97,32 @@ class SpillOwner:
             FormatError: it is something else.
         """
         try:
-            held: dict[str, Any] = json.loads(data)
-            identity = Identity(**held["identity"])
-            writer = WriterId(**held["writer"]) if held["writer"] is not None else None
+            document: dict[str, Any] = json.loads(data)
+            identity = Identity(**document["identity"])
+            writer = WriterId(**document["writer"]) if document["writer"] is not None else None
             for kind, value in asdict(identity).items():
                 if isinstance(value, str):
                     check_name(kind, value)
             return cls(
-                str(held["store_url"]),
+                str(document["store_url"]),
                 identity,
-                documents.decode(documents.RunDocument, json.dumps(held["run"]).encode(), name),
-                documents.decode(documents.AttemptDocument, json.dumps(held["attempt"]).encode(), name),
+                documents.decode(documents.RunDocument, json.dumps(document["run"]).encode(), name),
+                documents.decode(documents.AttemptDocument, json.dumps(document["attempt"]).encode(), name),
                 writer,
-                None if held.get("base", 0) is None else int(held.get("base", 0)),
-                int(held.get("written", 0)),
-                _doubt(held["doubt"]) if held.get("doubt") else None,
-                str(held.get("store_id", "")),
+                None if document.get("base", 0) is None else int(document.get("base", 0)),
+                int(document.get("written", 0)),
+                _doubt(document["doubt"]) if document.get("doubt") else None,
+                str(document.get("store_id", "")),
             )
         except (ValueError, KeyError, TypeError, BadNameError) as error:
             raise FormatError(f"{name}: not of a spill folder ({error!r})", _MEND) from error
 
 
-def _doubt(held: dict[str, Any]) -> Doubt:
-    key = held["key"]
+def _doubt(document: dict[str, Any]) -> Doubt:
+    key = document["key"]
     writer = WriterId(**key["writer"])
     named = SegmentKey.parse(SegmentKey(writer, key["seq"], key["first"], key["last"]).path)
-    return Doubt(named, str(held["token"]), tuple(map(int, held["numbers"])))
+    return Doubt(named, str(document["token"]), tuple(map(int, document["numbers"])))
 
 
 @dataclass(frozen=True)
@@ -246,9 +246,9 @@ class SpillFolder:
         Raises:
             OSError: it cannot be written; nothing of it is left.
         """
-        held = Spilled(item.place, len(item.data))
-        self._write(held.name, item.data)
-        return held
+        spilled = Spilled(item.place, len(item.data))
+        self._write(spilled.name, item.data)
+        return spilled
 
     def add_end(self, end: documents.EndDocument) -> None:
         """Write how the worker ended.
@@ -283,15 +283,15 @@ class SpillFolder:
                 place = SegmentPlace.parse(named[1]) if named else None
                 if place is not None and entry.is_file(follow_symlinks=False):
                     found.append(Spilled(place, entry.stat(follow_symlinks=False).st_size))
-        return sorted(found, key=lambda held: held.place.seq)
+        return sorted(found, key=lambda spilled: spilled.place.seq)
 
-    def read(self, held: Spilled) -> Outgoing:
+    def read(self, spilled: Spilled) -> Outgoing:
         """An object.
 
         Raises:
             OSError: it cannot be read.
         """
-        return Outgoing(held.place, self._read(held.name))
+        return Outgoing(spilled.place, self._read(spilled.name))
 
     def drop(self, name: str) -> None:
         """Remove a file; a missing one is no error.
@@ -404,19 +404,19 @@ class Spill:
     @property
     def rows(self) -> int:
         """Rows of statistics that wait."""
-        return sum(held.place.rows for held in self._waiting)
+        return sum(spilled.place.rows for spilled in self._waiting)
 
     def add(self, item: Outgoing) -> bool:
         """Take an object; False where it does not fit, or the disk refuses."""
         if self.bytes + len(item.data) > self._limit or time.monotonic() < self._not_before:
             return False
         try:
-            held = self._opened().add(item)
+            spilled = self._opened().add(item)
         except OSError as error:
             self._failed(error)
             return False
-        self._waiting.append(held)
-        self.bytes += held.size
+        self._waiting.append(spilled)
+        self.bytes += spilled.size
         self._health.count("spilled_objects")
         self._tell()
         return True
@@ -439,10 +439,10 @@ class Spill:
         if not self._waiting or self._waiting[0].place.seq != seq:
             return False
         assert self._folder is not None
-        held = self._waiting.popleft()
-        self.bytes -= held.size
+        spilled = self._waiting.popleft()
+        self.bytes -= spilled.size
         try:
-            self._folder.drop(held.name)
+            self._folder.drop(spilled.name)
         except OSError as error:
             self._health.fault("spill", error)
         self._tell()
@@ -462,14 +462,14 @@ class Spill:
 
     def oldest(self, until: int) -> list[Outgoing]:
         """Those up to a number. One that can no longer be read is left out."""
-        found = []
-        for held in self._waiting:
-            if held.place.seq <= until and self._folder is not None:
+        taken = []
+        for spilled in self._waiting:
+            if spilled.place.seq <= until and self._folder is not None:
                 try:
-                    found.append(self._folder.read(held))
+                    taken.append(self._folder.read(spilled))
                 except OSError as error:
                     self._health.fault("spill", error)
-        return found
+        return taken
 
     def describe(self, about: SpillOwner) -> None:
         """Something new is known of what lies here: the store could be reached, and this is the writer."""

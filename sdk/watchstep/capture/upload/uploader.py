@@ -296,15 +296,15 @@ def _sync_held(folder: SpillFolder) -> Synced:
         if lent() and about.writer is None and writer.attempt != about.identity.attempt:
             store = _open(about, writer.attempt)
         entries = folder.entries()
-        for held in entries:
-            item = folder.read(held)
+        for spilled in entries:
+            item = folder.read(spilled)
             key = item.place.key(writer, about.base or 0).path
             if not write_whole(store, key, item.data):
                 raise StoreError(
-                    f"object {key}: another lies there", f"move {held.name} away, and sync again"
+                    f"object {key}: another lies there", f"move {spilled.name} away, and sync again"
                 )
-            folder.drop(held.name)
-            done, size = done + 1, size + held.size
+            folder.drop(spilled.name)
+            done, size = done + 1, size + spilled.size
         _sync_end(folder, store, writer, about.base or 0)
     except (WatchstepError, OSError) as error:
         reason = f"{error.what}; hint: {error.hint}" if isinstance(error, WatchstepError) else str(error)
@@ -337,13 +337,13 @@ def _settled(folder: SpillFolder, about: SpillOwner, store: Store) -> SpillOwner
         doubted = [folder.read(entry) for entry in folder.entries() if entry.place.seq <= last]
         contained = settle(store, about.doubt, doubted).get(about.doubt.token, ())
     entries = folder.entries()
-    left = [held for held in entries if held.place.seq not in contained]
+    left = [spilled for spilled in entries if spilled.place.seq not in contained]
     end = folder.end()
     following = left[0].place.seq if left else end.segments if end is not None else 0
     # First what is known, then what follows from it: whoever is interrupted here finds the object again.
-    for held in entries:
-        if held.place.seq in contained:
-            folder.drop(held.name)
+    for spilled in entries:
+        if spilled.place.seq in contained:
+            folder.drop(spilled.name)
     settled = replace(about, base=following - about.written, doubt=None)
     folder.describe(settled)
     return settled

@@ -57,11 +57,11 @@ def _extremes(
     set: in the order of the numbers.
     """
     low, high = _SIGN_BIT - head[:, LOW], head[:, HIGH] - _SIGN_BIT
-    found = [_float_of_key(low), _float_of_key(high), _float_of_key(_SIGN_BIT - head[:, ABS_LOW])]
+    extremes = [_float_of_key(low), _float_of_key(high), _float_of_key(_SIGN_BIT - head[:, ABS_LOW])]
     return np.stack(
         [
-            np.where(held, value, np.nan)
-            for held, value in zip((some, some, some_nonzero), found, strict=True)
+            np.where(extreme, value, np.nan)
+            for extreme, value in zip((some, some, some_nonzero), extremes, strict=True)
         ],
         axis=1,
     )

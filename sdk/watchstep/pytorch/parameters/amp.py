@@ -103,7 +103,7 @@ def listen(listener: ScalerListener) -> None:
 
 def forget(listener: ScalerListener) -> None:
     """Tell it no more."""
-    _listeners[:] = [held for held in _listeners if held() not in {None, listener}]
+    _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
 def scaling_of(optimizer: Optimizer) -> Scaling:
@@ -128,8 +128,8 @@ def _telling(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, optimizer, *args, **kwargs)
         if not isinstance(optimizer, Optimizer):
             return step(self, optimizer, *args, **kwargs)
-        for held in _listeners:
-            if (listener := held()) is not None:
+        for reference in _listeners:
+            if (listener := reference()) is not None:
                 listener.scaled(optimizer, scale)
         begun = optimizer_steps.begun()
         _stepping.append(self)
@@ -138,8 +138,8 @@ def _telling(step: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _stepping.pop()
         if optimizer_steps.begun() == begun and _overflowed(self, optimizer):
-            for held in _listeners:
-                if (listener := held()) is not None:
+            for reference in _listeners:
+                if (listener := reference()) is not None:
                     listener.skipped(optimizer, scale)
         return result
 
@@ -155,10 +155,10 @@ def _overflowed(scaler: Any, optimizer: Any) -> bool:
     if optimizer in _unobserved:
         return False
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
-    found = any(bool(flag.item()) for flag in state.get("found_inf_per_device", {}).values())
-    if not found:
+    overflowed = any(bool(flag.item()) for flag in state.get("found_inf_per_device", {}).values())
+    if not overflowed:
         _unobserved[optimizer] = True
-    return found
+    return overflowed
 
 
 def _has_powers_of_two(scaler: Any) -> bool:

@@ -55,7 +55,7 @@ def listen(listener: ClipListener) -> None:
 
 def forget(listener: ClipListener) -> None:
     """Tell it no more."""
-    _listeners[:] = [held for held in _listeners if held() not in {None, listener}]
+    _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
 def not_observed() -> list[str]:
@@ -94,9 +94,9 @@ def _before(clip: Callable[..., Any]) -> Callable[..., Any]:
     def call(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if _quiet():
             return clip(parameters, *args, **kwargs)
-        held = _listed(parameters)
-        _tell_clipping(held)
-        return clip(held, *args, **kwargs)
+        parameters_given = _listed(parameters)
+        _tell_clipping(parameters_given)
+        return clip(parameters_given, *args, **kwargs)
 
     return call
 
@@ -106,10 +106,10 @@ def _before_with_norm(clip: Callable[..., Any]) -> Callable[..., Any]:
     def call(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
         if _quiet():
             return clip(parameters, max_norm, total_norm, *args, **kwargs)
-        held = _listed(parameters)
-        _tell_clipping(held)
-        _tell_norm(held, total_norm)
-        return clip(held, max_norm, total_norm, *args, **kwargs)
+        parameters_given = _listed(parameters)
+        _tell_clipping(parameters_given)
+        _tell_norm(parameters_given, total_norm)
+        return clip(parameters_given, max_norm, total_norm, *args, **kwargs)
 
     return call
 
@@ -119,10 +119,10 @@ def _around_norm(clip: Callable[..., Any]) -> Callable[..., Any]:
     def call(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if _quiet():
             return clip(parameters, *args, **kwargs)
-        held = _listed(parameters)
-        _tell_clipping(held)
-        norm = clip(held, *args, **kwargs)
-        _tell_norm(held, norm)
+        parameters_given = _listed(parameters)
+        _tell_clipping(parameters_given)
+        norm = clip(parameters_given, *args, **kwargs)
+        _tell_norm(parameters_given, norm)
         return norm
 
     return call
@@ -134,15 +134,15 @@ def _listed(parameters: Any) -> list[Any]:
 
 
 def _tell_clipping(parameters: list[Any]) -> None:
-    for held in _listeners:
-        if (listener := held()) is not None:
+    for reference in _listeners:
+        if (listener := reference()) is not None:
             listener.clipping(parameters)
 
 
 def _tell_norm(parameters: list[Any], norm: Any) -> None:
     if isinstance(norm, Tensor):
-        for held in _listeners:
-            if (listener := held()) is not None:
+        for reference in _listeners:
+            if (listener := reference()) is not None:
                 listener.clipped(parameters, norm)
 
 
@@ -203,13 +203,13 @@ class ClippedGradients:
         if not self._before_clipping or self._nothing_under_way:
             return
         ids = self._parameters.watched(clipped)
-        self._clips = [held for held in self._clips if held.backward == self._backward or not held.ids & ids]
-        failed = (held.ids for held in self._released_clips if held.backward == self._backward)
-        ids = ids.difference(*(held.ids for held in self._clips), *failed)
+        self._clips = [clip for clip in self._clips if clip.backward == self._backward or not clip.ids & ids]
+        failed = (clip.ids for clip in self._released_clips if clip.backward == self._backward)
+        ids = ids.difference(*(clip.ids for clip in self._clips), *failed)
         if ids:
             chosen = {id(parameter): parameter for parameter in clipped if id(parameter) in ids}
-            found = self._parameters.gradients_of(list(chosen.values()), self._recorder.step)
-            self._clips.append(_Clip(self._backward, ids, tuple(found)))
+            gradients = self._parameters.gradients_of(list(chosen.values()), self._recorder.step)
+            self._clips.append(_Clip(self._backward, ids, tuple(gradients)))
 
     def clipped(self, clipped: Sequence[Tensor], norm: Tensor) -> None:
         """Keep the norm of all gradients of a call."""
@@ -224,7 +224,7 @@ class ClippedGradients:
         if not self._session.schedule.due((tensors.METRICS,), self._recorder.step):
             return
         ids = self._parameters.watched(clipped)
-        self._norms = [held for held in self._norms if held.backward == self._backward or not held.ids & ids]
+        self._norms = [norm for norm in self._norms if norm.backward == self._backward or not norm.ids & ids]
         if ids and len(self._norms) < _MOST_NORMS:
             on_host = norm.device.type == "cpu"
             value = norm.detach().item() if on_host else TorchKernel().measure([norm])

@@ -133,8 +133,8 @@ class _AtStart:
     starts: tuple[_Start | None, ...]
 
     def collect(self) -> dict[str, Floats]:
-        held = [0.0 if start is None else start.nonfinite() for start in self.starts]
-        return {"nonfinite_at_start": np.array(held, np.float64)}
+        counts = [0.0 if start is None else start.nonfinite() for start in self.starts]
+        return {"nonfinite_at_start": np.array(counts, np.float64)}
 
 
 class FiniteChecks:
@@ -197,9 +197,9 @@ class FiniteChecks:
         if not all(checked.on_host for checked in written):
             return None
         since = self._schedule.now()
-        found = hold_any_on_host([checked.values for checked in written])
+        damaged = hold_any_on_host([checked.values for checked in written])
         self._schedule.asked(since)
-        return found
+        return damaged
 
     def check_buffers(self, step: int) -> None:
         """A forward pass has changed buffers, and its update may never be made: look at them where that is due."""
@@ -225,9 +225,9 @@ class FiniteChecks:
         usual = [
             checked.values for checked in written if not (checked.on_host and checked.key in self._starts)
         ]
-        found = gate.holds_nonfinite(usual)
+        nonfinite = gate.holds_nonfinite(usual)
         self._schedule.asked(since)
-        return found
+        return nonfinite
 
     def _record(self, written: Sequence[_Checked], step: int) -> None:
         """Record what is non-finite, and what was and is so no more; of devices all."""
@@ -282,13 +282,15 @@ class FiniteChecks:
 
     def _note_starts(self, new: Sequence[_Checked]) -> None:
         """Keep how tensors are before any update: in host memory of those alone that are non-finite."""
-        kept = [checked for checked in new if not checked.on_host]
+        on_devices = [checked for checked in new if not checked.on_host]
         on_host = [checked for checked in new if checked.on_host]
         if hold_any_on_host([checked.values for checked in on_host]):
-            kept += [checked for checked in on_host if hold_any_on_host([checked.values])]
-        if kept:
-            measured = Cached(self._kernel.measure([checked.values for checked in kept]))
-            self._starts.update({checked.key: _Start(measured, row) for row, checked in enumerate(kept)})
+            on_devices += [checked for checked in on_host if hold_any_on_host([checked.values])]
+        if on_devices:
+            measured = Cached(self._kernel.measure([checked.values for checked in on_devices]))
+            self._starts.update(
+                {checked.key: _Start(measured, row) for row, checked in enumerate(on_devices)}
+            )
 
     def _written(self, optimizer: Optimizer, updated: Updated) -> Iterator[_Checked]:
         """The parameters that an optimizer trains, and what it keeps for them."""
@@ -296,14 +298,14 @@ class FiniteChecks:
             if not (named.standing.records and named.parameter.requires_grad):
                 continue
             yield _parameter(named)
-            for key, held in optimizer.state.get(named.parameter, {}).items():
-                if isinstance(held, Tensor) and held.dim() > 0 and _is_real(held):
+            for key, values in optimizer.state.get(named.parameter, {}).items():
+                if isinstance(values, Tensor) and values.dim() > 0 and _is_real(values):
                     info = replace(
                         _described(named.weight),
                         name=f"{named.weight.name}:{key}{_SUFFIX}",
-                        dtype=dtype_name(held.dtype),
+                        dtype=dtype_name(values.dtype),
                     )
-                    yield _Checked((id(named.parameter), str(key)), info, named.standing.weight, held)
+                    yield _Checked((id(named.parameter), str(key)), info, named.standing.weight, values)
 
     def _normalization_buffers(self) -> Iterator[tuple[_NormBase, str, TensorInfo, Placement]]:
         for order, (path, module) in enumerate(self._names.model.named_modules()):
@@ -316,7 +318,7 @@ class FiniteChecks:
 
     def _own_buffers(self) -> Iterator[_OwnBuffer]:
         """Of modules that are not PyTorch's: named as running statistics are, saved with the model, and finite now."""
-        found: list[tuple[_OwnBuffer, Tensor]] = []
+        own: list[tuple[_OwnBuffer, Tensor]] = []
         for order, (path, module) in enumerate(self._names.model.named_modules()):
             if isinstance(module, _NormBase) or type(module).__module__.startswith("torch."):
                 continue
@@ -330,9 +332,9 @@ class FiniteChecks:
                 if is_saved and is_small and values.is_floating_point() and stands.records:
                     described = _described(self._names.buffer(path, leaf, module, order))
                     info = replace(described, role="buffer_check")
-                    found.append((_OwnBuffer(module, leaf, info, stands.weight, values), values.detach()))
-        any_bad = hold_any([values for _, values in found])
-        for buffer, values in found:
+                    own.append((_OwnBuffer(module, leaf, info, stands.weight, values), values.detach()))
+        any_bad = hold_any([values for _, values in own])
+        for buffer, values in own:
             if not (any_bad and hold_any([values])):
                 yield buffer
 
@@ -343,8 +345,8 @@ class FiniteChecks:
     def _changed_buffers(self, step: int) -> Iterator[_Checked]:
         """Buffers of the program's own that training has changed since they were last looked at, in an earlier step."""
         at, keys = self._recorded
-        found = (buffer.checked() for buffer in self._own if at != step or buffer.key not in keys)
-        return (checked for checked in found if checked is not None)
+        changed = (buffer.checked() for buffer in self._own if at != step or buffer.key not in keys)
+        return (checked for checked in changed if checked is not None)
 
     def _current_buffers(self) -> Iterable[_Checked]:
         for module, leaf, info, place in self._buffers:

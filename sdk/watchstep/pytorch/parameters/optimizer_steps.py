@@ -77,7 +77,7 @@ def listen(listener: StepListener) -> None:
 
 def forget(listener: StepListener) -> None:
     """Tell it no more."""
-    _listeners[:] = [held for held in _listeners if held() not in {None, listener}]
+    _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
 def pass_begins() -> None:
@@ -113,16 +113,16 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _told_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
     """A program's closure, of whose first end in a step listeners are told. It has the closure's name and attributes."""
-    told = False
+    reported = False
 
     @functools.wraps(closure)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal told
+        nonlocal reported
         result = closure(*args, **kwargs)
-        if not told:
-            told = True
-            for held in _listeners:
-                if (listener := held()) is not None:
+        if not reported:
+            reported = True
+            for reference in _listeners:
+                if (listener := reference()) is not None:
                     listener.closure_done(optimizer)
         return result
 
@@ -131,8 +131,8 @@ def _told_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable
 
 def _report(error: Exception) -> None:
     """Count a fault of this module in the health of all that listen."""
-    for held in _listeners:
-        if (listener := held()) is not None:
+    for reference in _listeners:
+        if (listener := reference()) is not None:
             listener.failed(error)
 
 
@@ -159,8 +159,8 @@ def _begin(
     _begun[0] += 1
     has_closure = _has_closure(_without_self(optimizer, args), kwargs)
     is_retry = step is not None and not step.pass_since
-    for held in _listeners:
-        if (listener := held()) is not None:
+    for reference in _listeners:
+        if (listener := reference()) is not None:
             listener.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
     return _told_of(optimizer, args, kwargs) if has_closure else None
 
@@ -183,8 +183,8 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wr
         return
     del _begun_steps[optimizer]
     has_closure = _has_closure(_without_self(optimizer, args), kwargs)
-    for held in _listeners:
-        if (listener := held()) is not None:
+    for reference in _listeners:
+        if (listener := reference()) is not None:
             listener.after_step(optimizer, has_closure=has_closure)
 
 
@@ -194,12 +194,12 @@ def _told_of(
     """The arguments of a step with what tells of its closure in the closure's place."""
     if callable(closure := kwargs.get("closure")):
         return args, {**kwargs, "closure": _told_closure(optimizer, closure)}
-    held = list(args)
-    for place, argument in enumerate(held):
+    arguments = list(args)
+    for place, argument in enumerate(arguments):
         if argument is not optimizer and callable(argument):
-            held[place] = _told_closure(optimizer, argument)
+            arguments[place] = _told_closure(optimizer, argument)
             break
-    return tuple(held), kwargs
+    return tuple(arguments), kwargs
 
 
 def _without_self(optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -56,14 +56,14 @@ class FirstOfStep:
         if step != self._step:
             self.forget()
             self._step = step
-        known = self._measured.get(kind)
-        if known is None:
+        others = self._measured.get(kind)
+        if others is None:
             self._measured[kind] = ids
             return ids
-        if not isinstance(known, set):
-            known = self._measured[kind] = set(known)
-        left = [one for one in ids if one not in known]
-        known.update(left)
+        if not isinstance(others, set):
+            others = self._measured[kind] = set(others)
+        left = [identity for identity in ids if identity not in others]
+        others.update(left)
         return left
 
     def forget(self) -> None:
@@ -162,8 +162,8 @@ class Parameters:
 
     def of(self, optimizer: Optimizer) -> Updated:
         """The watched parameters among the optimizer's; looked up anew when it holds others than before."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        ids = list(map(id, held))
+        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ids = list(map(id, members))
         known = self._updated.get(optimizer)
         if known is not None and known.ids == ids:
             return known
@@ -203,17 +203,19 @@ class Parameters:
         """Weights and biases that are due."""
         for charged, part in self._due(updated.weights, step, "weight"):
             since = self._schedule.now()
-            found: list[Tensor] = [named.parameter for named in part.members]
-            probes = self._probes_of_weights(part, found, step)
-            self._record("weight", part.collections, _described(part, _weight), found, probes)
+            weights: list[Tensor] = [named.parameter for named in part.members]
+            probes = self._probes_of_weights(part, weights, step)
+            self._record("weight", part.collections, _described(part, _weight), weights, probes)
             self._schedule.spent(charged, since)
 
-    def _probes_of_weights(self, part: _Part, found: list[Tensor], step: int) -> tuple[Probe, ...]:
+    def _probes_of_weights(self, part: _Part, weights: list[Tensor], step: int) -> tuple[Probe, ...]:
         among = len(self._named)
         looked = (
-            None if self._spread is None else self._spread.look(found),
-            self._unchanged_weights.look(part.ids, found, among) if self._unchanged_weights.applies else None,
-            self._change.look(part.ids, found, among, step) if self._change.applies else None,
+            None if self._spread is None else self._spread.look(weights),
+            self._unchanged_weights.look(part.ids, weights, among)
+            if self._unchanged_weights.applies
+            else None,
+            self._change.look(part.ids, weights, among, step) if self._change.applies else None,
         )
         return tuple(probe for probe in looked if probe is not None)
 
@@ -236,11 +238,15 @@ class Parameters:
             scaling: what a gradient scaler did to them; the record is of the gradients without it.
             but: ids of parameters whose gradients have been measured already.
         """
-        held = (
+        groups = (
             [part.only([i for i in part.ids if i not in but]) for part in updated.gradients] if but else None
         )
-        for found in self._gradients(updated.gradients if held is None else held, step, scaling, "gradient"):
-            self._recorder.add(found.group, found.measurement, probes=found.probes, condition=scaling.updates)
+        for measured in self._gradients(
+            updated.gradients if groups is None else groups, step, scaling, "gradient"
+        ):
+            self._recorder.add(
+                measured.group, measured.measurement, probes=measured.probes, condition=scaling.updates
+            )
 
     def watched(self, parameters: Iterable[Tensor]) -> frozenset[int]:
         """The ids of those parameters that are this model's."""
@@ -262,51 +268,51 @@ class Parameters:
         for charged, part in self._due(parts, step, kind):
             since = self._schedule.now()
             members = [named for named in part.members if named.parameter.grad is not None]
-            found = [n.parameter.grad for n in members if n.parameter.grad is not None]
-            if found:
-                probes = self._probes_of_gradients(members, found, step, scaling)
+            gradients = [n.parameter.grad for n in members if n.parameter.grad is not None]
+            if gradients:
+                probes = self._probes_of_gradients(members, gradients, step, scaling)
                 described = _described(_Part(part.collections, members), _gradient)
                 yield MeasuredGradients(
                     self._group("gradient", part.collections, described),
-                    self._measure_gradients(found, scaling),
+                    self._measure_gradients(gradients, scaling),
                     probes,
                 )
             self._schedule.spent(charged, since)
 
     def _probes_of_gradients(
-        self, members: list[NamedParameter], found: list[Tensor], step: int, scaling: Scaling
+        self, members: list[NamedParameter], gradients: list[Tensor], step: int, scaling: Scaling
     ) -> tuple[Probe, ...]:
         owners, among = [named.parameter for named in members], len(self._named)
         looked: list[Probe | None] = []
         if self._cosine is not None:
-            looked.append(self._cosine.look(owners, found, among))
+            looked.append(self._cosine.look(owners, gradients, among))
         if scaling.scale is None:  # else their elements are not those of the record
             ids = list(map(id, owners))
             if self._unchanged_gradients.applies:
-                looked.append(self._unchanged_gradients.look(ids, found, among))
+                looked.append(self._unchanged_gradients.look(ids, gradients, among))
             if self._range.applies:
-                looked.append(self._range.look(ids, found, among, step))
+                looked.append(self._range.look(ids, gradients, among, step))
         return tuple(probe for probe in looked if probe is not None)
 
-    def _measure_gradients(self, found: list[Tensor], scaling: Scaling) -> Measurement:
+    def _measure_gradients(self, gradients: list[Tensor], scaling: Scaling) -> Measurement:
         if scaling.scale is None:
-            return self._kernel.measure(found)
-        return measure_unscaled(self._kernel, found, scaling.scale, powers_of_two=scaling.powers_of_two)
+            return self._kernel.measure(gradients)
+        return measure_unscaled(self._kernel, gradients, scaling.scale, powers_of_two=scaling.powers_of_two)
 
     def before_update(self, optimizer: Optimizer, step: int, condition: Condition | None = None) -> None:
         """Keep samples of the weights whose update is due, if a condition holds that is known later.
 
         Parameters that do not require a gradient have no update to speak of: they are frozen on purpose.
         """
-        kept = []
+        kept_weights = []
         most = elements_of_each(len(self._named))
         for charged, whole in self._due(self.of(optimizer).updates, step, "update"):
             since = self._schedule.now()
             part = _Part(whole.collections, [n for n in whole.members if n.parameter.requires_grad])
             samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
-            kept.append(_Before(charged, part, condition, samples))
+            kept_weights.append(_Before(charged, part, condition, samples))
             self._schedule.spent(charged, since)
-        self._before[optimizer] = kept
+        self._before[optimizer] = kept_weights
 
     def after_update(self, optimizer: Optimizer, step: int) -> None:
         """What the update changed, and what the optimizer keeps."""
@@ -337,24 +343,24 @@ class Parameters:
         by_collections: dict[Collections, list[tuple[TensorInfo, Placement, Tensor]]] = {}
         for named in self.of(optimizer).parameters:
             if named.standing.records:
-                for key, held in optimizer.state.get(named.parameter, {}).items():
-                    if isinstance(held, Tensor) and held.dim() > 0 and self._is_first(key, named, step):
-                        info = self._state(named, str(key), held)
+                for key, state in optimizer.state.get(named.parameter, {}).items():
+                    if isinstance(state, Tensor) and state.dim() > 0 and self._is_first(key, named, step):
+                        info = self._state(named, str(key), state)
                         by_collections.setdefault(info.collections, []).append(
-                            (info, named.standing.weight, held)
+                            (info, named.standing.weight, state)
                         )
         for collections, entries in by_collections.items():
             charged = self._schedule.due(collections, step)
             if charged is not None:
                 since = self._schedule.now()
                 described = [(info, place) for info, place, _ in entries]
-                self._record("state", collections, described, [held for _, _, held in entries])
+                self._record("state", collections, described, [entry for _, _, entry in entries])
                 self._schedule.spent(charged, since)
 
-    def _state(self, named: NamedParameter, key: str, held: Tensor) -> TensorInfo:
+    def _state(self, named: NamedParameter, key: str, state: Tensor) -> TensorInfo:
         place = (id(named.parameter), key)
         if place not in self._states:
-            self._states[place] = self._names.state(named, key, held)
+            self._states[place] = self._names.state(named, key, state)
         return self._states[place]
 
     def _is_first(self, key: object, named: NamedParameter, step: int) -> bool:
@@ -374,12 +380,12 @@ class Parameters:
         kind: str,
         collections: Collections,
         described: list[tuple[TensorInfo, Placement]],
-        found: list[Tensor],
+        gradients: list[Tensor],
         probes: tuple[Probe, ...] = (),
     ) -> None:
         if described:
             group = self._group(kind, collections, described)
-            self._recorder.add(group, self._kernel.measure(found), probes=probes)
+            self._recorder.add(group, self._kernel.measure(gradients), probes=probes)
 
     def _group(
         self, kind: str, collections: Collections, described: list[tuple[TensorInfo, Placement]]
@@ -428,9 +434,9 @@ def _arranged(ids: list[int], parameters: list[NamedParameter]) -> Updated:
 
 
 def _parts(parameters: list[NamedParameter], describe: Describe) -> list[_Part]:
-    found: dict[Collections, list[NamedParameter]] = {}
+    groups: dict[Collections, list[NamedParameter]] = {}
     for named in parameters:
         collections = describe(named)[0].collections
         if collections:
-            found.setdefault(collections, []).append(named)
-    return [_Part(collections, members) for collections, members in found.items()]
+            groups.setdefault(collections, []).append(named)
+    return [_Part(collections, members) for collections, members in groups.items()]

@@ -338,14 +338,14 @@ class StaleGradients:
 
     def _tell(self, looked: _Looked, gradient: Tensor | None) -> None:
         added = gradient is not None and looked.version is not None and gradient._version > looked.version  # noqa: SLF001 - as above
-        kept = looked.kept if added else False
-        if isinstance(kept, Tensor):
-            record_tensor(self._recorder, looked.name, kept.float(), "train")
-        elif kept or looked.told:
-            self._recorder.scalar(looked.name, float(bool(kept)))
-        looked.told = kept is not False
+        stale = looked.kept if added else False
+        if isinstance(stale, Tensor):
+            record_tensor(self._recorder, looked.name, stale.float(), "train")
+        elif stale or looked.told:
+            self._recorder.scalar(looked.name, float(bool(stale)))
+        looked.told = stale is not False
         looked.cleared = (
-            0 if kept is True else looked.cleared + 1
+            0 if stale is True else looked.cleared + 1
         )  # what is not known yet is cleared, most likely
 
 
@@ -408,15 +408,15 @@ class _Held(NamedTuple):
     def of(cls, ids: frozenset[int], named: Iterable[NamedParameter]) -> _Held:
         """Of a model, by the ids of all that is held."""
         elements, learning, first, modules = 0, 0, np.inf, set()
-        for one in named:
-            if not one.parameter.requires_grad:
+        for member in named:
+            if not member.parameter.requires_grad:
                 continue
-            elements += one.parameter.numel()
-            if id(one.parameter) in ids:
-                learning += one.parameter.numel()
-                if one.parameter.dim() > 1:
-                    modules.add(one.weight.module)
-                    first = min(first, one.weight.order) if _is_weighted(one) else first
+            elements += member.parameter.numel()
+            if id(member.parameter) in ids:
+                learning += member.parameter.numel()
+                if member.parameter.dim() > 1:
+                    modules.add(member.weight.module)
+                    first = min(first, member.weight.order) if _is_weighted(member) else first
         return cls(ids, learning / max(1, elements), first, frozenset(modules))
 
 
@@ -466,19 +466,19 @@ class ParametersNotInOptimizer:
                 self._schedule.spent(charged, since)
 
     def _not_in_optimizer(self, collections: tuple[str, ...]) -> list[NamedParameter]:
-        held = self._held()
+        optimized = self._held()
         members = [
             named
             for named in self._parameters.named
-            if id(named.parameter) not in held
+            if id(named.parameter) not in optimized
             and named.not_in_optimizer.collections == collections
             and named.standing.records
             and named.parameter.requires_grad
             and named.parameter.grad is not None
         ]
         if members and self._search(members):
-            held = self._held()
-            members = [named for named in members if id(named.parameter) not in held]
+            optimized = self._held()
+            members = [named for named in members if id(named.parameter) not in optimized]
         return members
 
     def _held(self) -> frozenset[int]:
@@ -489,20 +489,20 @@ class ParametersNotInOptimizer:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        held = self._parameters.held().union(others)
+        optimized = self._parameters.held().union(others)
         watched = {id(named.parameter) for named in self._parameters.named}
         if not self._ever.keys() <= watched:
             self._ever = {key: tensor for key, tensor in self._ever.items() if key in watched}
-        if held != self._known:
-            self._known = held
+        if optimized != self._known:
+            self._known = optimized
             self._ever.update(
                 {
                     id(named.parameter): named.parameter
                     for named in self._parameters.named
-                    if id(named.parameter) in held
+                    if id(named.parameter) in optimized
                 }
             )
-        return held
+        return optimized
 
     def _search(self, members: list[NamedParameter]) -> bool:
         """Look for optimizers, where these have not been looked for; whether some may have been found."""
@@ -524,7 +524,7 @@ class ParametersNotInOptimizer:
         return True
 
     def _record(self, members: list[NamedParameter]) -> None:
-        found = [named.parameter.grad for named in members if named.parameter.grad is not None]
+        gradients = [named.parameter.grad for named in members if named.parameter.grad is not None]
         flags = []
         now = views([named.parameter for named in members], _ELEMENTS)
         for named, sample in zip(members, now, strict=True):
@@ -536,20 +536,20 @@ class ParametersNotInOptimizer:
             tuple(named.not_in_optimizer for named in members),
             tuple(named.standing.gradient for named in members),
         )
-        beside = _Beside(OnTheWay(stacked(flags)), self._columns(members))
-        self._recorder.add(group, self._kernel.measure(found), probes=(beside,))
+        flags_and_columns = _Beside(OnTheWay(stacked(flags)), self._columns(members))
+        self._recorder.add(group, self._kernel.measure(gradients), probes=(flags_and_columns,))
 
     def _columns(self, members: list[NamedParameter]) -> dict[str, Floats]:
-        held = _Held.of(self._known, self._parameters.named)
+        coverage = _Held.of(self._known, self._parameters.named)
 
         def column(flags: Iterable[bool]) -> Floats:
             return np.array([float(flag) for flag in flags])
 
         return {
             "was_optimized": column(id(named.parameter) in self._ever for named in members),
-            "optimized_share": np.full(len(members), held.share),
-            "after_optimized": column(named.weight.order > held.first for named in members),
+            "optimized_share": np.full(len(members), coverage.share),
+            "after_optimized": column(named.weight.order > coverage.first for named in members),
             "weight_optimized": column(
-                named.parameter.dim() == 1 and named.weight.module in held.modules for named in members
+                named.parameter.dim() == 1 and named.weight.module in coverage.modules for named in members
             ),
         }

@@ -63,13 +63,13 @@ class _Sums:
     sums: dict[str, OnTheWay]
 
     def collect(self) -> dict[str, Floats]:
-        found = {}
+        columns = {}
         for name, sums in self.sums.items():
             values = sums.numbers()
             for channel in range(MOST_CHANNELS):
                 value = values[channel] if channel < len(values) else np.nan
-                found[f"{name}:{channel}"] = np.array([float(value)])
-        return found
+                columns[f"{name}:{channel}"] = np.array([float(value)])
+        return columns
 
 
 class ChannelSums:
@@ -162,27 +162,27 @@ class ChannelProbe:
         """
         if output.dim() < 2 or output.numel() == 0 or not output.is_floating_point():
             return None
-        held = output.detach()
-        channel = 1 if held.dim() >= _IMAGES else held.dim() - 1
-        others = [place for place in range(held.dim()) if place != channel]
-        found = [self._dead(held, others), self._saturated(held, others)]
+        values = output.detach()
+        channel = 1 if values.dim() >= _IMAGES else values.dim() - 1
+        others = [place for place in range(values.dim()) if place != channel]
+        so_far = [self._dead(values, others), self._saturated(values, others)]
         if self._pass == (step, mode):
-            found = [_both(new, old) for new, old in zip(found, self._so_far, strict=True)]
-        self._pass, self._so_far = (step, mode), found
-        dead, saturated = (None if flags is None else OnTheWay(flags) for flags in found)
-        return _Counts(held.shape[channel], dead, saturated)
+            so_far = [_both(new, old) for new, old in zip(so_far, self._so_far, strict=True)]
+        self._pass, self._so_far = (step, mode), so_far
+        dead, saturated = (None if flags is None else OnTheWay(flags) for flags in so_far)
+        return _Counts(values.shape[channel], dead, saturated)
 
-    def _dead(self, held: Tensor, others: list[int]) -> Tensor | None:
+    def _dead(self, values: Tensor, others: list[int]) -> Tensor | None:
         if not self._may_die:
             return None
-        zero = held.amax(others) == 0
-        return zero if self._never_negative else zero & (held.amin(others) == 0)
+        zero = values.amax(others) == 0
+        return zero if self._never_negative else zero & (values.amin(others) == 0)
 
-    def _saturated(self, held: Tensor, others: list[int]) -> Tensor | None:
+    def _saturated(self, values: Tensor, others: list[int]) -> Tensor | None:
         if self._bounds is None:
             return None
         low, high = self._bounds
-        return (held - (low + high) / 2).abs().amin(others) >= (0.5 - _NEAR) * (high - low)
+        return (values - (low + high) / 2).abs().amin(others) >= (0.5 - _NEAR) * (high - low)
 
 
 def _both(new: Tensor | None, old: Tensor | None) -> Tensor | None:
@@ -328,8 +328,8 @@ class _Shares:
 
     def collect(self) -> dict[str, Floats]:
         values = self.figures.numbers()
-        found = {name: value.reshape(1) for name, value in zip(self.columns, values, strict=True)}
-        return {**found, TOKENS: np.array([float(self.tokens)])} if TOKEN_COUNT in self._kinds else found
+        columns = {name: value.reshape(1) for name, value in zip(self.columns, values, strict=True)}
+        return {**columns, TOKENS: np.array([float(self.tokens)])} if TOKEN_COUNT in self._kinds else columns
 
     @property
     def _kinds(self) -> set[str]:
@@ -380,13 +380,13 @@ class TokenProbe:
         )
 
     def _shares_of(self, tokens: Tensor) -> list[Tensor]:
-        held = views([tokens], _MOST)[0].long()
-        watched = torch.stack([(held == value).sum() for value in self._values]).sum()
-        ordered = held.sort().values
+        tokens_seen = views([tokens], _MOST)[0].long()
+        watched = torch.stack([(tokens_seen == value).sum() for value in self._values]).sum()
+        ordered = tokens_seen.sort().values
         run = torch.zeros_like(ordered)  # the number of the run of like tokens that each is in
         run[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
         runs = torch.zeros_like(ordered).scatter_add_(0, run, torch.ones_like(run))
-        return [watched / held.numel(), runs.amax() / held.numel()]
+        return [watched / tokens_seen.numel(), runs.amax() / tokens_seen.numel()]
 
 
 MOST = 1000
@@ -401,13 +401,13 @@ class _Counted:
 
     def collect(self) -> dict[str, Floats]:
         *by_class, others = self.counts.numbers()
-        held = np.array(by_class)
-        seen = np.flatnonzero(held)
+        counts = np.array(by_class)
+        seen = np.flatnonzero(counts)
         if others or not len(seen):
             figures = [np.nan] * 5
         else:
-            rarest = seen[held[seen].argmin()]
-            figures = [held.sum(), len(seen), held.max(), held[rarest], rarest]
+            rarest = seen[counts[seen].argmin()]
+            figures = [counts.sum(), len(seen), counts.max(), counts[rarest], rarest]
         names = ("labels_counted", "classes", "largest_class", "smallest_class", "rarest_class")
         return {name: np.array([float(figure)]) for name, figure in zip(names, figures, strict=True)}
 
@@ -433,9 +433,9 @@ class ClassCounts:
         given = labels.detach().reshape(-1)
         classes = 2 if given.is_floating_point() else MOST
         place = given.long()
-        known = (place == given) & (place >= 0) & (place < classes)
+        matches = (place == given) & (place >= 0) & (place < classes)
         counts = torch.zeros(MOST + 1, dtype=torch.int64, device=given.device)
-        counts.scatter_add_(0, torch.where(known, place, MOST), torch.ones_like(place))
+        counts.scatter_add_(0, torch.where(matches, place, MOST), torch.ones_like(place))
         if not given.is_floating_point():
             counts[MOST] -= (place < 0).sum()
         if self._so_far is not None and self._so_far.device == counts.device:

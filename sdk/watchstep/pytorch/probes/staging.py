@@ -77,14 +77,14 @@ def views(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
 
 def _flat(tensor: Tensor) -> Tensor:
     """All elements in the order of memory where they lie densely, else in the tensor's own."""
-    held = tensor.detach()
-    if hasattr(held, "to_local"):
-        held = held.to_local()
-    if held.is_complex():
-        held = torch.view_as_real(held.resolve_conj())
-    strides = held.stride()
-    by_stride = sorted(range(held.dim()), key=lambda place: -strides[place])
-    return held.permute(by_stride).reshape(-1)
+    elements = tensor.detach()
+    if hasattr(elements, "to_local"):
+        elements = elements.to_local()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj())
+    strides = elements.stride()
+    by_stride = sorted(range(elements.dim()), key=lambda place: -strides[place])
+    return elements.permute(by_stride).reshape(-1)
 
 
 def _spaced(flat: Tensor, tensor: Tensor, most: int) -> Tensor:

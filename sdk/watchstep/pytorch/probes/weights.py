@@ -94,29 +94,29 @@ class GradientCosine:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def look(self, owners: Sequence[object], gradients: Sequence[Tensor], known: int) -> _Cosines | None:
+    def look(self, owners: Sequence[object], gradients: Sequence[Tensor], size: int) -> _Cosines | None:
         """Compare gradients with those before.
 
         Args:
             owners: whose gradients they are, in the same order.
             gradients: dense.
-            known: how many owners there are altogether.
+            size: how many owners there are altogether.
 
         Returns:
             None where one of them is sparse.
         """
         if not owners or any(gradient.layout is not torch.strided for gradient in gradients):
             return None
-        rows, kept = [], {}
-        for owner, view in zip(owners, views(gradients, elements_of_each(known)), strict=True):
+        rows, columns = [], {}
+        for owner, view in zip(owners, views(gradients, elements_of_each(size)), strict=True):
             now = view.to(torch.float32, copy=True)
             square = torch.dot(now, now)
             old = self._before.get(id(owner))
             same = old is not None and old[0].shape == now.shape and old[0].device == now.device
             none = torch.full_like(square, torch.nan)
             rows.append([torch.dot(now, old[0]), square, old[1]] if old and same else [none, none, none])
-            kept[id(owner)] = (now, square)
-        self._before.update(kept)
+            columns[id(owner)] = (now, square)
+        self._before.update(columns)
         return _Cosines(OnTheWay(stacked([figure for row in rows for figure in row]).reshape(-1, 3).T))
 
     def forget(self) -> None:
@@ -202,12 +202,12 @@ def _sample(weight: Tensor) -> Tensor | None:
     """Evenly spaced elements of each unit in float32, of shape (units, elements); None where there is nothing to compare."""
     if weight.dim() < 2 or weight.layout is not torch.strided or not weight.is_floating_point():
         return None
-    held = weight.detach()
-    if hasattr(held, "to_local"):
-        held = held.to_local()
-    if held.shape[0] < 2 or held.numel() == 0:
+    local = weight.detach()
+    if hasattr(local, "to_local"):
+        local = local.to_local()
+    if local.shape[0] < 2 or local.numel() == 0:
         return None
-    flat = held.flatten(1)
+    flat = local.flatten(1)
     return flat[:, :: -(-flat.shape[1] // _ELEMENTS)].float()
 
 
@@ -387,24 +387,24 @@ class WeightChange:
         rows = []
         for owner, view in zip(owners, views(weights, most), strict=True):
             now = view.to(wide_float(view.device), copy=True)
-            kept = self._earlier.setdefault(owner, deque(maxlen=self._kept))
-            if kept and (kept[-1].sample.shape != now.shape or kept[-1].step > step):
-                kept.clear()
-            rows.append([self._ratio(probe, now, kept, step) for probe in self._wanted])
-            if not kept or kept[-1].step < step:
-                kept.append(_Earlier(step, now))
+            history = self._earlier.setdefault(owner, deque(maxlen=self._kept))
+            if history and (history[-1].sample.shape != now.shape or history[-1].step > step):
+                history.clear()
+            rows.append([self._ratio(probe, now, history, step) for probe in self._wanted])
+            if not history or history[-1].step < step:
+                history.append(_Earlier(step, now))
         return _Columns(tuple(probe.name for probe in self._wanted), _stacked(rows))
 
     def forget(self) -> None:
         """The weights are others now."""
         self._earlier.clear()
 
-    def _ratio(self, probe: ElementProbe, now: Tensor, kept: deque[_Earlier], step: int) -> Tensor:
+    def _ratio(self, probe: ElementProbe, now: Tensor, history: deque[_Earlier], step: int) -> Tensor:
         steps, epsilon = int(probe.arguments[0]), float(probe.arguments[1])
-        known = [one for one in kept if one.step < step]
+        earlier = [record for record in history if record.step < step]
         chosen = next(
-            (one for one in known if steps and one.step >= step - steps),
-            known[-1] if known and not steps else None,
+            (record for record in earlier if steps and record.step >= step - steps),
+            earlier[-1] if earlier and not steps else None,
         )
         if chosen is None:
             return torch.full((), -1.0, dtype=now.dtype, device=now.device)
