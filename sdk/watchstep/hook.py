@@ -173,7 +173,7 @@ class Hook:
             target, session.queue, session.snapshot_writer, control, self._health, self.config.bounds
         )
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
-            writer.tell_cost(session.schedule.budget.written)
+            writer.report_cost(session.schedule.budget.written)
         writer.start()
         end = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate)
         ending.watch(end)
@@ -440,7 +440,7 @@ class Hook:
         """Whether an exception only ends the program: because it was asked to stop, by whatever code, or by code 0."""
         if not isinstance(error, SystemExit):
             return False
-        return self._ending.obeys or (not error.code and not self._ending.fails)
+        return self._ending.is_requested or (not error.code and not self._ending.fails)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         """The hook itself: programs copy models and trainers that hold it, and there is one recording."""

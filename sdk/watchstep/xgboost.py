@@ -171,12 +171,12 @@ class Recording(xgboost.callback.TrainingCallback):
             prefix = "" if mode == "train" or name == validation[0] else f"{name}:"
             losses = [metric for metric in metrics if _is_loss(metric)]
             for metric, history in metrics.items():
-                known = "loss" if losses and metric == losses[-1] else metric
+                scalar_name = "loss" if losses and metric == losses[-1] else metric
                 last = history[-1]
                 value = (
                     last[0] if isinstance(last, tuple) else last
                 )  # of a cross-validation, mean and deviation
-                self._hook.log({f"{prefix}{known}": float(value)}, mode=mode)
+                self._hook.log({f"{prefix}{scalar_name}": float(value)}, mode=mode)
 
     def _record_trees(self, model: Any) -> None:
         if not isinstance(model, xgboost.Booster):

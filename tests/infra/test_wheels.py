@@ -30,7 +30,7 @@ kernel = load()
 assert kernel is not None
 values = np.arange(1000, dtype=np.float32)
 batch = kernel.measure([MemoryRange(values.ctypes.data, values.size, KINDS["float32"])]).collect()
-assert kernel.holds_nonfinite([MemoryRange(values.ctypes.data, values.size, KINDS["float32"])], 0, 1) is False
+assert kernel.has_nonfinite([MemoryRange(values.ctypes.data, values.size, KINDS["float32"])], 0, 1) is False
 print(watchstep.__file__, watchstep.__version__, batch.max[0])
 """
 

@@ -103,7 +103,7 @@ class Guarding:
         """Why the training shall stop now, or nothing; nothing where ranks agree."""
         return "" if self._agrees else self._reason
 
-    def wish(self) -> str | None:
+    def requested(self) -> str | None:
         """Why this rank wants all to stop, or nothing; None once no step comes any more."""
         return None if self.ended else self._reason
 
@@ -187,7 +187,7 @@ class Recorder:
         self.step = first_step
         self.worker = worker
         self.stopped: StopRequest | None = None
-        self.heeded = False
+        self.acknowledged = False
         """Whether the program ends because of it: by `StopTraining`, its function, or itself where it said that it would."""
         self.guarding: Guarding | None = None
         self._checkpoint_deadline: float | None = None
@@ -213,7 +213,7 @@ class Recorder:
         self._nonfinite = False
         self._was_nonfinite = False
 
-    def tell_onsets(self, onsets: LossOnsets) -> None:
+    def watch_onsets(self, onsets: LossOnsets) -> None:
         """Let training losses be looked at for onsets as they are recorded."""
         self._scalars.onsets = onsets
 
@@ -253,15 +253,15 @@ class Recorder:
         if reason := self.guarding.before_update([*self._pending, *logged]):
             self.stop(reason)
 
-    def wish(self) -> str | None:
+    def requested(self) -> str | None:
         """Where ranks agree: why this one wants to stop, or nothing; None where no step comes any more. Raises nothing."""
-        if self.guarding is None or (request := self.guarding.wish()) is None:
+        if self.guarding is None or (request := self.guarding.requested()) is None:
             return None
         return request if self.stopped is None else ""
 
     def stop(self, reason: str) -> NoReturn:
         """A guard asks for it, of this rank or another: whatever fails on the way, this raises `StopTraining`."""
-        self.stopped, self.heeded = request(reason, self.step), True
+        self.stopped, self.acknowledged = request(reason, self.step), True
         try:
             if self.guarding is not None and not self.guarding.ended:
                 self.hand_over()
@@ -402,7 +402,7 @@ class Recorder:
         """
         if refused and self.launched_unverified and self._on_stop == "ignore":
             self._on_stop = "raise"
-        self.stops.hear(request)
+        self.stops.receive(request)
 
     def hand_over(self) -> None:
         """Give what was recorded of the current step to the writer; drop and count it where the queue is full."""
@@ -462,7 +462,7 @@ class Recorder:
     def _obey(self, request: StopRequest) -> None:
         if self._on_stop == "ignore":
             return
-        self.heeded = True
+        self.acknowledged = True
         self.hand_over()
         sys.stderr.write(f"watchstep: asked to stop, after step {self.step}: {printable(request.reason)}\n")
         if self._on_stop == "check":
@@ -472,7 +472,7 @@ class Recorder:
         call: Callable[[StopRequest], None] = self._on_stop
         if isinstance(call, AwaitsCheckpoint):
             self._checkpoint_deadline = time.monotonic() + call.seconds
-            self.heeded = False  # a program that trains to its end meanwhile is not stopped
+            self.acknowledged = False  # a program that trains to its end meanwhile is not stopped
             return
         if not isinstance(call, SavesThenStops):
             call(request)
@@ -483,7 +483,7 @@ class Recorder:
                 self._health.note("on_stop", "the function named no checkpoint by Hook.checkpoint_saved")
         except Exception as error:  # noqa: BLE001 - what could not be saved must not keep a rank from stopping with the others
             self._health.fault("on_stop", error)
-            self._tell_unsaved(request, f"{type(error).__name__}: {error}")
+            self._log_unsaved(request, f"{type(error).__name__}: {error}")
         raise StopTraining(request, self.step)
 
     def _stop_once_saved(self, deadline: float) -> None:
@@ -493,12 +493,12 @@ class Recorder:
         if not self._has_new_checkpoint:
             if time.monotonic() < deadline:
                 return
-            self._tell_unsaved(request, "none in time")
-        self.heeded = True
+            self._log_unsaved(request, "none in time")
+        self.acknowledged = True
         self.hand_over()
         raise StopTraining(request, self.step)
 
-    def _tell_unsaved(self, request: StopRequest, why: str) -> None:
+    def _log_unsaved(self, request: StopRequest, why: str) -> None:
         """Say, here and in how the run ended, that it stops without a new checkpoint."""
         unsaved = f"no checkpoint was saved after the stop was requested ({why})"
         self.stopped = replace(request, reason=f"{request.reason}; {unsaved}")

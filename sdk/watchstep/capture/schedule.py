@@ -245,7 +245,7 @@ class Schedule:
         self._demanded = -1
         self._bad_step = -2
         self._bad_steps = 0
-        self._told = False
+        self._floor_noted = False
         self.bursts = 0
         self._burst_end = -1
         self._bursts: list[tuple[int, float]] = []
@@ -359,8 +359,8 @@ class Schedule:
         if self.budget is None:
             return
         self.budget.floor(seconds)
-        if not self._told and self.budget.floor_exceeds:
-            self._told = True
+        if not self._floor_noted and self.budget.floor_exceeds:
+            self._floor_noted = True
             self._health.note(
                 "budget",
                 "the gate and the empty hooks alone cost more than the budget: steps are tiny; measuring takes its allowance",

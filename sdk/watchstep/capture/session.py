@@ -68,7 +68,7 @@ class Session:
         onsets = None
         if config.gate:
             onsets = LossOnsets(lambda excess: schedule.onset(recorder.step, excess))
-            recorder.tell_onsets(onsets)
+            recorder.watch_onsets(onsets)
         return cls(
             config,
             recorder,
@@ -85,7 +85,7 @@ class Session:
 def apply_control(session: Session, stop_talk: StopTalk, document: ControlDocument, attempt: str) -> None:
     """Take over what a newer document asks of an attempt. On whatever thread heard of it; never waits."""
     if document.stop is not None and document.stop.attempt == attempt:
-        stop_talk.hear(document.stop, attempt)
+        stop_talk.receive(document.stop, attempt)
     elif not document.admits(attempt):
         session.recorder.ask_to_stop(
             StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}"), refused=True

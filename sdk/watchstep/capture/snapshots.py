@@ -157,7 +157,7 @@ class SnapshotMemory:
                 if self._in_use + len(buffer) <= self.limit:
                     self._in_use += len(buffer)
                     return buffer
-            while self._free and self._kept() + self._in_use + size > self.limit:
+            while self._free and self._pooled() + self._in_use + size > self.limit:
                 self._free.pop()
             self._in_use += size
         try:
@@ -184,7 +184,7 @@ class SnapshotMemory:
             buffer[::_PAGE] = 0
             self.give_back(buffer)
 
-    def _kept(self) -> int:
+    def _pooled(self) -> int:
         return sum(len(buffer) for buffer in self._free)
 
 
@@ -197,7 +197,7 @@ class SnapshotRing:
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self._held: deque[tuple[str, int]] = deque()
+        self._objects: deque[tuple[str, int]] = deque()
 
     def add(self, key: str, size: int) -> list[str]:
         """A snapshot was written: keys of those that are to be deleted for it, the oldest first.
@@ -206,15 +206,15 @@ class SnapshotRing:
         """
         if self.limit is None:
             return []
-        self._held.append((key, size))
+        self._objects.append((key, size))
         rotated = []
-        while len(self._held) > 1 and sum(size for _, size in self._held) > self.limit:
-            rotated.append(self._held.popleft()[0])
+        while len(self._objects) > 1 and sum(size for _, size in self._objects) > self.limit:
+            rotated.append(self._objects.popleft()[0])
         return rotated
 
     def protect(self) -> None:
         """What is held now is never deleted, and does not count any more."""
-        self._held.clear()
+        self._objects.clear()
 
 
 _FIRST_BACKOFF = 0.2

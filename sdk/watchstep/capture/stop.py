@@ -81,7 +81,7 @@ class ControlReader:
         if is_new and relay is not None:
             relay(newest)
 
-    def hear(self, document: ControlDocument, attempt: str) -> None:
+    def receive(self, document: ControlDocument, attempt: str) -> None:
         """A document from the service, in the answer to a registration. On any thread.
 
         Args:
@@ -137,15 +137,15 @@ Wait = Literal["wait"]
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _PendingStop:
     request: StopRequest
     state: Literal["hearing", "ready", "passed", "agreed"]
 
 
 class CommonStop:
-    """What a worker has heard of a stop, and whether it is to stop now.
+    """What a worker has pending of a stop, and whether it is to stop now.
 
-    Heard on one thread, asked of on the training thread, without a lock between them: what was heard is replaced as a whole, and a
+    Heard on one thread, asked of on the training thread, without a lock between them: what was pending is replaced as a whole, and a
     step is marked as finished before it is looked whether to stop there.
     """
 
@@ -157,7 +157,7 @@ class CommonStop:
         takes_part: bool,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        """Nothing was heard.
+        """Nothing was pending.
 
         Args:
             worker: the rank.
@@ -169,7 +169,7 @@ class CommonStop:
         self._finished = finished
         self._takes_part = takes_part
         self._patience = patience
-        self._heard: _Heard | None = None
+        self._pending: _PendingStop | None = None
         self._left: StopRequest | None = None
         self._changed = threading.Event()
         self.left: Callable[[StopAnswer], None] = lambda _: None
@@ -177,39 +177,39 @@ class CommonStop:
 
     @property
     def request(self) -> StopRequest | None:
-        """What was heard last."""
-        return None if self._heard is None else self._heard.request
+        """What was pending last."""
+        return None if self._pending is None else self._pending.request
 
-    def hear(self, request: StopRequest) -> StopAnswer | None:
+    def receive(self, request: StopRequest) -> StopAnswer | None:
         """A stop is asked for, or agreed on; the answer, where one is due. Not on the training thread."""
-        if self._heard is not None and self._heard.request == request:
+        if self._pending is not None and self._pending.request == request:
             return None
         if request.agreed:
-            self._heard = _Heard(request, "agreed")
+            self._pending = _PendingStop(request, "agreed")
             self._changed.set()
             return None
         if not self._takes_part:
             return self._answer(request, "refuses")
         # In this order: from here on whoever finishes the step waits for what is found next.
-        self._heard = _Heard(request, "hearing")
+        self._pending = _PendingStop(request, "hearing")
         state: Literal["ready", "passed"] = "ready" if self._finished() < request.step else "passed"
-        self._heard = _Heard(request, state)
+        self._pending = _PendingStop(request, state)
         self._changed.set()
         return self._answer(request, state)
 
     def look(self, step: int) -> StopRequest | Wait | None:
         """Whether to stop after a step that is finished: the request, or None to go on, or that it is to be waited for."""
-        heard = self._heard
-        if heard is None or step < heard.request.step or heard.state == "passed":
+        pending = self._pending
+        if pending is None or step < pending.request.step or pending.state == "passed":
             return None
-        if heard.state == "agreed":
-            return heard.request
-        waits = step == heard.request.step and self._left != heard.request
+        if pending.state == "agreed":
+            return pending.request
+        waits = step == pending.request.step and self._left != pending.request
         return "wait" if waits else None
 
     def due(self, step: int) -> StopRequest | None:
         """The stop that is due after a step that is finished. On the training thread; where one is asked for it may wait."""
-        if self._heard is None:
+        if self._pending is None:
             return None
         deadline = time.monotonic() + self._patience
         while True:
@@ -222,12 +222,12 @@ class CommonStop:
 
     def leave(self) -> None:
         """Wait no more at the step that is asked for now: go on, and say so. Any thread; nothing where it is not waited for."""
-        heard = self._heard
-        if heard is None or heard.state in {"agreed", "passed"} or self._left == heard.request:
+        pending = self._pending
+        if pending is None or pending.state in {"agreed", "passed"} or self._left == pending.request:
             return
-        self._left = heard.request
+        self._left = pending.request
         self._changed.set()
-        self.left(self._answer(heard.request, "left"))
+        self.left(self._answer(pending.request, "left"))
 
     def _answer(
         self, request: StopRequest, state: Literal["ready", "passed", "left", "refuses"]
@@ -253,7 +253,7 @@ class StopTalk:
 
         Args:
             stops: what this worker makes of what it hears.
-            control: where documents are heard.
+            control: where documents are pending.
             open_attempt: opens the store for an attempt, seen from the run.
             health: for faults.
         """
@@ -268,9 +268,9 @@ class StopTalk:
         self._lock = threading.RLock()  # a signal's handler may close the hook
         self._thread: threading.Thread | None = None
 
-    def hear(self, request: StopRequest, attempt: str) -> None:
+    def receive(self, request: StopRequest, attempt: str) -> None:
         """A stop is asked for, or agreed on. Never waits."""
-        answer = self._stops.hear(request)
+        answer = self._stops.receive(request)
         if answer is not None:
             self._say(attempt, answer)
 
@@ -313,7 +313,7 @@ class StopTalk:
                     self._control.look(store)
             except StoreError as error:
                 self._health.fault("stop", error)
-            except Exception as error:  # noqa: BLE001 - what cannot be said must not end what can be heard
+            except Exception as error:  # noqa: BLE001 - what cannot be said must not end what can be pending
                 self._health.fault("stop", error)
                 unsaid = None
             with self._lock:

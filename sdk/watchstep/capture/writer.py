@@ -104,10 +104,10 @@ class Writer:
         for thread in self._threads:
             thread.start()
 
-    def tell_cost(self, report: Callable[[float], None]) -> None:
+    def report_cost(self, report: Callable[[float], None]) -> None:
         """Tell of the processor time that each turn took, in seconds."""
         self._cost = report
-        self._access.tell_cost(report)
+        self._access.report_cost(report)
 
     def close(self, end: documents.EndDocument | None, seconds: float) -> bool:
         """Write what is left and how the worker ended, first to the store and at last to disk. May be called again.
@@ -198,7 +198,7 @@ class Writer:
         began = time.thread_time()
         due = False
         try:
-            due = self._is_due(wanted=self._uploader.hear())
+            due = self._is_due(wanted=self._uploader.receive())
             more = True
             while more:
                 more = False

@@ -160,10 +160,10 @@ def read(kind: type[Document], data: Any, **more: Any) -> Document:
     """
     names = [each.name for each in fields(kind) if each.name != "raw"]  # type: ignore[arg-type]
     try:
-        held = {name: data[name] for name in names if name in data}
-        held = {name: tuple(value) if isinstance(value, list) else value for name, value in held.items()}
+        values = {name: data[name] for name in names if name in data}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         made: Callable[..., Document] = kind
-        return made(**held, **more, raw=data)
+        return made(**values, **more, raw=data)
     except (TypeError, KeyError, AttributeError) as error:
         raise ServiceError(
             f"an answer is no {kind.__name__} ({error})", "use a client of the service's version"

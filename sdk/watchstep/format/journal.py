@@ -173,8 +173,8 @@ def _evaluation(entry: Any, writers: list[WriterId]) -> JournalEvaluation:
     )
 
 
-def _segments(held: Any, writers: list[WriterId]) -> Iterator[JournalSegment]:
-    for place, seq, first, last, ranks in held:
+def _segments(rows_of_segments: Any, writers: list[WriterId]) -> Iterator[JournalSegment]:
+    for place, seq, first, last, ranks in rows_of_segments:
         key = SegmentKey(writers[_number(place)], _number(seq), _number(first), _number(last))
         rank_rows = None if ranks is None else tuple(RankRows(*map(_number, entry)) for entry in ranks)
         if first > last or any(not first <= rows.first <= rows.last <= last for rows in rank_rows or ()):

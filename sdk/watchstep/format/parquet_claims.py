@@ -173,22 +173,22 @@ def read_footer(data: Bytes) -> Footer:
 
 def _footer(data: Bytes, size: int) -> Footer:
     footer, _, _ = _struct(data, len(data) - 8 - size, len(data) - 8, _MAX_FIELDS, form=_FILE)
-    groups = _held(footer, 4, list)
+    groups = _entry(footer, 4, list)
     # Arrow reserves memory for a row group's rows before it reads one.
-    rows = [_held(group, 3, int) for group in groups]
-    if any(count < 0 for count in rows) or sum(rows) != _held(footer, 3, int):
+    rows = [_entry(group, 3, int) for group in groups]
+    if any(count < 0 for count in rows) or sum(rows) != _entry(footer, 3, int):
         raise ValueError("the rows of its row groups are not the file's rows")
     leaves = _leaves(footer.get(2, []))
     pairs = footer.get(5, [])
-    columns = [chunk.get(3, {}) for group in groups for chunk in _held(group, 1, list)]
+    columns = [chunk.get(3, {}) for group in groups for chunk in _entry(group, 1, list)]
     if len(columns) > _MAX_CHUNKS:
         raise ValueError(f"has {len(columns)} columns in its row groups, at most {_MAX_CHUNKS} are read")
     if len(pairs) + sum(len(column.get(8, [])) for column in columns) > _MAX_PAIRS:
         raise ValueError(f"has more than {_MAX_PAIRS} entries of metadata")
     chunks = [chunk for group in groups for chunk in _chunks(len(data), group, leaves)]
     _check_apart(chunks)
-    metadata = {_held(pair, 1, bytes): _held(pair, 2, bytes) for pair in pairs if 2 in pair}
-    return Footer(_held(footer, 3, int), chunks, leaves, metadata)
+    metadata = {_entry(pair, 1, bytes): _entry(pair, 2, bytes) for pair in pairs if 2 in pair}
+    return Footer(_entry(footer, 3, int), chunks, leaves, metadata)
 
 
 def _check_apart(chunks: list[Chunk]) -> None:
@@ -213,7 +213,7 @@ def _leaves(elements: list[dict[int, Any]]) -> list[tuple[str, ...]]:
         path: tuple[str, ...] = ()
         if number > 0:
             parent, due = groups.pop()
-            path = (*parent, _held(element, 4, bytes).decode())
+            path = (*parent, _entry(element, 4, bytes).decode())
             if due > 1:
                 groups.append((parent, due - 1))
         if len(path) > _MAX_DEPTH:
@@ -229,7 +229,7 @@ def _leaves(elements: list[dict[int, Any]]) -> list[tuple[str, ...]]:
 
 def _chunks(size: int, group: dict[int, Any], leaves: list[tuple[str, ...]]) -> list[Chunk]:
     """A row group's columns. Arrow reads them by their place in the schema, whatever path they name."""
-    metas = [_held(chunk, 3, dict) for chunk in _held(group, 1, list)]
+    metas = [_entry(chunk, 3, dict) for chunk in _entry(group, 1, list)]
     chunks = [_chunk(size, meta) for meta in metas]
     if [tuple(part.decode() for part in meta[3]) for meta in metas] != leaves:
         raise ValueError("the columns of a row group are not those of the schema")
@@ -262,11 +262,11 @@ def is_chosen(path: str, columns: Container[str]) -> bool:
 
 
 def _chunk(size: int, meta: dict[int, Any]) -> Chunk:
-    path = b".".join(_held(meta, 3, list)).decode()
-    values, length = _held(meta, 5, int), _held(meta, 7, int)
+    path = b".".join(_entry(meta, 3, list)).decode()
+    values, length = _entry(meta, 5, int), _entry(meta, 7, int)
     if values == 0:  # Arrow reads no page of it, and writes no place for one
         return Chunk(path, 0, 4, 0, None, None)
-    start = min(_held(meta, 9, int), meta.get(11, _held(meta, 9, int)))
+    start = min(_entry(meta, 9, int), meta.get(11, _entry(meta, 9, int)))
     if start < 4 or length < 0 or values < 0 or start + length > size:
         raise ValueError(f"column {path[:80]} lies outside the file")
     statistics = meta.get(12, {})
@@ -310,21 +310,21 @@ def _pages(data: Bytes, place: int, end: int) -> Iterator[_Page]:
     """The pages between two places."""
     while place < end:
         header, behind, _ = _struct(data, place, end, _MAX_PAGE_FIELDS, form=_PAGE)
-        kind, unpacked, packed = (_held(header, number, int) for number in (1, 2, 3))
+        kind, unpacked, packed = (_entry(header, number, int) for number in (1, 2, 3))
         if kind not in _HEADERS or unpacked < 0 or packed < 0:
             raise ValueError("a page is of an unknown type, or claims a size below nothing")
         own, encoding = _HEADERS[kind]
-        details = _held(header, own, dict)
-        values = _held(details, 1, int)
+        details = _entry(header, own, dict)
+        values = _entry(details, 1, int)
         if values < 0:
             raise ValueError("a page claims a number of values below nothing")
-        yield _Page(kind, values, unpacked, _held(details, encoding, int))
+        yield _Page(kind, values, unpacked, _entry(details, encoding, int))
         place = behind + packed
     if place != end:
         raise ValueError("a page reaches beyond its column")
 
 
-def _held(struct: Any, number: int, kind: type) -> Any:
+def _entry(struct: Any, number: int, kind: type) -> Any:
     value = struct.get(number) if isinstance(struct, dict) else None
     if type(value) is not kind:
         raise ValueError(f"field {number} is missing, or of another type")

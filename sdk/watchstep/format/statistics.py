@@ -544,8 +544,8 @@ def _bin_of_rank(batch: StatisticsBatch, row: int, rank: int) -> tuple[float, fl
         edges.append((0.0, 0.0, batch.zero[row]))
         edges.extend((np.ldexp(1.0, powers[i]), np.ldexp(1.0, powers[i] + 1), counts[i]) for i in above)
     seen = 0
-    for low, high, held in edges:
-        seen += int(held)
+    for low, high, bin_counts in edges:
+        seen += int(bin_counts)
         if seen >= rank:
             return float(low), float(high)
     # The histogram was not recorded, or not wholly: what is known are the extremes.

@@ -179,7 +179,7 @@ class KnownCatalogues:
 
     def __init__(self, most_text: int = _MOST_TEXT) -> None:
         self._most = most_text
-        self._held: OrderedDict[bytes, tuple[int, Catalogue]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[int, Catalogue]] = OrderedDict()
         self._text = 0
         self._lock = threading.Lock()
 
@@ -191,18 +191,18 @@ class KnownCatalogues:
             unpack: gives how long its text is, in bytes, and the catalogue; what it raises is raised.
         """
         with self._lock:
-            if packed in self._held:
-                self._held.move_to_end(packed)
-                return self._held[packed][1]
+            if packed in self._entries:
+                self._entries.move_to_end(packed)
+                return self._entries[packed][1]
         size, catalogue = unpack(packed)
         if 8 * size > self._most:
             return catalogue
         with self._lock:
-            if packed in self._held:
-                return self._held[packed][1]
-            self._held[packed] = (size, catalogue)
+            if packed in self._entries:
+                return self._entries[packed][1]
+            self._entries[packed] = (size, catalogue)
             self._text += size
             while self._text > self._most:
-                _, (gone, _) = self._held.popitem(last=False)
+                _, (gone, _) = self._entries.popitem(last=False)
                 self._text -= gone
         return catalogue

@@ -62,7 +62,7 @@ def watch(
         model, plain_optimizer(optimizer), loss_divisor=lambda: accelerator.gradient_accumulation_steps
     )
     accelerator.trackers.append(_Tracker(hook))
-    _tell_of_states(accelerator, hook)
+    _note_states(accelerator, hook)
     return hook
 
 
@@ -88,7 +88,7 @@ def replicates() -> bool:
     return name == "NO" or name.startswith("MULTI_")
 
 
-def _tell_of_states(accelerator: Any, hook: Hook) -> None:
+def _note_states(accelerator: Any, hook: Hook) -> None:
     """Have the hook told of states that are saved, and let the accelerator's own rotation leave those that may be the last good.
 
     What may be that are the newest, so it is enough to have more of them kept.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from watchstep.format.control import StopRequest
 from watchstep.hook import Hook
-from watchstep.integrations.recording import CallbackRecording, OnStop, Ranks, kept_from_training, missing
+from watchstep.integrations.recording import CallbackRecording, OnStop, Ranks, contained_faults, missing
 
 
 class KeptCheckpoints:
@@ -108,7 +108,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         self._least: tuple[Any, Any] | None = None
         self._by_batch = False
         self._updates = 0
-        self._kept: KeptCheckpoints | None = None
+        self._checkpoints: KeptCheckpoints | None = None
 
     @property
     def hook(self) -> Hook | None:
@@ -120,7 +120,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         """Why the last fit was stopped, where it was."""
         return self.hook.stopped if self.hook is not None else None
 
-    @kept_from_training
+    @contained_faults
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """A fit begins, or goes on from a checkpoint that has been read; the sanity check is over."""
         optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)]
@@ -140,20 +140,20 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         )
         if self._by_batch:
             self._recording.count_by_hand()
-        self._kept = KeptCheckpoints(trainer, self._recording)
+        self._checkpoints = KeptCheckpoints(trainer, self._recording)
 
-    @kept_from_training
+    @contained_faults
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A batch begins; whether the module calls itself or its parts is its own business."""
         self._begin_pass()
 
-    @kept_from_training
+    @contained_faults
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """A batch of a validation begins."""
         if not trainer.sanity_checking:
             self._begin_pass()
 
-    @kept_from_training
+    @contained_faults
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """A batch is done: the place for logs, and for a stop."""
         hook = self._recording.hook
@@ -167,31 +167,31 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         if self._recording.asked is not None and not trainer.should_stop:
             self._stop(trainer, hook)
 
-    @kept_from_training
+    @contained_faults
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """What was logged before is training's."""
         if not trainer.sanity_checking:
             self._fresh(trainer)
 
-    @kept_from_training
+    @contained_faults
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """A validation is done."""
         if not trainer.sanity_checking and self._recording.hook is not None:
             metrics = {_OF_VALIDATION.sub("", name): value for name, value in self._fresh(trainer).items()}
             self._recording.log(metrics, "eval")
 
-    @kept_from_training
+    @contained_faults
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The fit is over, stopped or not."""
         self._release(trainer)
         self._recording.end()
 
-    @kept_from_training
+    @contained_faults
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """All callbacks have seen the end of the training."""
         self._recording.end_program()
 
-    @kept_from_training
+    @contained_faults
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The fit ends by an exception, which may be `StopTraining`."""
         self._release(trainer)
@@ -229,9 +229,9 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
             loop.min_epochs, loop.epoch_loop.min_steps = self._least
             self._least = None
         self._last = {}
-        if self._kept is not None:
-            self._kept.release()
-            self._kept = None
+        if self._checkpoints is not None:
+            self._checkpoints.release()
+            self._checkpoints = None
 
 
 def _ranks(trainer: Any) -> Ranks | None:

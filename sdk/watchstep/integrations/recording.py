@@ -264,7 +264,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"{', '.join(unknown)}: no such argument", f"use {', '.join(sorted(_OPTIONS))}")
 
 
-def kept_from_training(method: _Method) -> _Method:
+def contained_faults(method: _Method) -> _Method:
     """Keep a callback's own faults out of training; `StopTraining` and wrong arguments pass."""
 
     @functools.wraps(method)

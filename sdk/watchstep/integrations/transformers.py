@@ -10,7 +10,7 @@ from typing import Any
 from watchstep.format.control import StopRequest
 from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
-from watchstep.integrations.recording import CallbackRecording, OnStop, kept_from_training, missing
+from watchstep.integrations.recording import CallbackRecording, OnStop, contained_faults, missing
 
 try:
     from transformers import TrainerCallback
@@ -80,7 +80,7 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         """End the recording of a training that an exception ended, and that the program goes on from."""
         self._recording.end()
 
-    @kept_from_training
+    @contained_faults
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A training begins, or goes on from a checkpoint that has been read."""
         self._recording.begin(
@@ -106,7 +106,7 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
             sum_losses=args.gradient_accumulation_steps > 1,
         )
 
-    @kept_from_training
+    @contained_faults
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An update is done: where a stop is due, it is the last."""
         if self._recording.asked is not None:
@@ -115,12 +115,12 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         self._keep_more(args, state, control)
         return control
 
-    @kept_from_training
+    @contained_faults
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer may save now."""
         self._keep_more(args, state, control)
 
-    @kept_from_training
+    @contained_faults
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer has saved a checkpoint."""
         args.save_total_limit = self._limit
@@ -128,7 +128,7 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         if args.should_save and place.is_dir():  # a search of hyperparameters has folders of its own
             self._recording.saved(place)
 
-    @kept_from_training
+    @contained_faults
     def on_log(
         self,
         args: Any,
@@ -146,7 +146,7 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
             values["gradient_norm"] = norm
         self._recording.log(values)
 
-    @kept_from_training
+    @contained_faults
     def on_evaluate(
         self,
         args: Any,
@@ -159,14 +159,14 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         self._log_evaluated(metrics or {}, "eval")
         self._keep_more(args, state, control)
 
-    @kept_from_training
+    @contained_faults
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any
     ) -> None:
         """A prediction is done."""
         self._log_evaluated(metrics, "predict")
 
-    @kept_from_training
+    @contained_faults
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The training is over, stopped or not."""
         if self._recording.hook is not None:

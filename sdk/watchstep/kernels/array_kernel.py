@@ -109,12 +109,12 @@ def _values(x: NDArray[Any]) -> list[float]:
 def _histogram(x: NDArray[Any]) -> Histograms:
     """Count by the sign and exponent bits, then give those of zero exponent (zeros, subnormals) their true bin."""
     unsigned, mantissa, bias, width = _LAYOUT[x.dtype]
-    found = np.bincount((x.view(unsigned) >> unsigned(mantissa)).astype(np.int64), minlength=2 << width)
-    code = np.flatnonzero(found)
+    bin_counts = np.bincount((x.view(unsigned) >> unsigned(mantissa)).astype(np.int64), minlength=2 << width)
+    code = np.flatnonzero(bin_counts)
     exponent = (code & ((1 << width) - 1)) - bias
     normal = exponent > -bias
     bins = 2 * exponent[normal] + (code[normal] >> width)
-    counts = found[code[normal]]
+    counts = bin_counts[code[normal]]
     if not normal.all():
         small = x[(x != 0) & (np.abs(x) < np.finfo(x.dtype).smallest_normal)]
         powers = np.frexp(small.astype(np.float64))[1].astype(np.int64) - 1

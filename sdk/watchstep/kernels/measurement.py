@@ -70,7 +70,7 @@ class Cached:
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
         self._lock = threading.Lock()
-        self._held: StatisticsBatch | None = None
+        self._collected: StatisticsBatch | None = None
 
     @property
     def nonfinite(self) -> bool | None:
@@ -80,9 +80,9 @@ class Cached:
     def collect(self) -> StatisticsBatch:
         """The statistics."""
         with self._lock:
-            if self._held is None:
-                self._held = self._measurement.collect()
-            return self._held
+            if self._collected is None:
+                self._collected = self._measurement.collect()
+            return self._collected
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class NativeKernel:
     """The loaded library. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._kept = threading.local()
+        self._local = threading.local()
         self._measure = library.watchstep_measure
         pointers = [ctypes.c_void_p] * 3
         self._measure.argtypes = [ctypes.c_int64, *pointers, ctypes.c_int64, *[ctypes.c_void_p] * 5]
@@ -104,7 +104,7 @@ class NativeKernel:
         self._checksum.argtypes = [ctypes.c_int64, *pointers, ctypes.c_void_p]
         self._checksum.restype = ctypes.c_int64
 
-    def holds_nonfinite(self, tensors: Sequence[MemoryRange], turn: int, slices: int) -> bool:
+    def has_nonfinite(self, tensors: Sequence[MemoryRange], turn: int, slices: int) -> bool:
         """Whether some tensor holds NaN or infinity.
 
         Args:
@@ -149,9 +149,9 @@ class NativeKernel:
 
     def _room_for(self, numbers: int) -> NDArray[np.int64]:
         """Memory of this thread's own, kept from call to call: to take it anew would cost more than small tensors do."""
-        memory: NDArray[np.int64] | None = getattr(self._kept, "buffer", None)
+        memory: NDArray[np.int64] | None = getattr(self._local, "buffer", None)
         if memory is None or len(memory) < numbers:
-            memory = self._kept.buffer = np.empty(numbers, np.int64)
+            memory = self._local.buffer = np.empty(numbers, np.int64)
         return memory
 
     def checksums(self, tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:

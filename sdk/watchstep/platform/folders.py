@@ -59,7 +59,7 @@ def usable_folders(path: str) -> list[str]:
         names = [entry.name for entry in entries if entry.is_dir()]
     for name in names:
         if not is_usable(name):
-            _tell(path, name)
+            _log_unusable(path, name)
     return sorted(filter(is_usable, names))
 
 
@@ -69,7 +69,7 @@ def is_usable(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _tell(path: str, name: str) -> None:
+def _log_unusable(path: str, name: str) -> None:
     _log.warning("folder %r in %s is left out: rename it to a name without control characters", name, path)
 
 

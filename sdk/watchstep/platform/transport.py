@@ -274,13 +274,13 @@ class Transport:
         except HTTPError as error:
             unsent = isinstance(error, NewConnectionError | ConnectTimeoutError)
             raise UnreachableError(
-                f"service {self.address.url}: no answer ({_told(error)})",
+                f"service {self.address.url}: no answer ({_described(error)})",
                 _HINT,
                 timed_out=isinstance(error, AnyTimeoutError) and not unsent,
             ) from error
         except (OSError, ValueError) as error:
             raise UnreachableError(
-                f"service {self.address.url}: no answer ({_told(error)})", _HINT
+                f"service {self.address.url}: no answer ({_described(error)})", _HINT
             ) from error
         finally:
             if answer is not None:
@@ -489,7 +489,7 @@ def segment(name: str) -> str:
     return quote(name, safe="")
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """The reason, without the library's own words before it."""
     text = str(error)
     return text.partition("Failed to establish a new connection: ")[2] or text or type(error).__name__

@@ -438,22 +438,22 @@ def _numeric(value: Any) -> list[Tensor]:
     return [tensor for tensor in _flat(value) if tensor.dtype is not torch.bool]
 
 
-def _flat(held: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
+def _flat(output: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
     """Tensors of nested containers, as the built-in types hold them: a method of the program's own may compute something."""
-    if isinstance(held, Tensor):
-        values = dense_values(held)
+    if isinstance(output, Tensor):
+        values = dense_values(output)
         if values is not None:
             yield values
         return
-    if id(held) in within or len(within) == _DEEPEST:  # it holds itself
+    if id(output) in within or len(within) == _DEEPEST:  # it holds itself
         return
-    if isinstance(held, dict):
-        members: Iterable[Any] = dict.values(held)
-    elif isinstance(held, list):
-        members = list.__iter__(held)
-    elif isinstance(held, tuple):
-        members = tuple.__iter__(held)
+    if isinstance(output, dict):
+        members: Iterable[Any] = dict.values(output)
+    elif isinstance(output, list):
+        members = list.__iter__(output)
+    elif isinstance(output, tuple):
+        members = tuple.__iter__(output)
     else:
         return
     for value in members:
-        yield from _flat(value, (*within, id(held)))
+        yield from _flat(value, (*within, id(output)))

@@ -92,7 +92,7 @@ class Buffers:
         self._parameters = parameters
         self._measured = -1
         self._groups: dict[tuple[str, ...], Group] = {}
-        self._known: dict[tuple[str, ...], list[_Buffer]] = {}
+        self._by_collections: dict[tuple[str, ...], list[_Buffer]] = {}
         for order, (path, module) in enumerate(names.model.named_modules()):
             if not isinstance(module, _NormBase):
                 continue
@@ -101,9 +101,11 @@ class Buffers:
                 if isinstance(values, Tensor) and standing(values, names.whole).records:
                     info = names.buffer(path, leaf, module, order)
                     place = standing(values, names.whole).weight
-                    self._known.setdefault(info.collections, []).append(_Buffer(module, leaf, info, place))
-        self._known.pop((), None)
-        for collections, buffers in self._known.items():
+                    self._by_collections.setdefault(info.collections, []).append(
+                        _Buffer(module, leaf, info, place)
+                    )
+        self._by_collections.pop((), None)
+        for collections, buffers in self._by_collections.items():
             self._groups[collections] = Group(
                 tuple(buffer.info for buffer in buffers), tuple(buffer.place for buffer in buffers)
             )
@@ -117,7 +119,7 @@ class Buffers:
         if step == self._measured:
             return
         self._measured = step
-        for collections, buffers in self._known.items():
+        for collections, buffers in self._by_collections.items():
             charged = self._schedule.due(collections, step)
             if charged is not None:
                 since = self._schedule.now()
@@ -126,7 +128,7 @@ class Buffers:
                 self._schedule.spent(charged, since)
 
     def _states(self, buffers: list[_Buffer]) -> _States:
-        optimized = self._parameters.held()
+        optimized = self._parameters.optimized()
         layers = {id(buffer.module): buffer.module for buffer in buffers}
         counts = {key: layer.num_batches_tracked for key, layer in layers.items()}
         numbers = {key: count.reshape(()) for key, count in counts.items() if isinstance(count, Tensor)}

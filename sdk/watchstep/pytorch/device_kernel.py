@@ -236,11 +236,11 @@ def look(tensors: Sequence[Tensor]) -> NonfiniteLook:
             triton.give_up(error)
     with torch.cuda.device(tensors[0].device):
         landing = _landings.take(1, pinned=True)
-        landing.fill(found_by_operations(tensors))
+        landing.fill(nonfinite_by_operations(tensors))
     return NonfiniteLook(landing, _landings.give_back)
 
 
-def found_by_operations(tensors: Sequence[Tensor]) -> Tensor:
+def nonfinite_by_operations(tensors: Sequence[Tensor]) -> Tensor:
     """Two int64 on the device: whether something is NaN or infinite, and a one.
 
     The largest magnitude of each tensor says so, NaN included, in one number of memory a tensor. fp8, which has no such

@@ -45,7 +45,7 @@ class GradientGate:
         self._gradients = LateLooks()
         self._losses = LateLosses()
 
-    def holds_nonfinite(self, gradients: Sequence[Tensor], *, at_once: bool = False) -> bool:
+    def has_nonfinite(self, gradients: Sequence[Tensor], *, at_once: bool = False) -> bool:
         """Whether NaN or infinity was seen: now in host memory, or earlier on a CUDA device.
 
         Args:
@@ -53,7 +53,7 @@ class GradientGate:
             at_once: look at all of them, whole, and wait for devices: the answer decides whether that update is made.
         """
         if at_once:
-            return hold_any(gradients)
+            return any_is_nonfinite(gradients)
         native = native_kernel.load()
         memory = native_memory(gradients) if native is not None else None
         seen = False
@@ -66,11 +66,11 @@ class GradientGate:
         if native is None or not memory:
             return seen
         self._turn = (self._turn + 1) % _SLICES
-        return native.holds_nonfinite(memory, self._turn, _SLICES) or seen
+        return native.has_nonfinite(memory, self._turn, _SLICES) or seen
 
     @property
     def pending(self) -> bool:
-        """Whether a device has not answered yet; `holds_nonfinite` of nothing asks for the answer."""
+        """Whether a device has not answered yet; `has_nonfinite` of nothing asks for the answer."""
         return self._gradients.pending
 
     def loss_is_bad(self, loss: Tensor, name: str = "loss") -> bool:
@@ -89,29 +89,31 @@ class GradientGate:
         return self._losses.arrived
 
 
-def hold_any(tensors: Sequence[Tensor]) -> bool:
+def any_is_nonfinite(tensors: Sequence[Tensor]) -> bool:
     """Whether some element is NaN or infinite, of all of them; waits for devices."""
-    bad = hold_any_on_host([tensor for tensor in tensors if tensor.device.type == "cpu"])
-    return bad or _hold_any_on_devices([tensor for tensor in tensors if tensor.device.type != "cpu"])
+    bad = any_is_nonfinite_on_host([tensor for tensor in tensors if tensor.device.type == "cpu"])
+    return bad or _any_nonfinite_on_devices([tensor for tensor in tensors if tensor.device.type != "cpu"])
 
 
-def hold_any_on_host(tensors: Sequence[Tensor]) -> bool:
+def any_is_nonfinite_on_host(tensors: Sequence[Tensor]) -> bool:
     """Whether some element is NaN or infinite, of tensors in host memory, looked at whole."""
     native = native_kernel.load()
     memory = native_memory(tensors) if native is not None else None
     if native is None or memory is None:
         return not all_finite(tensors)
-    return bool(memory) and native.holds_nonfinite(memory, 0, 1)
+    return bool(memory) and native.has_nonfinite(memory, 0, 1)
 
 
 @torch.no_grad()
-def _hold_any_on_devices(tensors: Sequence[Tensor]) -> bool:
+def _any_nonfinite_on_devices(tensors: Sequence[Tensor]) -> bool:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
     if not by_device or device_kernel.capturing():
         return False
-    flags = [device_kernel.found_by_operations(distinct_elements(group))[0] for group in by_device.values()]
+    flags = [
+        device_kernel.nonfinite_by_operations(distinct_elements(group))[0] for group in by_device.values()
+    ]
     return any(bool(flag.item()) for flag in flags)
 
 
@@ -205,20 +207,20 @@ class LiveOutputs:
     """Outputs of one forward pass, as long as something else keeps them in memory."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Group, list[weakref.ref[Tensor]], int]] = []
+        self._outputs: list[tuple[Group, list[weakref.ref[Tensor]], int]] = []
 
     def forget(self) -> None:
         """A new step begins."""
-        self._held = []
+        self._outputs = []
 
     def note(self, group: Group, outputs: list[Tensor]) -> None:
         """Remember outputs and when they were computed, without keeping them."""
-        self._held.append((group, [weakref.ref(output) for output in outputs], time.time_ns()))
+        self._outputs.append((group, [weakref.ref(output) for output in outputs], time.time_ns()))
 
     def alive(self) -> list[tuple[Group, list[Tensor], int]]:
         """Those that are still there, in the order of the forward pass, each with its time in nanoseconds since the epoch."""
         living = []
-        for group, references, time_ns in self._held:
+        for group, references, time_ns in self._outputs:
             outputs = [output for reference in references if (output := reference()) is not None]
             if len(outputs) == len(references):
                 living.append((group, outputs, time_ns))

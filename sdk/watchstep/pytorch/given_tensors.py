@@ -157,8 +157,8 @@ class ConfusionCounter:
         if len(whole.counts) > len(matrix.counts):  # it has seen more classes before
             matrix = _matrix(self._matrices, mode, len(whole.counts), outputs.device)
         classes = len(matrix.counts)
-        known = (given >= 0) & (given < classes) & (predicted >= 0) & (predicted < classes)
-        place = torch.where(known, given * classes + predicted, classes * classes)
+        comparable = (given >= 0) & (given < classes) & (predicted >= 0) & (predicted < classes)
+        place = torch.where(comparable, given * classes + predicted, classes * classes)
         counted = torch.zeros(classes * classes + 1, dtype=torch.int64, device=outputs.device)
         counted.scatter_add_(0, place, torch.ones_like(place))
         matrix.counts = matrix.counts + counted[:-1].view(classes, classes)
@@ -262,14 +262,14 @@ class GivenTensors:
         session.schedule.spent(charged, since)
 
     def _probes(self, info: TensorInfo, tensor: Tensor, mode: Mode) -> tuple[Probe, ...]:
-        found: list[Probe | None] = []
+        chosen_probes: list[Probe | None] = []
         if info.role == "label":
-            found.extend(self._count(tensor, info.name, mode))
+            chosen_probes.extend(self._count(tensor, info.name, mode))
         if info.role == "input" and self._sums.applies:
-            found.append(self._sums.look(tensor))
+            chosen_probes.append(self._sums.look(tensor))
         if self._unchanged.applies and tensor.dtype is not torch.bool and not tensor.is_complex():
-            found.append(self._unchanged.look([(info.name, mode)], [tensor], 1))
-        return tuple(probe for probe in found if probe is not None)
+            chosen_probes.append(self._unchanged.look([(info.name, mode)], [tensor], 1))
+        return tuple(probe for probe in chosen_probes if probe is not None)
 
     def _begin_if_given_before(self, name: str) -> None:
         """What comes again after the update that ended its step is of the next, whose forward pass has not begun."""

@@ -96,7 +96,7 @@ class AccumulatedLosses:
             return
         for name, divisors in self._divisors.items():
             divisor = divisors[0]
-            if divisor > 1 and all(one == divisor for one in divisors):
+            if divisor > 1 and all(number == divisor for number in divisors):
                 if len(divisors) == divisor:
                     self._known[name] = divisor
                 if self._known.get(name) == divisor:
@@ -253,12 +253,12 @@ def install() -> None:
     if _installed:
         return
     _installed.append(True)
-    torch.autograd.backward = _telling(torch.autograd.backward)
+    torch.autograd.backward = _reporting(torch.autograd.backward)
     scaler = torch.amp.GradScaler
     scaler.scale = _remembering(scaler.scale)  # type: ignore[method-assign]
 
 
-def _telling(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -267,7 +267,7 @@ def _telling(backward: Callable[..., Any]) -> Callable[..., Any]:
                     if (listener := reference()) is not None:
                         listener.backward_begins()
                 if isinstance(tensors, Tensor) and tensors.numel() == 1:
-                    _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
+                    _notify(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             _report(error)
         return backward(tensors, *args, **kwargs)
@@ -304,16 +304,16 @@ def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _tell(loss: Tensor, frame: FrameType) -> None:
+def _notify(loss: Tensor, frame: FrameType) -> None:
     value = getattr(loss, _UNSCALED, None)
     if value is None:
-        found = FoundLoss(_place_of(frame), loss.detach(), loss_function(loss), divisor_of(loss))
+        observed = FoundLoss(_place_of(frame), loss.detach(), loss_function(loss), divisor_of(loss))
     else:
         function, divisor = getattr(loss, _FUNCTION, ""), getattr(loss, _DIVISOR, 1.0)
-        found = FoundLoss(_place_of(frame), value, function, divisor)
+        observed = FoundLoss(_place_of(frame), value, function, divisor)
     for reference in _listeners:
         if (listener := reference()) is not None:
-            listener.found(found)
+            listener.found(observed)
 
 
 def _place_of(frame: FrameType | None) -> Place:

@@ -151,7 +151,7 @@ class Names:
         self.whole = replica() if replicated else _outermost(model)
         self._prefix = prefix
         self._collections = collections
-        self._held = held
+        self._taken = held
 
     def path(self, path: str) -> str:
         """A module's path, below the name of its model where it was given one."""
@@ -261,9 +261,9 @@ class Names:
         return self._placed(info, bases_of(module), tensors.BUFFERS)
 
     def _placed(self, info: TensorInfo, bases: tuple[str, ...], *built_in: str) -> TensorInfo:
-        found = placed(info, built_in, self._collections, bases)
-        self._held.update(found.collections)
-        return found
+        placed_info = placed(info, built_in, self._collections, bases)
+        self._taken.update(placed_info.collections)
+        return placed_info
 
 
 def _check_modules(model: nn.Module) -> None:

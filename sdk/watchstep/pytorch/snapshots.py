@@ -39,7 +39,7 @@ _FORMAT_NAMES = {
 
 
 @dataclass(frozen=True)
-class _Held:
+class _TensorCopy:
     """A tensor to be copied, and how the snapshot describes it."""
 
     described: Described
@@ -52,7 +52,7 @@ def prepare(session: Session, parameters: Sequence[NamedParameter]) -> None:
     if any(parameter.is_cuda for parameter in trained):
         session.snapshot_writer.memory.allocate = _pinned
     if session.config.snapshots.every is not None:
-        copies = [_held("", parameter) for parameter in trained]
+        copies = [_copy_of("", parameter) for parameter in trained]
         session.snapshot_writer.prepare(2 * sum(copy.described.length for copy in copies if copy is not None))
 
 
@@ -72,7 +72,7 @@ def take(
         state: "before the update" or "after the update".
     """
     writer, health = session.snapshot_writer, session.health
-    copies = _all_held(parameters)
+    copies = _copies_of(parameters)
     available = writer.memory.available
     if occasion.reason == "gate" and sum(copy.described.length for copy in copies) > available:
         copies.sort(key=_is_finite)
@@ -96,25 +96,25 @@ def take(
     writer.offer(TakenSnapshot(step, "train", occasion, state, tensors, memory, missing, ready))
 
 
-def _all_held(parameters: Sequence[NamedParameter]) -> list[_Held]:
+def _copies_of(parameters: Sequence[NamedParameter]) -> list[_TensorCopy]:
     copies = []
     for named in parameters:
-        copies.append(_held(named.weight.name, named.parameter))
+        copies.append(_copy_of(named.weight.name, named.parameter))
         if named.parameter.grad is not None:
-            copies.append(_held(named.gradient.name, named.parameter.grad))
+            copies.append(_copy_of(named.gradient.name, named.parameter.grad))
     return [copy for copy in copies if copy is not None]
 
 
-def _held(name: str, tensor: Any) -> _Held | None:
+def _copy_of(name: str, tensor: Any) -> _TensorCopy | None:
     """None for a dtype or layout that a snapshot cannot hold."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard, as this worker holds it
     dtype = _FORMAT_NAMES.get(local.dtype)
     if dtype is None or local.layout is not torch.strided:
         return None
-    return _Held(Described(bounded_word(name), dtype, tuple(local.shape)), local.detach())
+    return _TensorCopy(Described(bounded_word(name), dtype, tuple(local.shape)), local.detach())
 
 
-def _is_finite(copy: _Held) -> bool:
+def _is_finite(copy: _TensorCopy) -> bool:
     """Whether a tensor holds only finite numbers; not asked of a device, for it would have to be waited for."""
     tensor = copy.tensor
     if tensor.device.type != "cpu":
@@ -128,7 +128,7 @@ def _pinned(size: int) -> NDArray[np.uint8]:
     return memory
 
 
-def _copied(copies: Sequence[_Held], memory: NDArray[np.uint8]) -> Callable[[], None]:
+def _copied(copies: Sequence[_TensorCopy], memory: NDArray[np.uint8]) -> Callable[[], None]:
     """Copy tensors one behind the other; returns what waits until they are there."""
     whole = torch.from_numpy(memory)
     place = 0

@@ -33,7 +33,7 @@ _live: set[Agreement] = set()  # which keeps them beyond their hooks
 class Voter(Protocol):
     """What a rank's recorder says and does where ranks agree."""
 
-    def wish(self) -> str | None:
+    def requested(self) -> str | None:
         """Why it wants to stop; nothing to go on; None once it records no more. Raises nothing."""
         ...
 
@@ -86,7 +86,7 @@ class Agreement:
     def _agree(self, optimizer: Optimizer) -> None:
         if self not in _live or os.getpid() != self._process or device_kernel.capturing():
             return
-        request = self._voter.wish()
+        request = self._voter.requested()
         try:
             if not self._is_watched(optimizer):
                 return
@@ -122,7 +122,7 @@ class Agreement:
         """Whether the optimizer updates a watched model; once it does, it counts for good."""
         if optimizer in self._updating:
             return True
-        models = [model for held in self._models if (model := held()) is not None]
+        models = [model for watched_model in self._models if (model := watched_model()) is not None]
         ids = {id(parameter) for model in models for parameter in model.parameters()}
         watched = any(
             id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]

@@ -135,7 +135,7 @@ class Watch:
         self.summed_losses: SummedLosses | None = None
         self.loss_divisor: Callable[[], float] = _one
         self._in_closure: set[str] | None = None
-        self._told_of_passes = False
+        self._passes_declared = False
         self._saw_closure = False
         self._backward = (-1, 0)
         self._attempts: MutableMapping[Optimizer, _Attempt] = WeakIdKeyDictionary()
@@ -156,7 +156,7 @@ class Watch:
         self._overdue = OverdueUpdates(session, weights, name)
         self._applied = f"{name}.{NONFINITE_APPLIED}" if name else NONFINITE_APPLIED
         self._applies_nonfinite = False
-        self._tells_applied = tensors.METRICS in session.config.chosen
+        self._records_applied = tensors.METRICS in session.config.chosen
         self._buffers = Buffers(session, names, self._parameters, kernel)
         self._not_in_optimizer = ParametersNotInOptimizer(session, self._parameters, kernel)
         self._passes = ForwardPasses(session, names.model)
@@ -361,7 +361,7 @@ class Watch:
     @observes("begin", in_graphs=True)
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
         mode = self._passes.enter()
-        if not self._told_of_passes:
+        if not self._passes_declared:
             self._pass_begins(mode)
         self._calls.enter(mode)
 
@@ -371,7 +371,7 @@ class Watch:
 
     def _part_called(self, path: str, mode: Mode) -> None:
         """The program has called a module by itself: a pass may begin with it, unless the program says where passes begin."""
-        if self._told_of_passes or not self._parts.begins(path, mode, counts_steps=self.counts_steps):
+        if self._passes_declared or not self._parts.begins(path, mode, counts_steps=self.counts_steps):
             return
         if mode == "train":
             self._passes.set_training_thread()
@@ -380,7 +380,7 @@ class Watch:
     @observes("begin", in_graphs=True)
     def begin_pass(self) -> None:
         """A forward pass begins, also where the model itself is not called; from now on only this tells of passes."""
-        self._told_of_passes = True
+        self._passes_declared = True
         self._pass_begins(self._passes.mode_of_call())
 
     def step_by_hand(self) -> None:
@@ -428,18 +428,18 @@ class Watch:
         if not is_nonfinite:
             self._missing.updated()
             if self._applies_nonfinite:
-                self._tell_applied(0.0)
+                self._record_applied(0.0)
                 self._schedule.demand(step + 1)  # a gradient that was recorded is seen to be finite again
         else:
             self._checks.suspect(step)
             self._missing.left_out()
-            if self._checks.holds_damage(optimizer, updated) is False:  # it sees such gradients itself
-                self._tell_applied(0.0)
+            if self._checks.has_damage(optimizer, updated) is False:  # it sees such gradients itself
+                self._record_applied(0.0)
         self._checks.after_update(optimizer, updated, step)
 
-    def _tell_applied(self, value: float) -> None:
+    def _record_applied(self, value: float) -> None:
         self._applies_nonfinite = value > 0
-        if self._tells_applied:
+        if self._records_applied:
             self._recorder.scalar(self._applied, value)
 
     def _look_at_outputs(self) -> None:
@@ -486,7 +486,7 @@ class Watch:
             return
         self._recorder.withdraw(attempt.update)
         if attempt.nonfinite:
-            self._tell_applied(0.0)
+            self._record_applied(0.0)
         self._parameters.measure_again()
         self._clipped.take_back(attempt.ids, attempt.numbered)
         self._health.count("retried_updates")
@@ -517,7 +517,7 @@ class Watch:
             self._hyperparameters.before_update(optimizer)
         if scaling.is_skipped is not None:
             self._scaler.skipped(scaling.is_skipped)
-        elif self._config.gate and self._holds_nonfinite(optimizer, updated):
+        elif self._config.gate and self._has_nonfinite(optimizer, updated):
             self._schedule.demand(step)
             self._parameters.measure_again()
             self._saw_bad(step)
@@ -525,13 +525,13 @@ class Watch:
             if (
                 updated.parameters[0].parameter.device.type == "cpu"
             ):  # of a device it may be an earlier update's
-                self._tell_applied(1.0)
+                self._record_applied(1.0)
         self._schedule.floor(self._schedule.now() - began + self._activations.idle_seconds)
         self._parameters.measure_weights(updated, step)
         self._parameters.measure_checksums(updated, step)
         measured = self._clipped.release(updated.ids, scaling.updates)
         if self._clipped.released_nonfinite and not self._attempts[optimizer].nonfinite:
-            self._tell_applied(0.0)  # clipping has made it finite
+            self._record_applied(0.0)  # clipping has made it finite
         self._parameters.measure_gradients(updated, step, scaling, measured)
         self._buffers.measure(step)
         self._not_in_optimizer.measure(step)
@@ -539,11 +539,11 @@ class Watch:
         self._snapshot(step, updated.parameters, state)
         self._recorder.about_to_update()
 
-    def _holds_nonfinite(self, optimizer: Optimizer, updated: Updated) -> bool:
+    def _has_nonfinite(self, optimizer: Optimizer, updated: Updated) -> bool:
         gradients = [grad for p in updated.parameters if (grad := p.parameter.grad) is not None]
         if self._fewest.is_fewer(optimizer, len(gradients)):
             self._schedule.onset(self._recorder.step, 1.0)
-        return self._gate.holds_nonfinite(gradients, at_once=self._recorder.guarding is not None)
+        return self._gate.has_nonfinite(gradients, at_once=self._recorder.guarding is not None)
 
     def _saw_bad(self, step: int) -> None:
         if self._session.snapshots.bad(step):

@@ -62,14 +62,14 @@ def needs_of(figure: str, probes: Iterable[str] = ()) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such figure.
     """
-    known = list(probes)
+    named_probes = list(probes)
     if figure in COUNTED or figure == "time_ns":
         return (figure,)
     if figure in DERIVED:
         return _NEEDS[figure]
-    if figure.removeprefix(PROBE) in known:
+    if figure.removeprefix(PROBE) in named_probes:
         return (PROBE + figure.removeprefix(PROBE),)
-    names = ", ".join([*COUNTED, *DERIVED, *known])
+    names = ", ".join([*COUNTED, *DERIVED, *named_probes])
     raise ConfigError(f"figure {figure!r}: there is none of this name", f"use one of {names}")
 
 
@@ -107,8 +107,8 @@ def from_table(table: pa.Table, places: Mapping[str, int]) -> Columns:
         if name == "tensor":
             columns[name] = to_places(column, places, np.int32, name)
         elif name in _WORDS:
-            known = {word: place for place, word in enumerate(_WORDS[name])}
-            columns[name] = to_places(column, known, np.int8, name)
+            codes = {word: place for place, word in enumerate(_WORDS[name])}
+            columns[name] = to_places(column, codes, np.int8, name)
         elif column.null_count and not (name in VALUE_COLUMNS or name.startswith(PROBE)):
             raise ValueError(f"column {name} has nulls")
         else:

@@ -139,18 +139,18 @@ def decode(data: bytes, name: str) -> Manifest:
         raise FormatError(f"{name}: not a manifest ({error})", "compact the run again") from error
 
 
-def attempt_from_data(held: dict[str, Any]) -> CompactedAttempt:
+def attempt_from_data(data: dict[str, Any]) -> CompactedAttempt:
     """One attempt of a manifest.
 
     Raises:
         ValueError, TypeError, KeyError, OverflowError: the data has another form.
     """
-    recent = held["recent"]
+    recent = data["recent"]
     return CompactedAttempt(
-        str(held["attempt"]),
-        int(held["started_ns"]),
-        str(held["catalogue"]),
-        tuple(_segment(entry) for entry in held["segments"]),
+        str(data["attempt"]),
+        int(data["started_ns"]),
+        str(data["catalogue"]),
+        tuple(_segment(entry) for entry in data["segments"]),
         None if recent is None else _segment(recent),
     )
 
@@ -211,7 +211,7 @@ class CompactedObject:
             CompactedSegmentLostError: the object is gone, damaged, or another than the manifest says.
             StoreError: it cannot be read.
         """
-        with self._found():
+        with self._translated():
             return self._open().decoded_bytes(columns)
 
     def fetch(self, columns: Iterable[str]) -> Callable[[], pa.Table]:
@@ -226,11 +226,11 @@ class CompactedObject:
         """
         constant = {*self._segment.constant, "tensor"}
         wanted = set(columns)
-        with self._found():
+        with self._translated():
             decode = self._open().fetch((wanted - constant) or {"step"})
 
         def table() -> pa.Table:
-            with self._found():
+            with self._translated():
                 decoded = decode()
             for name in sorted(wanted & constant):
                 decoded = decoded.append_column(name, self._constant(name))
@@ -239,7 +239,7 @@ class CompactedObject:
         return table
 
     @contextmanager
-    def _found(self) -> Iterator[None]:
+    def _translated(self) -> Iterator[None]:
         try:
             yield
         except (FormatError, NotFoundError) as error:

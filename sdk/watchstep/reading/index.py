@@ -290,9 +290,9 @@ class RunIndex:
 
     def reach(self) -> tuple[int, int]:
         """The first and last step of the default view; (0, -1) where there is none."""
-        held = self.objects()
-        first = min((located.object.first for located in held), default=0)
-        return first, max((min(located.object.last, located.cut - 1) for located in held), default=-1)
+        every_object = self.objects()
+        first = min((located.object.first for located in every_object), default=0)
+        return first, max((min(located.object.last, located.cut - 1) for located in every_object), default=-1)
 
     def probes(self) -> list[str]:
         """Names of probes that some object holds, sorted."""

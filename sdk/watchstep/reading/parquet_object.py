@@ -67,7 +67,7 @@ class Catalogues:
     """
 
     def __init__(self, most_bytes: int = _MOST_CATALOGUES) -> None:
-        self._known: dict[bytes, tuple[TensorInfo, ...]] = {}
+        self._catalogues: dict[bytes, tuple[TensorInfo, ...]] = {}
         self._tensors: dict[TensorInfo, TensorInfo] = {}
         self._left = most_bytes
         self._parsed_left = _MOST_PARSED
@@ -81,9 +81,9 @@ class Catalogues:
                 the memory for all.
         """
         with self._lock:
-            if packed not in self._known:
-                self._known[packed] = self._shared(packed)
-            return self._known[packed]
+            if packed not in self._catalogues:
+                self._catalogues[packed] = self._shared(packed)
+            return self._catalogues[packed]
 
     def keeps_parsed(self, size: int) -> bool:
         """Whether a parsed footer of so many bytes may stay in memory; takes the room for it."""
@@ -180,8 +180,8 @@ class ParquetObject:
 
         data = _room(self.size)
         with whole(self.key):
-            for (start, length), held in zip(ranges, fetched, strict=True):
-                data[start : start + length] = held
+            for (start, length), piece in zip(ranges, fetched, strict=True):
+                data[start : start + length] = piece
             if self.parsed is None and _digest(data[-self.footer_size :]) != self.footer_digest:
                 raise ValueError("has changed since its footer was read")
             check_claims(claims_of(data, self.footer, frozenset(chosen)), chosen)
@@ -206,8 +206,8 @@ class ParquetObject:
         joined: list[tuple[int, int]] = []
         for start, length in wanted:
             if joined and start - sum(joined[-1]) <= _GAP:
-                before, held = joined.pop()
-                joined.append((before, max(held, start + length - before)))
+                before, gap = joined.pop()
+                joined.append((before, max(gap, start + length - before)))
             else:
                 joined.append((start, length))
         return joined

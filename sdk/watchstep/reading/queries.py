@@ -181,7 +181,7 @@ class _Cells:
         rows = np.array([place.get(info.name, -1) for info in index.tensors()] or [-1], np.int64)
         self._start = rows * self._shape[1]
         self._count = np.zeros(self._shape[0] * self._shape[1], np.int64)
-        self._held = np.full(len(self._count), 0.0 if reduce == "mean" else np.nan)
+        self._totals = np.full(len(self._count), 0.0 if reduce == "mean" else np.nan)
 
     def add(self, columns: Columns, figure: str, mode: Mode | None) -> None:
         values = figure_of(columns, figure)
@@ -200,10 +200,10 @@ class _Cells:
         here = slice(low, low + len(counts))
         self._count[here] += counts
         if self._reduce == "mean":
-            self._held[here] += np.bincount(cell, values)
+            self._totals[here] += np.bincount(cell, values)
         else:
             pick = np.fmin if self._reduce == "min" else np.fmax
-            pick.at(self._held[here], cell, values)
+            pick.at(self._totals[here], cell, values)
 
     def _bin_of(self, step: NDArray[np.int64]) -> NDArray[np.intp]:
         first, last = int(self._edges[0]), int(self._edges[-1])
@@ -213,7 +213,7 @@ class _Cells:
         return bins[step - first]
 
     def values(self) -> Floats:
-        whole = self._held
+        whole = self._totals
         if self._reduce == "mean":
             with np.errstate(invalid="ignore"):
                 whole = np.where(self._count > 0, whole / np.maximum(self._count, 1), np.nan)

@@ -436,9 +436,9 @@ class Run:
         Raises:
             NotFoundError: one was not.
         """
-        known = {info.name for info in self._index.tensors()}
+        recorded = {info.name for info in self._index.tensors()}
         for name in names:
-            if name not in known:
+            if name not in recorded:
                 raise NotFoundError(
                     f"tensor {name!r}: not recorded in run {self.id}",
                     "Run.tensors() has the names; of a service, GET …/tensors",

@@ -76,7 +76,7 @@ class Attachment:
         """Start to record. Raises nothing: the program did not ask for a recorder, and goes on without one."""
         hook: Hook | None = None
         try:
-            self._leave()
+            self._detach()
             losses, self._losses = self._losses, []
             if live() or get_worker_info() is not None:
                 return None
@@ -97,7 +97,7 @@ class Attachment:
             return None
         return watch
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         amp.forget(self)
         optimizer_steps.forget(self)
         losses.forget(self)

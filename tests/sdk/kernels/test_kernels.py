@@ -18,7 +18,7 @@ from watchstep.format.statistics import COUNT_COLUMNS, StatisticsBatch, l1, l2
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.pytorch.device_kernel import measure_on_device, to_batch
-from watchstep.pytorch.gate import hold_any_on_host
+from watchstep.pytorch.gate import any_is_nonfinite_on_host
 from watchstep.pytorch.kernel import TorchKernel, checksums
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -183,8 +183,8 @@ def test_repeated_elements_are_measured_as_if_they_were_copied(
 def test_an_expanded_tensor_is_not_copied() -> None:
     row = by_default(torch.tensor(-2.0).expand(1 << 20, 1 << 20))
     assert (row.count[0], row.negative[0], row.mean[0]) == (1 << 40, 1 << 40, -2.0)
-    assert not hold_any_on_host([torch.tensor(1.0).expand(1 << 20, 1 << 20)])
-    assert hold_any_on_host([torch.tensor(math.nan).expand(1 << 20, 1 << 20)])
+    assert not any_is_nonfinite_on_host([torch.tensor(1.0).expand(1 << 20, 1 << 20)])
+    assert any_is_nonfinite_on_host([torch.tensor(math.nan).expand(1 << 20, 1 << 20)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -194,5 +194,5 @@ def test_a_tensor_whose_memory_was_freed_has_no_elements(dtype: torch.dtype) -> 
     whole.untyped_storage().resize_(0)
     rows = TorchKernel().measure([*freed, torch.ones(3)]).collect()
     assert rows.count.tolist() == [0, 0, 0, 3]
-    assert not hold_any_on_host(freed)
+    assert not any_is_nonfinite_on_host(freed)
     assert checksums(freed[:1]).shape == (1,)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from watchstep.kernels.measurement import Completed, Measurement, Reordered
-from watchstep.pytorch.device_kernel import found_by_operations, measure_by_operations
+from watchstep.pytorch.device_kernel import measure_by_operations, nonfinite_by_operations
 from watchstep.pytorch.gate import GradientGate
 from watchstep.pytorch.kernel import TorchKernel
 
@@ -49,19 +49,19 @@ def test_operations_measure_where_no_kernel_does() -> None:
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_operations_find_what_is_not_finite(dtype: torch.dtype, bad: float) -> None:
     good = [torch.ones(3).to(dtype), torch.empty(0).to(dtype), torch.zeros(2)]
-    assert found_by_operations(good).tolist() == [0, 1]
-    assert found_by_operations([*good, torch.tensor([0.0, bad]).to(dtype)]).tolist() == [1, 1]
-    assert found_by_operations([torch.empty(0)]).tolist() == [0, 1]
+    assert nonfinite_by_operations(good).tolist() == [0, 1]
+    assert nonfinite_by_operations([*good, torch.tensor([0.0, bad]).to(dtype)]).tolist() == [1, 1]
+    assert nonfinite_by_operations([torch.empty(0)]).tolist() == [0, 1]
 
 
 def test_the_gate_looks_at_what_lies_on_the_host() -> None:
     gate = GradientGate()
-    assert not gate.holds_nonfinite([torch.ones(3)])
-    assert gate.holds_nonfinite([torch.ones(3), torch.tensor([math.nan])])
+    assert not gate.has_nonfinite([torch.ones(3)])
+    assert gate.has_nonfinite([torch.ones(3), torch.tensor([math.nan])])
     strided = torch.ones(6, 6)[::2, ::3]
-    assert not gate.holds_nonfinite([strided, torch.ones(2, dtype=torch.complex64)])
+    assert not gate.has_nonfinite([strided, torch.ones(2, dtype=torch.complex64)])
     strided[1, 1] = math.inf
-    assert gate.holds_nonfinite([torch.ones(3), strided])
-    assert gate.holds_nonfinite([torch.tensor([complex(0, math.nan)])])
+    assert gate.has_nonfinite([torch.ones(3), strided])
+    assert gate.has_nonfinite([torch.tensor([complex(0, math.nan)])])
     assert not gate.loss_is_bad(torch.tensor(1.0))
     assert gate.loss_is_bad(torch.tensor(math.inf))

@@ -174,5 +174,5 @@ def test_outputs_of_parts_are_not_remembered_beyond_their_step(tmp_path: Path) -
         x.sum().backward()
         optimizer.step()
     assert len(hook._watches[0]._activations.live.alive()) <= 2 * len(model)
-    assert len(hook._watches[0]._activations.live._held) <= 2 * len(model)
+    assert len(hook._watches[0]._activations.live._outputs) <= 2 * len(model)
     hook.close()

@@ -74,7 +74,7 @@ def test_a_thousand_tensors_of_mixed_types_without_a_wait() -> None:
     tensors = [torch.randn(1 + 37 * place, device="cuda").to(dtypes[place % 5]) for place in range(1000)]
     measurement = TorchKernel().measure(tensors)
     gate = GradientGate()
-    gate.holds_nonfinite(tensors)
+    gate.has_nonfinite(tensors)
     torch.cuda.set_sync_debug_mode("default")
     due = [
         measure_array((tensor if tensor.dtype == torch.float64 else tensor.float()).cpu().numpy())
@@ -91,14 +91,14 @@ def test_tensors_on_the_host_and_on_the_device() -> None:
 def test_the_gate_knows_late() -> None:
     gate = GradientGate()
     bad = torch.tensor([math.nan], device="cuda")
-    gate.holds_nonfinite([bad])
+    gate.has_nonfinite([bad])
     gate.loss_is_bad(bad)
     torch.cuda.synchronize()
     good = torch.ones(1, device="cuda")
-    assert gate.holds_nonfinite([good])
+    assert gate.has_nonfinite([good])
     assert gate.loss_is_bad(good)
     torch.cuda.synchronize()
-    assert not gate.holds_nonfinite([good])
+    assert not gate.has_nonfinite([good])
     assert not gate.loss_is_bad(good)
 
 
@@ -110,7 +110,7 @@ def test_measuring_during_capture_is_refused_and_spoils_nothing() -> None:
         y = x * 2
         with pytest.raises(WatchstepError, match="captured"):
             TorchKernel().measure([x])
-        assert not GradientGate().holds_nonfinite([x])
+        assert not GradientGate().has_nonfinite([x])
     graph.replay()
     assert y.tolist() == [2.0] * 4
 

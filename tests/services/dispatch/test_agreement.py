@@ -41,7 +41,7 @@ class Rank:
             self.stopped_at = self.finished
 
     def hear(self, document: StopRequest) -> None:
-        answer = self.stops.hear(document)
+        answer = self.stops.receive(document)
         if answer is not None:
             self.says.append(answer)
 
@@ -199,18 +199,18 @@ def test_a_rank_that_waits_goes_on_when_another_step_is_named_or_its_patience_en
     stops = CommonStop(0, lambda: finished[0], takes_part=True, patience=60.0)
     stops.left = said.append
     asked = StopRequest("a1", 1, "it is over", agreed=False)
-    stops.hear(asked)
+    stops.receive(asked)
     finished[0] = 1
     found: list[object] = []
     waiting = threading.Thread(target=lambda: found.append(stops.due(1)))
     waiting.start()
-    stops.hear(StopRequest("a1", 9, "it is over", agreed=False))
+    stops.receive(StopRequest("a1", 9, "it is over", agreed=False))
     waiting.join(60)
     assert found == [None]
     finished[0] = 9
     impatient = CommonStop(1, lambda: finished[0] - 1, takes_part=True, patience=0.0)
     impatient.left = said.append
-    impatient.hear(StopRequest("a1", 9, "it is over", agreed=False))
+    impatient.receive(StopRequest("a1", 9, "it is over", agreed=False))
     assert impatient.due(9) is None
     assert [(one.worker, one.state) for one in said] == [(1, "left")]
 

@@ -154,7 +154,7 @@ class Leader:
         lock: threading.RLock,
     ) -> None:
         self._leadership = leadership
-        self._means = means
+        self._context = means
         self._handing = handing
         self._inbox = inbox
         self._lock = lock
@@ -186,9 +186,9 @@ class Leader:
                 connection.shut()
 
         self._leadership.listen(arrived)
-        self._means.control.relay = self._relay
+        self._context.control.relay = self._relay
 
-    def hear(self, origin: Connection, message: Message | None) -> bool:
+    def receive(self, origin: Connection, message: Message | None) -> bool:
         """Take in a message; whether something urgent has come."""
         if message is None:
             self._lose(origin)
@@ -218,14 +218,14 @@ class Leader:
         Raises:
             ApartError: this node cannot have one writer.
         """
-        access = self._means.access
+        access = self._context.access
         if not access.ready:
             return
         try:
             store = access.open()
             if self._leading is None:
                 self._begin(store, settle)
-                self._means.control.verify(store)
+                self._context.control.verify(store)
             if self._flight is not None:
                 self._make(store)
             self._more = flush
@@ -241,12 +241,12 @@ class Leader:
         except StoreError as error:
             access.failed(error)
         if access.store is not None:
-            self._means.control.refresh(access.store)
+            self._context.control.refresh(access.store)
 
     def close(self) -> None:
         """Lead no longer: the others elect one of them."""
         self._closed = True
-        self._means.control.relay = None
+        self._context.control.relay = None
         lines = list(self._lines)
         for line in lines:
             line.shut()
@@ -265,13 +265,13 @@ class Leader:
         return self._leading.flight if self._leading is not None else None
 
     def _begin(self, store: Store, settle: Callable[[Store, bool], None]) -> None:
-        handing, target = self._handing, self._means.access.target
+        handing, target = self._handing, self._context.access.target
         inherits = handing.may_inherit(self._leadership.last_term)
         settle(store, inherits)
         if inherits and handing.writer is not None:
             writer, seq = handing.writer, handing.seq
         else:
-            self._means.access.warn_of_reuse(store)
+            self._context.access.warn_of_reuse(store)
             drawn, seq = claim_node(store, target.run, target.attempt, target.identity), 0
             if drawn is None:
                 raise ApartError(f"store {target.store_url} lets an object be created twice")
@@ -280,7 +280,7 @@ class Leader:
             if self._closed:
                 return
             handing.join(writer, seq, self._new_term(), None)
-            handing.sent = self._means.backlog.oldest
+            handing.sent = self._context.backlog.oldest
             self._leading = Leading(writer, seq)
             self._leading.join(handing.token)
             for line, token in list(self._lines.items()):
@@ -307,7 +307,7 @@ class Leader:
         self._leading.join(token)
         self._welcomed.add(line)
         line.send(protocol.Welcome(self._leading.writer, self._leading.seq, self._leadership.term, notice))
-        line.send(protocol.Control(self._means.control.document.encode()))
+        line.send(protocol.Control(self._context.control.document.encode()))
 
     def _lose(self, line: Connection) -> None:
         token = self._lines.pop(line, "")
@@ -317,33 +317,33 @@ class Leader:
             self._welcomed.discard(line)
             self._leading.lose(token)
             term = self._new_term()
-            self._handing.hear_term(term)
-            self._tell(protocol.Term(term))
+            self._handing.accept_term(term)
+            self._send_all(protocol.Term(term))
 
-    def _tell(self, message: Message) -> list[Connection]:
+    def _send_all(self, message: Message) -> list[Connection]:
         """Tell all ranks; those that could not be told."""
         return [line for line in list(self._welcomed) if not line.send(message)]
 
     def _relay(self, document: ControlDocument) -> None:
         with self._lock:
-            self._tell(protocol.Control(document.encode()))
+            self._send_all(protocol.Control(document.encode()))
 
     def _gather(self) -> None:
         """Ask all ranks for what they have, and wait for it for a moment."""
         with self._lock:
             if self._leading is None:
                 return
-            for item in self._means.backlog.after(self._handing.sent, _ALL):
+            for item in self._context.backlog.after(self._handing.sent, _ALL):
                 self._leading.take(self._handing.token, item)
                 self._handing.sent = item.place.seq + 1
             self._asked = set(self._welcomed)
-            self._tell(protocol.Give())
+            self._send_all(protocol.Give())
         until = time.monotonic() + _GATHER_SECONDS
         while self._asked and not self._closed and (left := until - time.monotonic()) > 0:
             heard = self._inbox.take(left)
             if heard is not None:
                 with self._lock:
-                    self.hear(*heard)
+                    self.receive(*heard)
 
     def _prepare(self) -> bool:
         """Announce the next object to every rank; False where nothing waits."""
@@ -354,17 +354,17 @@ class Leader:
                     return False
                 if not self._read(batch):
                     continue
-                batch = self._told(batch)
+                batch = self._announced(batch)
                 self._data, self._rows = merge(batch.items, self._rows), {}
                 self._leading.begin(batch)
-                self._handing.hear_notice(batch.notice)
+                self._handing.accept_notice(batch.notice)
                 return True
         return False
 
-    def _told(self, batch: Batch) -> Batch:
+    def _announced(self, batch: Batch) -> Batch:
         """Announce an object to all ranks; as it is once those have left that could not be told."""
         batch = batch.under(self._new_term())
-        while deaf := self._tell(protocol.ObjectStarted(batch.notice)):
+        while deaf := self._send_all(protocol.ObjectStarted(batch.notice)):
             gone = {self._lines[line] for line in deaf}
             for line in deaf:
                 self._lose(line)
@@ -385,7 +385,7 @@ class Leader:
             if name not in self._rows:
                 self._rows[name] = rows_of(token, item)
         except FormatError as error:
-            self._means.health.fault("node", error)
+            self._context.health.fault("node", error)
             if token == self._handing.token:
                 raise ApartError(error.what) from error
             for line in [connection for connection in self._welcomed if self._lines[connection] == token]:
@@ -403,21 +403,21 @@ class Leader:
         flight = self._flight
         assert flight is not None
         key, data = flight.notice.key, self._data
-        target = self._means.access.target
-        restore_documents(store, target.run, target.attempt, key.writer.attempt, self._means.health)
-        blocks = flight.notice.blocks if store.create(key.path, data) else self._found(store, flight)
-        self._means.access.advanced()
+        target = self._context.access.target
+        restore_documents(store, target.run, target.attempt, key.writer.attempt, self._context.health)
+        blocks = flight.notice.blocks if store.create(key.path, data) else self._existing(store, flight)
+        self._context.access.advanced()
         with self._lock:
             if self._closed or self._leading is None:
                 return
             self._leading.land(blocks)
-            self._means.backlog.acknowledge(self._handing.hear_stored(key, blocks))
-            self._tell(protocol.ObjectStored(key, blocks))
-        self._means.health.count("objects")
-        self._means.health.count("bytes", len(data))
-        self._means.access.announce(key)
+            self._context.backlog.acknowledge(self._handing.accept_stored(key, blocks))
+            self._send_all(protocol.ObjectStored(key, blocks))
+        self._context.health.count("objects")
+        self._context.health.count("bytes", len(data))
+        self._context.access.announce(key)
 
-    def _found(self, store: Store, flight: Batch) -> Blocks:
+    def _existing(self, store: Store, flight: Batch) -> Blocks:
         """What lies where the object should: itself, for an answer was lost, or what a rank made that had left."""
         path = flight.notice.key.path
         there = store.get(path, limit=segment.MAX_BYTES)

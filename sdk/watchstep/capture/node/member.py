@@ -36,7 +36,7 @@ class Follower:
 
     def __init__(self, line: Connection, means: UploadContext, handing: Handing, window: int) -> None:
         self.line = line
-        self._means = means
+        self._context = means
         self._handing = handing
         self._window = window
         self.welcomed = False
@@ -50,22 +50,22 @@ class Follower:
         self.greeted = True
         self.line.send(protocol.Hello(self._handing.token))
 
-    def hear(self, message: Message) -> bool:
+    def receive(self, message: Message) -> bool:
         """Take in a message; whether the leader asks for blocks."""
-        handing, backlog = self._handing, self._means.backlog
+        handing, backlog = self._handing, self._context.backlog
         if isinstance(message, protocol.Welcome):
             self.welcomed = True
             handing.join(message.writer, message.seq, message.term, message.notice)
             handing.sent = backlog.oldest
             return not backlog.empty  # something urgent may have come before there was a leader
         if isinstance(message, protocol.ObjectStarted):
-            handing.hear_notice(message.notice)
+            handing.accept_notice(message.notice)
         elif isinstance(message, protocol.ObjectStored):
-            backlog.acknowledge(handing.hear_stored(message.key, message.blocks))
+            backlog.acknowledge(handing.accept_stored(message.key, message.blocks))
         elif isinstance(message, protocol.Term):
-            handing.hear_term(message.term)
+            handing.accept_term(message.term)
         elif isinstance(message, protocol.Control):
-            self._hear_control(message.document)
+            self._accept_control(message.document)
         elif isinstance(message, protocol.Apart):
             self.apart = message.reason
         elif isinstance(message, protocol.Give):
@@ -74,17 +74,17 @@ class Follower:
             return True
         return False
 
-    def _hear_control(self, document: bytes) -> None:
+    def _accept_control(self, document: bytes) -> None:
         try:
-            self._means.control.accept(ControlDocument.decode(document))
+            self._context.control.accept(ControlDocument.decode(document))
         except FormatError as error:
-            self._means.health.fault("control document", error)
+            self._context.health.fault("control document", error)
 
     def hand_over(self) -> None:
         """Send what the window has room for, and say that this was all; unasked, have it written at once."""
         if not self.welcomed:
             return
-        handing, backlog = self._handing, self._means.backlog
+        handing, backlog = self._handing, self._context.backlog
         with_leader = [item for item in backlog.after(0, _ALL) if item.place.seq < handing.sent]
         room = self._window - sum(len(item.data) for item in with_leader)
         for item in backlog.after(handing.sent, room) if room > 0 else []:
@@ -119,7 +119,7 @@ class Member:
     def __init__(self, means: UploadContext, queue: BoundedQueue, bounds: Bounds) -> None:
         target = means.access.target
         who = target.identity
-        self._means = means
+        self._context = means
         self._queue = queue
         self._bounds = bounds
         self._meeting = Meeting((target.store_url, who.project, who.run, who.attempt, who.node))
@@ -140,11 +140,11 @@ class Member:
     @property
     def claimed(self) -> tuple[Store, str] | None:
         """The store and the attempt, once they are sure to be there."""
-        role, store = self._role, self._means.access.store
+        role, store = self._role, self._context.access.store
         if isinstance(role, Uploader):
             return role.claimed
         sure = role is not None and (role.begun if isinstance(role, Leader) else role.welcomed)
-        return (store, self._means.access.target.identity.attempt) if sure and store is not None else None
+        return (store, self._context.access.target.identity.attempt) if sure and store is not None else None
 
     @property
     def account(self) -> tuple[str, int]:
@@ -154,7 +154,7 @@ class Member:
     @property
     def writers(self) -> int:
         """How many write beside each other in this attempt."""
-        who = self._means.access.target.identity
+        who = self._context.access.target.identity
         return who.world_size if isinstance(self._role, Uploader) else who.nodes
 
     @property
@@ -174,7 +174,7 @@ class Member:
     @property
     def failing_for(self) -> float | None:
         """For how many seconds the store has refused; None where it does not."""
-        return self._means.access.failing_for
+        return self._context.access.failing_for
 
     @property
     def end_written(self) -> bool:
@@ -185,30 +185,30 @@ class Member:
         """The process is about to end: try at once, and often."""
         self._hurried = True
         self._moved_at = time.monotonic()
-        self._means.access.hurry()
+        self._context.access.hurry()
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Take in what the others said, and look for them; whether blocks are wanted now."""
         with self._lock:
             wanted = False
             try:
                 while (heard := self._inbox.take()) is not None:
-                    wanted |= self._heard(*heard)
+                    wanted |= self._receive_one(*heard)
                 if self._role is None and not self._released:
                     self._seek()
             except Exception as error:  # noqa: BLE001 - whatever it is, a rank can always write for itself
                 self._go_apart(error, rejoin=False)
             return wanted
 
-    def _heard(self, origin: Connection, message: Message | None) -> bool:
+    def _receive_one(self, origin: Connection, message: Message | None) -> bool:
         role = self._role
         if isinstance(role, Leader):
-            if role.hear(origin, message):
+            if role.receive(origin, message):
                 self._queue.urgent_at = time.monotonic()
                 return True
         elif isinstance(role, Follower) and role.line is origin:
             if message is not None:
-                return role.hear(message)
+                return role.receive(message)
             origin.close()
             self._role = None
             if role.apart:
@@ -220,7 +220,7 @@ class Member:
             leadership = self._meeting.lead()
             if leadership is not None:
                 self._report_place()
-                self._role = Leader(leadership, self._means, self._handing, self._inbox, self._lock)
+                self._role = Leader(leadership, self._context, self._handing, self._inbox, self._lock)
                 self._role.listen()
                 return
             line = self._meeting.connect()
@@ -229,11 +229,11 @@ class Member:
         if line is not None:
             self._report_place()
             window = self._bounds.backlog_bytes // _WINDOWS
-            self._role = Follower(Connection(line, self._inbox), self._means, self._handing, window)
+            self._role = Follower(Connection(line, self._inbox), self._context, self._handing, window)
 
     def _report_place(self) -> None:
         if self._meeting.refused:
-            self._means.health.fault("private folder", PermissionError(self._meeting.refused))
+            self._context.health.fault("private folder", PermissionError(self._meeting.refused))
 
     def turn(self, *, flush: bool = True) -> None:
         """Do what the role asks for, and leave it where it does not work out.
@@ -258,7 +258,7 @@ class Member:
                 self._go_apart(error, rejoin=False)
 
     def _follow(self, role: Follower, *, flush: bool) -> None:
-        access = self._means.access
+        access = self._context.access
         try:
             if not role.greeted and access.ready:
                 if self._handing.doubt is not None:
@@ -287,15 +287,15 @@ class Member:
                 return
             doubt = doubt or Doubt(notice.key, self._handing.token, ())
             acknowledged = [
-                item for item in self._means.backlog.after(0, _ALL) if item.place.seq in doubt.numbers
+                item for item in self._context.backlog.after(0, _ALL) if item.place.seq in doubt.numbers
             ]
         contained = settle(store, doubt, acknowledged)
         with self._lock:
             if self._handing.notice is notice:
-                self._means.backlog.acknowledge(self._handing.hear_stored(notice.key, contained))
+                self._context.backlog.acknowledge(self._handing.accept_stored(notice.key, contained))
 
     def _look_after(self) -> None:
-        backlog, now = self._means.backlog, time.monotonic()
+        backlog, now = self._context.backlog, time.monotonic()
         oldest = None if backlog.empty else backlog.oldest
         if oldest is None or oldest != self._oldest:
             self._moved_at, self._oldest = now, oldest
@@ -316,12 +316,12 @@ class Member:
         if isinstance(role, Uploader):
             return
         if error is not None:
-            self._means.health.fault("node", error)
+            self._context.health.fault("node", error)
         self._disconnect(role)
         self._role = self._alone
         self._rejoin_at = time.monotonic() + _APART_SECONDS if rejoin else float("inf")
-        self._means.backlog.take_back(self._handing.part(), self._alone.written)
-        self._means.health.count("apart")
+        self._context.backlog.take_back(self._handing.part(), self._alone.written)
+        self._context.health.count("apart")
 
     def _disconnect(self, role: Leader | Follower | None) -> None:
         if role is None:
@@ -332,7 +332,7 @@ class Member:
         role.line.close()
         while (heard := self._inbox.take()) is not None:  # what the leader said before it could not any more
             if heard[0] is role.line and heard[1] is not None:
-                role.hear(heard[1])
+                role.receive(heard[1])
 
     def release(self) -> None:
         """This process uploads nothing more: what is left is its own, and goes to disk."""
@@ -358,7 +358,7 @@ class Member:
 
     def write_end(self, end: documents.EndDocument) -> None:
         """Write how the worker ended, after everything else."""
-        access = self._means.access
+        access = self._context.access
         if isinstance(self._role, Uploader):
             self._alone.write_end(end)
         elif self._role is not None and self.claimed is not None and access.ready:

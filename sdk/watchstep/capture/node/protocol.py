@@ -331,15 +331,15 @@ class Handing:
         if self.account[0] != writer.writer:
             self.account = (writer.writer, 0)
 
-    def hear_notice(self, notice: Notice) -> None:
+    def accept_notice(self, notice: Notice) -> None:
         """An object is about to be made; a notice replaces one whose object was never begun."""
         self.notice, self._term = notice, notice.term
 
-    def hear_term(self, term: str) -> None:
+    def accept_term(self, term: str) -> None:
         """A rank has left."""
         self._term = term
 
-    def hear_stored(self, key: SegmentKey, blocks: Blocks) -> tuple[int, ...]:
+    def accept_stored(self, key: SegmentKey, blocks: Blocks) -> tuple[int, ...]:
         """An object is there; returns which of this rank's blocks are in it."""
         numbers = tuple(blocks.get(self.token, ()))
         if numbers:

@@ -291,7 +291,7 @@ class LentCredentials:
         self._lock = threading.Lock()
         self._again_at = 0.0
         self.answer = self._ask()
-        self._held: dict[str, Any] | None = _of(self.answer)
+        self._settings: dict[str, Any] | None = _of(self.answer)
 
     def __call__(self) -> Mapping[str, Any]:
         """Those that were asked for just now, or new ones; the old, as long as they count, where there are none.
@@ -300,7 +300,7 @@ class LentCredentials:
             ServiceError: the service refuses, or does not answer, and the old ones have expired.
         """
         with self._lock:
-            settings, self._held = self._held, None
+            settings, self._settings = self._settings, None
             if settings is not None:
                 return settings  # the first, just asked for
             old = _of(self.answer)

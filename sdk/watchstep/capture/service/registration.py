@@ -213,7 +213,7 @@ class RunRegistration:
         self._health.withdraw("registration")
         if answer.job_refusal is not None:
             self._health.fault("registration", answer.job_refusal)
-        self._control.hear(control, state.attempt)
+        self._control.receive(control, state.attempt)
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class Announcer:
         """Whether the service has refused, and is not to be asked yet."""
         return self._pause.goes_on
 
-    def tell_cost(self, report: Callable[[float], None]) -> None:
+    def report_cost(self, report: Callable[[float], None]) -> None:
         """Tell of the processor time of each request, in seconds."""
         self._cost = report
 
@@ -344,7 +344,7 @@ class Announcer:
     def _work(self) -> None:
         while (key := self._next()) is not None:
             began, cpu = time.monotonic(), time.thread_time()
-            done = self._told(key)
+            done = self._announced(key)
             with self._changed:
                 if done and self._waiting and self._waiting[0] == key:
                     self._waiting.popleft()
@@ -368,10 +368,10 @@ class Announcer:
             self._waiting.popleft()
             self._health.count("skipped_announcements")
 
-    def _told(self, key: SegmentKey) -> bool:
+    def _announced(self, key: SegmentKey) -> bool:
         """Whether the service needs to hear of a segment no more: it was told, or would refuse it again."""
         try:
-            self._tell(key)
+            self._announce(key)
         except ServiceError as error:
             self._health.fault("service", error)
             self._pause.failed(error)
@@ -382,7 +382,7 @@ class Announcer:
             return False
         return True
 
-    def _tell(self, key: SegmentKey) -> None:
+    def _announce(self, key: SegmentKey) -> None:
         if not self._registered:
             self._service.register({**self._registration, "attempt": key.writer.attempt})
             self._registered = True

@@ -103,9 +103,9 @@ class Ending:
         return self._recorder.last_finished
 
     @property
-    def obeys(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the program ends because it was asked to stop, by whatever code."""
-        return self._recorder.heeded and self._recorder.stopped is not None
+        return self._recorder.acknowledged and self._recorder.stopped is not None
 
     @property
     def ended(self) -> bool:
@@ -194,7 +194,7 @@ class Ending:
         finally:
             self._gate.close()
         if first and not complete:
-            self._tell_what_is_left()
+            self._log_remaining()
 
     def limit(self) -> None:
         """What ends after others has no more time than they: the deadline of an end that begins now."""
@@ -221,7 +221,7 @@ class Ending:
         while self._joins:
             self._joins.pop()(self.is_late)
 
-    def _tell_what_is_left(self) -> None:
+    def _log_remaining(self) -> None:
         health = self._health.as_data()
         folder = self._writer.left_in
         _log.warning(
@@ -239,7 +239,7 @@ class Ending:
         if self._recorder.guarding is not None:
             self._recorder.guarding.end()
         # One that trained to its end, whatever it was asked, was not stopped.
-        stopped = self._recorder.stopped if self._recorder.heeded or dying else None
+        stopped = self._recorder.stopped if self._recorder.acknowledged or dying else None
         return EndDocument(
             worker=self._recorder.worker,
             state=state or ("stopped" if stopped else "completed"),
@@ -447,7 +447,9 @@ def _watch_exit() -> None:
     sys.excepthook = note
     atexit.register(_end_all)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_hold_sigterm, after_in_parent=_let_sigterm, after_in_child=_forget_all)
+        os.register_at_fork(
+            before=_defer_sigterm, after_in_parent=_release_sigterm, after_in_child=_forget_all
+        )
 
 
 def _end_all() -> None:
@@ -457,7 +459,7 @@ def _end_all() -> None:
                 ending.limit()
         exited = _exits[0].failure() if _exits else ""
         for ending in live():
-            if ending.fails or (exited and not ending.obeys):
+            if ending.fails or (exited and not ending.is_requested):
                 ending.end("failed", ending.reason if ending.fails else exited)
             else:
                 ending.end()
@@ -469,13 +471,13 @@ def _hurry_all() -> None:
         ending.hurry()
 
 
-def _hold_sigterm() -> None:
+def _defer_sigterm() -> None:
     """A SIGTERM that meets a child before it has forgotten the recording must end it, and not be lost."""
     if _terminations:
         _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _let_sigterm() -> None:
+def _release_sigterm() -> None:
     mask = _masks.pop(threading.get_ident(), None)
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -488,4 +490,4 @@ def _forget_all() -> None:
         _terminations.pop().forget()
     while _exits:
         _exits.pop().withdraw()
-    _let_sigterm()
+    _release_sigterm()

@@ -72,8 +72,8 @@ class Termination:
         self._leaving = threading.Event()
         self._exit_code = 0
         self._exit = os._exit
-        self._leave = self._leave_process
-        os._exit = self._leave
+        self._exit_hook = self._exit_process
+        os._exit = self._exit_hook
         self._took_sigterm = False
         self._listener = threading.Thread(target=self._listen, name="watchstep-end", daemon=True)
         self._listener.start()
@@ -100,14 +100,14 @@ class Termination:
 
     def withdraw(self) -> None:
         """Nothing is recorded any more: leave everything as it was found, where it is still ours."""
-        self._leave_alone()
+        self._restore_exit()
         on_main = threading.current_thread() is threading.main_thread()
         if on_main or not self._took_sigterm:  # else the interpreter still tells it of signals
             self._send(_WITHDRAWN)
             self._listener.join(_ENDING_SECONDS)
 
-    def _leave_alone(self) -> None:
-        if os._exit is self._leave:
+    def _restore_exit(self) -> None:
+        if os._exit is self._exit_hook:
             os._exit = self._exit
         if threading.current_thread() is not threading.main_thread():
             return
@@ -119,7 +119,7 @@ class Termination:
 
     def forget(self) -> None:
         """This is a forked child: it ends as if nothing had been recorded."""
-        self._leave_alone()
+        self._restore_exit()
         self._close()
 
     def _close(self) -> None:
@@ -142,7 +142,7 @@ class Termination:
             time.sleep(self._ends.bound() + 1.0)  # the other thread ends the process before
         take_default_action(number)
 
-    def _leave_process(self, status: int) -> NoReturn:
+    def _exit_process(self, status: int) -> NoReturn:
         if os.getpid() == self._pid:
             self._exit_code = status
             self._send(_LEAVING)

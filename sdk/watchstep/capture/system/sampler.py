@@ -285,7 +285,7 @@ class Sampler:
         began = time.thread_time()
         self._sources = opened(self._identity, self._health, gpus=self._settings.gpus)
         self._age = _age(self._began)
-        self._tell(began)
+        self._report(began)
 
     def _go_on(self) -> None:
         last, due = time.perf_counter(), self._began + self._settings.row_seconds
@@ -298,7 +298,7 @@ class Sampler:
             if now >= due or (is_over and now >= self._began + self._settings.row_seconds):
                 self._give()
                 due = now + self._settings.row_seconds
-            self._tell(began)
+            self._report(began)
 
     def _sample(self, seconds: float) -> None:
         for source in list(self._sources):
@@ -323,7 +323,7 @@ class Sampler:
         if rows is not None:
             self._alongside.rows.give(rows)
 
-    def _tell(self, began: float) -> None:
+    def _report(self, began: float) -> None:
         if self._cost is not None:
             self._cost(time.thread_time() - began)
 

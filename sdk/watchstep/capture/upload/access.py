@@ -312,7 +312,7 @@ class Access:
         if self._announcer is not None:
             self._announcer.close(is_late)
 
-    def tell_cost(self, report: Callable[[float], None]) -> None:
+    def report_cost(self, report: Callable[[float], None]) -> None:
         """Tell of the processor time that announcing takes, in seconds."""
         if self._announcer is not None:
-            self._announcer.tell_cost(report)
+            self._announcer.report_cost(report)

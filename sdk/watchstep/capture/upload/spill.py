@@ -276,14 +276,14 @@ class SpillFolder:
         Raises:
             OSError: it cannot be read.
         """
-        found = []
+        listed = []
         with _opened(self.path) as directory, os.scandir(directory) as entries:
             for entry in entries:
                 named = _FILE.fullmatch(entry.name)
                 place = SegmentPlace.parse(named[1]) if named else None
                 if place is not None and entry.is_file(follow_symlinks=False):
-                    found.append(Spilled(place, entry.stat(follow_symlinks=False).st_size))
-        return sorted(found, key=lambda spilled: spilled.place.seq)
+                    listed.append(Spilled(place, entry.stat(follow_symlinks=False).st_size))
+        return sorted(listed, key=lambda spilled: spilled.place.seq)
 
     def read(self, spilled: Spilled) -> Outgoing:
         """An object.
@@ -418,7 +418,7 @@ class Spill:
         self._waiting.append(spilled)
         self.bytes += spilled.size
         self._health.count("spilled_objects")
-        self._tell()
+        self._report()
         return True
 
     def head(self) -> Outgoing | None:
@@ -445,7 +445,7 @@ class Spill:
             self._folder.drop(spilled.name)
         except OSError as error:
             self._health.fault("spill", error)
-        self._tell()
+        self._report()
         if not self._waiting:
             self.close()
         return True
@@ -548,6 +548,6 @@ class Spill:
         if not self._waiting:
             self.close()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         where = f" in {self._folder.path}" if self._waiting and self._folder is not None else ""
         self._health.note("spill", f"{len(self._waiting)} objects, {self.bytes} bytes wait{where}")

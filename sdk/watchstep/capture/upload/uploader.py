@@ -88,7 +88,7 @@ class Uploader:
         """The process is about to end: try at once, and often."""
         self._access.hurry()
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Nobody says anything: whoever woke the writer wants it to write."""
         return True
 

@@ -97,7 +97,7 @@ def listen(listener: ScalerListener) -> None:
     if not _installed:
         _installed.append(True)
         scaler = torch.amp.GradScaler
-        scaler.step = _telling(scaler.step)  # type: ignore[method-assign]
+        scaler.step = _reporting(scaler.step)  # type: ignore[method-assign]
     _listeners.append(weakref.ref(listener))
 
 
@@ -120,7 +120,7 @@ def scaling_of(optimizer: Optimizer) -> Scaling:
     return Scaling(scale, exact, overflow=OnTheWay(overflow))
 
 
-def _telling(step: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def call(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         scale = getattr(self, "_scale", None)

@@ -95,7 +95,7 @@ def _before(clip: Callable[..., Any]) -> Callable[..., Any]:
         if _quiet():
             return clip(parameters, *args, **kwargs)
         parameters_given = _listed(parameters)
-        _tell_clipping(parameters_given)
+        _notify_clipping(parameters_given)
         return clip(parameters_given, *args, **kwargs)
 
     return call
@@ -107,8 +107,8 @@ def _before_with_norm(clip: Callable[..., Any]) -> Callable[..., Any]:
         if _quiet():
             return clip(parameters, max_norm, total_norm, *args, **kwargs)
         parameters_given = _listed(parameters)
-        _tell_clipping(parameters_given)
-        _tell_norm(parameters_given, total_norm)
+        _notify_clipping(parameters_given)
+        _notify_norm(parameters_given, total_norm)
         return clip(parameters_given, max_norm, total_norm, *args, **kwargs)
 
     return call
@@ -120,9 +120,9 @@ def _around_norm(clip: Callable[..., Any]) -> Callable[..., Any]:
         if _quiet():
             return clip(parameters, *args, **kwargs)
         parameters_given = _listed(parameters)
-        _tell_clipping(parameters_given)
+        _notify_clipping(parameters_given)
         norm = clip(parameters_given, *args, **kwargs)
-        _tell_norm(parameters_given, norm)
+        _notify_norm(parameters_given, norm)
         return norm
 
     return call
@@ -133,13 +133,13 @@ def _listed(parameters: Any) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _tell_clipping(parameters: list[Any]) -> None:
+def _notify_clipping(parameters: list[Any]) -> None:
     for reference in _listeners:
         if (listener := reference()) is not None:
             listener.clipping(parameters)
 
 
-def _tell_norm(parameters: list[Any], norm: Any) -> None:
+def _notify_norm(parameters: list[Any], norm: Any) -> None:
     if isinstance(norm, Tensor):
         for reference in _listeners:
             if (listener := reference()) is not None:
@@ -269,10 +269,10 @@ class ClippedGradients:
         for clip in self._clips:
             if clip.ids & ids:
                 measured |= clip.ids
-                for found in clip.measured:
-                    self.released_nonfinite |= bool(found.measurement.nonfinite)
+                for result in clip.measured:
+                    self.released_nonfinite |= bool(result.measurement.nonfinite)
                     self._recorder.add(
-                        found.group, found.measurement, probes=found.probes, condition=condition
+                        result.group, result.measurement, probes=result.probes, condition=condition
                     )
         self._released_clips += [clip for clip in self._clips if clip.ids & ids]
         self._released_norms += [norm for norm in self._norms if norm.ids & ids]

@@ -28,7 +28,7 @@ from watchstep.format import tensors
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel
-from watchstep.pytorch.gate import GradientGate, hold_any, hold_any_on_host
+from watchstep.pytorch.gate import GradientGate, any_is_nonfinite, any_is_nonfinite_on_host
 from watchstep.pytorch.names import NamedParameter, Names, bases_of, dtype_name, standing
 from watchstep.pytorch.parameters.parameters import Updated
 
@@ -152,7 +152,7 @@ class FiniteChecks:
         self._wanted = session.config.gate
         self._sweep, self._buffer_sweep = GradientGate(), GradientGate()
         self._starts: dict[_Key, _Start] = {}
-        self._known: MutableMapping[Optimizer, Updated] = WeakIdKeyDictionary()
+        self._updated_before: MutableMapping[Optimizer, Updated] = WeakIdKeyDictionary()
         self._nonfinite: set[_Key] = set()
         self._recorded: tuple[int, set[_Key]] = (-1, set())
         self._suspected, self._in_a_row, self._due = -2, 0, -1
@@ -173,13 +173,13 @@ class FiniteChecks:
 
     def before_update(self, optimizer: Optimizer, updated: Updated) -> None:
         """See the parameters of an optimizer before it first changes them."""
-        before = self._known.get(optimizer)
+        before = self._updated_before.get(optimizer)
         if before is updated or not self._wanted:
             return
         seen = frozenset() if before is None else frozenset(before.ids)
         new = [_parameter(named) for named in updated.parameters if id(named.parameter) not in seen]
         self._note_starts([checked for checked in new if checked.key not in self._starts])
-        self._known[optimizer] = updated
+        self._updated_before[optimizer] = updated
 
     def after_update(self, optimizer: Optimizer, updated: Updated, step: int) -> None:
         """Record what an update wrote, if that is due."""
@@ -189,7 +189,7 @@ class FiniteChecks:
             self._record([*written, *self._changed_buffers(step)], step)
             self._schedule.asked(since)
 
-    def holds_damage(self, optimizer: Optimizer, updated: Updated) -> bool | None:
+    def has_damage(self, optimizer: Optimizer, updated: Updated) -> bool | None:
         """Whether a parameter or its state is non-finite that was finite at the start; None where that lies on a device."""
         written = [
             checked for checked in self._written(optimizer, updated) if checked.key not in self._starts
@@ -197,7 +197,7 @@ class FiniteChecks:
         if not all(checked.on_host for checked in written):
             return None
         since = self._schedule.now()
-        damaged = hold_any_on_host([checked.values for checked in written])
+        damaged = any_is_nonfinite_on_host([checked.values for checked in written])
         self._schedule.asked(since)
         return damaged
 
@@ -218,14 +218,14 @@ class FiniteChecks:
         elif step % _BUFFER_SWEEP == _BUFFER_SWEEP - 1 and (self._buffers or self._own):
             gate, written = self._buffer_sweep, list(self._scanned_buffers(step))
         elif self._sweep.pending or self._buffer_sweep.pending:
-            return self._sweep.holds_nonfinite([]) | self._buffer_sweep.holds_nonfinite([])
+            return self._sweep.has_nonfinite([]) | self._buffer_sweep.has_nonfinite([])
         else:
             return False
         since = self._schedule.now()
         usual = [
             checked.values for checked in written if not (checked.on_host and checked.key in self._starts)
         ]
-        nonfinite = gate.holds_nonfinite(usual)
+        nonfinite = gate.has_nonfinite(usual)
         self._schedule.asked(since)
         return nonfinite
 
@@ -234,8 +234,8 @@ class FiniteChecks:
         on_host = [checked for checked in written if checked.on_host]
         elsewhere = [checked for checked in written if not checked.on_host]
         bad: list[_Checked] = []
-        if hold_any_on_host([checked.values for checked in on_host]):
-            bad = [checked for checked in on_host if hold_any_on_host([checked.values])]
+        if any_is_nonfinite_on_host([checked.values for checked in on_host]):
+            bad = [checked for checked in on_host if any_is_nonfinite_on_host([checked.values])]
         keys = {checked.key for checked in bad}
         mended = [checked for checked in on_host if checked.key in self._nonfinite - keys]
         self._nonfinite -= {checked.key for checked in on_host}
@@ -284,8 +284,8 @@ class FiniteChecks:
         """Keep how tensors are before any update: in host memory of those alone that are non-finite."""
         on_devices = [checked for checked in new if not checked.on_host]
         on_host = [checked for checked in new if checked.on_host]
-        if hold_any_on_host([checked.values for checked in on_host]):
-            on_devices += [checked for checked in on_host if hold_any_on_host([checked.values])]
+        if any_is_nonfinite_on_host([checked.values for checked in on_host]):
+            on_devices += [checked for checked in on_host if any_is_nonfinite_on_host([checked.values])]
         if on_devices:
             measured = Cached(self._kernel.measure([checked.values for checked in on_devices]))
             self._starts.update(
@@ -333,9 +333,9 @@ class FiniteChecks:
                     described = _described(self._names.buffer(path, leaf, module, order))
                     info = replace(described, role="buffer_check")
                     own.append((_OwnBuffer(module, leaf, info, stands.weight, values), values.detach()))
-        any_bad = hold_any([values for _, values in own])
+        any_bad = any_is_nonfinite([values for _, values in own])
         for buffer, values in own:
-            if not (any_bad and hold_any([values])):
+            if not (any_bad and any_is_nonfinite([values])):
                 yield buffer
 
     def _scanned_buffers(self, step: int) -> Iterator[_Checked]:

@@ -136,10 +136,10 @@ class Hyperparameters:
         if again:
             watched.recorded = step
         on_device: list[tuple[_Series, Tensor]] = []
-        for known, group in zip(watched.groups, groups, strict=False):
-            if known.is_as_seen(group) and not again:
+        for previous, group in zip(watched.groups, groups, strict=False):
+            if previous.is_as_seen(group) and not again:
                 continue
-            for series in known.series:
+            for series in previous.series:
                 value = series.value(group)
                 if isinstance(value, Tensor):
                     version = (id(value), value._version)  # noqa: SLF001 - has no public name

@@ -111,7 +111,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return callable(kwargs.get("closure")) or any(callable(argument) for argument in args)
 
 
-def _told_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
     """A program's closure, of whose first end in a step listeners are told. It has the closure's name and attributes."""
     reported = False
 
@@ -193,11 +193,11 @@ def _told_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a step with what tells of its closure in the closure's place."""
     if callable(closure := kwargs.get("closure")):
-        return args, {**kwargs, "closure": _told_closure(optimizer, closure)}
+        return args, {**kwargs, "closure": _reporting_closure(optimizer, closure)}
     arguments = list(args)
     for place, argument in enumerate(arguments):
         if argument is not optimizer and callable(argument):
-            arguments[place] = _told_closure(optimizer, argument)
+            arguments[place] = _reporting_closure(optimizer, argument)
             break
     return tuple(arguments), kwargs
 

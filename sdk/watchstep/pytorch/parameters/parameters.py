@@ -164,10 +164,10 @@ class Parameters:
         """The watched parameters among the optimizer's; looked up anew when it holds others than before."""
         members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ids = list(map(id, members))
-        known = self._updated.get(optimizer)
-        if known is not None and known.ids == ids:
-            return known
-        if known is not None or any(i not in self._named for i in ids):
+        cached = self._updated.get(optimizer)
+        if cached is not None and cached.ids == ids:
+            return cached
+        if cached is not None or any(i not in self._named for i in ids):
             self._look_again()  # some were added or taken away since
         updated = self._updated[optimizer] = _arranged(ids, [self._named[i] for i in ids if i in self._named])
         return updated
@@ -191,7 +191,7 @@ class Parameters:
         """All of the model, whether an optimizer holds them or not."""
         return self._named.values()
 
-    def held(self) -> frozenset[int]:
+    def optimized(self) -> frozenset[int]:
         """Ids of the parameters of every optimizer that has stepped, and is still there."""
         return frozenset(i for updated in self._updated.values() for i in updated.ids)
 

@@ -94,23 +94,23 @@ class MissingUpdates:
             return
         self._counted = True
         self._passes += 1
-        self._tell()
+        self._report()
         if self._wanted and self._passes % _HANDED_OVER == 0:
             self._recorder.hand_over_unfinished()
 
     def left_out(self) -> None:
         """A step is over whose update was left out, or was not finite."""
         self._steps, self._passes, self._counted = self._steps + 1, 0, False
-        self._tell()
+        self._report()
 
     def updated(self) -> None:
         """A finite update was made."""
         if self._steps or self._passes:
             self._steps = self._passes = 0
-            self._tell()
+            self._report()
         self._counted = False
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._wanted:
             self._recorder.scalar(self._name, float(self._steps + self._passes))
 
@@ -328,7 +328,7 @@ class StaleGradients:
             looked = self._looked[optimizer] = _Looked(name)
         gradient = looked.gradient()
         if looked.version is not None and looked.kept is not None:
-            self._tell(looked, gradient)
+            self._report(looked, gradient)
         if gradient is None:
             looked.parameter, gradient = _last(parameters())
         rests = looked.cleared > _AT_EACH_STEP and looked.cleared % _NOW_AND_THEN != 0
@@ -336,7 +336,7 @@ class StaleGradients:
         looked.version = None if gradient is None or rests else gradient._version  # noqa: SLF001 - as above
         looked.kept = None
 
-    def _tell(self, looked: _Looked, gradient: Tensor | None) -> None:
+    def _report(self, looked: _Looked, gradient: Tensor | None) -> None:
         added = gradient is not None and looked.version is not None and gradient._version > looked.version  # noqa: SLF001 - as above
         stale = looked.kept if added else False
         if isinstance(stale, Tensor):
@@ -389,7 +389,7 @@ class _Beside:
         return {"changed": self.flags.numbers(), **self.columns}
 
 
-class _Held(NamedTuple):
+class _Coverage(NamedTuple):
     """What optimizers hold of a model.
 
     Attributes:
@@ -405,7 +405,7 @@ class _Held(NamedTuple):
     modules: frozenset[str]
 
     @classmethod
-    def of(cls, ids: frozenset[int], named: Iterable[NamedParameter]) -> _Held:
+    def of(cls, ids: frozenset[int], named: Iterable[NamedParameter]) -> _Coverage:
         """Of a model, by the ids of all that is held."""
         elements, learning, first, modules = 0, 0, np.inf, set()
         for member in named:
@@ -442,7 +442,7 @@ class ParametersNotInOptimizer:
         self._ever: dict[
             int, Tensor
         ] = {}  # no weak references: `torch.utils.swap_tensors` refuses tensors that have one
-        self._known: frozenset[int] = frozenset()
+        self._in_optimizers: frozenset[int] = frozenset()
         self._optimizers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()
         self._searched_for: set[int] = set()
         self._searches = 0
@@ -489,12 +489,12 @@ class ParametersNotInOptimizer:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        optimized = self._parameters.held().union(others)
+        optimized = self._parameters.optimized().union(others)
         watched = {id(named.parameter) for named in self._parameters.named}
         if not self._ever.keys() <= watched:
             self._ever = {key: tensor for key, tensor in self._ever.items() if key in watched}
-        if optimized != self._known:
-            self._known = optimized
+        if optimized != self._in_optimizers:
+            self._in_optimizers = optimized
             self._ever.update(
                 {
                     id(named.parameter): named.parameter
@@ -540,7 +540,7 @@ class ParametersNotInOptimizer:
         self._recorder.add(group, self._kernel.measure(gradients), probes=(flags_and_columns,))
 
     def _columns(self, members: list[NamedParameter]) -> dict[str, Floats]:
-        coverage = _Held.of(self._known, self._parameters.named)
+        coverage = _Coverage.of(self._in_optimizers, self._parameters.named)
 
         def column(flags: Iterable[bool]) -> Floats:
             return np.array([float(flag) for flag in flags])

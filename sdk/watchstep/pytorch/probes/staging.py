@@ -32,7 +32,7 @@ class OnTheWay:
 
     def __init__(self, figures: Tensor) -> None:
         self._event: Any = None
-        self._held = figures.detach().to("cpu", non_blocking=True)
+        self._copied = figures.detach().to("cpu", non_blocking=True)
         if figures.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(figures.device))
@@ -46,7 +46,7 @@ class OnTheWay:
         """The figures as float64, of the tensor's shape."""
         if self._event is not None:
             self._event.synchronize()
-        return np.asarray(self._held.double().numpy())
+        return np.asarray(self._copied.double().numpy())
 
 
 MOST = 16_384

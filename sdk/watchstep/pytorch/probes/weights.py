@@ -359,7 +359,7 @@ class WeightChange:
     def __post_init__(self) -> None:
         self._wanted = of_kind(self.probes, WEIGHT_CHANGE)
         self._steps = [int(probe.arguments[0]) for probe in self._wanted]
-        self._kept = min(_MOST_KEPT, max([1, *self._steps]))
+        self._depth = min(_MOST_KEPT, max([1, *self._steps]))
 
     @property
     def applies(self) -> bool:
@@ -383,11 +383,11 @@ class WeightChange:
         """
         if not weights or any(weight.layout is not torch.strided for weight in weights):
             return None
-        most = elements_of_each(among * self._kept)
+        most = elements_of_each(among * self._depth)
         rows = []
         for owner, view in zip(owners, views(weights, most), strict=True):
             now = view.to(wide_float(view.device), copy=True)
-            history = self._earlier.setdefault(owner, deque(maxlen=self._kept))
+            history = self._earlier.setdefault(owner, deque(maxlen=self._depth))
             if history and (history[-1].sample.shape != now.shape or history[-1].step > step):
                 history.clear()
             rows.append([self._ratio(probe, now, history, step) for probe in self._wanted])

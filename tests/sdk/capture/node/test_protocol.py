@@ -73,7 +73,7 @@ class Node(RuleBasedStateMachine):
         if notice is None or (doubt is None and not whole):
             return
         mine = {rank.name: doubt.numbers} if doubt else {}
-        rank.acknowledge(rank.handing.hear_stored(notice.key, self.create(notice.key, mine)))
+        rank.acknowledge(rank.handing.accept_stored(notice.key, self.create(notice.key, mine)))
 
     # -- the leader
 
@@ -95,7 +95,7 @@ class Node(RuleBasedStateMachine):
         self.told.discard(rank.name)
         self.leading.lose(rank.name)
         term = self.new_term()
-        self.leader.handing.hear_term(term)
+        self.leader.handing.accept_term(term)
         self.tell(protocol.Term(term))
 
     @rule(place=RANKS)
@@ -153,11 +153,11 @@ class Node(RuleBasedStateMachine):
             handing.join(message.writer, message.seq, message.term, message.notice)
             handing.sent = rank.unsure[0] if rank.unsure else rank.made
         elif isinstance(message, protocol.ObjectStarted):
-            handing.hear_notice(message.notice)
+            handing.accept_notice(message.notice)
         elif isinstance(message, protocol.ObjectStored):
-            rank.acknowledge(handing.hear_stored(message.key, message.blocks))
+            rank.acknowledge(handing.accept_stored(message.key, message.blocks))
         elif isinstance(message, protocol.Term):
-            handing.hear_term(message.term)
+            handing.accept_term(message.term)
 
     @rule(place=RANKS)
     def hand_over(self, place: int) -> None:
@@ -192,7 +192,7 @@ class Node(RuleBasedStateMachine):
             batch = batch.under(self.new_term(), {rank.name for rank in gone})
         self.tell(protocol.ObjectStarted(batch.notice))
         self.leading.begin(batch)
-        self.leader.handing.hear_notice(batch.notice)
+        self.leader.handing.accept_notice(batch.notice)
 
     @rule()
     def announce_to_some_and_die(self) -> None:
@@ -215,7 +215,7 @@ class Node(RuleBasedStateMachine):
         contained = self.create(notice.key, notice.blocks)
         if answered:
             self.leading.land(contained)
-            self.leader.acknowledge(self.leader.handing.hear_stored(notice.key, contained))
+            self.leader.acknowledge(self.leader.handing.accept_stored(notice.key, contained))
             self.tell(protocol.ObjectStored(notice.key, contained))
 
     @precondition(lambda self: self.late)
