@@ -42,15 +42,15 @@ _LONGEST = 500
 _log = logging.getLogger(__name__)
 
 
-class Trying:
+class TryObservation:
     """One try as it goes on."""
 
     def __init__(self, due: DueAction, span: tracing.Spanned) -> None:
         self._due = due
         self._span = span
 
-    def came_to(self, tried: AttemptResult) -> None:
-        """Tell what came of it; that it only waited is nothing to tell."""
+    def finished(self, tried: AttemptResult) -> None:
+        """Record the result in metrics, the log and the span; a try that only waited is not recorded."""
         if tried.result == "waiting":
             self._span.drop()
             return
@@ -66,8 +66,8 @@ class Trying:
 
 
 @contextmanager
-def trying(due: DueAction) -> Iterator[Trying]:
-    """Observe a try; all that is done in it belongs to the trace of what caused the action."""
+def observing_try(due: DueAction) -> Iterator[TryObservation]:
+    """Observe a try; its span belongs to the trace of the event that caused the action."""
     attempt = str(due.payload["attempt"]) if "attempt" in due.payload else None
     named: dict[str, str | int] = {
         "action": due.id,
@@ -79,11 +79,11 @@ def trying(due: DueAction) -> Iterator[Trying]:
         logs.fields(project=due.project, run=due.run, attempt=attempt, action=due.id),
         tracing.span(f"watchstep.{due.kind}", due.traceparent, named) as span,
     ):
-        yield Trying(due, span)
+        yield TryObservation(due, span)
 
 
-def lost() -> None:
-    """Another worker has taken the action before the try was recorded."""
+def count_lost_lease() -> None:
+    """Count a try whose action another worker claimed before it was recorded."""
     metrics.LEASES_LOST.labels("action").inc()
 
 
@@ -110,7 +110,7 @@ def try_webhook(service: Service, due: DueAction) -> AttemptResult:
 
 _KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook, NOTIFY: try_notify}
 POSTS = ("webhook", NOTIFY)
-"""Kinds of actions that tell people."""
+"""Kinds of actions that notify people."""
 
 _LONGEST_BACKOFF = 300.0
 _LONGEST_MIRROR_BACKOFF = 30.0
@@ -145,7 +145,7 @@ def due_actions(service: Service, limit: int = 100) -> list[int]:
 
 
 def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, DeliveryKey]:
-    """Whom actions tell, who may take their time to answer; those that tell nobody are left out. One query for all."""
+    """The receivers of actions; actions without one are left out. One query for all."""
     if not action_ids:
         return {}
     with service.database.read() as session:
@@ -158,7 +158,7 @@ def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, Deliver
 
 
 def project_of(service: Service, action_id: int) -> str:
-    """Whose an action is; empty where there is none."""
+    """The project of an action; empty where there is none."""
     with service.database.read() as session:
         of = (
             select(RunRow.project)
@@ -194,9 +194,9 @@ def dispatch(service: Service, action_id: int) -> AttemptResult | None:
     if due is None:
         return None
     failpoint("dispatch.claimed", due)
-    with trying(due) as seen:
+    with observing_try(due) as seen:
         tried = _try(service, due)
-        seen.came_to(tried)
+        seen.finished(tried)
     failpoint("dispatch.sent", due)
     _record(service, due, tried)
     failpoint("dispatch.recorded", due)
@@ -247,7 +247,7 @@ def _record(service: Service, due: DueAction, tried: AttemptResult) -> None:
     with service.database.write() as session:
         row = ACTION_LEASE.lock(session, due.id, due.claims)
         if row is None or row.state != "pending":
-            lost()
+            count_lost_lease()
             return  # the lease ended and another worker has gone on from here
         now = read_clock(session)
         if tried.result == "waiting":
@@ -282,12 +282,12 @@ def _record(service: Service, due: DueAction, tried: AttemptResult) -> None:
         if row.kind == "stop":
             _audit(session, row, tried, now)
         if tried.facts is not None:
-            _tell(service, session, row, tried)
+            _publish_stop_done(service, session, row, tried)
         failpoint("dispatch.writing", due)
 
 
 def _must_go_on(session: Session, row: ActionRow) -> bool:
-    """A stop is not given up while its attempt goes on, however long its backend or its store does not answer.
+    """Whether an action is retried without limit. A stop is, while its attempt goes on.
 
     Nor is a tombstone on its way to the store: what was stopped stays stopped.
     """
@@ -316,7 +316,7 @@ def _audit(session: Session, row: ActionRow, tried: AttemptResult, now: int) -> 
         note(session, "ended", subject, "the service", now, ended)
 
 
-def _tell(service: Service, session: Session, row: ActionRow, tried: AttemptResult) -> None:
+def _publish_stop_done(service: Service, session: Session, row: ActionRow, tried: AttemptResult) -> None:
     run = session.get_one(RunRow, row.run_id)
     now = read_clock(session)
     data = {

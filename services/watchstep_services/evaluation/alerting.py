@@ -65,7 +65,7 @@ def stop(session: Session, context: EventContext, judged: Judged, cause: StopCau
         The id of the action; None where there is none, or the attempt has been asked to stop already.
     """
     assert judged.config is not None
-    told = _told(judged.config, cause)
+    told = _stop_details(judged.config, cause)
     if judged.config.dry_run:
         _would_have(session, context, cause, "dry_run", told)
         return None
@@ -81,7 +81,7 @@ def stop(session: Session, context: EventContext, judged: Judged, cause: StopCau
     return request_stop(session, context.base_url, context.run_id, context.attempt, because, asked)
 
 
-def _told(config: RuleConfig, cause: StopCause) -> dict[str, Any]:
+def _stop_details(config: RuleConfig, cause: StopCause) -> dict[str, Any]:
     data = cause.event.data
     return {
         "event": cause.event.id,
@@ -161,10 +161,10 @@ def publish(
             if transition.revised:
                 _revise(session, context, entry, transition, silences, incidents)
             elif transition.phase in _EVENTS:
-                told = _Told(session, context, entry, transition, silences, incidents)
-                actions += told.tell()
-                changed += told.changed
-                began |= told.began
+                change = _PhaseChange(session, context, entry, transition, silences, incidents)
+                actions += change.publish()
+                changed += change.changed
+                began |= change.began
     incidents.assign(session, context)
     for row, why in alert_instances.left_behind(session, context, list(judged), watermark):
         actions += _end(session, context, row, watermark, why)
@@ -175,7 +175,7 @@ def publish(
     return actions
 
 
-class _Told:
+class _PhaseChange:
     """One change to *firing* or *resolved*: its event, and what follows from it."""
 
     def __init__(
@@ -200,7 +200,7 @@ class _Told:
         self.began: set[int] = set()
         """Its id, where it began to fire: that is told whatever comes after."""
 
-    def tell(self) -> list[int]:
+    def publish(self) -> list[int]:
         """Publish the event; returns the ids of new actions."""
         before = alert_instances.find(self._session, self._context, self._judged)
         earlier = before.attempt if before is not None and before.phase == Phase.FIRING.value else ""

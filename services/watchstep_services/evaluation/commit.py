@@ -51,7 +51,7 @@ from watchstep_services.evaluation.unfinished_reads import unfinished_after
 from watchstep_services.evaluation.watermark import AttemptProgress, WatermarkAdvance, writers_as_data
 from watchstep_services.runs.claim import Claim, EventContext
 from watchstep_services.runs.lifecycle import start_run
-from watchstep_services.runs.rule_health import has_news, tell_health
+from watchstep_services.runs.rule_health import has_news, report_health
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import FINDINGS_KEPT, Judged, LostContext
 
@@ -98,12 +98,12 @@ class Committed:
     Attributes:
         actions: ids of the actions that it caused.
         hinted: a hint came while the run was held, whose message may have found it held: it is to be looked at again.
-        told: by rule config, the health that was last told of.
+        reported_health: by rule config, the health that was last reported.
     """
 
     actions: list[int]
     hinted: bool
-    told: dict[int, str | None]
+    reported_health: dict[int, str | None]
 
 
 def commit(service: Service, claim: Claim, outcome: EvaluationOutcome) -> Committed | None:
@@ -115,7 +115,7 @@ def commit(service: Service, claim: Claim, outcome: EvaluationOutcome) -> Commit
         with service.database.bare() as connection:
             failpoint("evaluate.writing", claim)
             row = _write_progress(connection, claim, outcome, service.worker)
-        reported = {judged.row.id: judged.told for judged in outcome.judged}
+        reported = {judged.row.id: judged.reported_health for judged in outcome.judged}
         return None if row is None else Committed([], row.hints != claim.hints, reported)
     with service.database.write() as session:
         row = _write_progress(session.connection(), claim, outcome, service.worker)
@@ -135,10 +135,10 @@ def _has_news(claim: Claim, outcome: EvaluationOutcome) -> bool:
     if outcome.lost is not None or (claim.state, claim.state_attempt) != ("running", collected.attempt):
         return True
     return any(
-        judged.told is None
+        judged.reported_health is None
         or judged.findings
         or judged.transitions
-        or has_news(judged.config, judged.memory, judged.told, outcome.watermark)
+        or has_news(judged.config, judged.memory, judged.reported_health, outcome.watermark)
         for judged in outcome.judged
     )
 
@@ -163,7 +163,7 @@ def _write_progress(
     """
     values = _progress_values(claim, outcome, worker)
     segments = _segments_read(claim, outcome.collected)
-    states = [(judged.row.id, judged.kept) for judged in outcome.judged if judged.changed]
+    states = [(judged.row.id, judged.state) for judged in outcome.judged if judged.changed]
     if connection.dialect.name == "postgresql":
         named = {
             **values,
@@ -342,7 +342,7 @@ def _write_news(
     reported: dict[int, str | None] = {}
     for judged in outcome.judged:
         state = _write_findings(session, attempt, judged, states.get(judged.row.id))
-        tell_health(session, context, judged, state, outcome.watermark)
+        report_health(session, context, judged, state, outcome.watermark)
         reported[judged.row.id] = state.reported_health
     return publish(service, session, context, outcome.judged, outcome.watermark), reported
 
@@ -423,7 +423,7 @@ def _write_findings(
     """Add new findings, up to so many of a rule config; returns the row of its state, which is made with the first."""
     if state is None:
         state = RuleStateRow(
-            config_id=judged.row.id, attempt=attempt, state=judged.kept, findings=0, reported_health=""
+            config_id=judged.row.id, attempt=attempt, state=judged.state, findings=0, reported_health=""
         )
         session.add(state)
     if not judged.findings:

@@ -223,7 +223,7 @@ def _remember(service: Service, claim: Claim, judgement: Judgement, committed: C
     outcome = judgement.outcome
     key = (claim.run_id, outcome.collected.attempt)
     service.histories.put(key, outcome.cursor, judgement.lookback, judgement.rows)
-    loaded = [judged.committed(committed.told.get(judged.row.id)) for judged in outcome.judged]
+    loaded = [judged.committed(committed.reported_health.get(judged.row.id)) for judged in outcome.judged]
     service.remembered.put(key, claim.epoch, loaded)
     more = outcome.collected.more or committed.hinted
     steady = judgement.steady and not any(judged.transitions for judged in outcome.judged)

@@ -48,7 +48,7 @@ def held_configs(service: Service, claim: Claim, attempt: str, *, anew: bool = F
     if known is None or anew:
         return load_configs(service, claim.run_id, attempt)
     # Read anew from its text, as if it came from the database: one way in, whatever a rule left in its state.
-    return [replace(one, memory=memory_of(one.kept)) for one in known]
+    return [replace(one, memory=memory_of(one.state)) for one in known]
 
 
 # Made once: every evaluation asks it.

@@ -94,8 +94,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """An alert of the group as it is now, beside what was told of it."""
+class _MemberAlert:
+    """An alert of the group as it is now, and what its receiver was notified of."""
 
     member: GroupMember
     row: AlertInstanceRow
@@ -107,22 +107,22 @@ class _Seen:
 
     @property
     def fires(self) -> bool:
-        """Whether somebody is to know that it fires."""
+        """Whether it fires and is not hidden."""
         return self.row.phase == "firing" and not self.row.is_hidden
 
     @property
     def is_news(self) -> bool:
-        """It began to fire and that was not told; it may be over by now."""
-        return self.is_untold and not self.joins
+        """It began to fire and was not notified; it may be resolved by now."""
+        return self.is_unreported and not self.joins
 
     @property
-    def is_untold(self) -> bool:
+    def is_unreported(self) -> bool:
         return not self.row.is_hidden and self.member.notified_episode != self.row.episode
 
     @property
     def is_joined(self) -> bool:
         """It fires and is told with the next notification, of which it is no reason."""
-        return self.is_untold and self.joins and self.fires and self.run.state not in ENDED
+        return self.is_unreported and self.joins and self.fires and self.run.state not in ENDED
 
     @property
     def is_cause(self) -> bool:
@@ -131,7 +131,7 @@ class _Seen:
 
     @property
     def is_over(self) -> bool:
-        """Its end was not told."""
+        """It is resolved and that was not notified."""
         return self.member.notified_phase == "firing" and not self.fires and not self.is_news
 
     @property
@@ -144,7 +144,7 @@ class _Seen:
 
     @property
     def matters(self) -> bool:
-        """There is something to tell of it, now or again."""
+        """There is something to notify, now or again."""
         return self.is_news or self.is_over or self.lasts or self.is_joined
 
 
@@ -162,7 +162,7 @@ def due_groups(service: Service, limit: int = 100) -> list[int]:
 
 
 def flush_due(service: Service) -> list[int]:
-    """Look at all groups that are due; returns the ids of the actions that it caused."""
+    """Flush all groups that are due; returns the ids of new actions."""
     actions = [_flushed(service, group_id) for group_id in due_groups(service)]
     return [action for action in actions if action is not None]
 
@@ -184,7 +184,7 @@ def _flushed(service: Service, group_id: int) -> int | None:
 
 
 def _put_off(service: Service, group_id: int, fault: str) -> None:
-    """Have a group that cannot be looked at looked at later, and say so in the health of the runs whose alerts it holds."""
+    """Postpone a group that cannot be flushed, and record that in the health of the runs of its alerts."""
     with service.database.write() as session:
         session.execute(
             update(AlertGroup)
@@ -219,7 +219,7 @@ def _free(group_id: int) -> Any:
 
 
 def flush(service: Service, group_id: int) -> int | None:
-    """Look at one group if it is due.
+    """Flush one group if it is due.
 
     Returns:
         The id of the action that tells its receiver; None where there is nothing to tell.
@@ -236,15 +236,15 @@ def flush(service: Service, group_id: int) -> int | None:
             return None
         group = session.get_one(AlertGroup, group_id)
         now = read_clock(session)
-        seen = _look(session, group, now)
-        news = _to_tell(group, seen, now)
+        seen = _members_of(session, group, now)
+        news = _content_of(group, seen, now)
         ended = [seen_alert for seen_alert in seen if seen_alert.silence is None and seen_alert.is_over]
-        action = _tell(service, session, group, news, now) if news else None
+        action = _notify(service, session, group, news, now) if news else None
         for seen_alert in ended:  # told, or not to be told by its route
             seen_alert.member.notified_phase = "resolved"
         _mute(session, group, seen, now)
         _schedule(group, seen, now)
-        _forget(session, group, seen)
+        _remove_settled(session, group, seen)
         for run in _free_runs(
             session, {seen_alert.run.id for seen_alert in seen if _HEALTH in seen_alert.run.health}
         ):
@@ -252,7 +252,7 @@ def flush(service: Service, group_id: int) -> int | None:
         return action
 
 
-def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
+def _members_of(session: Session, group: AlertGroup, now: int) -> list[_MemberAlert]:
     rows = session.execute(
         select(GroupMember, AlertInstanceRow, RunRow, Incident.summary)
         .join(AlertInstanceRow, AlertInstanceRow.id == GroupMember.instance_id)
@@ -266,7 +266,7 @@ def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
     ).all()
     active_silences = silences.active(session, group.project, now)
     seen = [
-        _Seen(
+        _MemberAlert(
             member,
             row,
             run,
@@ -278,14 +278,14 @@ def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
     return seen if group.refresh else _joined(seen)
 
 
-def _joined(seen: Sequence[_Seen]) -> list[_Seen]:
+def _joined(seen: Sequence[_MemberAlert]) -> list[_MemberAlert]:
     """Mark alerts of incidents that were told of; one that is more severe than all that was told of its incident is news."""
     severities: dict[str, int] = {}
     for seen_alert in seen:
         if (
             seen_alert.incident is not None
             and seen_alert.member.notified_phase == "firing"
-            and not seen_alert.is_untold
+            and not seen_alert.is_unreported
         ):
             severity = SEVERITIES.index(seen_alert.row.severity)
             severities[seen_alert.incident.id] = max(severities.get(seen_alert.incident.id, -1), severity)
@@ -299,35 +299,37 @@ def _joined(seen: Sequence[_Seen]) -> list[_Seen]:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a notification says: of these alerts that they fire, and of these that they are over."""
+class _NotificationContent:
+    """The alerts of a notification: those that fire, and those that are resolved."""
 
-    firing: Sequence[_Seen]
-    over: Sequence[_Seen]
+    firing: Sequence[_MemberAlert]
+    over: Sequence[_MemberAlert]
     has_news: bool
 
     def __bool__(self) -> bool:
         return bool(self.firing or self.over)
 
 
-def _to_tell(group: AlertGroup, seen: Sequence[_Seen], now: int) -> _Told:
+def _content_of(group: AlertGroup, seen: Sequence[_MemberAlert], now: int) -> _NotificationContent:
     heard = [seen_alert for seen_alert in seen if seen_alert.silence is None]
     news = [seen_alert for seen_alert in heard if seen_alert.is_news]
     lasting = [seen_alert for seen_alert in heard if seen_alert.lasts or seen_alert.is_joined]
     over = [seen_alert for seen_alert in heard if seen_alert.is_over]
     if news or (over and group.send_resolved):
-        return _Told([*news, *lasting], over if group.send_resolved else [], has_news=True)
+        return _NotificationContent([*news, *lasting], over if group.send_resolved else [], has_news=True)
     again = [
         seen_alert
         for seen_alert in lasting
         if group.refresh or not (seen_alert.row.acknowledged_by or seen_alert.run.state == "lost")
     ]
     if again and now >= group.notified_ns + group.repeat_ns:
-        return _Told(lasting, [], has_news=False)
-    return _Told([], [], has_news=False)
+        return _NotificationContent(lasting, [], has_news=False)
+    return _NotificationContent([], [], has_news=False)
 
 
-def _tell(service: Service, session: Session, group: AlertGroup, news: _Told, now: int) -> int | None:
+def _notify(
+    service: Service, session: Session, group: AlertGroup, news: _NotificationContent, now: int
+) -> int | None:
     group.generation += 1
     group.repeats = 0 if news.has_news else group.repeats + 1
     group.notified_ns = now
@@ -352,7 +354,7 @@ def _tell(service: Service, session: Session, group: AlertGroup, news: _Told, no
     return add_action(session, first.run.id, NOTIFY, f"{NOTIFY}:{group.id}:{group.generation}", cause)
 
 
-def _mute(session: Session, group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
+def _mute(session: Session, group: AlertGroup, seen: Sequence[_MemberAlert], now: int) -> None:
     for seen_alert in seen:
         if seen_alert.silence is not None and seen_alert.matters:
             mute(
@@ -362,7 +364,7 @@ def _mute(session: Session, group: AlertGroup, seen: Sequence[_Seen], now: int) 
             mute(session, seen_alert.row, group.receiver, ("incident", seen_alert.incident.id), now)
 
 
-def _schedule(group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
+def _schedule(group: AlertGroup, seen: Sequence[_MemberAlert], now: int) -> None:
     group.open = any(
         seen_alert.lasts or seen_alert.is_joined or (seen_alert.silence is None and seen_alert.is_over)
         for seen_alert in seen
@@ -382,8 +384,8 @@ def _schedule(group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
     group.due_ns = max(now, min(moments)) if moments else None
 
 
-def _forget(session: Session, group: AlertGroup, seen: Sequence[_Seen]) -> None:
-    """Let go of alerts whose end is known, so that a group over many runs does not grow."""
+def _remove_settled(session: Session, group: AlertGroup, seen: Sequence[_MemberAlert]) -> None:
+    """Remove alerts whose end was notified, so that a group over many runs does not grow."""
     gone = [
         seen_alert.row.id
         for seen_alert in seen

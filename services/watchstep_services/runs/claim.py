@@ -21,17 +21,17 @@ from watchstep_services.db.models import Project, ProjectStore, RunRow, StoreRow
 from watchstep_services.db.records import RUNS
 
 MESSAGE_NS = 5 * NANOSECONDS
-"""So long a message that a run is to be evaluated is waited for; then it is taken for lost."""
+"""A message that asks for an evaluation counts as lost after this time."""
 KEPT_NS = 20 * NANOSECONDS
-"""So much longer has another worker's run to wait before one that has work of its own takes it."""
+"""Penalty of a run that another worker has cached, in the order of what is due for longest."""
 URGENT_NS = 15 * NANOSECONDS
-"""So long a run of which a recorder said something sudden comes before others, as if it had been due for `AHEAD_NS` longer."""
+"""A run with a sudden failure is prioritized for this time, as if it had been due for `AHEAD_NS` longer."""
 AHEAD_NS = 300 * NANOSECONDS
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to evaluate a run until the lease ends or another takes it.
+    """The right to evaluate a run until another worker claims it.
 
     Attributes:
         run_id: in the database.
@@ -77,11 +77,10 @@ def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
 def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: int) -> Claim | None:
     """Claim the run that has been due for longest; None where none is that this worker is to take.
 
-    It is to take those whose earlier rows it holds, those that nobody holds, those that have been due for longer than a
-    worker that lives lets them wait, and the one that it was asked for. Those of other workers count as due much later,
-    lest workers that are behind take each other's runs, read the earlier rows of each anew, and fall further behind by it; those
-    of which a recorder just said that something sudden happened count as due much earlier. So it matters little in which order messages come,
-    and a run whose worker is gone is taken by whoever works next, whatever became of its message.
+    Candidates are runs whose rows this worker has cached, runs that nobody has cached, runs that have been due for longer than a live
+    worker lets them wait, and the one that was requested. Runs cached by another worker get a penalty, so that overloaded workers do not
+    steal each other's runs and read earlier rows again. Runs with sudden failures are prioritized. So the order of messages
+    matters little, and a run whose worker is gone is claimed by the next worker, with or without its message.
 
     Args:
         database: the database.
@@ -204,7 +203,7 @@ def renew(database: Database, claim: Claim, lease_ns: int) -> bool:
 
 
 def release(database: Database, claim: Claim, due_ns: int | None) -> bool:
-    """Let a run go without a change, unless another has taken it.
+    """Release a run without a change, unless another worker has claimed it.
 
     Args:
         database: the database.
@@ -221,7 +220,7 @@ def release(database: Database, claim: Claim, due_ns: int | None) -> bool:
 
 
 def release_after_failure(database: Database, claim: Claim, after_ns: int) -> None:
-    """Let a run go that could not be evaluated, unless another has taken it; it is due again after some time.
+    """Release a run that could not be evaluated, unless another worker has claimed it; it is due again after some time.
 
     Args:
         database: the database.
@@ -251,11 +250,11 @@ _RELEASE_AFTER_FAILURE = RUN_LEASE.writing.values(
 
 
 class FencedError(Exception):
-    """Another worker has taken the run: whatever was found out is discarded."""
+    """Another worker has claimed the run: all results are discarded."""
 
 
 def lock_run(session: Session, run_id: int, claim: Claim | None) -> RunRow:
-    """Lock a run's row until the transaction ends, so that nobody takes the run meanwhile.
+    """Lock a run's row until the transaction ends, so that nobody claims the run meanwhile.
 
     Args:
         session: the transaction.

@@ -23,7 +23,7 @@ from watchstep_services.db.models import ActionRow, Attempt, BoundJobRow, RunRow
 from watchstep_services.db.records import add_event
 from watchstep_services.runs.claim import EventContext
 from watchstep_services.runs.discovery import UNLISTED
-from watchstep_services.runs.rule_health import tell_silent
+from watchstep_services.runs.rule_health import report_silent_rules
 from watchstep_services.runs.stops import KILLED, TERMINATED, stop_key
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy.backends import BoundJob, bound_job, launch_of
@@ -283,4 +283,4 @@ def _change(service: Service, run: RunRow, state: RunState, now: int, session: S
         add_event(session, run.id, make_event("watchstep.run.ended", service.base_url, named, now, data), now)
     if state in ENDED and run.attempt:
         place = EventContext(service.base_url, run.id, run.project, run.run, "", run.attempt, now)
-        tell_silent(session, place)
+        report_silent_rules(session, place)

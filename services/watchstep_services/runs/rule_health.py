@@ -31,7 +31,7 @@ _KINDS: dict[RuleHealth, EventType] = {
 }
 
 
-def tell_health(
+def report_health(
     session: Session, context: EventContext, judged: Judged, state: RuleStateRow, watermark: int
 ) -> None:
     """Publish that a rule came into error, judges nothing, or is well again; each once.
@@ -47,34 +47,34 @@ def tell_health(
         return
     health = judged.memory.health
     if health is RuleHealth.ERROR:
-        _tell(session, context, judged.row, judged.memory, state)
+        _publish(session, context, judged.row, judged.memory, state)
     elif health is RuleHealth.OK:
-        _tell(session, context, judged.row, judged.memory, state)
+        _publish(session, context, judged.row, judged.memory, state)
         state.reported_health = ""
     else:
-        if not _was_told(session, judged.row.id):
-            _tell(session, context, judged.row, judged.memory, state)
+        if not _was_reported(session, judged.row.id):
+            _publish(session, context, judged.row, judged.memory, state)
         state.reported_health = health.value
 
 
-def has_news(config: RuleConfig | None, memory: RuleMemory, told: str, watermark: int) -> bool:
-    """Whether `tell_health` has something to tell, or to note.
+def has_news(config: RuleConfig | None, memory: RuleMemory, reported: str, watermark: int) -> bool:
+    """Whether `report_health` has something to publish or to note.
 
     Args:
         config: the rule config.
         memory: what it remembers.
-        told: the health that was last told of.
+        reported: the health that was last reported.
         watermark: the last step that every worker has passed.
     """
     health = memory.health
     if health is RuleHealth.ERROR:
-        return told != RuleHealth.ERROR.value
+        return reported != RuleHealth.ERROR.value
     if health is RuleHealth.OK:
-        return bool(told)
-    return not told and watermark >= NO_DATA_STEPS and _is_chosen(config)
+        return bool(reported)
+    return not reported and watermark >= NO_DATA_STEPS and _is_chosen(config)
 
 
-def tell_silent(session: Session, context: EventContext) -> None:
+def report_silent_rules(session: Session, context: EventContext) -> None:
     """Publish of a run that has ended which rules, of those that somebody chose, judged nothing of its last attempt."""
     rows = session.execute(
         select(RuleConfigRow, RuleStateRow)
@@ -90,8 +90,8 @@ def tell_silent(session: Session, context: EventContext) -> None:
     for row, state in rows:
         loaded = load_config(row, state.state)
         if loaded.memory.health is RuleHealth.NO_DATA and _is_chosen(loaded.config):
-            if not _was_told(session, row.id):
-                _tell(session, context, row, loaded.memory, state)
+            if not _was_reported(session, row.id):
+                _publish(session, context, row, loaded.memory, state)
             state.reported_health = RuleHealth.NO_DATA.value
 
 
@@ -99,7 +99,7 @@ def _is_chosen(config: RuleConfig | None) -> bool:
     return config is not None and config not in DEFAULT_RULES
 
 
-def _was_told(session: Session, config_id: int) -> bool:
+def _was_reported(session: Session, config_id: int) -> bool:
     """Of another attempt: that the same rule has no data again is nothing new."""
     return (
         session.execute(
@@ -111,7 +111,7 @@ def _was_told(session: Session, config_id: int) -> bool:
     )
 
 
-def _tell(
+def _publish(
     session: Session, context: EventContext, row: RuleConfigRow, memory: RuleMemory, state: RuleStateRow
 ) -> None:
     last_step = session.get_one(RunRow, context.run_id).last_step

@@ -1,7 +1,7 @@
-"""When a run is looked at without a hint: its store listed if it is quiet, its life followed.
+"""Polling: a run without hints is polled. Its store is listed if it is quiet, and its lifecycle is advanced.
 
-Each run has the moment of its next look in the database, and an announcement puts it off. So a sweep costs what is due of
-looks, not what there is of runs, and several workers share them.
+The database has the time of each run's next poll, and an announcement postpones it. So the cost of a sweep follows from the polls that
+are due, not from the number of runs, and workers share them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import ENDED, advance_run
 from watchstep_services.service.context import Service
 
-AT_ONCE = 50
-"""Looks that one worker takes at a time; while it is at them, no other takes them."""
+MOST_POLLS = 50
+"""Polls that one worker claims at a time."""
 
 LONGEST_QUIET_NS = 30 * NANOSECONDS
 """A run that announces is listed after being quiet for so long at the latest."""
@@ -38,26 +38,26 @@ _LONGEST_ENDED_NS = 86_400 * NANOSECONDS
 _ENDED_SHARE = 4
 """A run that is over is listed again after this part of the time since its end: an attempt that begins anew in a bucket, and that
 nobody announces, is found so late at the most."""
-_JOB_NS = NANOSECONDS
+_JOB_POLL_NS = NANOSECONDS
 _HEALTH = "store"
 _TAKEN_NS = 30 * NANOSECONDS
 _PUT_OFF_NS = NANOSECONDS
 _LOCAL_SECONDS = 2.0
-"""How long a sweep waits for looks at runs on local stores."""
+"""How long a sweep waits for polls of runs on local stores."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunPoll:
-    """A look that this worker has taken.
+    """A poll that this worker has claimed.
 
     Attributes:
         run: its row, as it was.
         place: of its project on a store.
         now_ns: by the database's clock.
         has_job: a job is bound to its newest attempt and was not gone.
-        taken_ns: mark of the taking: whoever sets another moment meanwhile has the last word.
+        taken_ns: fencing token of the claim: an announcement replaces it.
     """
 
     run: RunRow
@@ -67,9 +67,9 @@ class RunPoll:
     taken_ns: int
 
 
-def take(service: Service) -> list[RunPoll]:
-    """Looks that are due, so many at once; until they are done or the worker is dead, no other worker takes them."""
-    due = select(RunRow.id).where(POLL_LEASE.is_free()).order_by(RunRow.poll_ns).limit(AT_ONCE)
+def claim_polls(service: Service) -> list[RunPoll]:
+    """Claim polls that are due, up to `MOST_POLLS`. No other worker claims them until they are done or the lease expires."""
+    due = select(RunRow.id).where(POLL_LEASE.is_free()).order_by(RunRow.poll_ns).limit(MOST_POLLS)
     with service.database.write() as session:
         now = read_clock(session)
         tokens = POLL_LEASE.claim_all(session, RunRow.id.in_(unlocked(due, RunRow)), _TAKEN_NS)
@@ -90,16 +90,16 @@ def take(service: Service) -> list[RunPoll]:
         ]
 
 
-def look(service: Service, poll: RunPoll) -> None:
-    """Look at a run, and say when to look again.
+def poll_run(service: Service, poll: RunPoll) -> None:
+    """Poll a run, and schedule its next poll.
 
-    What goes wrong with it is told in the log and in its health, and keeps no other run from its turn.
+    Errors are logged, recorded in the run's health, and delay no other run.
 
     Raises:
         SQLAlchemyError: the database did not answer.
     """
     try:
-        _look(service, poll)
+        _poll(service, poll)
     except Exception as error:
         if is_of_all(error):
             raise
@@ -108,30 +108,30 @@ def look(service: Service, poll: RunPoll) -> None:
         metrics.SWEEP_FAULTS.labels("run").inc()
 
 
-def _look(service: Service, poll: RunPoll) -> None:
+def _poll(service: Service, poll: RunPoll) -> None:
     run, fresh, listed = poll.run, False, False
     try:
-        if wants_listing(service, poll):
+        if needs_listing(service, poll):
             listed, fresh = True, discover(service, run.id).fresh
         if run.state not in ENDED:
             advance_run(service, run.id)
         if listed and _HEALTH in run.health:
-            tell(service, run.id, None)
+            record_store_health(service, run.id, None)
     except WatchstepError as error:
         _log.warning("run %s/%s: %s", run.project, run.run, error.what)
-        tell(service, run.id, error)
+        record_store_health(service, run.id, error)
     except SQLAlchemyError as error:
         _log.warning("run %s/%s: %s; a later sweep tries again", run.project, run.run, error)
     except Exception as error:  # noqa: BLE001 - a fault of ours: told as this run's trouble, and no other run's
         _log.exception("run %s/%s cannot be looked at; a later sweep tries again", run.project, run.run)
         metrics.SWEEP_FAULTS.labels("run").inc()
-        tell(service, run.id, _fault(error))
-    quiet = _quiet(service, poll, listed, fresh)
+        record_store_health(service, run.id, _fault(error))
+    quiet = _poll_interval(service, poll, listed, fresh)
     with service.database.write() as session:
         row = session.get(RunRow, run.id)
         if row is None:
             return  # deleted meanwhile
-        after = _next(service, row, poll, quiet)
+        after = _next_poll_ns(service, row, poll, quiet)
         session.execute(
             update(RunRow)
             .where(RunRow.id == run.id)
@@ -147,7 +147,7 @@ def _fault(error: Exception) -> WatchstepError:
     )
 
 
-def wants_listing(service: Service, poll: RunPoll) -> bool:
+def needs_listing(service: Service, poll: RunPoll) -> bool:
     """Whether a run has been quiet for so long that its store is worth a listing."""
     run = poll.run
     quiet_since = max(run.last_seen_ns, run.listed_ns) if run.listed_ns else 0
@@ -159,14 +159,14 @@ def wants_listing(service: Service, poll: RunPoll) -> bool:
     return quiet >= base if poll.has_job else quiet >= max(base, run.poll_interval_ns)
 
 
-def _quiet(service: Service, poll: RunPoll, listed: bool, fresh: bool) -> int:
+def _poll_interval(service: Service, poll: RunPoll, listed: bool, fresh: bool) -> int:
     """How long a run may be quiet before it is looked at.
 
     A listing that found nothing new of a run that was heard of since the one before was in vain: it is only slower than we
     look. One that found what nobody announced was not.
     """
     if poll.has_job:
-        return _JOB_NS  # that it is gone, only asking tells
+        return _JOB_POLL_NS  # that it is gone, only asking tells
     base = service.settings.listing_ns(local=poll.place.is_local)
     announces = poll.run.last_seen_ns > poll.run.listed_ns > 0
     before = max(base, poll.run.poll_interval_ns)
@@ -175,8 +175,8 @@ def _quiet(service: Service, poll: RunPoll, listed: bool, fresh: bool) -> int:
     return min(2 * before, max(base, LONGEST_QUIET_NS)) if announces and not fresh else base
 
 
-def _next(service: Service, row: RunRow, poll: RunPoll, poll_interval_ns: int) -> int:
-    """How long until the next look."""
+def _next_poll_ns(service: Service, row: RunRow, poll: RunPoll, poll_interval_ns: int) -> int:
+    """Nanoseconds until the next poll."""
     if row.state in ENDED or row.state == "lost":
         silent = nanoseconds(service.settings.silent_seconds)
         # The longer it has been over the more seldom; spread, so that those that ended together are not listed together.
@@ -185,17 +185,17 @@ def _next(service: Service, row: RunRow, poll: RunPoll, poll_interval_ns: int) -
     return poll_interval_ns
 
 
-def do_looks(service: Service, seconds: float) -> None:
-    """Take looks and do them, portion by portion, until none is due or the time is up.
+def poll_due_runs(service: Service, seconds: float) -> None:
+    """Claim polls and do them in batches, until none is due or the time is up.
 
     A store that does not answer keeps the runs on others from their turn for `Settings.store_wait_seconds`, and that once until it
     answers. Its own runs wait for each other; those that do not come to their turn are taken again later. Runs on local stores
     are looked at by threads that projects share: a run whose folder takes long to list keeps only its project's runs waiting.
     """
     began = time.monotonic()
-    while taken := take(service):
+    while taken := claim_polls(service):
         _do_portion(service, taken)
-        if time.monotonic() - began >= seconds or len(taken) < AT_ONCE:
+        if time.monotonic() - began >= seconds or len(taken) < MOST_POLLS:
             return
 
 
@@ -203,7 +203,7 @@ def _do_portion(service: Service, taken: list[RunPoll]) -> None:
     patience = service.settings.store_wait_seconds
     local: dict[Future[None], RunPoll] = {}
     for poll in taken:
-        work = functools.partial(look, service, poll)
+        work = functools.partial(poll_run, service, poll)
         if poll.place.is_local:
             local[service.look_threads.submit(poll.run.project, work)] = poll
         else:
@@ -224,8 +224,8 @@ def _put_off(service: Service, polls: list[RunPoll]) -> None:
             POLL_LEASE.release(session, poll.run.id, poll.taken_ns, poll_ns=now_ns() + _PUT_OFF_NS)
 
 
-def tell(service: Service, run_id: int, error: WatchstepError | None) -> None:
-    """Keep in a run's health what is wrong with its store; None: nothing is any more. One that is deleted has none."""
+def record_store_health(service: Service, run_id: int, error: WatchstepError | None) -> None:
+    """Record the error of a run's store in its health, or clear it. A run that was deleted is skipped."""
     with service.database.write() as session:
         run = session.get(RunRow, run_id)
         if run is None:

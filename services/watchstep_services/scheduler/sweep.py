@@ -1,4 +1,4 @@
-"""Look for work without a hint, so that a lost hint costs latency and never an event."""
+"""Find work without hints, so that a lost hint costs latency and never an event."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from watchstep_services.evaluation.journal import Unwritten, unwritten, write_jo
 from watchstep_services.notify.flush import flush_due
 from watchstep_services.runs.claim import MESSAGE_NS
 from watchstep_services.runs.registration import discover_runs
-from watchstep_services.scheduler.polling import do_looks, tell
+from watchstep_services.scheduler.polling import poll_due_runs, record_store_health
 from watchstep_services.service.context import Service
 
 _LOOKING_SECONDS = 5.0
@@ -43,7 +43,7 @@ class Work:
     backtests: tuple[int, ...] = ()
 
     def without(self, other: Work) -> Work:
-        """What is not in another's."""
+        """The work that is not in another."""
         return Work(
             tuple(run for run in self.runs if run not in set(other.runs)),
             tuple(action for action in self.actions if action not in set(other.actions)),
@@ -54,7 +54,7 @@ class Work:
 @metrics.SWEEPS_FAILED.count_exceptions()
 @metrics.SWEEP_SECONDS.time()
 def sweep(service: Service) -> Work:
-    """Find new runs, list silent ones, follow their lives, and say what is due.
+    """Find new runs, poll silent ones, write journals, and return the work that is due.
 
     What is due of journals is written. A store that does not answer is told in the log and in the run's health. Whatever fails
     of this, with one project, run, journal or group of alerts, keeps no other from its turn.
@@ -62,26 +62,26 @@ def sweep(service: Service) -> Work:
     Raises:
         SQLAlchemyError: the database did not answer.
     """
-    parts = _Parts()
-    parts.do("the clock", lambda: follow_clock(service.database), 0)
-    parts.do("new runs", lambda: discover_runs(service), None)
-    parts.do("looks at runs", lambda: do_looks(service, _LOOKING_SECONDS), None)
-    parts.do("journals", lambda: _write_journals(service), None)
+    steps = _SweepSteps()
+    steps.do("the clock", lambda: follow_clock(service.database), 0)
+    steps.do("new runs", lambda: discover_runs(service), None)
+    steps.do("polls of runs", lambda: poll_due_runs(service, _LOOKING_SECONDS), None)
+    steps.do("journals", lambda: _write_journals(service), None)
     return find_due(service)
 
 
-class _Parts:
-    """Parts of a sweep, each of which goes on without the others."""
+class _SweepSteps:
+    """Steps of a sweep; a step that fails does not stop the others."""
 
     def __init__(self) -> None:
         self._failed: Exception | None = None
         self._done = 0
 
     def do(self, name: str, work: Callable[[], _Came], otherwise: _Else) -> _Came | _Else:
-        """What a part came to; the other value where it failed, which the log has."""
+        """The result of a step; the other value where it failed, which is logged."""
         try:
             came = work()
-        except Exception as error:  # noqa: BLE001 - told; the other parts are done
+        except Exception as error:  # noqa: BLE001 - told; the other steps are done
             self._failed = error
             metrics.SWEEP_FAULTS.labels("due").inc()
             known = isinstance(error, (WatchstepError, SQLAlchemyError))
@@ -91,7 +91,7 @@ class _Parts:
         return came
 
     def check(self) -> None:
-        """Raise what the last part failed by, if none was done."""
+        """Raise the last error, if no step succeeded."""
         if self._failed is not None and not self._done:
             raise self._failed
 
@@ -107,7 +107,7 @@ def _write_journal(service: Service, due: Unwritten) -> None:
         write_journal(service, due)
     except WatchstepError as error:
         _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
-        tell(service, due.run_id, error)
+        record_store_health(service, due.run_id, error)
     except Exception as error:
         if is_of_all(error):
             raise
@@ -142,14 +142,14 @@ def find_due(service: Service) -> Work:
     Raises:
         SQLAlchemyError: the database did not answer.
     """
-    parts = _Parts()
-    parts.do("groups of alerts", lambda: flush_due(service), None)
+    steps = _SweepSteps()
+    steps.do("groups of alerts", lambda: flush_due(service), None)
     found = Work(
-        parts.do("runs that are due", lambda: _due_runs(service), ()),
-        parts.do("actions that are due", lambda: tuple(due_actions(service)), ()),
-        parts.do("backtests that are due", lambda: due_backtests(service), ()),
+        steps.do("runs that are due", lambda: _due_runs(service), ()),
+        steps.do("actions that are due", lambda: tuple(due_actions(service)), ()),
+        steps.do("backtests that are due", lambda: due_backtests(service), ()),
     )
-    parts.check()
+    steps.check()
     return found
 
 

@@ -29,15 +29,15 @@ FINDINGS_KEPT = 1000
 class Loaded:
     """A rule config of a run with what it remembers, also as the text that is kept; no config where its data is no longer valid.
 
-    ``told`` is the health that was last told of; None where nothing is kept of the attempt yet.
+    ``reported_health`` is the health that was last reported; None where nothing is kept of the attempt yet.
     """
 
     row: RuleConfigRow
     config: RuleConfig | None
     memory: RuleMemory
     problem: str = ""
-    kept: str = ""
-    told: str | None = None
+    state: str = ""
+    reported_health: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Judged:
     row: RuleConfigRow
     config: RuleConfig | None
     memory: RuleMemory
-    kept: str
+    state: str
     findings: list[Finding]
     transitions: list[Transition]
     found: int = 0
     seconds: float = 0.0
     changed: bool = True
-    told: str | None = None
+    reported_health: str | None = None
     problem: str = ""
 
-    def committed(self, told: str | None) -> Loaded:
-        """What the next evaluation loads, once this is committed and a health was told of."""
-        return Loaded(self.row, self.config, self.memory, self.problem, self.kept, told)
+    def committed(self, reported_health: str | None) -> Loaded:
+        """What the next evaluation loads, once this is committed and a health was reported."""
+        return Loaded(self.row, self.config, self.memory, self.problem, self.state, reported_health)
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class LostContext:
 
 
 def load_config(
-    row: RuleConfigRow, memory: str | None, told: str | None = None, *, baseline: str | None = None
+    row: RuleConfigRow, memory: str | None, reported_health: str | None = None, *, baseline: str | None = None
 ) -> Loaded:
     """A rule config from the database, with the attempt's baseline. One that this version cannot read is told as the rule's health."""
     held = memory_of(memory)
     try:
         config = with_baseline(_config_of(json.dumps(row.data, sort_keys=True)), baseline)
-        return Loaded(row, config, held, "", memory or "", told)
+        return Loaded(row, config, held, "", memory or "", reported_health)
     except Exception as error:  # noqa: BLE001 - one that cannot be read must not stop the others
-        return Loaded(row, None, held, str(error).replace("\n", " ")[:500], memory or "", told)
+        return Loaded(row, None, held, str(error).replace("\n", " ")[:500], memory or "", reported_health)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,40 +130,57 @@ def judge_all(
 
 
 def _judged(held: Loaded, verdict: Verdict) -> Judged:
-    if verdict.memory is held.memory and held.kept:
+    if verdict.memory is held.memory and held.state:
         return Judged(
             held.row,
             held.config,
             held.memory,
-            held.kept,
+            held.state,
             [],
             [],
             seconds=verdict.seconds,
             changed=False,
-            told=held.told,
+            reported_health=held.reported_health,
         )
     try:
-        kept = verdict.memory.model_dump_json()
+        state = verdict.memory.model_dump_json()
         findings = list(verdict.findings[:FINDINGS_KEPT])  # built here, outside of the transaction
     except Exception as error:  # noqa: BLE001 - what cannot be kept is its rule's fault, and must not stop the others
-        told = failed(held.memory, error)
-        return Judged(held.row, held.config, told, told.model_dump_json(), [], [], told=held.told)
+        memory = failed(held.memory, error)
+        return Judged(
+            held.row,
+            held.config,
+            memory,
+            memory.model_dump_json(),
+            [],
+            [],
+            reported_health=held.reported_health,
+        )
     return Judged(
         held.row,
         held.config,
         verdict.memory,
-        kept,
+        state,
         findings,
         verdict.transitions,
         len(verdict.findings),
         verdict.seconds,
-        told=held.told,
+        reported_health=held.reported_health,
     )
 
 
 def _unreadable(held: Loaded) -> Judged:
-    told = held.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": held.problem})
-    return Judged(held.row, None, told, told.model_dump_json(), [], [], told=held.told, problem=held.problem)
+    memory = held.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": held.problem})
+    return Judged(
+        held.row,
+        None,
+        memory,
+        memory.model_dump_json(),
+        [],
+        [],
+        reported_health=held.reported_health,
+        problem=held.problem,
+    )
 
 
 def report_lost_context(judged: list[Judged], lost: LostContext, watermark: int) -> list[Judged]:
@@ -197,4 +214,4 @@ def _reported(judged: Judged, lost: LostContext, watermark: int) -> Judged:
     if lost.last_step > watermark:
         problem += f"; steps after {watermark} among them were not judged"
     memory = judged.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": problem[:500]})
-    return replace(judged, memory=memory, kept=memory.model_dump_json(), changed=True)
+    return replace(judged, memory=memory, state=memory.model_dump_json(), changed=True)

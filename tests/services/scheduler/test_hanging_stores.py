@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.services.driving import Driven
-from tests.services.scheduler.test_looks import set_run
+from tests.services.scheduler.test_polling import set_run
 from watchstep.errors import StoreError
 from watchstep.store import cloud
 from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.runs.registration import register
-from watchstep_services.scheduler.polling import do_looks
+from watchstep_services.scheduler.polling import poll_due_runs
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.stores.bulkhead import Bulkhead
 from watchstep_services.tenancy.projects import make_project, register_store
@@ -92,14 +92,14 @@ def test_looks_at_other_projects_runs_do_not_wait_for_it(driven: Driven, hanging
     quick, hung = with_hanging_project(driven, hanging)
     good = quick.register()
     before = faults()
-    do_looks(quick.service, 1e9)
+    poll_due_runs(quick.service, 1e9)
     assert hanging.asked.wait(60)
     assert quick.run(good).listed_ns
     assert not quick.run(hung).listed_ns
     assert faults() == before + 1
     for run_id in (hung, good):
         set_run(quick, run_id, poll_ns=0, listed_ns=0)
-    do_looks(quick.service, 1e9)
+    poll_due_runs(quick.service, 1e9)
     assert quick.run(good).listed_ns
     assert faults() == before + 1, "it is told once, and not waited for again"
     hanging.released.set()
@@ -120,7 +120,7 @@ def test_a_sweep_finds_and_hands_out_what_others_need(
     hanging.released.set()
     quick.service.patience.close()
     set_run(quick, hung, poll_ns=0)
-    do_looks(quick.with_settings(store_wait_seconds=60.0).service, 1e9)
+    poll_due_runs(quick.with_settings(store_wait_seconds=60.0).service, 1e9)
     quick.service.patience.close()
     assert "store" in quick.run(hung).health
 

@@ -131,7 +131,7 @@ def test_a_group_that_cannot_be_looked_at_keeps_no_other_from_being_told(
     driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     driven, (bad, _) = two_groups(driven, folder_store)
-    look = flushing._look
+    look = flushing._members_of
 
     def looking(session: Any, group: AlertGroup, now: int) -> Any:
         if group.run_id == bad:
@@ -140,7 +140,7 @@ def test_a_group_that_cannot_be_looked_at_keeps_no_other_from_being_told(
 
     before = faults("group")
     with monkeypatch.context() as patched:
-        patched.setattr(flushing, "_look", looking)
+        patched.setattr(flushing, "_members_of", looking)
         find_due(driven.service)
         find_due(driven.service)
     assert told(driven) == {"good"}
@@ -169,11 +169,11 @@ def test_who_hangs_with_a_group_or_a_run_keeps_nobody_from_the_others(
 
         with driven.service.database.write() as session:
             session.execute(update(RunRow).values(poll_ns=0))
-        taken = polling.take(driven.service)
+        taken = polling.claim_polls(driven.service)
         with database.write() as hanging:
             hanging.execute(select(RunRow.id).filter_by(id=bad).with_for_update()).one()
             for one in taken:
-                polling.look(driven.service, one)
+                polling.poll_run(driven.service, one)
         listed = {run.run: run.listed_ns > 0 for run in runs(driven).values()}
         assert listed == {"bad": False, "good": True}
         database.close()

@@ -22,7 +22,7 @@ from watchstep_services.db.records import hint, put_segment
 from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import discover_runs
-from watchstep_services.scheduler.polling import AT_ONCE, do_looks, look, take
+from watchstep_services.scheduler.polling import MOST_POLLS, claim_polls, poll_due_runs, poll_run
 from watchstep_services.scheduler.sweep import find_due, note_asked, sweep
 from watchstep_services.service.context import Service
 
@@ -34,42 +34,42 @@ def set_run(driven: Driven, run_id: int, **values: int) -> None:
 
 def test_a_look_is_taken_once(driven: Driven) -> None:
     run_id = driven.register()
-    assert [one.run.id for one in take(driven.service)] == [run_id]
-    assert take(driven.service) == []
+    assert [one.run.id for one in claim_polls(driven.service)] == [run_id]
+    assert claim_polls(driven.service) == []
 
 
 def test_all_that_is_due_is_looked_at_in_portions(driven_sqlite: Driven) -> None:
     slow = driven_sqlite.with_settings(listing_seconds=1000.0)
-    runs = [slow.register(f"run-{number}") for number in range(AT_ONCE + 3)]
-    do_looks(slow.service, 1e9)
+    runs = [slow.register(f"run-{number}") for number in range(MOST_POLLS + 3)]
+    poll_due_runs(slow.service, 1e9)
     assert all(slow.run(run_id).listed_ns for run_id in runs)
-    assert take(slow.service) == []
+    assert claim_polls(slow.service) == []
 
 
 def test_listings_in_vain_become_rare_and_found_ones_frequent(driven: Driven, folder_store: Store) -> None:
     slow = driven.with_settings(listing_seconds=2.0)
     recording = Recording(folder_store).begin()
     run_id = slow.register()
-    look(slow.service, take(slow.service)[0])
+    poll_run(slow.service, claim_polls(slow.service)[0])
     for quiet in (4, 8, 16, 30, 30):  # it announces all there is, a little later each time than we look
         with slow.service.database.write() as session:
             now = read_clock(session)
         set_run(
             slow, run_id, poll_ns=0, listed_ns=now - 90 * NANOSECONDS, last_seen_ns=now - 80 * NANOSECONDS
         )
-        look(slow.service, take(slow.service)[0])
+        poll_run(slow.service, claim_polls(slow.service)[0])
         assert slow.run(run_id).poll_interval_ns == quiet * NANOSECONDS
     recording.write(0, 0, 3)  # nobody announces this one
     set_run(slow, run_id, poll_ns=0, listed_ns=1, last_seen_ns=1)
-    look(slow.service, take(slow.service)[0])
+    poll_run(slow.service, claim_polls(slow.service)[0])
     assert slow.run(run_id).poll_interval_ns == 2 * NANOSECONDS
 
 
 def test_a_look_that_somebody_wants_meanwhile_is_not_put_off(driven: Driven) -> None:
     run_id = driven.register()
-    (one,) = take(driven.service)
+    (one,) = claim_polls(driven.service)
     set_run(driven, run_id, poll_ns=0)
-    look(driven.service, one)
+    poll_run(driven.service, one)
     assert driven.run(run_id).poll_ns == 0
 
 
@@ -81,11 +81,11 @@ def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven, folder_sto
     discovering.discover(driven.service, run_id)
     assert advance_run(driven.service, run_id) == "failed"
     set_run(driven, run_id, poll_ns=0)
-    look(driven.service, take(driven.service)[0])
-    assert take(driven.service) == []  # a run that is over is looked at seldom
+    poll_run(driven.service, claim_polls(driven.service)[0])
+    assert claim_polls(driven.service) == []  # a run that is over is looked at seldom
     announced(driven, run_id, Recording(folder_store, attempt="a2").begin(), 0)
     assert driven.run(run_id).state == "running"
-    assert [taken.run.id for taken in take(driven.service)] == [run_id]
+    assert [taken.run.id for taken in claim_polls(driven.service)] == [run_id]
 
 
 def announced(driven: Driven, run_id: int, recording: Recording, seq: int) -> None:
@@ -203,16 +203,16 @@ def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven, fol
     discovering.discover(driven.service, run_id)
     driven.settle(run_id)
     assert advance_run(driven.service, run_id) == "completed"
-    look(driven.service, take(driven.service)[0])
+    poll_run(driven.service, claim_polls(driven.service)[0])
     discover_runs(driven.service)
-    do_looks(driven.service, 1e9)
-    assert take(driven.service) == []
+    poll_due_runs(driven.service, 1e9)
+    assert claim_polls(driven.service) == []
 
     again = Recording(folder_store, attempt="a2")
     again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
     again.write(0, 0, 9, nan_from(5))
     discover_runs(driven.service)
-    do_looks(driven.service, 1e9)
+    poll_due_runs(driven.service, 1e9)
     driven.settle(run_id)
     assert driven.run(run_id).attempt == "a2"
     assert driven.actions(run_id)
