@@ -1,4 +1,4 @@
-"""The hook: what a training program holds, and all that it needs to know of recording."""
+"""`watchstep.Hook`: the interface of a training program to recording."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _log = logging.getLogger("watchstep")
 class Hook:
     """Records one worker of one run.
 
-    Nothing that happens to the store, the service or the recorder itself reaches the program; `health` tells of it.
+    Failures of the store, the service or the recorder never reach the program; `health` reports them.
 
     Example::
 
@@ -69,7 +69,7 @@ class Hook:
         hook.close()
     """
 
-    def __init__(  # noqa: PLR0913 - the whole of what a program says; all but the first by name
+    def __init__(  # noqa: PLR0913 - all arguments of a recording; all but the first by name
         self,
         store_url: str | os.PathLike[str] | None = None,
         *,
@@ -82,27 +82,27 @@ class Hook:
         first_step: int | None = None,
         guard: Any = None,
     ) -> None:
-        """Start to record.
+        """Start recording.
 
         Args:
-            store_url: where runs lie; or ``WATCHSTEP_STORE``, or ``./watchstep-runs``.
-            project: or ``WATCHSTEP_PROJECT``, or ``default``.
-            run: the run's id; or ``WATCHSTEP_RUN``, or a new one.
-            rules: a rule file that the service shall judge this run by, besides its own; probes that its rules need are measured.
-            on_stop: what a stop does: ``"ignore"`` (the default), ``"raise"`` `StopTraining` at the end of a step,
-                ``"check"``: nothing more than to set `stopped`, which the program looks at after each step to end by itself,
-                or a function that is called with the `StopRequest`; or ``WATCHSTEP_ON_STOP``, which may be "stop", as "raise",
-                or "checkpoint": the function saves one, and `StopTraining` is raised once it returns.
-            overhead_budget: share of the program's own time that recording may take, 0.01 where nothing says otherwise;
-                or ``WATCHSTEP_OVERHEAD_BUDGET``, where "none" measures everything at every step.
-            config: what to record, how often.
-            first_step: the number of the first step, where a training goes on from a checkpoint: steps of earlier attempts
-                before it stay part of the run; or ``WATCHSTEP_FIRST_STEP``, or 0.
-            guard: rules that judge inside this process and may stop it before an update: a rule file, True for the default
-                rules, or a `watchstep_rules.Guard`. It is the one thing that raises into the program: `StopTraining`.
+            store_url: folder or bucket URL that runs are written to. Default: ``WATCHSTEP_STORE``, or ``./watchstep-runs``.
+            project: the project. Default: ``WATCHSTEP_PROJECT``, or ``default``.
+            run: the run's id. Default: ``WATCHSTEP_RUN``, or a new id.
+            rules: a rule file that the service evaluates for this run in addition to its own rules. The probes that its rules need are measured.
+            on_stop: the effect of a stop. ``"ignore"`` (default); ``"raise"`` raises `StopTraining` at the end of a step;
+                ``"check"`` only sets `stopped`, which the program checks after each step; a function is called with the
+                `StopRequest`. ``WATCHSTEP_ON_STOP`` sets a default: "ignore", "raise" (or "stop"), or "checkpoint": the
+                function saves a checkpoint, and `StopTraining` is raised when it returns.
+            overhead_budget: share of the program's own time that recording may take. Default: ``WATCHSTEP_OVERHEAD_BUDGET``, or
+                0.01. "none" in the variable measures everything at every step.
+            config: what to record, and how often.
+            first_step: the number of the first step, for a training that resumes from a checkpoint. Earlier steps of earlier
+                attempts remain part of the run. Default: ``WATCHSTEP_FIRST_STEP``, or 0.
+            guard: rules that are evaluated in this process and may stop it before an update, by raising `StopTraining`: a rule
+                file, True for the default rules, or a `watchstep_rules.Guard`.
 
         Raises:
-            ConfigError, RuleError: an argument or variable is wrong. A store that cannot be reached is no such error.
+            ConfigError, RuleError: an argument or variable is invalid. A store that cannot be reached raises nothing.
         """
         self.store_url = _checked_url(store_url)
         self._store_identity = StoreIdentity.of_launch(self.store_url)
@@ -139,15 +139,15 @@ class Hook:
         _log.info("watchstep: recording %s", self.run_url)
 
     def _stop_of(self, on_stop: OnStop | None) -> tuple[OnStop, str]:
-        """What a stop does, and a note for health where it is not what the environment says."""
+        """The effect of a stop, and a note for health if it differs from what the environment requests."""
         checked = checked_on_stop(on_stop, self.config.bounds.checkpoint_seconds)
         if isinstance(checked, AwaitsCheckpoint) and self._identity.world_size > 1:
-            # A rank that continued alone would wait for the others for ever.
+            # A rank that continued alone would wait for the others forever.
             return "raise", "all ranks stop at one step: no checkpoint is waited for"
         return checked, ""
 
     def _service_client(self, address: ServiceAddress | None, launch: LaunchState) -> ServiceClient | None:
-        """The client of the service; None where neither the environment nor the launch names one."""
+        """The client of the service; None if neither the environment nor the launch names a service."""
         if address is None and launch.location is None:
             return None
         locate = functools.partial(launch.recorder_address, self._health)
@@ -181,7 +181,7 @@ class Hook:
         return end
 
     def _start_background(self, control: ControlReader, launch: LaunchState) -> None:
-        """Start the threads beside the writer, each of which ends with the recording."""
+        """Start the background threads other than the writer. Each ends with the recording."""
         self._ending.detach_with(self._checkpoints.close, self._checkpoints.join)
         self._ending.detach_with(self._stop_talk.close, self._stop_talk.join)
         if launch.run == self.run and self._identity.worker == 0 and self._service is not None:
@@ -203,12 +203,12 @@ class Hook:
 
     @property
     def run_url(self) -> str:
-        """What `watchstep.open_run` takes to read this run."""
+        """The URL of this run, for `watchstep.open_run`."""
         return f"{self.store_url.rstrip('/')}/{run_prefix(self._identity.project, self._identity.run).rstrip('/')}"
 
     @property
     def health(self) -> dict[str, Any]:
-        """Counters, faults and notes of the recorder: what was written, what was dropped, what is not observed."""
+        """Counters, faults and notes of the recorder: what was written, dropped, and not observed."""
         data = self._health.as_data()
         budget = self._session.schedule.budget
         if budget is not None:
@@ -219,7 +219,7 @@ class Hook:
 
     @property
     def mode(self) -> Mode:
-        """The mode of what is logged from now on: train, eval, predict or global."""
+        """The mode of values that are logged from now on: train, eval, predict or global."""
         return self._session.mode
 
     @mode.setter
@@ -230,9 +230,9 @@ class Hook:
 
     @property
     def stopped(self) -> StopRequest | None:
-        """The stop that this program was asked for and has come to, or that its guard asked for; None where there was none.
+        """The stop that was requested of this program and has taken effect, by the service or by the guard; None without one.
 
-        Reading it changes nothing. A program that ends because of it says so by ``on_stop="check"``; else its run is completed.
+        Reading it changes nothing. With ``on_stop="check"`` a program that then ends is recorded as stopped, otherwise as completed.
         """
         return self._recorder.stopped
 
@@ -250,22 +250,20 @@ class Hook:
 
         Args:
             model: a `torch.nn.Module`, also compiled or wrapped for distributed training.
-            optimizer: whose steps count; the first one that updates the model where it is left out.
-            name: goes before the names of the model's tensors; of several models, those after the first are
-                ``model_2``, ``model_3``, … where it is left out.
-            replicated: every rank holds the whole model and gradients are averaged over all, as under
-                DistributedDataParallel: for data parallelism that the model's wrapper does not show.
-            sum_losses: the losses that a step's backward passes start from are parts of one, which add up to the step's loss:
-                record their sum.
-            loss_divisor: what the program divides each loss by before ``backward()``, as the number of micro-batches of a step,
-                or a function that gives it: record the undivided losses, whose mean is the step's loss.
+            optimizer: the optimizer whose steps count. Default: the first one that updates the model.
+            name: prefix of the names of the model's tensors. Default: none for the first model, then ``model_2``, ``model_3``, ….
+            replicated: whether every rank has the whole model and gradients are averaged over all ranks, as under
+                DistributedDataParallel. Set it for data parallelism that the model's wrapper does not show.
+            sum_losses: record the sum of the losses that a step's backward passes start from, if they are terms of one loss.
+            loss_divisor: the number that the program divides each loss by before ``backward()``, such as the number of
+                micro-batches, or a function that returns it. The undivided losses are recorded; their mean is the step's loss.
 
-        Anything else that fails, as in a model that overrides `torch.nn.Module`'s own methods, is counted in `health`, and the
+        Any other failure, such as in a model that overrides methods of `torch.nn.Module`, is counted in `health`, and the
         model is not recorded.
 
         Raises:
-            ConfigError: an argument is wrong: no module, no optimizer, `nn.DataParallel`, a script module, or a lazy module that has
-                no shape yet.
+            ConfigError: an argument is invalid: not a module, not an optimizer, `nn.DataParallel`, a script module, or a lazy
+                module without shapes.
         """
         if self._ending.ended:
             return
@@ -298,12 +296,12 @@ class Hook:
     ) -> None:
         """Record numbers at the current step. Names with "loss" in them are losses, others metrics.
 
-        Several losses of one name and mode in a step, as of the batches of an evaluation or of micro-batches, are recorded as one
-        row with their mean and number. Of a metric the last value of the step is recorded.
+        Several losses of one name and mode in a step, such as those of micro-batches or of the batches of an evaluation, are
+        recorded as one row with their mean and their count. For a metric the last value of the step is recorded.
 
         Args:
-            values: name → number, for names that are no Python names.
-            mode: where it is not the hook's own.
+            values: name → number, for names that are not Python identifiers.
+            mode: overrides the hook's mode.
             **scalars: name=number; a tensor of one element is read without waiting for its device.
         """
         chosen = mode or self.mode
@@ -326,11 +324,11 @@ class Hook:
         Call it between the forward pass and the update. Several calls within a step are merged, as micro-batches are.
 
         Args:
-            values: name → tensor, for names that are no Python names.
-            collection: a configured one; where it is left out, ``inputs``, ``outputs`` and ``labels`` are those
-                collections, and other names are ``custom``.
-            mode: where it is not the hook's own.
-            **given: name=tensor; a `torch.Tensor`, or what numpy makes an array of.
+            values: name → tensor, for names that are not Python identifiers.
+            collection: a configured collection. Default: the collections ``inputs``, ``outputs`` and ``labels`` for these
+                names, ``custom`` for others.
+            mode: overrides the hook's mode.
+            **given: name=tensor; a `torch.Tensor`, or anything that numpy converts to an array.
         """
         from watchstep.pytorch.given_tensors import GivenTensors
 
@@ -338,7 +336,7 @@ class Hook:
         for name, value in {**(values or {}), **given}.items():
             try:
                 given_tensors.record(name, value, collection, mode or self.mode)
-            except Exception as error:  # noqa: BLE001 - one value that is none must not take the others with it
+            except Exception as error:  # noqa: BLE001 - an invalid value must not affect the others
                 self._health.fault(f"record {name!r}"[:80], error)
 
     def guard_with(self, guard: StepGuard, *, agree: bool = False) -> None:
@@ -368,7 +366,7 @@ class Hook:
 
     @contained
     def step(self) -> None:
-        """Say that a step is done, where no optimizer does; from then on only this counts steps.
+        """Mark the end of a step, for programs without an optimizer. After the first call only this method counts steps.
 
         Raises:
             StopTraining: a stop is due and the program opted in.
@@ -382,23 +380,23 @@ class Hook:
 
     @contained
     def begin_pass(self) -> None:
-        """Say that a forward pass begins, where the program calls parts of the watched models and not the models themselves.
+        """Mark the beginning of a forward pass, for programs that call parts of the watched models instead of the models.
 
-        From then on only this tells of passes.
+        After the first call only this method marks passes.
 
         Raises:
-            StopTraining: a guard asks for it, now that it knows all of the last step.
+            StopTraining: a guard requests it, now that all of the last step is known.
         """
         for watch in self._watches:
             watch.begin_pass()
 
     @contained
     def checkpoint_saved(self, path: str | os.PathLike[str], step: int | None = None) -> None:
-        """Say that a checkpoint has been saved. A stop names the last one that was saved before its first bad step.
+        """Report that a checkpoint has been saved. A stop names the last checkpoint that was saved before its first bad step.
 
         Args:
-            path: where it lies; shown to people, and given back to a training that goes on from it.
-            step: the last step whose update it holds; the last finished one where it is left out.
+            path: of the checkpoint; shown to people, and passed to a training that resumes from it.
+            step: the last step whose update it contains. Default: the last finished step.
         """
         last_step = self._recorder.last_finished if step is None else checked_step(step)
         identity = self._identity
@@ -409,9 +407,9 @@ class Hook:
         self._recorder.checkpoint_saved()
 
     def protected_checkpoints(self) -> frozenset[str]:
-        """Paths, as `checkpoint_saved` was given them, that a rotation must not delete: one may be the last good one.
+        """Paths, as passed to `checkpoint_saved`, that a rotation must not delete, since one may be the last good checkpoint.
 
-        They are those of the last two minutes, which may not have been judged yet, and the newest before them.
+        They are the checkpoints of the last two minutes, whose steps may not have been evaluated yet, and the newest before them.
         """
         return self._checkpoints.protected()
 
@@ -420,7 +418,7 @@ class Hook:
         self._session.snapshots.ask()
 
     def close(self) -> None:
-        """Write what is left, say how the run ended, and stop recording. Waits for the store, but within bounds."""
+        """Write the remaining rows and how the run ended, and stop recording. Waits for the store within bounds."""
         self._ending.end()
         self._release()
 
@@ -437,21 +435,21 @@ class Hook:
             self._release()
 
     def _is_planned_exit(self, error: BaseException) -> bool:
-        """Whether an exception only ends the program: because it was asked to stop, by whatever code, or by code 0."""
+        """Whether an exception is a planned exit: after a requested stop, with any code, or with code 0."""
         if not isinstance(error, SystemExit):
             return False
         return self._ending.is_requested or (not error.code and not self._ending.fails)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        """The hook itself: programs copy models and trainers that hold it, and there is one recording."""
+        """The hook itself: programs copy models and trainers that refer to it, and there is one recording."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process, or a file: a `CopiedHook`, which records nothing."""
+        """A `CopiedHook`, which records nothing, for another process or a file."""
         return CopiedHook, ()
 
     def _release(self) -> None:
-        """The program may keep a closed hook for what it tells; the models and optimizers need not stay with it."""
+        """Drop the models and optimizers: the program may keep a closed hook for its health."""
         self._watches, self._given = [], None
         ending.ended()
 

@@ -13,7 +13,7 @@ from watchstep.format import segment
 from watchstep.format.block import Block, concatenate
 from watchstep.format.journal import JournalEvaluation, JournalSegment
 from watchstep.format.layout import JOURNALS, SEGMENTS, SegmentKey
-from watchstep.reading.index import ahead, readers_of
+from watchstep.reading.index import prefetch, readers_of
 from watchstep.reading.run import Run
 from watchstep.reading.run_documents import count_parts, read_journal
 from watchstep.store.store import Store
@@ -134,7 +134,7 @@ def _replayed(recorded: Recorded, fetcher: _Fetcher) -> Iterator[Arrival]:
         return item if isinstance(item, JournalEvaluation) else fetcher.fetched(item)
 
     blocks: list[Block] = []
-    for item in ahead(work, items(), readers_of(recorded.store)):
+    for item in prefetch(work, items(), readers_of(recorded.store)):
         if isinstance(item, JournalEvaluation):
             yield Arrival(item.at_ns, item.watermark, tuple(blocks), item.ended)
             blocks = []

@@ -95,7 +95,7 @@ class Guarding:
         return self.stop()
 
     def after_step(self, step: int, records: list[Record]) -> None:
-        """A step is over; what the guard wants is told by `stop`, or by `wish` where ranks agree."""
+        """A step is over; what the guard wants is told by `stop`, or by `requested` where ranks agree."""
         reason = self._asked(lambda: self._guard.after_step(step, join(records)))
         self._reason = self._reason or reason
 

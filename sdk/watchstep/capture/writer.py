@@ -77,8 +77,8 @@ class Writer:
         self._backlog = Backlog(bounds.backlog_bytes, spill, health)
         self._encoder = SegmentEncoder(self._backlog, health)
         self._access = Access(target, control, health, queue.is_urgent)
-        means = UploadContext(self._access, self._backlog, control, health)
-        self._uploader = Member(means, queue, bounds) if _shares_node(target) else Uploader(means)
+        context = UploadContext(self._access, self._backlog, control, health)
+        self._uploader = Member(context, queue, bounds) if _shares_node(target) else Uploader(context)
         self._due_at = float("inf")
         self._look_seconds = _SHORTEST_LOOK
         self._filling = threading.Lock()

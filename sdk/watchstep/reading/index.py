@@ -57,7 +57,7 @@ def readers_of(store: Store) -> int:
     return min(_OF_A_BUCKET, max(2, os.cpu_count() or 1)) if store.is_local else _OF_A_BUCKET
 
 
-def ahead(work: Callable[[Item], Result], items: Iterable[Item], readers: int) -> Iterator[Result]:
+def prefetch(work: Callable[[Item], Result], items: Iterable[Item], readers: int) -> Iterator[Result]:
     """The results in order. Twice ``readers`` are under way or waiting at the most, so that memory is bounded."""
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(readers, "watchstep-reader") as pool:
@@ -135,7 +135,7 @@ class RunIndex:
         self._segments = {key: segment for key, segment in self._segments.items() if not self._covers(key)}
         segments = self._segments
         new = [k for k in listed if k not in segments and k.path not in self.damaged and not self._covers(k)]
-        opened = ahead(lambda key: self._opened(key, listed[key]), new, self._readers)
+        opened = prefetch(lambda key: self._opened(key, listed[key]), new, self._readers)
         for key, found in zip(new, opened, strict=True):
             if found is not None:
                 self._segments[key] = found
@@ -308,14 +308,14 @@ class RunIndex:
         """
         scan = Scan(tuple(dict.fromkeys((*IDENTITY, *want.columns))), want, self.tensors())
 
-        def one(located: Located) -> tuple[Columns, int] | None:
+        def read(located: Located) -> tuple[Columns, int] | None:
             columns = self._columns(located, scan)
             if columns is None:
                 return None
             size = sum(column.nbytes for column in columns.values())
             return (columns, size) if self._take(size) else None
 
-        for result in ahead(one, self._due(want), self._readers):
+        for result in prefetch(read, self._due(want), self._readers):
             self._spend()
             if result is not None:
                 columns, size = result
@@ -351,7 +351,7 @@ class RunIndex:
     def _each_block(self, attempt: str | None, want: Want) -> Iterator[tuple[Block, int]]:
         """Blocks, and the bytes of their rows."""
 
-        def one(located: Located) -> tuple[Block, int] | None:
+        def read(located: Located) -> tuple[Block, int] | None:
             stored = located.object
             if want.tensors is not None and not any(info.name in want.tensors for info in stored.catalogue):
                 return None
@@ -366,7 +366,7 @@ class RunIndex:
                 self.damaged[stored.key] = error.what
                 return None
 
-        for result in ahead(one, self._due(want, attempt), self._readers):
+        for result in prefetch(read, self._due(want, attempt), self._readers):
             self._spend()
             if result is not None:
                 yield result

@@ -148,13 +148,13 @@ class Leader:
     def __init__(
         self,
         leadership: Leadership,
-        means: UploadContext,
+        context: UploadContext,
         handing: Handing,
         inbox: MessageQueue,
         lock: threading.RLock,
     ) -> None:
         self._leadership = leadership
-        self._context = means
+        self._context = context
         self._handing = handing
         self._inbox = inbox
         self._lock = lock

@@ -34,9 +34,9 @@ class Follower:
         apart: why each rank shall write for itself; empty where the leader has not said so.
     """
 
-    def __init__(self, line: Connection, means: UploadContext, handing: Handing, window: int) -> None:
+    def __init__(self, line: Connection, context: UploadContext, handing: Handing, window: int) -> None:
         self.line = line
-        self._context = means
+        self._context = context
         self._handing = handing
         self._window = window
         self.welcomed = False
@@ -116,10 +116,10 @@ class Member:
     before. The lock is never held while the store is asked.
     """
 
-    def __init__(self, means: UploadContext, queue: BoundedQueue, bounds: Bounds) -> None:
-        target = means.access.target
+    def __init__(self, context: UploadContext, queue: BoundedQueue, bounds: Bounds) -> None:
+        target = context.access.target
         who = target.identity
-        self._context = means
+        self._context = context
         self._queue = queue
         self._bounds = bounds
         self._meeting = Meeting((target.store_url, who.project, who.run, who.attempt, who.node))
@@ -127,15 +127,15 @@ class Member:
         self._inbox = MessageQueue(queue.wake.set)
         self._lock = threading.RLock()
         self._role: Leader | Follower | Uploader | None = None
-        self._alone = Uploader(means)
+        self._alone = Uploader(context)
         self._rejoin_at = float("inf")
         self._moved_at = time.monotonic()
         self._oldest: int | None = None
         self._hurried = False
         self._released = False
         self._ended = False
-        means.backlog.hand_over()
-        means.control.attempt = who.attempt
+        context.backlog.hand_over()
+        context.control.attempt = who.attempt
 
     @property
     def claimed(self) -> tuple[Store, str] | None:

@@ -38,11 +38,11 @@ class UploadContext:
 class Uploader:
     """Writes what this process recorded under a writer of its own. On the writer's thread."""
 
-    def __init__(self, means: UploadContext) -> None:
-        self._access = means.access
-        self._backlog = means.backlog
-        self._control = means.control
-        self._health = means.health
+    def __init__(self, context: UploadContext) -> None:
+        self._access = context.access
+        self._backlog = context.backlog
+        self._control = context.control
+        self._health = context.health
         self._writer: WriterId | None = None
         self._end_written = False
         self.written = 0
