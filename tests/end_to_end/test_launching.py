@@ -176,7 +176,7 @@ def test_a_service_that_is_started_again_is_found_again(tmp_path: Path, rules: P
         eventually(lambda: "tombstone" not in launched.health.get("notes", {"tombstone": ""}), SECONDS)
     with service(tmp_path / "home", store) as second:
         assert second.operator_token != first.operator_token
-        Client(second.url, second.operator_token).ask_snapshot("r")
+        Client(second.url, second.operator_token).request_snapshot("r")
         assert is_registered(second, launched)
         code, said = launched.end()
     assert code == 0, said

@@ -123,19 +123,19 @@ _PAGE = 500
 
 
 class Client:
-    """Asks a service for one project.
+    """Requests one project's data from a service.
 
-    Every method raises `ServiceError` where the service refuses or does not answer, and `NotFoundError` where there is no
-    such thing. Lists are iterators that fetch page by page. Thread-safe.
+    Every method raises `ServiceError` if the service refuses or does not answer, and `NotFoundError` if the object does not
+    exist. Lists are iterators that fetch page by page. Thread-safe.
 
     Args:
-        url: of the service.
-        token: to show it.
-        project: whose runs.
-        timeout: seconds that the service may be silent; its streams say something every 15.
+        url: URL of the service.
+        token: API token.
+        project: the project.
+        timeout: seconds without data after which a request fails; event streams send a heartbeat every 15.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(self, url: str, token: str = "", project: str = "default", timeout: float = 30.0) -> None:
@@ -145,10 +145,10 @@ class Client:
 
     @classmethod
     def from_environment(cls, project: str = "default") -> Client:
-        """A client of the service that WATCHSTEP_SERVICE and WATCHSTEP_TOKEN name.
+        """A client of the service in WATCHSTEP_SERVICE, with the token in WATCHSTEP_TOKEN.
 
         Raises:
-            ConfigError: they name none.
+            ConfigError: WATCHSTEP_SERVICE is not set.
         """
         address = ServiceAddress.from_environment()
         if address is None:
@@ -156,11 +156,11 @@ class Client:
         return cls(address.url, address.token, project)
 
     def runs(self, *, states: Sequence[str] = (), alerts: Sequence[str] = ()) -> Iterator[RunInfo]:
-        """Runs, the newest first: only in these states, only with an alert in one of these phases."""
+        """Runs, newest first, filtered by state and by the phase of an alert."""
         return self._pages(RunInfo, "/runs", "runs", {"state": states, "alert": alerts})
 
     def run(self, run: str) -> RunState:
-        """A run and all that is known of it."""
+        """A run with its state, control document, job, rules and health."""
         data = self._transport.call("GET", self._of(run))
         rules = tuple(read(RuleStatus, rule) for rule in data["rules"])
         return RunState(read(RunInfo, data), data["control"], data["job"], rules, data["health"])
@@ -173,7 +173,7 @@ class Client:
         severities: Sequence[str] = (),
         labels: Mapping[str, str] | None = None,
     ) -> Iterator[Alert]:
-        """Alerts of a run, or of all, those that began last first."""
+        """Alerts of one run or of all runs, most recently started first."""
         query = {
             "phase": phases,
             "severity": severities,
@@ -181,27 +181,27 @@ class Client:
         }
         return self._pages(Alert, f"{self._part(run)}/alerts", "alerts", query)
 
-    def standing(self, run: str, fingerprint: str) -> Mapping[str, Any]:
-        """An alert over all attempts of its run: who has taken it up, which silence covers it, and who was not told and why."""
+    def alert(self, run: str, fingerprint: str) -> Mapping[str, Any]:
+        """An alert over all attempts of its run: who acknowledged it, which silence covers it, and who was not notified and why."""
         answer: Mapping[str, Any] = self._transport.call(
             "GET", f"{self._of(run)}/alerts/{segment(fingerprint)}"
         )
         return answer
 
     def actions(self, run: str) -> Iterator[Action]:
-        """What a run's events caused."""
+        """Actions that a run's events caused."""
         return self._pages(Action, f"{self._part(run)}/actions", "actions", {})
 
     def events(self, run: str | None = None, *, types: Sequence[str] = ()) -> Iterator[Event]:
-        """Events of a run, or of all, so far, in the order in which they came."""
+        """Events of one run or of all runs so far, in the order of their arrival."""
         return self._pages(Event, f"{self._part(run)}/events", "events", {"type": types})
 
     def events_after(self, run: str | None, place: int) -> tuple[list[Event], int]:
-        """Events of a run, or of all, that came after a place, at most one page of them; and the place to go on from.
+        """One page of the events of one run or of all runs after a position, and the position to continue from.
 
         Args:
             run: only its events.
-            place: 0 for the beginning, else what an earlier call gave.
+            place: 0 for the beginning, otherwise the position that an earlier call returned.
         """
         answer = self._transport.call(
             "GET", f"{self._root}{self._part(run)}/events", {"after": place, "limit": _PAGE}
@@ -211,45 +211,45 @@ class Client:
     def follow(
         self, run: str | None = None, *, types: Sequence[str] = (), after: int | None = None
     ) -> Iterator[Event]:
-        """Events of a run, or of all, as they come; for ever. Where the connection breaks, it goes on without a gap.
+        """Stream the events of one run or of all runs, without end. After a lost connection the stream continues without a gap.
 
         Args:
             run: only its events.
-            types: only these.
-            after: the `Event.place` to resume from; now where it is left out, 0 for the beginning.
+            types: only events of these types.
+            after: the `Event.place` to resume from; 0 for the beginning. Default: now.
         """
         path = f"{self._root}{self._part(run)}/events/stream"
         return follow(self._transport, path, {"type": types}, after)
 
     def stop(self, run: str, reason: str = "", attempt: str = "") -> Stop:
-        """Ask a run's workers to stop, then end its job. An attempt is stopped once, however often it is asked."""
+        """Request a run's workers to stop, then end its job. Repeated requests stop an attempt once."""
         body = {"attempt": attempt} | ({"reason": reason} if reason else {})
         return read(Stop, self._transport.call("POST", f"{self._of(run)}/stop", body=body))
 
-    def ask_snapshot(self, run: str, step: int | None = None, attempt: str = "") -> str:
-        """Have a run's workers keep the full tensors of a step, or of the next one; returns the request's id."""
+    def request_snapshot(self, run: str, step: int | None = None, attempt: str = "") -> str:
+        """Request a snapshot of a step, by default of the next one, from a run's workers; returns the request's id."""
         body = {"step": step, "attempt": attempt}
         return str(self._transport.call("POST", f"{self._of(run)}/control/snapshots", body=body)["id"])
 
     def set_cadence(self, run: str, every: Mapping[str, int]) -> None:
-        """Have collections measured every so many steps; those left out as the workers choose."""
+        """Set the cadence of collections, in steps. Workers choose the cadence of collections that are not listed."""
         self._transport.call("PUT", f"{self._of(run)}/control/cadence", body={"every": dict(every)})
 
     def allow_restart(self, run: str, reason: str, attempt: str = "") -> None:
-        """Let new attempts of a stopped run start, or only one. The attempt that was stopped stays stopped."""
+        """Allow new attempts of a stopped run, or only one, to start. The stopped attempt stays stopped."""
         body = {"reason": reason, "attempt": attempt} if attempt else {"reason": reason}
         self._transport.call("POST", f"{self._of(run)}/control/restart", body=body)
 
     def hold(self, run: str, reason: str) -> None:
-        """Keep a run whole, whatever the project's policy says, until it is let go."""
+        """Exempt a run from the project's retention policy until it is released."""
         self._transport.call("PUT", f"{self._of(run)}/hold", body={"reason": reason})
 
     def release(self, run: str) -> None:
-        """Let the project's policy decide of a run again."""
+        """Release the hold on a run."""
         self._transport.call("DELETE", f"{self._of(run)}/hold")
 
     def delete(self, run: str) -> None:
-        """Have a run that has ended deleted, from the store and the service, soon. Needs an administrator's token."""
+        """Delete an ended run from the store and the service, in the background. Needs an administrator's token."""
         self._transport.call("DELETE", self._of(run))
 
     def make_token(self, run: str, name: str = "", lifetime_seconds: int | None = None) -> str:
@@ -269,31 +269,31 @@ class Client:
         return str(self._transport.call("POST", f"{self._of(run)}/tokens", body=body)["token"])
 
     def tokens(self, run: str) -> Iterator[RunToken]:
-        """The tokens of a run, the newest first."""
+        """The tokens of a run, newest first."""
         return self._pages(RunToken, f"{self._part(run)}/tokens", "tokens", {})
 
     def revoke_token(self, run: str, token: str) -> None:
-        """Make a token of a run worthless, by its id."""
+        """Revoke a token of a run by its id."""
         self._transport.call("DELETE", f"{self._of(run)}/tokens/{segment(token)}")
 
     def rules(self, run: str) -> list[RuleStatus]:
-        """The rule configs that judge a run, and how they stand."""
+        """The rule configs of a run, and their status."""
         return [
             read(RuleStatus, rule) for rule in self._transport.call("GET", f"{self._of(run)}/rules")["rules"]
         ]
 
     def put_rule(self, name: str, config: Mapping[str, Any], run: str | None = None) -> Mapping[str, Any]:
-        """Have a rule judge a run from now on, or all runs of the project that are registered from now on.
+        """Add or replace a rule config for a run, or for all runs of the project that are registered from now on.
 
         Returns:
-            The rule config as it is kept.
+            The rule config as it is stored.
         """
         path = f"{self._root}{self._part(run)}/rules/{segment(name)}"
         stored: Mapping[str, Any] = self._transport.call("PUT", path, body=dict(config))["config"]
         return stored
 
     def remove_rule(self, name: str, run: str | None = None) -> None:
-        """Have a rule judge a run no more, or no runs that are registered from now on."""
+        """Remove a rule config from a run, or from the runs that are registered from now on."""
         self._transport.call("DELETE", f"{self._root}{self._part(run)}/rules/{segment(name)}")
 
     def tensors(self, run: str, collection: str | None = None) -> Iterator[Mapping[str, Any]]:
@@ -302,7 +302,7 @@ class Client:
         return self._raw_pages(f"{self._part(run)}/tensors", "tensors", query)
 
     def deviations(self, run: str, attempt: str, step: int) -> Mapping[str, Any]:
-        """Evidence for an alert: the tensors farthest from their own earlier values at a step of an attempt, the farthest first."""
+        """Evidence for an alert: the tensors that differ most from their own earlier values at a step of an attempt, in descending order."""
         query = {"attempt": attempt, "step": step}
         answer: Mapping[str, Any] = self._transport.call("GET", f"{self._of(run)}/deviations", query)
         return answer
@@ -319,7 +319,7 @@ class Client:
         last: int | None = None,
         points: int = 1000,
     ) -> pa.Table:
-        """One figure of one tensor over the steps, in no more points for each line than asked for.
+        """One figure of one tensor over the steps, in at most ``points`` points for each line.
 
         Returns:
             mode, worker, replica, stage, step, last_step, count, nonfinite, mean, min, max; null where nothing is finite.
@@ -359,12 +359,12 @@ class Client:
         worker: int | None = None,
         points: int = 200,
     ) -> HistogramSeries:
-        """How a tensor's elements spread over powers of two, over the steps."""
+        """The distribution of a tensor's elements over powers of two, over the steps."""
         query = {"tensor": tensor, "mode": mode, "worker": worker, "points": points}
         return documents.histogram(self._transport.call("GET", f"{self._of(run)}/histogram", query))
 
     def sql(self, run: str, query: str, limit: int = 10_000) -> pa.Table:
-        """One SELECT over a run's statistics, on the service's side; at most ``limit`` rows."""
+        """Run one SELECT over a run's statistics in the service; returns at most ``limit`` rows."""
         content, _ = self._transport.fetch(
             "POST",
             f"{self._of(run)}/sql",
@@ -379,7 +379,7 @@ class Client:
         return self._pages(SnapshotInfo, f"{self._part(run)}/snapshots", "snapshots", {})
 
     def snapshot_tensor(self, run: str, snapshot: SnapshotInfo, name: str) -> documents.TensorBytes:
-        """A tensor of a snapshot; the service bounds its size (WATCHSTEP_TENSOR_MB)."""
+        """A tensor of a snapshot. WATCHSTEP_TENSOR_MB of the service limits its size."""
         place = f"{segment(snapshot.attempt)}/{snapshot.worker}/{snapshot.step}/{snapshot.mode}"
         content, headers = self._transport.fetch(
             "GET", f"{self._of(run)}/snapshots/{place}/tensor", {"name": name}

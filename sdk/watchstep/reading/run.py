@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class Tensor:
-    """Figures of one tensor over the steps, and its values where a snapshot holds them.
+    """Statistics of one tensor over the steps, and its values from snapshots.
 
     Attributes:
-        info: what is known of it.
+        info: description of the tensor.
     """
 
     def __init__(self, run: Run, info: TensorInfo, rows: Block) -> None:
@@ -98,7 +98,7 @@ class Tensor:
             An array of the tensor's shape; see `watchstep.format.snapshot` for bfloat16 and fp8.
 
         Raises:
-            NotFoundError: no snapshot of that step and worker holds it.
+            NotFoundError: no snapshot of that step and worker contains it.
             FormatError: the snapshot is damaged.
         """
         for snapshot in self._run.snapshots():
@@ -145,7 +145,7 @@ def _has_ended(run: Run) -> bool:
 
 
 def open_run(url: str | os.PathLike[str] | Store) -> Run:
-    """Open a run, while it goes on or after it.
+    """Open a run, during or after its recording.
 
     Args:
         url: the run's own place, ``<store>/<project>/<run>``, as a path or URL; or a store seen from the run.
@@ -187,7 +187,7 @@ def _document(store: Store, location: str) -> documents.RunDocument:
 
 
 class Run:
-    """What was recorded of a run. Looks for what is new when asked, and reads the columns that an answer needs.
+    """A recorded run. `refresh` reads new objects; queries read only the columns that they need.
 
     The default view is the newest attempt of each step; `attempts` and `rows` give the others. One that is made, and not opened by
     `open_run`, has read nothing before its first `refresh`.
@@ -247,7 +247,7 @@ class Run:
         return self._index.attempts()
 
     def rows(self, attempt: str | None = None) -> Block:
-        """All rows of one attempt; of the newest attempt of each step where it is left out. Nothing is kept."""
+        """All rows of one attempt, by default of the newest attempt of each step. The rows are not cached."""
         return self._index.consistently(lambda: concatenate(self._index.blocks(attempt, Want(()))).ordered())
 
     @property
@@ -280,7 +280,7 @@ class Run:
         return names
 
     def steps(self, mode: Mode | None = None) -> list[int]:
-        """Steps that were recorded, ascending; only those of one mode where it is given."""
+        """Recorded steps, ascending; of one mode if given."""
         seen = self._steps_seen()
         chosen = seen if mode is None else seen[seen[:, 1] == MODES.index(mode)]
         return [int(step) for step in np.unique(chosen[:, 0])]
@@ -290,10 +290,10 @@ class Run:
 
         Args:
             collection: only those of this collection.
-            regex: only those in whose name this is found.
+            regex: only those whose name contains a match of this pattern.
 
         Raises:
-            ConfigError: the regular expression is none.
+            ConfigError: the pattern is not a valid regular expression.
         """
         try:
             pattern = re.compile(regex or "")
@@ -309,7 +309,7 @@ class Run:
         """One tensor.
 
         Raises:
-            NotFoundError: none of that name was recorded.
+            NotFoundError: no tensor of that name was recorded.
         """
         self.check_tensors([name])
         want = Want((), frozenset([name]))
@@ -319,9 +319,9 @@ class Run:
     def losses(self) -> pa.Table:
         """All losses: step, mode, worker, name, value, count and derived.
 
-        Of several losses of a step and mode (micro-batches, or the batches of an evaluation) ``value`` is the mean and ``count`` the
-        number; a value is infinite or NaN where the loss of one batch was. ``derived`` losses were read at ``backward()`` and not
-        logged: where the program divides its loss for accumulation, and by how much is not known, they are divided.
+        If a step and mode has several losses (micro-batches, or the batches of an evaluation), ``value`` is their mean and ``count``
+        their number; the value is infinite or NaN if the loss of one batch was. ``derived`` losses were read at ``backward()`` and
+        not logged. If the program divides its loss for accumulation by an unknown number, they are the divided losses.
         """
         return losses_of(self._index)
 
@@ -342,8 +342,8 @@ class Run:
                 SQL names it, ``probe.update_ratio``).
             worker: only rows of this worker, as it measured them.
             mode: only rows of this mode.
-            merge: shards become the whole tensor's figure; replicas and workers with whole tensors stay apart. Probes
-                do not merge: of merged shards they are null.
+            merge: merge shards into the figure of the whole tensor. Replicas and workers with whole tensors stay separate.
+                Probes do not merge: they are null for merged shards.
 
         Returns:
             step, mode, tensor, worker (the lowest, where shards merged), replica, stage, and the figure; null where
@@ -365,7 +365,7 @@ class Run:
     def at_step(
         self, figures: Sequence[str], step: int | None = None, mode: Mode | None = None, *, merge: bool = True
     ) -> pa.Table:
-        """Figures of all tensors at one step, the newest where it is left out; columns as of `series`.
+        """Figures of all tensors at one step, by default the newest; columns as of `series`.
 
         Raises:
             ConfigError: there is no such figure.
@@ -386,14 +386,14 @@ class Run:
         mode: Mode | None = "train",
         reduce: Reduce = "mean",
     ) -> Heatmap:
-        """One figure of many tensors over the steps: a matrix of tensors and bins, however many steps there are.
+        """One figure of many tensors over the steps: a matrix of tensors and bins, independent of the number of steps.
 
         Args:
             tensors: a collection, or names.
             figure: as of `series`.
-            bins: the most bins; there is one for each step where the run has fewer.
+            bins: maximum number of bins. A run with fewer steps has one bin for each step.
             mode: only rows of this mode.
-            reduce: how the finite values of a bin (of its steps, and of workers with whole tensors) become one.
+            reduce: how the finite values of a bin (its steps, and workers with whole tensors) are combined.
 
         Raises:
             ConfigError: there is no such figure or collection.
@@ -413,12 +413,12 @@ class Run:
     def histogram(
         self, tensor: str, steps: int = 100, worker: int | None = None, mode: Mode | None = "train"
     ) -> HistogramSeries:
-        """How a tensor's elements spread over powers of two, over the steps.
+        """The distribution of a tensor's elements over powers of two, over the steps.
 
         Args:
             tensor: its name.
-            steps: the most rows of the answer; the histograms of several steps add up in one.
-            worker: what this worker measured; else all shards of the first replica, or the first worker.
+            steps: maximum number of rows; the histograms of several steps are added up in one row.
+            worker: only rows of this worker. Default: all shards of the first replica, or the first worker.
             mode: only steps of this mode.
 
         Raises:
@@ -431,10 +431,10 @@ class Run:
         return self._index.consistently(lambda: queries.columns_of(self._index, figures, want, merge=merge))
 
     def check_tensors(self, names: Sequence[str]) -> None:
-        """See that tensors were recorded.
+        """Check that tensors were recorded.
 
         Raises:
-            NotFoundError: one was not.
+            NotFoundError: a tensor was not recorded.
         """
         recorded = {info.name for info in self._index.tensors()}
         for name in names:
@@ -449,7 +449,7 @@ class Run:
 
         Tables: ``statistics`` (each row with its derived figures and probes), ``tensors`` (name, module, module_type,
         role, order, shape, dtype, collections) and ``losses`` (step, mode, worker, name, value). Only the columns
-        that the query needs are read; it reaches no file and loads no extension.
+        that the query needs are read. The query cannot read files or load extensions.
 
         Raises:
             ConfigError: DuckDB is not installed, or refuses the text.
@@ -457,7 +457,7 @@ class Run:
         return self._index.consistently(lambda: query(self._index, text))
 
     def snapshots(self) -> list[SnapshotKey]:
-        """Snapshots that there are, by attempt, worker and step."""
+        """The run's snapshots, by attempt, worker and step."""
         return sorted(SnapshotKey.parse(entry.key) for entry in self._store.entries(SNAPSHOTS))
 
     def open_snapshot(self, key: SnapshotKey) -> Snapshot:
@@ -469,28 +469,28 @@ class Run:
         return open_snapshot(self._store, key.path)
 
     def ends(self) -> list[documents.EndDocument]:
-        """How workers ended, of all attempts. Documents that cannot be read are left out, and are in `damaged`."""
+        """How the workers of all attempts ended. Documents that cannot be read are listed in `damaged` instead."""
         documents_found = read_documents(self._store, END)
         self._damaged_ends = documents_found.damaged
         return documents_found.documents
 
     def state(self) -> str:
-        """How it stands now, as `watchstep.reading.run_documents.StoredState` has it."""
+        """The run's present state; see `watchstep.reading.run_documents.StoredState`."""
         return read_state(self._store).state
 
     def wait_for_steps(
         self, steps: list[int], mode: Mode | None = None, timeout: float | None = None
     ) -> list[int]:
-        """Wait until steps are recorded; looks rarer the longer nothing comes, every two seconds at the most.
+        """Wait until steps are recorded. The polling interval grows to two seconds while nothing arrives.
 
         Args:
-            steps: which.
-            mode: recorded in this mode.
-            timeout: seconds; None for as long as the run goes on.
+            steps: the steps to wait for.
+            mode: count only rows of this mode.
+            timeout: seconds; None waits until the run ends.
 
         Returns:
-            Those of the steps that are there: fewer than asked where the run ended or the time was up. A step is
-            there as soon as one worker recorded it.
+            The steps that were recorded; fewer than requested if the run ended or the time was up. A step counts as recorded
+            as soon as one worker recorded it.
         """
         return steps_that_come(self, steps, mode, timeout)
 

@@ -96,7 +96,7 @@ def _taken_up(client: Client, run: str, alert: Mapping[str, Any]) -> Iterator[st
     """Who has taken an alert that fires up, and until when nobody is told of it."""
     if alert["phase"] != "firing":
         return
-    standing = client.standing(run, alert["fingerprint"])
+    standing = client.alert(run, alert["fingerprint"])
     taken, silence = standing["acknowledgement"], standing["silence"]
     if taken is not None:
         said = f": {taken['comment']}" if taken["comment"] else ""

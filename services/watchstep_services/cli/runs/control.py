@@ -23,7 +23,7 @@ def snapshot(
 ) -> None:
     """Have a run's workers keep the full tensors of a step. Token: WATCHSTEP_TOKEN, of an operator."""
     client, name = _asked(run, store, service)
-    client.ask_snapshot(name, step)
+    client.request_snapshot(name, step)
     at = "its next step" if step is None else f"step {step}, or of the next if that has passed"
     console().print(f"{run}: asked for the full tensors of {at}")
 
