@@ -58,14 +58,14 @@ class AlertmanagerReceiver(Receiver):
         header_value(field, secret)
 
 
-def send(receiver: AlertmanagerReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
+def send(receiver: AlertmanagerReceiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
     """Post the alerts once."""
     headers = {"Content-Type": "application/json"}
-    if "authorization" in outside.secrets:
-        headers["Authorization"] = header_value("authorization", outside.secret("authorization"))
-    body = json.dumps(alerts_of(letter.notification, receiver.resend_seconds, outside.now_ns)).encode()
+    if "authorization" in delivery.secrets:
+        headers["Authorization"] = header_value("authorization", delivery.secret("authorization"))
+    body = json.dumps(alerts_of(message.notification, receiver.resend_seconds, delivery.now_ns)).encode()
     address = parse_address(f"{receiver.url.rstrip('/')}/api/v2/alerts")
-    return try_post(outside, address, headers, body)
+    return try_post(delivery, address, headers, body)
 
 
 def alerts_of(notification: Notification, resend_seconds: float, now_ns: int) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ def region_of(arn: str) -> str:
 
 def attempt(
     receiver: AwsReceiver,
-    outside: DeliveryContext,
+    delivery: DeliveryContext,
     service: str,
     region: str,
     call: Callable[[Any], AttemptResult],
@@ -67,7 +67,7 @@ def attempt(
 
     Args:
         receiver: whose role.
-        outside: the way out.
+        delivery: the way out.
         service: boto3's name of it.
         region: of the receiver.
         call: what to do with the client.
@@ -82,7 +82,7 @@ def attempt(
             f"receiver {receiver.name!r}: boto3 is not installed", "install watchstep[aws] for the service"
         ) from None
     try:
-        return call(_client(receiver, outside, service, region))
+        return call(_client(receiver, delivery, service, region))
     except ClientError as error:
         return failure(service, error.response)
     except BotoCoreError as error:
@@ -105,12 +105,12 @@ def passes(code: str) -> bool:
     return _PASSING.search(code) is not None
 
 
-def _client(receiver: AwsReceiver, outside: DeliveryContext, service: str, region: str) -> Any:
+def _client(receiver: AwsReceiver, delivery: DeliveryContext, service: str, region: str) -> Any:
     import boto3
     from botocore.config import Config
 
     # One try: the outbox tries again, and each call has its part of the time.
-    seconds = max(1.0, outside.seconds / 3)
+    seconds = max(1.0, delivery.seconds / 3)
     config = Config(
         connect_timeout=seconds, read_timeout=seconds, retries={"mode": "standard", "total_max_attempts": 1}
     )
@@ -163,23 +163,25 @@ class SnsReceiver(AwsReceiver):
         return self
 
 
-def send_to_sns(receiver: SnsReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
+def send_to_sns(receiver: SnsReceiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
     """Publish once."""
     region = receiver.region or region_of(receiver.topic_arn or "")
     asked = (
-        _sms(receiver, letter) if receiver.topic_arn is None else _topic(receiver, receiver.topic_arn, letter)
+        _sms(receiver, message)
+        if receiver.topic_arn is None
+        else _topic(receiver, receiver.topic_arn, message)
     )
 
     def publish(client: Any) -> AttemptResult:
         return AttemptResult("done", f"sns: message {client.publish(**asked)['MessageId']}")
 
-    return attempt(receiver, outside, "sns", region, publish)
+    return attempt(receiver, delivery, "sns", region, publish)
 
 
 def sms(text: str) -> str:
     """A text as one SMS: in ASCII without control characters, cut where one SMS ends."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
-    words = " ".join("".join(letter if letter.isprintable() else " " for letter in plain).split()).replace(
+    words = " ".join("".join(message if message.isprintable() else " " for message in plain).split()).replace(
         "`", "'"
     )
     if _length(words) <= MOST_SMS:
@@ -212,23 +214,23 @@ def fifo(notification: Notification) -> dict[str, str]:
 
 
 def _length(text: str) -> int:
-    return len(text) + sum(text.count(letter) for letter in _DOUBLE)
+    return len(text) + sum(text.count(message) for message in _DOUBLE)
 
 
-def _sms(receiver: SnsReceiver, letter: Message) -> dict[str, Any]:
+def _sms(receiver: SnsReceiver, message: Message) -> dict[str, Any]:
     kind = {"AWS.SNS.SMS.SMSType": {"DataType": "String", "StringValue": "Transactional"}}
-    return {"PhoneNumber": receiver.phone_number, "Message": sms(letter.title), "MessageAttributes": kind}
+    return {"PhoneNumber": receiver.phone_number, "Message": sms(message.title), "MessageAttributes": kind}
 
 
-def _topic(receiver: SnsReceiver, topic: str, letter: Message) -> dict[str, Any]:
-    told = letter.notification
+def _topic(receiver: SnsReceiver, topic: str, message: Message) -> dict[str, Any]:
+    told = message.notification
     # A subject is ASCII and begins with a letter, a digit or a mark.
-    subject = unicodedata.normalize("NFKD", letter.title).encode("ascii", "ignore").decode()
-    text = within(letter.event, MOST_BYTES).decode() if receiver.content == "event" else letter.text
+    subject = unicodedata.normalize("NFKD", message.title).encode("ascii", "ignore").decode()
+    text = within(message.event, MOST_BYTES).decode() if receiver.content == "event" else message.text
     return {
         "TopicArn": topic,
         "Subject": " ".join(subject.split())[:MOST_SUBJECT] or "Watchstep",
-        "Message": text or letter.title,
+        "Message": text or message.title,
         "MessageAttributes": attributes(told),
         **(fifo(told) if topic.endswith(".fifo") else {}),
     }
@@ -246,12 +248,12 @@ class SqsReceiver(AwsReceiver):
     )
 
 
-def send_to_sqs(receiver: SqsReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
+def send_to_sqs(receiver: SqsReceiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
     """Send the event once."""
-    told = letter.notification
+    told = message.notification
     account, name = receiver.queue_arn.split(":")[4:6]
     asked = {
-        "MessageBody": within(letter.event, MOST_BYTES).decode(),
+        "MessageBody": within(message.event, MOST_BYTES).decode(),
         "MessageAttributes": attributes(told),
         **(fifo(told) if name.endswith(".fifo") else {}),
     }
@@ -262,7 +264,7 @@ def send_to_sqs(receiver: SqsReceiver, letter: Message, outside: DeliveryContext
             "done", f"sqs: message {client.send_message(QueueUrl=url, **asked)['MessageId']}"
         )
 
-    return attempt(receiver, outside, "sqs", region_of(receiver.queue_arn), put)
+    return attempt(receiver, delivery, "sqs", region_of(receiver.queue_arn), put)
 
 
 SOURCE = "watchstep"
@@ -282,7 +284,7 @@ class EventBridgeReceiver(AwsReceiver):
 
 
 def send_to_eventbridge(
-    receiver: EventBridgeReceiver, letter: Message, outside: DeliveryContext
+    receiver: EventBridgeReceiver, message: Message, delivery: DeliveryContext
 ) -> AttemptResult:
     """Put the events once, those that a bus takes no notice of at first once more.
 
@@ -290,13 +292,13 @@ def send_to_eventbridge(
     """
 
     def put(client: Any) -> AttemptResult:
-        waiting = entries(receiver, letter.notification)
+        waiting = entries(receiver, message.notification)
         refused = _put(client, waiting)
         if refused and all(passes(code) for _, code in refused):
             refused = _put(client, [entry for entry, _ in refused])
         return _told(len(waiting), [code for _, code in refused])
 
-    return attempt(receiver, outside, "events", region_of(receiver.bus_arn), put)
+    return attempt(receiver, delivery, "events", region_of(receiver.bus_arn), put)
 
 
 def entries(receiver: EventBridgeReceiver, notification: Notification) -> list[dict[str, Any]]:

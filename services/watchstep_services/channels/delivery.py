@@ -227,12 +227,12 @@ class PostResponse:
 
 
 def try_post(
-    outside: DeliveryContext, address: Address, headers: Mapping[str, str], body: bytes
+    delivery: DeliveryContext, address: Address, headers: Mapping[str, str], body: bytes
 ) -> AttemptResult:
     """Send one request, and say what came of it: by the status alone, for whoever names an address may not read what lies there.
 
     Args:
-        outside: the way out.
+        delivery: the way out.
         address: of the receiver.
         headers: beside ``Host``, ``User-Agent`` and the length.
         body: of the request.
@@ -241,7 +241,7 @@ def try_post(
         AddressRefusedError: the address is not allowed.
     """
     try:
-        answer = post(outside, address, headers, body)
+        answer = post(delivery, address, headers, body)
     except PostError as error:
         return AttemptResult("error", f"{address.host}: {error}")
     # The host alone: paths are secrets of some receivers.
@@ -249,7 +249,7 @@ def try_post(
     if 200 <= answer.status < 300:
         return AttemptResult("done", said)
     if answer.status >= 500 or answer.status in _TRY_AGAIN:
-        return AttemptResult("error", said, after_ns=_after(answer.retry_after, outside.now_ns))
+        return AttemptResult("error", said, after_ns=_after(answer.retry_after, delivery.now_ns))
     if 300 <= answer.status < 400:
         return AttemptResult(
             "failed", f"{said}; redirects are not followed: name the address that it leads to"
@@ -257,14 +257,16 @@ def try_post(
     return AttemptResult("failed", f"{said}; the receiver refuses the event, so it is not sent again")
 
 
-def post(outside: DeliveryContext, address: Address, headers: Mapping[str, str], body: bytes) -> PostResponse:
+def post(
+    delivery: DeliveryContext, address: Address, headers: Mapping[str, str], body: bytes
+) -> PostResponse:
     """Send one request; all of it, from looking the host up to the answer, is bounded by ``outside.seconds``.
 
     Raises:
         AddressRefusedError: the address is not allowed.
         PostError: there was no answer.
     """
-    seconds = outside.seconds
+    seconds = delivery.seconds
     url = httpcore.URL(scheme=address.scheme, host=address.host, port=address.port, target=address.target)
     sent = [("Host", address.authority), ("User-Agent", USER_AGENT), ("Content-Length", str(len(body)))]
     timeout = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
@@ -273,7 +275,7 @@ def post(outside: DeliveryContext, address: Address, headers: Mapping[str, str],
         httpcore.ConnectionPool(
             ssl_context=tls_context(),
             max_connections=1,
-            network_backend=CheckedBackend(outside.reach, cutoff),
+            network_backend=CheckedBackend(delivery.reach, cutoff),
         ) as pool,
     ):
         try:

@@ -13,9 +13,9 @@ from watchstep_services.channels.receiver import Receiver
 from watchstep_services.core.due_action import AttemptResult
 
 Sender = Callable[[Any, Message, DeliveryContext], AttemptResult]
-"""Sends a letter once.
+"""Sends a message once.
 
-It never waits for long: ``outside.seconds`` is for all of it. What it returns says whether it is tried again. Whatever else
+It never waits for long: ``delivery.seconds`` is for all of it. What it returns says whether it is tried again. Whatever else
 happens it raises, and it is tried again.
 """
 
@@ -46,10 +46,10 @@ KINDS = tuple(_SENDERS)
 """All kinds."""
 
 
-def send(receiver: Receiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
-    """Send a letter to a receiver, once.
+def send(receiver: Receiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
+    """Send a message to a receiver, once.
 
     Raises:
         WatchstepError: what the owner of the receiver can correct; it is tried again.
     """
-    return _SENDERS[type(receiver)](receiver, letter, outside)
+    return _SENDERS[type(receiver)](receiver, message, delivery)

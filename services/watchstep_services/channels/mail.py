@@ -76,12 +76,12 @@ class EmailReceiver(Receiver):
         return (self.host,)
 
 
-def send(receiver: EmailReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
+def send(receiver: EmailReceiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
     """Send the message once; to servers and people one that comes twice is the same, by its Message-ID."""
-    content = message(receiver, letter).as_bytes(policy=SMTP_POLICY)
-    with Cutoff(outside.seconds) as cutoff:
+    content = render_email(receiver, message).as_bytes(policy=SMTP_POLICY)
+    with Cutoff(delivery.seconds) as cutoff:
         try:
-            with contextlib.closing(_connect(receiver, outside, cutoff)) as server:
+            with contextlib.closing(_connect(receiver, delivery, cutoff)) as server:
                 refused = _hand_over(server, receiver, content)
         except smtplib.SMTPRecipientsRefused as error:
             return _refused(receiver, error.recipients, left=False)
@@ -91,7 +91,7 @@ def send(receiver: EmailReceiver, letter: Message, outside: DeliveryContext) -> 
             return AttemptResult("failed", f"{receiver.host}: {error}; choose another 'security'")
         except (smtplib.SMTPException, OSError) as error:
             if cutoff.passed or isinstance(error, TimeoutError):
-                return AttemptResult("error", f"{receiver.host}: no answer within {outside.seconds:g} s")
+                return AttemptResult("error", f"{receiver.host}: no answer within {delivery.seconds:g} s")
             return AttemptResult("error", f"{receiver.host}: {type(error).__name__}: {error}")
     return (
         _refused(receiver, refused, left=True)
@@ -100,12 +100,12 @@ def send(receiver: EmailReceiver, letter: Message, outside: DeliveryContext) -> 
     )
 
 
-def message(receiver: EmailReceiver, letter: Message) -> EmailMessage:
+def render_email(receiver: EmailReceiver, message: Message) -> EmailMessage:
     """The message. Headers are made by `email`, which takes no line breaks, from words that have none."""
-    told = letter.notification
+    told = message.notification
     domain = receiver.sender.rpartition("@")[2]
     made = EmailMessage(policy=SMTP_POLICY)
-    made["Subject"] = letter.title
+    made["Subject"] = message.title
     made["From"] = receiver.sender
     made["To"] = ", ".join(receiver.to)
     made["Date"] = format_datetime(datetime.fromtimestamp(told.at_ns // _NANOSECONDS, timezone.utc))
@@ -116,34 +116,36 @@ def message(receiver: EmailReceiver, letter: Message) -> EmailMessage:
     made["Auto-Submitted"] = "auto-generated"
     made["X-Watchstep-Notification"] = _short(told.id)
     made["X-Watchstep-Status"] = told.status
-    made.set_content(letter.text + "\n", charset="utf-8")
-    made.add_alternative(_page(letter), subtype="html", charset="utf-8")
+    made.set_content(message.text + "\n", charset="utf-8")
+    made.add_alternative(_page(message), subtype="html", charset="utf-8")
     return made
 
 
-def _page(letter: Message) -> str:
-    colour = "#2e8b57" if letter.notification.status == "resolved" else "#d0312d"
+def _page(message: Message) -> str:
+    colour = "#2e8b57" if message.notification.status == "resolved" else "#d0312d"
     return (
         '<!doctype html><html><body style="font-family: sans-serif">'
-        f'<h2 style="border-left: 6px solid {colour}; padding-left: 10px">{html.escape(letter.title)}</h2>'
-        f'<pre style="white-space: pre-wrap">{html.escape(letter.text)}</pre>'
-        f'<p><a href="{html.escape(letter.notification.run_url)}">In the API</a> (JSON, with a token)</p>'
+        f'<h2 style="border-left: 6px solid {colour}; padding-left: 10px">{html.escape(message.title)}</h2>'
+        f'<pre style="white-space: pre-wrap">{html.escape(message.text)}</pre>'
+        f'<p><a href="{html.escape(message.notification.run_url)}">In the API</a> (JSON, with a token)</p>'
         "</body></html>\n"
     )
 
 
 def _short(text: str) -> str:
     """A name as a header may have it: as it is where that is short and plain, else by its hash."""
-    plain = text.isascii() and len(text) <= 64 and all(letter.isalnum() or letter in "-_." for letter in text)
+    plain = (
+        text.isascii() and len(text) <= 64 and all(message.isalnum() or message in "-_." for message in text)
+    )
     return text if plain and text else hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 class _Client(smtplib.SMTP):
     """Connects to checked addresses alone, and knows the name that a certificate must have."""
 
-    def __init__(self, receiver: EmailReceiver, outside: DeliveryContext, cutoff: Cutoff) -> None:
+    def __init__(self, receiver: EmailReceiver, delivery: DeliveryContext, cutoff: Cutoff) -> None:
         self._receiver = receiver
-        self._outside = outside
+        self._outside = delivery
         self._cutoff = cutoff
         port = receiver.port or _PORTS[receiver.security]
         super().__init__(receiver.host, port, socket.gethostname(), cutoff.left)
@@ -159,13 +161,13 @@ class _Client(smtplib.SMTP):
             raise
 
 
-def _connect(receiver: EmailReceiver, outside: DeliveryContext, cutoff: Cutoff) -> smtplib.SMTP:
-    server = _Client(receiver, outside, cutoff)
+def _connect(receiver: EmailReceiver, delivery: DeliveryContext, cutoff: Cutoff) -> smtplib.SMTP:
+    server = _Client(receiver, delivery, cutoff)
     try:
         if receiver.security == "starttls":
             server.starttls(context=tls_context())
         if receiver.username is not None:
-            server.login(receiver.username, outside.secret("password"))
+            server.login(receiver.username, delivery.secret("password"))
     except BaseException:
         server.close()
         raise

@@ -34,20 +34,20 @@ class SlackReceiver(Receiver):
         _address(secret)
 
 
-def send(_receiver: SlackReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
+def send(_receiver: SlackReceiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
     """Post the message once."""
-    body = json.dumps(message(letter)).encode()
-    return try_post(outside, _address(outside.secret("url")), {"Content-Type": "application/json"}, body)
+    body = json.dumps(render_payload(message)).encode()
+    return try_post(delivery, _address(delivery.secret("url")), {"Content-Type": "application/json"}, body)
 
 
-def message(letter: Message) -> dict[str, Any]:
+def render_payload(message: Message) -> dict[str, Any]:
     """The message: what, where, why, and how to see the evidence."""
-    told = letter.notification
+    told = message.notification
     blocks: list[dict[str, Any]] = [
-        {"type": "header", "text": {"type": "plain_text", "text": letter.title[:_HEADER], "emoji": False}}
+        {"type": "header", "text": {"type": "plain_text", "text": message.title[:_HEADER], "emoji": False}}
     ]
-    if letter.worded:
-        blocks.append(_section(_escape(letter.text)))
+    if message.worded:
+        blocks.append(_section(_escape(message.text)))
     else:
         blocks += [_section(_told(alert)) for alert in told.alerts[:_ALERTS]]
         if len(told.alerts) > _ALERTS:
@@ -64,7 +64,7 @@ def message(letter: Message) -> dict[str, Any]:
         }
     )
     colour = _RESOLVED if told.status == "resolved" else _COLOURS.get(told.alerts[0].severity, "#808080")
-    return {"text": _escape(letter.title), "attachments": [{"color": colour, "blocks": blocks}]}
+    return {"text": _escape(message.title), "attachments": [{"color": colour, "blocks": blocks}]}
 
 
 def _told(alert: NotifiedAlert) -> str:

@@ -60,16 +60,18 @@ class WebhookReceiver(Receiver):
             signing_key(secret)
 
 
-def send(receiver: WebhookReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
+def send(receiver: WebhookReceiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
     """Post the event once."""
-    body = within(letter.event, MOST_BYTES)
+    body = within(message.event, MOST_BYTES)
     keys = [
-        signing_key(outside.secret(name)) for name in ("secret", "previous_secret") if name in outside.secrets
+        signing_key(delivery.secret(name))
+        for name in ("secret", "previous_secret")
+        if name in delivery.secrets
     ]
-    headers = webhook_headers(letter.notification.id, outside.now_ns, body, keys)
-    if "authorization" in outside.secrets:
-        headers["Authorization"] = header_value("authorization", outside.secret("authorization"))
-    return try_post(outside, parse_address(receiver.url), headers, body)
+    headers = webhook_headers(message.notification.id, delivery.now_ns, body, keys)
+    if "authorization" in delivery.secrets:
+        headers["Authorization"] = header_value("authorization", delivery.secret("authorization"))
+    return try_post(delivery, parse_address(receiver.url), headers, body)
 
 
 def webhook_headers(event_id: str, now_ns: int, body: bytes, keys: list[bytes]) -> dict[str, str]:

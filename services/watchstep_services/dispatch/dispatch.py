@@ -95,13 +95,13 @@ def try_webhook(service: Service, due: DueAction) -> AttemptResult:
     """
     event = due.payload["event"]
     body = json.dumps(event).encode()
-    outside = DeliveryContext(
+    delivery = DeliveryContext(
         reach_of(service.settings, due.project), service.settings.webhook_seconds, due.now_ns
     )
     try:
         address = parse_address(str(due.payload["url"]))
         headers = webhook_headers(str(event["id"]), due.now_ns, body, [])
-        return try_post(outside, address, headers, body)
+        return try_post(delivery, address, headers, body)
     except ValueError as error:
         return AttemptResult("failed", f"the address cannot be used: {error}")
     except AddressRefusedError as error:

@@ -412,10 +412,10 @@ def try_notify(service: Service, due: DueAction) -> AttemptResult:
         with service.database.read() as session:
             project = session.get_one(RunRow, due.run_id).project
             receiver = find_receiver(service, session, project, name)
-            outside = outside_of(service, session, project, receiver)
+            delivery = outside_of(service, session, project, receiver)
     except NotFoundError as error:
         return AttemptResult("failed", f"{error.what}; it was there when the alert was routed")
-    return deliver(receiver, notification, outside)
+    return deliver(receiver, notification, delivery)
 
 
 def outside_of(service: Service, session: Session, project: str, receiver: Receiver) -> DeliveryContext:
@@ -432,14 +432,14 @@ def outside_of(service: Service, session: Session, project: str, receiver: Recei
     )
 
 
-def deliver(receiver: Receiver, notification: Notification, outside: DeliveryContext) -> AttemptResult:
+def deliver(receiver: Receiver, notification: Notification, delivery: DeliveryContext) -> AttemptResult:
     """Put a notification into the receiver's words and send it, once.
 
     Raises:
         WatchstepError: what the receiver's owner can correct.
     """
     try:
-        return kinds.send(receiver, message_of(notification, receiver.templates), outside)
+        return kinds.send(receiver, message_of(notification, receiver.templates), delivery)
     except AddressRefusedError as error:
         return AttemptResult("failed", f"{error.what} ({error.hint})")
 

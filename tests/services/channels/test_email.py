@@ -15,7 +15,7 @@ from tests.services.channels.samples import sample
 from tests.services.channels.sending import LOOPBACK, outside, send
 from tests.services.channels.smtp_server import PASSWORD, USER, SmtpServer, smtp_server
 from watchstep_services.channels.kinds import RECEIVER
-from watchstep_services.channels.mail import EmailReceiver, message
+from watchstep_services.channels.mail import EmailReceiver, render_email
 from watchstep_services.core.egress import EgressPolicy
 from watchstep_services.notify.flush import message_of
 
@@ -164,7 +164,7 @@ def test_no_word_of_an_alert_becomes_a_header(words: str, number: str) -> None:
     assert isinstance(receiver, EmailReceiver)
     told = sample(message=words + "\r\nBcc: evil@evil.example\r\n\r\nbody")
     told = replace(told, id=number, group_key=words or "g")
-    made = message(receiver, message_of(told, receiver.templates))
+    made = render_email(receiver, message_of(told, receiver.templates))
     content = made.as_bytes()
     head = content.partition(b"\r\n\r\n")[0]
     assert "bcc" not in {line.partition(b":")[0].lower().decode() for line in head.split(b"\r\n")}
