@@ -33,10 +33,10 @@ from watchstep_services.core.settings import NANOSECONDS, Settings, unknown_vari
 from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.core.telemetry import tracing
 from watchstep_services.db.clock import read_clock
+from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Base, Project
 from watchstep_services.db.schema import status
-from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.scheduler.celery_client import QUEUE, URGENT
 from watchstep_services.service.context import owner_receivers, owner_rules
 from watchstep_services.stores.opening import Stores
@@ -296,7 +296,7 @@ def check_configuration(settings: Settings) -> Iterator[CheckFinding]:
     yield from _variables()
     yield from _files(settings)
     try:
-        database = open_sealed_database(settings)
+        database = open_encrypted_database(settings)
     except WatchstepError as error:
         yield failed("database", error)
         yield from _broker(settings)

@@ -17,9 +17,9 @@ from watchstep_services.core.process import forget_folder, settle_collector
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import logs, tracing
 from watchstep_services.core.telemetry.exposition import registry, serve
+from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.metrics import DatabaseFigures
 from watchstep_services.db.schema import prepare
-from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.scheduler.celery_client import app as celery
 from watchstep_services.scheduler.production import production_service
 from watchstep_services.service.context import owner_receivers, owner_rules
@@ -85,7 +85,7 @@ def main(host: str, port: int, processes: int) -> None:
     logs.configure(settings.log, settings.log_level)
     owner_rules(settings)
     owner_receivers(settings)
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     with ExitStack() as stack:
         stack.callback(forget_folder)
         stack.callback(database.close)

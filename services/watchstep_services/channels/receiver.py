@@ -133,13 +133,13 @@ class FromFile(_Model):
 
 
 class PlainSecret(_Model):
-    """A secret itself; it is sealed before it is kept."""
+    """A secret itself; it is encrypted before it is stored."""
 
     value: SecretStr = Field(min_length=1, max_length=MOST_SECRET_CHARACTERS)
 
 
-class SealedSecret(_Model):
-    """A secret that is kept sealed."""
+class EncryptedSecret(_Model):
+    """A secret that is stored encrypted."""
 
     set: Literal[True] = Field(description="It stays as it is.")
 
@@ -148,13 +148,13 @@ def _written(value: Any) -> Any:
     return {"value": value} if isinstance(value, str | SecretStr) else value
 
 
-AnySecret = FromEnvironment | FromFile | PlainSecret | SealedSecret
+AnySecret = FromEnvironment | FromFile | PlainSecret | EncryptedSecret
 
 _FORMS: dict[str, type[BaseModel]] = {
     "env": FromEnvironment,
     "file": FromFile,
     "value": PlainSecret,
-    "set": SealedSecret,
+    "set": EncryptedSecret,
 }
 
 
@@ -168,7 +168,7 @@ Secret = Annotated[
     Annotated[FromEnvironment, Tag("env")]
     | Annotated[FromFile, Tag("file")]
     | Annotated[PlainSecret, Tag("value")]
-    | Annotated[SealedSecret, Tag("set")],
+    | Annotated[EncryptedSecret, Tag("set")],
     Discriminator(
         _form,
         custom_error_type="secret",
@@ -185,7 +185,7 @@ def read_secret(name: str, secret: AnySecret) -> str:
     Raises:
         ConfigError: it is not there, or it is kept elsewhere.
     """
-    if isinstance(secret, SealedSecret):
+    if isinstance(secret, EncryptedSecret):
         raise ConfigError(f"secret {name!r}: is kept in the service's database", "ask the service")
     if isinstance(secret, PlainSecret):
         return secret.value.get_secret_value()

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from watchstep.errors import ConfigError
 from watchstep_rules.rule_files.yaml_source import Loc, YamlNodes, data_of
 from watchstep_services.channels.kinds import AnyReceiver
-from watchstep_services.channels.receiver import PlainSecret, SealedSecret
+from watchstep_services.channels.receiver import EncryptedSecret, PlainSecret
 from watchstep_services.channels.routing import RootNode, RouteNode
 
 MAX_BYTES = 1_000_000
@@ -46,7 +46,7 @@ class ReceiverFile(BaseModel):
             written = [
                 field
                 for field, secret in receiver.secrets().items()
-                if isinstance(secret, PlainSecret | SealedSecret)
+                if isinstance(secret, PlainSecret | EncryptedSecret)
             ]
             if written:
                 raise _fault(

@@ -17,8 +17,8 @@ from watchstep_services.cli.connection import DEFAULT_STORE, Store
 from watchstep_services.core.console import echo, echo_json, show, table
 from watchstep_services.core.settings import settings_for
 from watchstep_services.db import schema
+from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.engine import Database
-from watchstep_services.db.sealing import open_sealed_database
 
 app = typer.Typer(
     help="The schema of the database of WATCHSTEP_DATABASE_URL, or of the service of a store on this machine.",
@@ -67,7 +67,7 @@ def downgrade(
 @contextmanager
 def _opened(store: str) -> Iterator[Database]:
     settings = settings_for(store, None)
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     try:
         database.check()
         yield database

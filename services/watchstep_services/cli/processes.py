@@ -45,14 +45,14 @@ def worker(
     """A worker of a production service: evaluates runs, tries actions. On SIGTERM, finishes running tasks and exits."""
     settings = _checked()
     share_figures()
+    from watchstep_services.db.encryption import open_encrypted_database
     from watchstep_services.db.schema import prepare
-    from watchstep_services.db.sealing import open_sealed_database
     from watchstep_services.runs.rule_configs import apply_owner_rules
     from watchstep_services.service.context import owner_receivers, owner_rules
 
     rules = owner_rules(settings)
     owner_receivers(settings)
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     try:
         prepare(database, settings)
         apply_owner_rules(database, rules)

@@ -18,7 +18,7 @@ from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.channels.routing import RouteNode
 from watchstep_services.cli.connection import DEFAULT_STORE, Project, Reason, Service, Store, call, service_of
 from watchstep_services.core.console import console, echo_own, moment, show, table
-from watchstep_services.db import sealing
+from watchstep_services.db import encryption
 
 receivers = typer.Typer(help="Receivers of alerts.", no_args_is_help=True, add_completion=False)
 
@@ -77,7 +77,7 @@ def schema() -> None:
 @receivers.command("new-key")
 def new_key() -> None:
     """Make a key for WATCHSTEP_SECRET_KEY, which seals the secrets of receivers in the database."""
-    echo_own(sealing.new_key())
+    echo_own(encryption.new_key())
 
 
 @receivers.command("new-secret")

@@ -33,10 +33,10 @@ from watchstep_services.core.console import echo, echo_json, echo_own, show, tab
 from watchstep_services.core.events import rfc3339
 from watchstep_services.core.settings import settings_for
 from watchstep_services.db.clock import read_clock
+from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Token
 from watchstep_services.db.schema import upgrade
-from watchstep_services.db.sealing import open_sealed_database
 
 app = typer.Typer(help="Tokens for the API.", no_args_is_help=True, add_completion=False)
 
@@ -263,7 +263,7 @@ def _database(store: str) -> Iterator[Database]:
         ConfigError: it does not answer, or it is a SQLite file that no service has made: a token in it would open nothing.
     """
     settings = settings_for(store, None)
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     try:
         path = database.engine.url.database
         if database.engine.dialect.name == "sqlite" and path and not Path(path).is_file():

@@ -78,8 +78,8 @@ class Settings(BaseSettings):
     )
     secret_key: SecretStr | None = Field(
         None,
-        description="Seals secrets of receivers and addresses of webhooks; of several with commas between, the first seals, each "
-        "opens. Without it `secret.key` in the home seals addresses, where the database is SQLite there.",
+        description="Encrypts secrets of receivers and addresses of webhooks; of several with commas between, the first encrypts, each "
+        "decrypts. Without it `secret.key` in the home encrypts addresses, where the database is SQLite there.",
     )
     allowed_addresses: str = Field(
         "",
@@ -127,7 +127,7 @@ class Settings(BaseSettings):
     lease_seconds: float = Field(30.0, gt=0, description="How long one evaluation may hold a run.")
     gap_seconds: float = Field(60.0, ge=0, description="How long a missing segment is waited for.")
     allowed_lateness_seconds: float = Field(
-        60.0, ge=0, description="How long a silent worker holds up a step's seal."
+        60.0, ge=0, description="How long a silent worker delays the watermark."
     )
     silent_seconds: float = Field(300.0, gt=0, description="After so long without a sign a run is lost.")
     grace_seconds: float = Field(

@@ -16,11 +16,11 @@ from watchstep_services.auth.tokens import AuthenticatedCaller
 from watchstep_services.channels.alertmanager import AlertmanagerReceiver
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.receiver import (
+    EncryptedSecret,
     FromEnvironment,
     FromFile,
     PlainSecret,
     Receiver,
-    SealedSecret,
     read_secret,
 )
 from watchstep_services.channels.routing import RootNode, Route, routes_for
@@ -28,8 +28,8 @@ from watchstep_services.core.egress import EgressPolicy, parse_allowed
 from watchstep_services.core.redaction import keep_secret
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.clock import read_clock
+from watchstep_services.db.encryption import SecretBox
 from watchstep_services.db.models import ReceiverRow, ReceiverSecret, RoutingTree
-from watchstep_services.db.sealing import SecretBox
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy.projects import ConflictError
 
@@ -137,11 +137,11 @@ def open_secrets(service: Service, session: Session, project: str, receiver: Rec
     """
     opened: dict[str, str] = {}
     for field, secret in receiver.secrets().items():
-        if isinstance(secret, SealedSecret):
+        if isinstance(secret, EncryptedSecret):
             row = session.get(ReceiverSecret, (project, receiver.name, field))
             if row is not None:
-                place = seal_place(project, receiver.name, field)
-                opened[field] = SecretBox(service.settings).open(place, row.encrypted)
+                place = secret_context(project, receiver.name, field)
+                opened[field] = SecretBox(service.settings).decrypt(place, row.encrypted)
         else:
             opened[field] = read_secret(field, secret)
         if field in opened:
@@ -149,8 +149,8 @@ def open_secrets(service: Service, session: Session, project: str, receiver: Rec
     return opened
 
 
-def seal_place(project: str, name: str, field: str) -> str:
-    """What a secret is sealed for."""
+def secret_context(project: str, name: str, field: str) -> str:
+    """What a secret is encrypted for."""
     return f"{project}/{name}/{field}"
 
 
@@ -202,7 +202,7 @@ class InUseError(WatchstepError):
 def put_receiver(
     service: Service, session: Session, project: str, receiver: Receiver, caller: AuthenticatedCaller
 ) -> ReceiverRow:
-    """Make a receiver, or replace it. Secrets that are given are sealed; those that are kept stay.
+    """Make a receiver, or replace it. Secrets that are given are encrypted; those that are stored stay.
 
     Raises:
         ForbiddenError: only an admin may write it.
@@ -218,7 +218,7 @@ def put_receiver(
     before = None if row is None else _held(row, caller)
     _check_rights(receiver, before, caller)
     _check_addresses(service, receiver)
-    sealed = _sealed(service, project, receiver, before)
+    encrypted = _encrypted(service, project, receiver, before)
     if row is None:
         _check_number(session, project)
         row = ReceiverRow(
@@ -228,7 +228,7 @@ def put_receiver(
     row.kind, row.config = str(receiver.as_data()["kind"]), receiver.as_data()
     row.written_ns, row.written_by = read_clock(session), caller.who[:256]
     session.flush()
-    kept = [field for field, secret in receiver.secrets().items() if isinstance(secret, SealedSecret)]
+    kept = [field for field, secret in receiver.secrets().items() if isinstance(secret, EncryptedSecret)]
     session.execute(
         delete(ReceiverSecret).where(
             ReceiverSecret.project == project,
@@ -236,7 +236,7 @@ def put_receiver(
             ReceiverSecret.field.not_in(kept),
         )
     )
-    for field, text in sealed.items():
+    for field, text in encrypted.items():
         session.add(ReceiverSecret(project=project, name=receiver.name, field=field, encrypted=text))
     return row
 
@@ -336,21 +336,23 @@ def _check_number(session: Session, project: str) -> None:
         raise ConfigError(f"project {project}: has {number} receivers, the most there may be", "remove some")
 
 
-def _sealed(service: Service, project: str, receiver: Receiver, before: Receiver | None) -> dict[str, str]:
-    sealed = {}
+def _encrypted(service: Service, project: str, receiver: Receiver, before: Receiver | None) -> dict[str, str]:
+    encrypted = {}
     for field, secret in receiver.secrets().items():
         if isinstance(secret, PlainSecret):
             text = secret.value.get_secret_value()
             receiver.check_secret(field, text)
-            sealed[field] = SecretBox(service.settings).seal(seal_place(project, receiver.name, field), text)
-        elif isinstance(secret, SealedSecret):
+            encrypted[field] = SecretBox(service.settings).encrypt(
+                secret_context(project, receiver.name, field), text
+            )
+        elif isinstance(secret, EncryptedSecret):
             _check_kept(receiver, before, field)
-    return sealed
+    return encrypted
 
 
 def _check_kept(receiver: Receiver, before: Receiver | None, field: str) -> None:
     held = None if before is None or type(before) is not type(receiver) else before.secrets().get(field)
-    if not isinstance(held, SealedSecret):
+    if not isinstance(held, EncryptedSecret):
         raise ConfigError(
             f"secret {field!r} of receiver {receiver.name!r}: none is kept", "give the secret itself"
         )

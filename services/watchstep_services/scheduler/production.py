@@ -10,7 +10,7 @@ from typing import Any
 from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.settings import Settings, require_production
 from watchstep_services.core.telemetry import metrics
-from watchstep_services.db.sealing import open_sealed_database
+from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.scheduler.celery_client import BACKTEST, DISPATCH, EVALUATE, URGENT, queue_of
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
 
@@ -68,7 +68,7 @@ def production_service(settings: Settings, celery: Any) -> Service:
         ConfigError: a setting that production needs is missing, or the database does not answer.
     """
     require_production(settings)
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     database.check()
     base = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
     return Service(

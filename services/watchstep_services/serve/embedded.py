@@ -34,11 +34,11 @@ from watchstep_services.auth.token_register import forget_named
 from watchstep_services.auth.tokens import create_token
 from watchstep_services.core.settings import NANOSECONDS, Settings
 from watchstep_services.db.clock import now_ns
+from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.engine import Database
 from watchstep_services.db.lease import ACTION_LEASE, RUN_LEASE
 from watchstep_services.db.models import ActionRow
 from watchstep_services.db.schema import upgrade
-from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.dispatch.dispatch import next_due_ns
 from watchstep_services.retention.upkeep import UpkeepThreads
 from watchstep_services.runs.rule_configs import apply_owner_rules
@@ -147,7 +147,7 @@ class EmbeddedService:
         rules, receivers = owner_rules(self.settings), owner_receivers(self.settings)
         store = _own_store(self.settings.store, home)
         listener = self._listen()
-        database = open_sealed_database(self.settings)
+        database = open_encrypted_database(self.settings)
         self._undo.append(database.close)
         upgrade(database)
         if not self.settings.database_url.get_secret_value():

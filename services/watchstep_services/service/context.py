@@ -25,8 +25,8 @@ from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.egress import parse_allowed
 from watchstep_services.core.fair_threads import FairThreads
 from watchstep_services.core.settings import Settings
+from watchstep_services.db.encryption import SecretBox
 from watchstep_services.db.engine import Database
-from watchstep_services.db.sealing import SecretBox
 from watchstep_services.service.caches import HistoryCache, RememberedCache
 from watchstep_services.service.listings import ListingTimes, RefusedDocuments
 from watchstep_services.service.rule_time import LargeTurn, UsualTime

@@ -17,9 +17,9 @@ from watchstep_rules.backtest.sweep import parse_sweep, variations
 from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
 from watchstep_services.api.app import create_app
 from watchstep_services.core.settings import load_settings
+from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.models import Backtest, BacktestResult
 from watchstep_services.db.schema import upgrade
-from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.evaluation import backtests
 from watchstep_services.evaluation.backtests import due_backtests, judge_next
 
@@ -100,7 +100,7 @@ def test_a_backtest_belongs_to_its_project(recorded: Api) -> None:
 def test_a_backtest_leaves_no_webhook_address_in_the_database(folder_store: Store, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    database = open_sealed_database(load_settings(home=home, store=folder_store.location))
+    database = open_encrypted_database(load_settings(home=home, store=folder_store.location))
     upgrade(database)
     driven = Driven(make_service(database, folder_store))
     api = Api(Client(create_app(driven.service)), driven)

@@ -18,8 +18,8 @@ from watchstep_services.api.app import create_app
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.channels.webhook import new_secret
 from watchstep_services.core.redaction import redact
+from watchstep_services.db.encryption import SecretBox, new_key
 from watchstep_services.db.models import ReceiverRow, ReceiverSecret
-from watchstep_services.db.sealing import SecretBox, new_key
 from watchstep_services.notify.directory import find_receiver, open_secrets, routes_of
 
 AT = f"/v1/projects/{PROJECT}/receivers"
@@ -266,7 +266,7 @@ def test_a_secret_that_was_opened_is_in_no_log(keyed: Api) -> None:
     put(keyed, webhook(secret=new_secret()))
     with service.database.write() as session:
         row = session.get_one(ReceiverSecret, (PROJECT, "hook", "secret"))
-        row.encrypted = SecretBox(service.settings).seal(f"{PROJECT}/hook/secret", secret)
+        row.encrypted = SecretBox(service.settings).encrypt(f"{PROJECT}/hook/secret", secret)
     with service.database.read() as session:
         receiver = find_receiver(service, session, PROJECT, "hook")
         assert open_secrets(service, session, PROJECT, receiver) == {"secret": secret}

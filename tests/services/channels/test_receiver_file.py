@@ -19,7 +19,7 @@ from watchstep_services.channels.receiver_file import (
     schema_text,
 )
 from watchstep_services.core.settings import load_settings
-from watchstep_services.db.sealing import SecretBox, new_key
+from watchstep_services.db.encryption import SecretBox, new_key
 from watchstep_services.service.context import owner_receivers
 
 GOOD = """
@@ -103,20 +103,20 @@ def test_secrets_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Mon
             read_secret("url", missing)
 
 
-def sealed_by(*keys: str) -> SecretBox:
+def encrypted_by(*keys: str) -> SecretBox:
     return SecretBox(load_settings(secret_key=SecretStr(",".join(keys))))
 
 
 def test_a_seal_opens_at_its_place_and_with_its_keys() -> None:
     old, new = new_key(), new_key()
-    sealed = sealed_by(old).seal("vision/hook/secret", "hunter2")
-    assert "hunter2" not in sealed
-    assert sealed_by(old).open("vision/hook/secret", sealed) == "hunter2"
-    assert sealed_by(new, old).open("vision/hook/secret", sealed) == "hunter2"
-    with pytest.raises(ConfigError, match="sealed with another key"):
-        sealed_by(new).open("vision/hook/secret", sealed)
-    with pytest.raises(ConfigError, match="sealed for vision/hook/secret"):
-        sealed_by(old).open("text/hook/secret", sealed)
+    encrypted = encrypted_by(old).encrypt("vision/hook/secret", "hunter2")
+    assert "hunter2" not in encrypted
+    assert encrypted_by(old).decrypt("vision/hook/secret", encrypted) == "hunter2"
+    assert encrypted_by(new, old).decrypt("vision/hook/secret", encrypted) == "hunter2"
+    with pytest.raises(ConfigError, match="encrypted with another key"):
+        encrypted_by(new).decrypt("vision/hook/secret", encrypted)
+    with pytest.raises(ConfigError, match="encrypted for vision/hook/secret"):
+        encrypted_by(old).decrypt("text/hook/secret", encrypted)
 
 
 def test_a_key_that_is_none_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.core.settings import NANOSECONDS, Settings, load_settings
 from watchstep_services.db.clock import read_clock
+from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.models import ActionRow, EventRow, RunRow
-from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.runs.claim import claim
 from watchstep_services.serve.embedded import EmbeddedService, end_leases, pause_before
 
@@ -139,7 +139,7 @@ def test_what_a_killed_service_had_claimed_waits_for_no_lease(
         assert first.wait_until(lambda: happened(first, "run.started"), WAIT)
         call(first, "POST", f"{RUN}/stop", {"reason": "enough"})
         assert first.wait_until(lambda: happened(first, "stop.requested"), WAIT)
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     with database.write() as session:
         later = read_clock(session) + 3600 * NANOSECONDS
         (run_id,) = session.execute(

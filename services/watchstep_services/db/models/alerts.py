@@ -7,8 +7,8 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, ForeignKey, ForeignKeyConstraint, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
+from watchstep_services.db.encrypted_addresses import AddressJson
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
-from watchstep_services.db.sealed_addresses import AddressJson
 
 FINGERPRINT_LENGTH = 32
 INCIDENT_LENGTH = 16

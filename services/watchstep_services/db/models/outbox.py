@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import ForeignKey, Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
+from watchstep_services.db.encrypted_addresses import AddressJson
 from watchstep_services.db.models.alerts import WHO_LENGTH
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
-from watchstep_services.db.sealed_addresses import AddressJson
 
 
 class EventRow(Base):

@@ -8,9 +8,9 @@ from sqlalchemy import ForeignKey, String, Text, select
 from sqlalchemy.orm import Mapped, column_property, mapped_column, relationship
 
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
+from watchstep_services.db.encrypted_addresses import AddressJson, EncryptedText
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 from watchstep_services.db.models.runs import RunRow
-from watchstep_services.db.sealed_addresses import AddressJson, SealedText
 
 
 class StoreRow(Base):
@@ -153,7 +153,7 @@ class ApiRequest(Base):
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     request: Mapped[str] = mapped_column(String(64))
     status: Mapped[int | None] = mapped_column(default=None)
-    body: Mapped[str] = mapped_column(SealedText, default="")
+    body: Mapped[str] = mapped_column(EncryptedText, default="")
     claimed_ns: Mapped[int]
     expires_ns: Mapped[int] = mapped_column(index=True)
 

@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, ForeignKey, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
+from watchstep_services.db.encrypted_addresses import AddressJson
 from watchstep_services.db.models.alerts import FINGERPRINT_LENGTH, INCIDENT_LENGTH
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
-from watchstep_services.db.sealed_addresses import AddressJson
 
 
 class RuleConfigRow(Base):

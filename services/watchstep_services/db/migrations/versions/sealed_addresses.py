@@ -1,4 +1,4 @@
-"""Addresses of webhooks are sealed, with the key of the service that migrates; without one they stay as they are.
+"""Addresses of webhooks are encrypted, with the key of the service that migrates; without one they stay as they are.
 
 Results of backtests lose their addresses, and do not get them back: nothing reads them.
 """
@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from alembic import op
 
 from watchstep_services.core.redaction import without_addresses
-from watchstep_services.db.sealed_addresses import SealedText, opened, sealed
+from watchstep_services.db.encrypted_addresses import EncryptedText, opened
 
 revision = "0019"
 down_revision = "0018"
@@ -32,14 +32,14 @@ _RESULTS = (("backtest_results", ("backtest_id", "place"), "result"),)
 def upgrade() -> None:
     if op.get_bind().dialect.name == "sqlite":  # else the clear text stays in pages that are free then
         op.get_bind().exec_driver_sql("PRAGMA secure_delete = ON")
-    _change(sealed)
+    _change(encrypted)
     _change(lambda _, data: without_addresses(data), _RESULTS)
-    _change_answers(SealedText().process_bind_param)
+    _change_answers(EncryptedText().process_bind_param)
 
 
 def downgrade() -> None:
     _change(opened)
-    _change_answers(SealedText().process_result_value)
+    _change_answers(EncryptedText().process_result_value)
 
 
 def _change(

@@ -1,4 +1,4 @@
-"""Addresses of webhooks are sealed in the database, whichever way they came there."""
+"""Addresses of webhooks are encrypted in the database, whichever way they came there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.services.recording import PROJECT
 from watchstep.errors import ConfigError
 from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
 from watchstep_services.core.settings import Settings, load_settings
+from watchstep_services.db.encrypted_addresses import UNREADABLE, use_cipher
+from watchstep_services.db.encryption import KEY_FILE, SecretBox, new_key, open_encrypted_database
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.models import Backtest, BacktestResult, Project, ReceiverRow, RuleConfigRow
 from watchstep_services.db.schema import downgrade, upgrade
-from watchstep_services.db.sealed_addresses import UNREADABLE, use_seal
-from watchstep_services.db.sealing import KEY_FILE, SecretBox, new_key, open_sealed_database
 from watchstep_services.runs.registration import register
 from watchstep_services.service.context import Service
 
@@ -64,7 +64,7 @@ def raw(database: Database) -> str:
 
 
 def test_the_database_of_a_service_holds_no_address(settings: Settings) -> None:
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     fill(database, settings)
     assert read(database) == (ADDRESS, ADDRESS)
     database.close()
@@ -72,7 +72,7 @@ def test_the_database_of_a_service_holds_no_address(settings: Settings) -> None:
     for path in home.iterdir():
         assert b"secret-path" not in path.read_bytes(), path
     assert stat.S_IMODE((home / KEY_FILE).stat().st_mode) == 0o600
-    again = open_sealed_database(settings)
+    again = open_encrypted_database(settings)
     assert read(again) == (ADDRESS, ADDRESS)
     again.close()
 
@@ -84,7 +84,7 @@ def test_addresses_in_clear_text_are_sealed_by_the_migration_and_opened_by_the_w
     fill(database, settings)  # without a key: as an earlier version wrote them
     assert "secret-path" in raw(database)
     downgrade(database, "0018")
-    use_seal(database.engine.dialect, SecretBox(settings, new_key()))
+    use_cipher(database.engine.dialect, SecretBox(settings, new_key()))
     for _ in range(2):
         upgrade(database)
         assert "secret-path" not in raw(database)
@@ -101,7 +101,7 @@ def test_the_migration_leaves_no_clear_text_in_a_file(settings: Settings) -> Non
     downgrade(database, "0018")
     database.close()
     assert b"secret-path" in place.read_bytes()
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     upgrade(database)
     assert read(database) == (ADDRESS, ADDRESS)
     database.close()
@@ -128,11 +128,11 @@ def test_the_migration_takes_addresses_out_of_results_of_backtests(empty_databas
 
 
 def test_a_lost_key_loses_the_address_and_not_the_rule(settings: Settings) -> None:
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     fill(database, settings)
     database.close()
     (settings.home_folder / KEY_FILE).unlink()
-    other = open_sealed_database(settings)
+    other = open_encrypted_database(settings)
     assert read(other) == (UNREADABLE, UNREADABLE)
     with other.read() as session:
         RuleConfig.model_validate(session.execute(select(RuleConfigRow.data)).scalar_one())
@@ -140,11 +140,11 @@ def test_a_lost_key_loses_the_address_and_not_the_rule(settings: Settings) -> No
 
 
 def test_a_key_of_the_settings_seals_and_that_of_the_home_still_opens(settings: Settings) -> None:
-    database = open_sealed_database(settings)
+    database = open_encrypted_database(settings)
     fill(database, settings)
     database.close()
     with_key = load_settings(home=settings.home, store=settings.store, secret_key=new_key())
-    database = open_sealed_database(with_key)
+    database = open_encrypted_database(with_key)
     assert read(database) == (ADDRESS, ADDRESS)
     database.close()
 
@@ -152,4 +152,4 @@ def test_a_key_of_the_settings_seals_and_that_of_the_home_still_opens(settings: 
 def test_a_key_that_is_none_is_refused(settings: Settings) -> None:
     (settings.home_folder / KEY_FILE).write_text("x")
     with pytest.raises(ConfigError, match="not a key"):
-        open_sealed_database(settings)
+        open_encrypted_database(settings)

@@ -1,7 +1,7 @@
-"""Columns whose webhook addresses are sealed at rest: whoever has such an address may post there.
+"""Columns whose webhook addresses are encrypted at rest: whoever has such an address may post there.
 
-The database's engine has the key (`use_seal`); values are sealed when they are bound and opened when they are read, so that
-nothing else of the service sees a sealed one. Values without a seal, of an earlier version or of a service without a key, are
+The database's engine has the key (`use_cipher`); values are encrypted when they are bound and opened when they are read, so that
+nothing else of the service sees an encrypted one. Values in plain text, of an earlier version or of a service without a key, are
 read as they are. A value that cannot be opened is read as `UNREADABLE`, an address that leads nowhere: the rule that names it
 still judges and stops, and its webhook fails visibly.
 """
@@ -25,32 +25,32 @@ _PLACE = "webhook address"
 _log = logging.getLogger(__name__)
 
 
-class Sealer(Protocol):
+class Cipher(Protocol):
     """Seals text for a place, and opens it."""
 
-    def seal(self, place: str, secret: str) -> str:
+    def encrypt(self, place: str, secret: str) -> str:
         """Seal a secret."""
 
-    def open(self, place: str, sealed: str) -> str:
-        """Open what `seal` gave.
+    def decrypt(self, place: str, encrypted: str) -> str:
+        """Decrypt what `encrypt` returned.
 
         Raises:
-            ConfigError: it was sealed with another key.
+            ConfigError: it was encrypted with another key.
         """
 
 
-_sealers: WeakKeyDictionary[Dialect, Sealer] = WeakKeyDictionary()
+_ciphers: WeakKeyDictionary[Dialect, Cipher] = WeakKeyDictionary()
 
 
-def use_seal(dialect: Dialect, sealer: Sealer) -> None:
+def use_cipher(dialect: Dialect, cipher: Cipher) -> None:
     """Seal addresses that are written by the engine of this dialect from now on."""
-    _sealers[dialect] = sealer
+    _ciphers[dialect] = cipher
 
 
-def sealed(dialect: Dialect, data: Any) -> Any:
-    """Data with its webhook addresses sealed; as it is where the engine has no key."""
-    sealer = _sealers.get(dialect)
-    return data if sealer is None else _changed(data, lambda text: _seal(sealer, text))
+def encrypted(dialect: Dialect, data: Any) -> Any:
+    """Data with its webhook addresses encrypted; as it is where the engine has no key."""
+    cipher = _ciphers.get(dialect)
+    return data if cipher is None else _changed(data, lambda text: _encrypt(cipher, text))
 
 
 def opened(dialect: Dialect, data: Any) -> Any:
@@ -66,40 +66,40 @@ class AddressJson(TypeDecorator[Any]):
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
         """To the database."""
-        return sealed(dialect, value)
+        return encrypted(dialect, value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         """From the database."""
         return opened(dialect, value)
 
 
-class SealedText(TypeDecorator[str]):
-    """Text that may hold an address anywhere: sealed as a whole."""
+class EncryptedText(TypeDecorator[str]):
+    """Text that may hold an address anywhere: encrypted as a whole."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         """To the database."""
-        sealer = _sealers.get(dialect)
-        return value if sealer is None or not value else _seal(sealer, value)
+        cipher = _ciphers.get(dialect)
+        return value if cipher is None or not value else _encrypt(cipher, value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         """From the database."""
         return _open(dialect, value, "") if isinstance(value, str) else value
 
 
-def _seal(sealer: Sealer, text: str) -> str:
-    return text if text.startswith(_PREFIX) else _PREFIX + sealer.seal(_PLACE, text)
+def _encrypt(cipher: Cipher, text: str) -> str:
+    return text if text.startswith(_PREFIX) else _PREFIX + cipher.encrypt(_PLACE, text)
 
 
 def _open(dialect: Dialect, text: str, unreadable: str = UNREADABLE) -> str:
     if not text.startswith(_PREFIX):
         return text
-    sealer = _sealers.get(dialect)
+    cipher = _ciphers.get(dialect)
     try:
-        if sealer is not None:
-            return sealer.open(_PLACE, text.removeprefix(_PREFIX))
+        if cipher is not None:
+            return cipher.decrypt(_PLACE, text.removeprefix(_PREFIX))
         problem = "the service has no key"
     except ConfigError as error:
         problem = error.what

@@ -1,4 +1,4 @@
-"""Secrets that are kept in the database, sealed with the service's key (Fernet: AES-128-CBC with HMAC-SHA256)."""
+"""Secrets in the database, encrypted with the service's key (Fernet: AES-128-CBC with HMAC-SHA256)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from watchstep.errors import ConfigError
 from watchstep_services.core.redaction import keep_secret
 from watchstep_services.core.settings import Settings
+from watchstep_services.db.encrypted_addresses import use_cipher
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.limits import DatabaseTimeouts
-from watchstep_services.db.sealed_addresses import use_seal
 
 KEY_FILE = "secret.key"
 KEY_SETTING = "WATCHSTEP_SECRET_KEY"
@@ -27,7 +27,7 @@ def new_key() -> str:
 
 
 class SecretBox:
-    """Seals and opens. Of several keys the first seals and each opens, so that a key can be replaced.
+    """Encrypts and decrypts. Of several keys the first encrypts and each decrypts, so that a key can be replaced.
 
     Args:
         settings: the keys.
@@ -47,30 +47,30 @@ class SecretBox:
                     f"{KEY_SETTING}: not a key", f"{_MAKE}; several have commas between"
                 ) from None
 
-    def seal(self, place: str, secret: str) -> str:
-        """Seal a secret for one place; nowhere else can it be opened.
+    def encrypt(self, place: str, secret: str) -> str:
+        """Encrypt a secret for one place; it cannot be decrypted for another.
 
         Raises:
             ConfigError: the service has no key.
         """
         return self._opened().encrypt(json.dumps([place, secret]).encode()).decode()
 
-    def open(self, place: str, sealed: str) -> str:
-        """Open what `seal` made for the same place.
+    def decrypt(self, place: str, encrypted: str) -> str:
+        """Decrypt what `encrypt` returned for the same place.
 
         Raises:
             ConfigError: the service has no key, or another one.
         """
         try:
-            held = json.loads(self._opened().decrypt(sealed.encode()))
+            content = json.loads(self._opened().decrypt(encrypted.encode()))
         except InvalidToken:
             raise ConfigError(
-                f"secret of {place}: sealed with another key",
-                f"give the secret anew, or add the key that sealed it to {KEY_SETTING}, behind a comma",
+                f"secret of {place}: encrypted with another key",
+                f"give the secret anew, or add the key that encrypted it to {KEY_SETTING}, behind a comma",
             ) from None
-        if held[0] != place:
-            raise ConfigError(f"secret of {place}: sealed for {held[0]}", "give the secret anew")
-        return str(held[1])
+        if content[0] != place:
+            raise ConfigError(f"secret of {place}: encrypted for {content[0]}", "give the secret anew")
+        return str(content[1])
 
     def _opened(self) -> MultiFernet:
         if self._fernet is None:
@@ -82,14 +82,14 @@ class SecretBox:
 
     @property
     def has_key(self) -> bool:
-        """Whether it can seal."""
+        """Whether it can encrypt."""
         return self._fernet is not None
 
 
-def open_sealed_database(settings: Settings) -> Database:
-    """The service's database, which seals the addresses of webhooks.
+def open_encrypted_database(settings: Settings) -> Database:
+    """The service's database, which encrypts the addresses of webhooks.
 
-    They are sealed with `WATCHSTEP_SECRET_KEY` or, where that is not set and the database is SQLite in the home, with a key that
+    They are encrypted with `WATCHSTEP_SECRET_KEY` or, where that is not set and the database is SQLite in the home, with a key that
     is made in the home: ``secret.key``, mode 0600.
 
     Raises:
@@ -97,12 +97,12 @@ def open_sealed_database(settings: Settings) -> Database:
     """
     database = open_database(settings.resolved_database_url, DatabaseTimeouts.of(settings))
     try:
-        seal = SecretBox(settings, "" if settings.database_url.get_secret_value() else _key_of_home(settings))
+        box = SecretBox(settings, "" if settings.database_url.get_secret_value() else _key_of_home(settings))
     except ConfigError:
         database.close()
         raise
-    if seal.has_key:
-        use_seal(database.engine.dialect, seal)
+    if box.has_key:
+        use_cipher(database.engine.dialect, box)
     return database
 
 
@@ -110,7 +110,7 @@ def _key_of_home(settings: Settings) -> str:
     place = settings.home_folder / KEY_FILE
     try:
         if not place.parent.is_dir():
-            return ""  # there is no service yet, and nothing to seal
+            return ""  # there is no service yet, and nothing to encrypt
         if not place.exists():
             # Whole or not at all, and never in place of one that another process has made just now.
             partial = place.with_name(f".{KEY_FILE}.{os.getpid()}")
