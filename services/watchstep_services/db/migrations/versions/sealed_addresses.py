@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from alembic import op
 
 from watchstep_services.core.redaction import without_addresses
-from watchstep_services.db.encrypted_addresses import EncryptedText, opened
+from watchstep_services.db.encrypted_addresses import EncryptedText, encrypted, opened
 
 revision = "0019"
 down_revision = "0018"
