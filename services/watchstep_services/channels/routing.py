@@ -42,10 +42,10 @@ class Matcher:
 
     def holds(self, labels: Mapping[str, str]) -> bool:
         """Whether labels meet it."""
-        held = labels.get(self.label, "")
+        matcher = labels.get(self.label, "")
         if self.operator in ("=", "!="):
-            return (held == self.value) == (self.operator == "=")
-        return name_pattern.matches(rf"(?:{self.value})\z", held) == (self.operator == "=~")
+            return (matcher == self.value) == (self.operator == "=")
+        return name_pattern.matches(rf"(?:{self.value})\z", matcher) == (self.operator == "=~")
 
     def __str__(self) -> str:
         escaped = self.value.replace("\\", "\\\\").replace('"', '\\"')
@@ -62,12 +62,12 @@ def parse_matcher(text: str) -> Matcher:
     """
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"a matcher of {len(text)} characters, over the limit of {MOST_CHARACTERS}")
-    found = _FORM.fullmatch(text)
-    if found is None:
+    routes = _FORM.fullmatch(text)
+    if routes is None:
         raise ValueError(
             f'{text!r} is not a matcher: write one like severity="critical" or team=~"ml|vision"'
         )
-    label, operator, quoted, bare = found.groups()
+    label, operator, quoted, bare = routes.groups()
     value = bare if quoted is None else _ESCAPED.sub(r"\1", quoted)
     if operator in ("=~", "!~"):
         name_pattern.check(value)
@@ -214,10 +214,10 @@ def routes_for(tree: RouteNode, labels: Mapping[str, str], notify: Iterable[str]
             the root says.
     """
     root = _inherit(Route(""), tree, "r")
-    found = list(_walk(tree, root, labels))
-    reached = {route.receiver for route in found}
+    routes = list(_walk(tree, root, labels))
+    reached = {route.receiver for route in routes}
     named = (name for name in dict.fromkeys(notify) if name not in reached)
-    return (*found, *(replace(root, receiver=name, place=f"n:{name}") for name in named))
+    return (*routes, *(replace(root, receiver=name, place=f"n:{name}") for name in named))
 
 
 def _walk(node: RouteNode, route: Route, labels: Mapping[str, str]) -> Iterator[Route]:

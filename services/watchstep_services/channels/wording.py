@@ -77,31 +77,31 @@ class Templates:
     alert: str | None = None
 
 
-def check_title(text: str) -> str:
+def check_title(fields: str) -> str:
     """A title's template, as it is.
 
     Raises:
         ValueError: a field is not known.
     """
-    return _checked(text, FIELDS)
+    return _checked(fields, FIELDS)
 
 
-def check_text(text: str) -> str:
+def check_text(fields: str) -> str:
     """A text's template, as it is.
 
     Raises:
         ValueError: a field is not known.
     """
-    return _checked(text, TEXT_FIELDS)
+    return _checked(fields, TEXT_FIELDS)
 
 
-def check_alert(text: str) -> str:
+def check_alert(fields: str) -> str:
     """The template for one alert, as it is.
 
     Raises:
         ValueError: a field is not known.
     """
-    return _checked(text, ALERT_FIELDS)
+    return _checked(fields, ALERT_FIELDS)
 
 
 def word(notification: Notification, templates: Templates) -> tuple[str, str]:
@@ -117,8 +117,8 @@ def word(notification: Notification, templates: Templates) -> tuple[str, str]:
         "alerts": "\n\n".join(told)[:MOST_TEXT],
         "incidents": _incidents(notification)[:MOST_TEXT],
     }
-    text = message_template.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
-    return " ".join(_plain(title).split()), _plain(text).strip()
+    fields = message_template.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
+    return " ".join(_plain(title).split()), _plain(fields).strip()
 
 
 def _checked(text: str, fields: Mapping[str, str]) -> str:
@@ -146,12 +146,14 @@ def _values(notification: Notification) -> dict[str, str]:
 
 def _incidents(notification: Notification) -> str:
     """The incidents of several alerts that a notification is about."""
-    found = {alert.incident.id: alert.incident for alert in notification.alerts if alert.incident is not None}
-    return "\n\n".join("\n".join(one.as_lines()) for one in found.values() if len(one.alerts) > 1)
+    incidents = {
+        alert.incident.id: alert.incident for alert in notification.alerts if alert.incident is not None
+    }
+    return "\n\n".join("\n".join(alert.as_lines()) for alert in incidents.values() if len(alert.alerts) > 1)
 
 
 def _of_alert(alert: NotifiedAlert) -> dict[str, str]:
-    held = {
+    fields = {
         "name": alert.name,
         "rule": alert.rule,
         "severity": alert.severity,
@@ -165,7 +167,7 @@ def _of_alert(alert: NotifiedAlert) -> dict[str, str]:
     }
     if alert.explanation is not None:
         explained = alert.explanation
-        held |= {
+        fields |= {
             "title": explained.title,
             "seen": explained.seen,
             "where": explained.where,
@@ -174,7 +176,7 @@ def _of_alert(alert: NotifiedAlert) -> dict[str, str]:
             "causes": " ".join(explained.usual_causes) or "-",
             "try": " ".join(explained.what_to_try) or "-",
         }
-    return held
+    return fields
 
 
 _CONTROL = re.compile(
@@ -182,5 +184,5 @@ _CONTROL = re.compile(
 )
 
 
-def _plain(text: str) -> str:
-    return _CONTROL.sub(" ", text)
+def _plain(fields: str) -> str:
+    return _CONTROL.sub(" ", fields)

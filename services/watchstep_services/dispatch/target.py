@@ -127,21 +127,21 @@ def load_target(service: Service, run_id: int, attempt: str, *, hurried: bool = 
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
         place = session.get_one(Project, run.project).place
-        found = bound_job(session, run_id, attempt)
+        bound = bound_job(session, run_id, attempt)
     opened = _open(service, place, run.run)
     row, unread = _load_attempt(service, place, opened, (run_id, attempt))
     target = StopTarget(run, row, place, opened, None, None, None, unread=unread)
-    if found is None:
+    if bound is None:
         return target
-    backend = service.backend_of(found.kind, found.settings)
-    target = replace(target, job=found.job, backend=backend)
+    backend = service.backend_of(bound.kind, bound.settings)
+    target = replace(target, job=bound.job, backend=backend)
     if backend is None:
-        detail = f"this service has no backend of kind {found.kind!r}"
+        detail = f"this service has no backend of kind {bound.kind!r}"
         return replace(target, status=JobStatus("unknown", detail=detail))
     try:
         if hurried and target.listens:
-            return replace(target, status=_status_soon(service, run.project, backend, found.job))
-        return replace(target, status=backend.status(found.job))
+            return replace(target, status=_status_soon(service, run.project, backend, bound.job))
+        return replace(target, status=backend.status(bound.job))
     except _SlowBackendError as error:
         return replace(target, status=JobStatus("unknown", detail=error.what), trouble=error, hurried=True)
     except BackendError as error:

@@ -65,18 +65,18 @@ def stop(session: Session, context: EventContext, judged: Judged, cause: StopCau
         The id of the action; None where there is none, or the attempt has been asked to stop already.
     """
     assert judged.config is not None
-    told = _stop_details(judged.config, cause)
+    details = _stop_details(judged.config, cause)
     if judged.config.dry_run:
-        _would_have(session, context, cause, "dry_run", told)
+        _would_have(session, context, cause, "dry_run", details)
         return None
     word = word_for(session, context.project, judged.row, judged.config)
     if word is None:
-        _would_have(session, context, cause, "not_allowed", told)
+        _would_have(session, context, cause, "not_allowed", details)
         return None
     if cause.silence is not None and cause.silence.holds_stop:
-        _would_have(session, context, cause, "silenced", {**told, "silence": cause.silence.id})
+        _would_have(session, context, cause, "silenced", {**details, "silence": cause.silence.id})
         return None
-    asked = StopRequester(f"rule {judged.config.name}", {**told, "allowed": word.as_data()})
+    asked = StopRequester(f"rule {judged.config.name}", {**details, "allowed": word.as_data()})
     because = (cause.event.id, cause.reason)
     return request_stop(session, context.base_url, context.run_id, context.attempt, because, asked)
 
@@ -96,28 +96,30 @@ def _stop_details(config: RuleConfig, cause: StopCause) -> dict[str, Any]:
 
 
 def _would_have(
-    session: Session, context: EventContext, cause: StopCause, why: Why, told: dict[str, Any]
+    session: Session, context: EventContext, cause: StopCause, why: Why, details: dict[str, Any]
 ) -> None:
     data = {
         "attempt": context.attempt,
         "because": why,
         "cause": cause.event.id,
-        "hint": _hint(context, why, told),
-        **{name: told[name] for name in ("reason", "step", "digest", "rule_config", "finding", "evidence")},
+        "hint": _hint(context, why, details),
+        **{
+            name: details[name] for name in ("reason", "step", "digest", "rule_config", "finding", "evidence")
+        },
     }
     event = make_event("watchstep.stop.would_have", context.base_url, context.named, context.now_ns, data)
     add_event(session, context.run_id, event, context.now_ns)
     subject = Subject(context.project, context.run, context.attempt)
-    name = told["judges"]["name"]
-    note(session, "would_have", subject, f"rule {name}", context.now_ns, {"because": why, **told})
+    name = details["judges"]["name"]
+    note(session, "would_have", subject, f"rule {name}", context.now_ns, {"because": why, **details})
 
 
-def _hint(context: EventContext, why: Why, told: dict[str, Any]) -> str:
-    name = told["judges"]["name"]
+def _hint(context: EventContext, why: Why, details: dict[str, Any]) -> str:
+    name = details["judges"]["name"]
     if why == "dry_run":
         return f"leave 'dry_run' out of rule {name!r} to let it stop"
     if why == "silenced":
-        return f"silence {told['silence']} holds stops back; expire it to let rule {name!r} stop"
+        return f"silence {details['silence']} holds stops back; expire it to let rule {name!r} stop"
     return (
         f"rule {name!r} has never been allowed to stop jobs of project {context.project!r}: watchstep rules allow-stop "
         f"{name} --project {context.project} --reason WHY"

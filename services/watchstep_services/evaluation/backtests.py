@@ -100,7 +100,7 @@ def _matching(service: Service, project: str, runs: Sequence[str]) -> list[str]:
         ConfigError: there are too many runs or patterns.
     """
     with service.database.read() as session:
-        known = (
+        names = (
             session.execute(select(RunRow.run).filter_by(project=project).order_by(RunRow.run))
             .scalars()
             .all()
@@ -110,10 +110,10 @@ def _matching(service: Service, project: str, runs: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"{len(patterns)} patterns, {MOST_PATTERNS} at the most", "use fewer, or full names"
         )
-    chosen = set(known).intersection(runs)
+    chosen = set(names).intersection(runs)
     missing = set(runs) - set(patterns) - chosen
     for pattern in patterns:
-        matching = [run for run in known if fnmatchcase(run, pattern)]
+        matching = [run for run in names if fnmatchcase(run, pattern)]
         chosen.update(matching)
         if not matching:
             missing.add(pattern)
@@ -137,10 +137,10 @@ def due_backtests(service: Service) -> tuple[int, ...]:
 
 def judge_next(service: Service, number: int) -> bool:
     """Judge the next run of a backtest; whether there are more. Nothing happens where another does it."""
-    held = _claim(service, number)
-    if held is None:
+    claimed = _claim(service, number)
+    if claimed is None:
         return False
-    row, place = held
+    row, place = claimed
     run = row.runs[row.next]
     store = service.stores.of_run(place, run)
     location = store.location
@@ -166,10 +166,10 @@ def read_progress(service: Service, project: str, number: int) -> BacktestProgre
         row = session.get(Backtest, number)
         if row is None or row.project != project:
             raise NotFoundError(f"backtest {number} of {project}: not known", "ask for one first")
-        found = session.execute(
+        documents = session.execute(
             select(BacktestResult.result).filter_by(backtest_id=number).order_by(BacktestResult.place)
         ).scalars()
-        results = tuple(result_from_data(held) for held in found)
+        results = tuple(result_from_data(held) for held in documents)
     state = row.state if row.next == 0 or row.state == "done" else "running"
     return BacktestProgress(number, state, tuple(row.runs), results, _task(row).variations)
 

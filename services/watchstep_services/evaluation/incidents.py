@@ -35,8 +35,8 @@ class Incidents:
 
     def as_data(self, config_id: int) -> dict[str, object] | None:
         """What events say of the incident of an alert; None where it belongs to none."""
-        found = self.by_config.get(config_id)
-        return None if found is None else found.model_dump(mode="json")
+        summary = self.by_config.get(config_id)
+        return None if summary is None else summary.model_dump(mode="json")
 
     def assign(self, session: Session, context: EventContext) -> None:
         """Have the alerts say which incident they belong to, once they are there."""
@@ -138,11 +138,11 @@ def _changes(
     begun = {row.config_id: int(row.details["since_step"]) for row in alerts if row.details}
     for entry, transitions in fired:
         config = entry.row.id
-        found = onset_changes(transitions, begun.get(config))
+        onsets_changed = onset_changes(transitions, begun.get(config))
         changes.added.update(
-            {_Place(config, step): _onset(entry, change) for step, change in found.added.items()}
+            {_Place(config, step): _onset(entry, change) for step, change in onsets_changed.added.items()}
         )
-        changes.removed.update(_Place(config, step) for step in found.removed)
+        changes.removed.update(_Place(config, step) for step in onsets_changed.removed)
     return changes
 
 

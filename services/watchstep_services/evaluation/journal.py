@@ -114,18 +114,18 @@ def _write_part(service: Service, due: Unwritten) -> bool:
         evaluations = journal.first_part(_evaluations(session, row))
     if not evaluations:
         return False
-    part = JournalPart(due.attempt, row.journal_parts, evaluations)
+    journal_part = JournalPart(due.attempt, row.journal_parts, evaluations)
     try:
         failpoint("journal.writing", due)
-        part = _put(service, due, part, row.ticks)
+        journal_part = _put(service, due, journal_part, row.ticks)
         failpoint("journal.on_store", due)
     except FormatError:
-        _note(service, part, due, row.journal_parts, row.ticks)
+        _note(service, journal_part, due, row.journal_parts, row.ticks)
         raise
     except StoreError:
         _put_off(service, due)
         raise
-    _note(service, part, due, part.number + 1, part.evaluations[-1].tick + 1)
+    _note(service, journal_part, due, journal_part.number + 1, journal_part.evaluations[-1].tick + 1)
     failpoint("journal.noted", due)
     return True
 
@@ -142,11 +142,11 @@ def _put(service: Service, due: Unwritten, part: JournalPart, ticks: int) -> Jou
     return there
 
 
-def _note(service: Service, part: JournalPart, due: Unwritten, parts: int, journaled: int) -> None:
+def _note(service: Service, journal_part: JournalPart, due: Unwritten, parts: int, journaled: int) -> None:
     with service.database.write() as session:
         session.execute(
             update(Attempt)
-            .where(Attempt.id == due.attempt_id, Attempt.journal_parts == part.number)
+            .where(Attempt.id == due.attempt_id, Attempt.journal_parts == journal_part.number)
             .values(journal_parts=parts, journaled=journaled)
         )
         session.flush()

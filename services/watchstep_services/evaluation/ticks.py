@@ -44,11 +44,11 @@ def load_configs(service: Service, run_id: int, attempt: str, *, only_clocks: bo
 
 def held_configs(service: Service, claim: Claim, attempt: str, *, anew: bool = False) -> list[Loaded]:
     """The same for a run that is claimed: from this process where it is what the database holds, unless ``anew`` is set."""
-    known = service.remembered.get((claim.run_id, attempt), claim.epoch)
-    if known is None or anew:
+    cached = service.remembered.get((claim.run_id, attempt), claim.epoch)
+    if cached is None or anew:
         return load_configs(service, claim.run_id, attempt)
     # Read anew from its text, as if it came from the database: one way in, whatever a rule left in its state.
-    return [replace(one, memory=memory_of(one.state)) for one in known]
+    return [replace(loaded, memory=memory_of(loaded.state)) for loaded in cached]
 
 
 # Made once: every evaluation asks it.

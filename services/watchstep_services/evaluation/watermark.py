@@ -133,17 +133,19 @@ def _live(progress: AttemptProgress) -> list[tuple[int, int]]:
         for rank in writer.workers:
             step, heard = ranks.get(rank, (-1, 0))
             ranks[rank] = (max(step, writer.last), max(heard, writer.last_seen_ns))
-    live = [held for rank, held in ranks.items() if rank not in progress.ended]
-    known = {*ranks, *progress.ended}
+    live = [writer for rank, writer in ranks.items() if rank not in progress.ended]
+    known_ranks = {*ranks, *progress.ended}
     # One stands for all that were never heard: how many there are is only what somebody wrote, and may be any number.
-    if progress.world_size > sum(0 <= rank < progress.world_size for rank in known):
+    if progress.world_size > sum(0 <= rank < progress.world_size for rank in known_ranks):
         live.append((-1, progress.first_seen_ns))
     return live
 
 
 def writers_as_data(writers: dict[str, WriterProgress]) -> dict[str, Any]:
     """A JSON-ready form."""
-    return {name: [held.last, held.last_seen_ns, list(held.workers)] for name, held in writers.items()}
+    return {
+        name: [writer.last, writer.last_seen_ns, list(writer.workers)] for name, writer in writers.items()
+    }
 
 
 def writers_from_data(data: dict[str, Any]) -> dict[str, WriterProgress]:

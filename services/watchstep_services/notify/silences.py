@@ -171,7 +171,7 @@ def covering(silences: Sequence[Active], labels: Mapping[str, str]) -> Active | 
     """The silence of an alert; of several the one that ends last."""
     return max(
         (silence for silence in silences if silence.covers(labels)),
-        key=lambda one: (one.ends_ns, -one.id),
+        key=lambda silence: (silence.ends_ns, -silence.id),
         default=None,
     )
 

@@ -84,8 +84,10 @@ class _SweepSteps:
         except Exception as error:  # noqa: BLE001 - told; the other steps are done
             self._failed = error
             metrics.SWEEP_FAULTS.labels("due").inc()
-            known = isinstance(error, (WatchstepError, SQLAlchemyError))
-            _log.warning("%s: %s; the next sweep tries again", name, error, exc_info=None if known else error)
+            is_expected = isinstance(error, (WatchstepError, SQLAlchemyError))
+            _log.warning(
+                "%s: %s; the next sweep tries again", name, error, exc_info=None if is_expected else error
+            )
             return otherwise
         self._done += 1
         return came
@@ -144,13 +146,13 @@ def find_due(service: Service) -> Work:
     """
     steps = _SweepSteps()
     steps.do("groups of alerts", lambda: flush_due(service), None)
-    found = Work(
+    work = Work(
         steps.do("runs that are due", lambda: _due_runs(service), ()),
         steps.do("actions that are due", lambda: tuple(due_actions(service)), ()),
         steps.do("backtests that are due", lambda: due_backtests(service), ()),
     )
     steps.check()
-    return found
+    return work
 
 
 def _due_runs(service: Service) -> tuple[int, ...]:
