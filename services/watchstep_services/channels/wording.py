@@ -77,31 +77,31 @@ class Templates:
     alert: str | None = None
 
 
-def check_title(fields: str) -> str:
+def check_title(text: str) -> str:
     """A title's template, as it is.
 
     Raises:
         ValueError: a field is not known.
     """
-    return _checked(fields, FIELDS)
+    return _checked(text, FIELDS)
 
 
-def check_text(fields: str) -> str:
+def check_text(text: str) -> str:
     """A text's template, as it is.
 
     Raises:
         ValueError: a field is not known.
     """
-    return _checked(fields, TEXT_FIELDS)
+    return _checked(text, TEXT_FIELDS)
 
 
-def check_alert(fields: str) -> str:
+def check_alert(text: str) -> str:
     """The template for one alert, as it is.
 
     Raises:
         ValueError: a field is not known.
     """
-    return _checked(fields, ALERT_FIELDS)
+    return _checked(text, ALERT_FIELDS)
 
 
 def word(notification: Notification, templates: Templates) -> tuple[str, str]:
@@ -117,8 +117,8 @@ def word(notification: Notification, templates: Templates) -> tuple[str, str]:
         "alerts": "\n\n".join(told)[:MOST_TEXT],
         "incidents": _incidents(notification)[:MOST_TEXT],
     }
-    fields = message_template.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
-    return " ".join(_plain(title).split()), _plain(fields).strip()
+    text = message_template.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
+    return " ".join(_plain(title).split()), _plain(text).strip()
 
 
 def _checked(text: str, fields: Mapping[str, str]) -> str:
@@ -184,5 +184,5 @@ _CONTROL = re.compile(
 )
 
 
-def _plain(fields: str) -> str:
-    return _CONTROL.sub(" ", fields)
+def _plain(text: str) -> str:
+    return _CONTROL.sub(" ", text)
