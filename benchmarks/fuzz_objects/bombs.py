@@ -134,13 +134,13 @@ def _written(table: pa.Table, **options: Any) -> bytes:
 
 
 def manifest_bombs(whole: bytes) -> list[bytes]:
-    """Manifests of which one part names the longest tensor of its catalogue very often."""
+    """Manifests of which one compacted segment names the longest tensor of its catalogue very often."""
     manifest = json.loads(whole)
     (attempt, *_) = manifest["attempts"]
     catalogue = json.loads(zlib.decompress(base64.b64decode(attempt["catalogue"])))
     packed = base64.b64encode(zlib.compress(json.dumps([{**catalogue[0], "name": "n" * 4096}]).encode()))
-    part = {**attempt["parts"][0], "tensors": [[0, 1]] * 900_000}
-    attempt = {**attempt, "catalogue": packed.decode(), "parts": [part], "recent": None}
+    segment = {**attempt["segments"][0], "tensors": [[0, 1]] * 900_000}
+    attempt = {**attempt, "catalogue": packed.decode(), "segments": [segment], "recent": None}
     return [json.dumps({**manifest, "attempts": [attempt]}, separators=(",", ":")).encode()]
 
 

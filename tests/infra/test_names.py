@@ -65,7 +65,9 @@ def defined(module: str) -> set[str] | None:
         if module.split(".", maxsplit=1)[0] != top.name:
             continue
         path = ROOT / top.parent / module.replace(".", "/")
-        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        source = path.with_suffix(".py")
+        if not source.exists():
+            source = path / "__init__.py"
         if not source.exists():
             return None
         names = {child.stem for child in path.iterdir()} if path.is_dir() else set()

@@ -42,7 +42,7 @@ def series(run: Run, name: str) -> dict[int, float]:
 
 
 def names(run: Run) -> list[str]:
-    return sorted(name for name in run.tensors() if "optimizer" in name)
+    return sorted(name for name in run.tensors() if name.startswith("optimizer:"))
 
 
 def test_every_group_at_the_start_and_where_it_changes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.conftest import S3
 from tests.sdk.training import Training
 from watchstep import Bounds, CaptureConfig, Hook, Run, Snapshots, open_run
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError
+from watchstep.format.layout import SCHEMA_VERSION
 from watchstep.store.store import Store
 
 
@@ -153,7 +154,7 @@ def test_what_was_not_recorded_is_told_by_name(tmp_path: Path) -> None:
 def test_a_run_of_a_later_version_is_refused(tmp_path: Path) -> None:
     record(tmp_path, 1)
     store = Store.open(tmp_path).child("default/r")
-    store.put("run.json", store.get("run.json").replace(b'"schema": 1', b'"schema": 99'))
+    store.put("run.json", store.get("run.json").replace(b'"schema": %d' % SCHEMA_VERSION, b'"schema": 99'))
     with pytest.raises(Exception, match="newer watchstep"):
         open_run(tmp_path / "default" / "r")
 

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import Operation, ask, operations
+from watchstep_services.api import app as app_module
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.policies import PERMISSION, REACH, describe
-from watchstep_services.api.routes import rules
 from watchstep_services.auth.tokens import PERMISSIONS, Role
 
 RUNS = "/v1/projects/vision/runs"
@@ -94,7 +94,7 @@ def test_a_route_without_a_policy_is_refused_to_everybody(api: Api, monkeypatch:
     def forgotten(project: str) -> dict[str, str]:
         return {"project": project}
 
-    monkeypatch.setattr(rules, "router", router)
+    monkeypatch.setattr(app_module, "ROUTERS", (*app_module.ROUTERS, router))
     app = create_app(api.driven.service)
     assert PERMISSION not in app.openapi()["paths"]["/v1/projects/{project}/forgotten"]["get"]
     for role in ROLES:
