@@ -64,6 +64,8 @@ _VARIABLES = {
     "WATCHSTEP_RECORDER_TOKEN": "What a launched job shows to the service; where not given, a new one that records its run alone.",
     "WATCHSTEP_IDLE_SECONDS": "How long a service beside launched jobs waits for another after the last; 300 where not given.",
     "WATCHSTEP_QUIET": "Where it is set, waiting for a job shows a line for each event, in a terminal and a notebook too.",
+    "WATCHSTEP_PROFILE": "The profile of the command line; the `default` of the file where it is not given.",
+    "WATCHSTEP_PROFILES": "The file of profiles; `~/.config/watchstep/profiles.yaml` where it is not given.",
     "WATCHSTEP_LAUNCHED": "The attempt that a launcher has settled; `watchstep run` takes it and registers nothing.",
     "WATCHSTEP_RESTARTS": "How often a cluster has started the same job again; a backend sets it.",
     "WATCHSTEP_ON_STOP": "What a stop does where `Hook(on_stop=…)` does not say: `ignore`; `raise` or `stop`; `checkpoint`: the "
@@ -195,14 +197,19 @@ def commands() -> str:
             if path in _OWN_PARSERS:
                 known = _OWN_PARSERS[path]()._actions  # noqa: SLF001
                 taken = [a.option_strings[-1] if a.option_strings else a.dest.upper() for a in known]
-                yield [f"`{path}`", command.help or "", ", ".join(f"`{name}`" for name in taken)]
+                yield [f"`{path}`", _summary(command), ", ".join(f"`{name}`" for name in taken)]
                 continue
             options = [parameter for parameter in command.params if parameter.name != "help"]
             names = [max(option.opts, key=len) for option in options]
             named = [f"`{name if name.startswith('-') else name.upper()}`" for name in names]
-            yield [f"`{path}`", command.help or "", ", ".join(named)]
+            yield [f"`{path}`", _summary(command), ", ".join(named)]
 
     return _table(["command", "what it does", "takes"], rows())
+
+
+def _summary(command: typer.core.TyperCommand) -> str:
+    """The help of a command without its examples."""
+    return " ".join((command.help or "").partition("\b")[0].split())
 
 
 def sql_functions() -> str:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from watchstep.client import documents
 from watchstep.client.documents import (
     Action,
     Alert,
@@ -32,18 +31,18 @@ from watchstep.platform.transport import (
     pause_seconds,
     segment,
 )
-from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from urllib3 import BaseHTTPResponse
+
+    from watchstep.client.queries import TensorBytes
+    from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 
 
 _MOST_AT_ONCE = 64 * 1024
 _MAX_LINE = 8 * 1024 * 1024
 _LASTING = frozenset((429, 500, 502, 503, 504))
-
-if TYPE_CHECKING:
-    from urllib3 import BaseHTTPResponse
 
 
 def follow(transport: Transport, path: str, query: Mapping[str, Any], after: int | None) -> Iterator[Event]:
@@ -324,14 +323,16 @@ class Client:
         Returns:
             mode, worker, replica, stage, step, last_step, count, nonfinite, mean, min, max; null where nothing is finite.
         """
+        from watchstep.client import queries  # imports numpy
+
         query = {
             "tensor": tensor, "figure": figure, "mode": mode, "worker": worker, "first": first, "last": last,
             "points": points,
         }  # fmt: skip
         content, _ = self._transport.fetch(
-            "GET", f"{self._of(run)}/series", query, headers={"Accept": documents.ARROW}
+            "GET", f"{self._of(run)}/series", query, headers={"Accept": queries.ARROW}
         )
-        return documents.table(content)
+        return queries.table(content)
 
     def heatmap(
         self,
@@ -344,11 +345,13 @@ class Client:
         points: int = 200,
     ) -> Heatmap:
         """One figure of a collection, or of named tensors, over the steps; as `watchstep.reading.run.Run.heatmap`."""
+        from watchstep.client import queries  # imports numpy
+
         named: dict[str, Any] = (
             {"collection": tensors} if isinstance(tensors, str) else {"tensor": list(tensors)}
         )
         query = {"figure": figure, "mode": mode, "reduce": reduce, "points": points, "rows": 1000, **named}
-        return documents.heatmap(self._transport.call("GET", f"{self._of(run)}/heatmap", query))
+        return queries.heatmap(self._transport.call("GET", f"{self._of(run)}/heatmap", query))
 
     def histogram(
         self,
@@ -360,31 +363,37 @@ class Client:
         points: int = 200,
     ) -> HistogramSeries:
         """The distribution of a tensor's elements over powers of two, over the steps."""
+        from watchstep.client import queries  # imports numpy
+
         query = {"tensor": tensor, "mode": mode, "worker": worker, "points": points}
-        return documents.histogram(self._transport.call("GET", f"{self._of(run)}/histogram", query))
+        return queries.histogram(self._transport.call("GET", f"{self._of(run)}/histogram", query))
 
     def sql(self, run: str, query: str, limit: int = 10_000) -> pa.Table:
         """Run one SELECT over a run's statistics in the service; returns at most ``limit`` rows."""
+        from watchstep.client import queries  # imports numpy
+
         content, _ = self._transport.fetch(
             "POST",
             f"{self._of(run)}/sql",
             None,
             {"query": query, "limit": limit},
-            {"Accept": documents.ARROW},
+            {"Accept": queries.ARROW},
         )
-        return documents.table(content)
+        return queries.table(content)
 
     def snapshots(self, run: str) -> Iterator[SnapshotInfo]:
         """Snapshots by attempt, worker and step."""
         return self._pages(SnapshotInfo, f"{self._part(run)}/snapshots", "snapshots", {})
 
-    def snapshot_tensor(self, run: str, snapshot: SnapshotInfo, name: str) -> documents.TensorBytes:
+    def snapshot_tensor(self, run: str, snapshot: SnapshotInfo, name: str) -> TensorBytes:
         """A tensor of a snapshot. WATCHSTEP_TENSOR_MB of the service limits its size."""
+        from watchstep.client import queries  # imports numpy
+
         place = f"{segment(snapshot.attempt)}/{snapshot.worker}/{snapshot.step}/{snapshot.mode}"
         content, headers = self._transport.fetch(
             "GET", f"{self._of(run)}/snapshots/{place}/tensor", {"name": name}
         )
-        return documents.tensor(
+        return queries.tensor(
             content, headers.get("x-watchstep-dtype", ""), headers.get("x-watchstep-shape", "")
         )
 

@@ -32,8 +32,8 @@ from watchstep_rules.engine.alert_memory import Transition
 from watchstep_rules.engine.explanation import RunName, say
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
-from watchstep_services.cli.connection import DEFAULT_STORE, call, service_of
-from watchstep_services.cli.runs.recorded import StoreOption, locations
+from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption, call, service_of
+from watchstep_services.cli.runs.recorded import locations
 from watchstep_services.core.console import console, echo_json, figure, table
 
 FAILED = 1
@@ -46,30 +46,38 @@ def backtest(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Runs: an id, <project>/<run>, a whole URL; * in any part; <project>/ for all of one."
+            help="Runs: an id, <project>/<run> or a URL, with wildcards; <project>/ for all runs of a project."
         ),
     ],
     *,
-    rules: Annotated[Path | None, typer.Option(help="Rule file; the default rules where none.")] = None,
+    rules: Annotated[Path | None, typer.Option(help="Rule file. Default: the default rules.")] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="Other values of a parameter: [CONFIG.]PARAMETER=FROM:TO[:NUMBER] or =A,B,C. Several make a grid."
+            help="Values of a parameter to try: [CONFIG.]PARAMETER=FROM:TO[:NUMBER] or =A,B,C. Several make a grid."
         ),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes. Default: the number of cores.")
+    ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all results into this file; - for the output.")
+        Path | None,
+        typer.Option("--json", help="Write all results to this file as JSON; - for standard output."),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     service: Annotated[
         str | None,
         typer.Option(
-            help="URL of a service that does it, with WATCHSTEP_TOKEN; '' for the store's own. Runs are <project>/<run>."
+            help="Run the backtest on the service of this URL; '' for the service of the store. Name runs <project>/<run>. Token: WATCHSTEP_TOKEN."
         ),
     ] = None,
 ) -> None:
-    """Show which rules would have fired in recorded runs, when and where. Exit code 1 where a run or a rule fails."""
+    """Show which rules would have fired in recorded runs, when and where. Exit code 1 if a run or a rule fails.
+
+    Examples:
+        watchstep rules backtest night-1 --rules rules.yaml
+        watchstep rules backtest 'vision/*' --sweep loss_spike.factor=2:8:4 --json results.json
+    """
     configs = DEFAULT_RULES if rules is None else rule_file.load(rules)
     varied = variations(configs, [parse_sweep(text, configs) for text in sweep or ()])
     if service is not None:
@@ -170,14 +178,16 @@ def _show_attempt(out: Console, attempt: AttemptOutcome, name: RunName) -> None:
             shown.add_row(*_row(outcome, change, name))
     if shown.row_count:
         out.print(Padding(shown, _INDENT))
-    quiet = [one for one in attempt.outcomes if not one.fired]
-    _show_names(out, "silent", [one for one in quiet if one.health is RuleHealth.OK and not one.found])
-    brief = [one for one in quiet if one.health is RuleHealth.OK and one.found]
+    quiet = [outcome for outcome in attempt.outcomes if not outcome.fired]
+    _show_names(
+        out, "silent", [outcome for outcome in quiet if outcome.health is RuleHealth.OK and not outcome.found]
+    )
+    brief = [outcome for outcome in quiet if outcome.health is RuleHealth.OK and outcome.found]
     _show_names(out, "findings, but not for long enough", brief)
-    _show_names(out, "no data", [one for one in quiet if one.health is RuleHealth.NO_DATA])
-    for one in attempt.outcomes:
-        if one.health is RuleHealth.ERROR:
-            _indented(out, f"error: {one.config.name}: {one.problem}")
+    _show_names(out, "no data", [outcome for outcome in quiet if outcome.health is RuleHealth.NO_DATA])
+    for outcome in attempt.outcomes:
+        if outcome.health is RuleHealth.ERROR:
+            _indented(out, f"error: {outcome.config.name}: {outcome.problem}")
 
 
 def _row(outcome: ReplayOutcome, change: Transition, name: RunName) -> list[str]:
@@ -198,7 +208,7 @@ def _row(outcome: ReplayOutcome, change: Transition, name: RunName) -> list[str]
 
 
 def _show_names(out: Console, what: str, outcomes: Sequence[ReplayOutcome]) -> None:
-    names = [one.config.name for one in outcomes]
+    names = [outcome.config.name for outcome in outcomes]
     if names:
         _indented(out, f"{what}: {', '.join(names)}")
 
@@ -228,10 +238,10 @@ def _first_steps(outcome: BacktestOutcome) -> dict[str, int]:
     """Rule config → the first step at which it fired and told somebody."""
     first: dict[str, int] = {}
     for attempt in outcome.attempts:
-        for one in attempt.outcomes:
-            steps = [change.step for change in one.fired if not change.inhibited_by]
+        for replay in attempt.outcomes:
+            steps = [change.step for change in replay.fired if not change.inhibited_by]
             if steps:
-                first.setdefault(one.config.name, min(steps))
+                first.setdefault(replay.config.name, min(steps))
     return first
 
 
@@ -240,10 +250,10 @@ def _ill_rules(results: Sequence[Replayed | Failed]) -> dict[str, tuple[str, set
     found: dict[str, tuple[str, set[str]]] = {}
     for result in results:
         for attempt in result.outcome.attempts if isinstance(result, Replayed) else ():
-            for one in attempt.outcomes:
-                if one.health is RuleHealth.ERROR:
-                    problem = " ".join(one.problem.split())
-                    found.setdefault(one.config.name, (problem, set()))[1].add(location_of(result))
+            for outcome in attempt.outcomes:
+                if outcome.health is RuleHealth.ERROR:
+                    problem = " ".join(outcome.problem.split())
+                    found.setdefault(outcome.config.name, (problem, set()))[1].add(location_of(result))
     return found
 
 
@@ -257,11 +267,17 @@ def show_sweep(out: Console, varied: Sequence[Variation], tested: Sequence[Repla
     settings = varied[0].settings
     parameters = [setting.parameter for setting in settings]
     several = len(set(parameters)) < len(parameters)
-    out.print(f"Sweep of {', '.join(f'{one.config}.{one.parameter}' for one in settings)}")
-    names = [f"{one.config}.{one.parameter}" if several else one.parameter for one in settings]
+    out.print(f"Sweep of {', '.join(f'{setting.config}.{setting.parameter}' for setting in settings)}")
+    names = [
+        f"{setting.config}.{setting.parameter}" if several else setting.parameter for setting in settings
+    ]
     shown = table(*(f">{name}" for name in names), ">RUNS", ">OF", ">FIRST STEP", "FIRST IN", "")
-    for place, variation in enumerate(varied):
-        fired = [(held, result.outcome) for result in tested if (held := result.fired[place]) is not None]
+    for index, variation in enumerate(varied):
+        fired = [
+            (transition, result.outcome)
+            for result in tested
+            if (transition := result.fired[index]) is not None
+        ]
         step, where = "-", "-"
         if fired:
             first, outcome = min(fired, key=lambda pair: (pair[0].step, pair[1].location))
@@ -310,9 +326,9 @@ def backtest_by_service(
     url, token = service_of(store, service)
     rules = [config.as_data() for config in configs]
     for project, names in _by_project(runs).items():
-        place = f"{url}/v1/projects/{project}/backtests"
-        asked = call("POST", place, token, {"runs": names, "rules": rules, "sweep": list(sweeps)})
-        yield from _results(f"{place}/{asked['id']}", token, asked)
+        backtests_url = f"{url}/v1/projects/{project}/backtests"
+        created = call("POST", backtests_url, token, {"runs": names, "rules": rules, "sweep": list(sweeps)})
+        yield from _results(f"{backtests_url}/{created['id']}", token, created)
 
 
 def _by_project(runs: Sequence[str]) -> dict[str, list[str]]:
@@ -327,15 +343,15 @@ def _by_project(runs: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _results(place: str, token: str, held: dict[str, Any]) -> list[Replayed | Failed]:
+def _results(url: str, token: str, backtest: dict[str, Any]) -> list[Replayed | Failed]:
     pause = _FIRST_PAUSE
-    while held["report"] is None:
+    while backtest["report"] is None:
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE, 1.5 * pause)
-        held = call("GET", place, token)
+        backtest = call("GET", url, token)
     try:
-        return read_report(held["report"])[0]
+        return read_report(backtest["report"])[0]
     except (ValueError, KeyError, TypeError) as error:
         raise ServiceError(
-            f"{place}: its report cannot be read ({error})", "use the same version as the service"
+            f"{url}: its report cannot be read ({error})", "use the same version as the service"
         ) from error

@@ -37,85 +37,85 @@ class GroupEntry(NamedTuple):
 
 RUNS = {
     "list": CommandEntry(
-        "runs.recorded",
+        "runs.listing",
         "list_runs",
-        "List the runs of a store, the newest first, with their alerts where a service of this machine watches it; or those that a service knows. Token for the latter: WATCHSTEP_TOKEN.",
+        "List the runs of a store, newest first, with the number of firing alerts if a service on this machine watches the store.",
     ),
     "show": CommandEntry(
         "runs.recorded",
         "show_run",
-        "Show a run: its state, steps, workers, losses, how it ended, its incidents where a service watches it, and what was recorded.",
+        "Show the state of a run: steps, workers, losses, how it ended, incidents, and what was recorded.",
     ),
-    "stats": CommandEntry("runs.recorded", "show_statistics", "Show figures of one tensor by step."),
+    "stats": CommandEntry("runs.recorded", "show_statistics", "Show the statistics of a tensor by step."),
     "compact": CommandEntry(
         "runs.recorded",
         "compact_run",
-        "Write a finished run anew, by tensor and step: a series is then read at once. Safe to repeat.",
+        "Rewrite a finished run sorted by tensor and step, so that a series is read with one request. Safe to repeat.",
     ),
     "diff": CommandEntry(
         "runs.recorded",
         "diff_runs",
-        "Show the first step and tensor at which two runs differ, and what differs. Exit code 1 where they do.",
+        "Show the first step and tensor at which two runs differ, and what differs. Exit code 1 if they differ.",
     ),
     "acknowledge": CommandEntry(
         "runs.alerts",
         "acknowledge",
-        "Take an alert that fires up: it is not repeated until it is over. Token: WATCHSTEP_TOKEN.",
+        "Acknowledge a firing alert: notifications of it are not repeated until it is resolved. Token: WATCHSTEP_TOKEN.",
     ),
     "alerts": CommandEntry(
         "runs.alerts",
         "alerts",
-        "Show a run's alerts, explained: those that fire first, then those that are over, the last changed first; and rules that cannot be evaluated. Token: WATCHSTEP_TOKEN.",
+        "Show and explain the alerts of a run: firing alerts first, then resolved ones, most recently changed first.",
     ),
     "events": CommandEntry(
         "runs.events",
         "events",
-        "Show a run's events in the order in which they came; <project>/ alone is all runs. Token: WATCHSTEP_TOKEN.",
+        "Show the events of a run in order; <project>/ shows those of all runs. Token: WATCHSTEP_TOKEN.",
     ),
     "actions": CommandEntry(
         "runs.events",
         "actions",
-        "Show what a run's events caused, and how often it was tried. Token: WATCHSTEP_TOKEN.",
+        "Show the actions that the events of a run caused, and the number of tries. Token: WATCHSTEP_TOKEN.",
     ),
     "stop": CommandEntry(
-        "runs.events",
+        "runs.control",
         "stop",
-        "Have a run stop: its workers are asked, then its job is ended. Token: WATCHSTEP_TOKEN, of an operator.",
+        "Stop a run: requests a stop from its workers, then ends its job. Token: WATCHSTEP_TOKEN, of an operator.",
     ),
     "stops": CommandEntry(
         "runs.events",
         "stops",
-        "Show every stop of a run, asked for or only recorded: by whose word, on which evidence, each try. Token: WATCHSTEP_TOKEN.",
+        "Show every stop of a run, requested or only recorded: who requested it, the evidence, each try. Token: WATCHSTEP_TOKEN.",
     ),
     "allow-restart": CommandEntry(
         "runs.control",
         "allow_restart",
-        "Let new attempts of a stopped run start. Token: WATCHSTEP_TOKEN, of an operator.",
+        "Allow new attempts of a stopped run to start. Token: WATCHSTEP_TOKEN, of an operator.",
     ),
     "snapshot": CommandEntry(
         "runs.control",
         "snapshot",
-        "Have a run's workers keep the full tensors of a step. Token: WATCHSTEP_TOKEN, of an operator.",
+        "Request a snapshot: the workers of a run store the full tensors of a step. Token: WATCHSTEP_TOKEN, of an operator.",
     ),
     "cadence": CommandEntry(
         "runs.control",
         "cadence",
-        "Have a run's collections measured every so many steps. Token: WATCHSTEP_TOKEN, of an operator.",
+        "Set how often the collections of a run are recorded, in steps. Token: WATCHSTEP_TOKEN, of an operator.",
     ),
     "hold": CommandEntry(
         "runs.control",
         "hold",
-        "Keep a run whole, whatever its project's policy says. Token: WATCHSTEP_TOKEN, of an operator.",
+        "Exempt a run from the retention policy of its project. Token: WATCHSTEP_TOKEN, of an operator.",
     ),
     "release": CommandEntry(
         "runs.control",
         "release",
-        "Release the hold on a run: its project's policy applies again. Token: WATCHSTEP_TOKEN, of an operator.",
+        "Release the hold on a run: the retention policy of its project applies again. Token: WATCHSTEP_TOKEN, of an operator.",
     ),
     "delete": CommandEntry(
         "runs.control",
         "delete",
-        "Delete a run that has ended, from the store and the service, soon. Token: WATCHSTEP_TOKEN, of an administrator.",
+        "Delete a run that has ended, from the store and from the service. Token: WATCHSTEP_TOKEN, of an administrator.",
     ),
 }
 RULES = {
@@ -124,31 +124,33 @@ RULES = {
     "allow-stop": CommandEntry(
         "rules",
         "allow_stop",
-        "Let a rule stop jobs of a project, exactly as it is now. Token: WATCHSTEP_TOKEN.",
+        "Allow a rule, exactly as it is configured now, to stop jobs of a project. Token: WATCHSTEP_TOKEN.",
     ),
     "backtest": CommandEntry(
         "backtest",
         "backtest",
-        "Show which rules would have fired in recorded runs, when and where. Exit code 1 where a run or a rule fails.",
+        "Show which rules would have fired in recorded runs, when and where. Exit code 1 if a run or a rule fails.",
     ),
     "check": CommandEntry(
         "rules",
         "check",
-        "Say all that is wrong with rule files, and what they do. Exit code 1 where one cannot be used.",
+        "Report all errors of rule files, and what their rules do. Exit code 1 if a file cannot be used.",
     ),
     "revoke-stop": CommandEntry(
-        "rules", "revoke_stop", "Let a rule stop jobs of a project no longer. Token: WATCHSTEP_TOKEN."
+        "rules",
+        "revoke_stop",
+        "Revoke the permission of a rule to stop jobs of a project. Token: WATCHSTEP_TOKEN.",
     ),
     "schema": CommandEntry("rules", "schema", "Print the JSON schema of rule files, for editors."),
     "stop-grants": CommandEntry(
         "rules",
         "stop_grants",
-        "List which rules were allowed to stop jobs of a project, by whom and why. Token: WATCHSTEP_TOKEN.",
+        "List the rules that are allowed to stop jobs of a project, by whom and why. Token: WATCHSTEP_TOKEN.",
     ),
     "test": CommandEntry(
         "rule_tests",
         "run_tests",
-        "Test rules against series or recorded runs, and the alerts that are expected. Exit code 1 where one differs.",
+        "Run rule tests: series or recorded runs, and the alerts that are expected. Exit code 1 if a test fails.",
     ),
 }
 
@@ -156,50 +158,51 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
     "demo": CommandEntry(
         "demo",
         "demo",
-        "Watch two trainings: the healthy one ends by itself, the faulty one is stopped and explained.",
+        "Run the demo: two trainings, of which the healthy one completes and the faulty one is stopped and explained.",
     ),
     "serve": CommandEntry(
-        "serve", "serve", "Watch a store: judge its runs while they go on, keep alerts, stop jobs."
+        "serve",
+        "serve",
+        "Run the service for a store: evaluate its runs while they record, keep alerts, stop jobs.",
     ),
     "api": CommandEntry(
         "processes",
         "api",
-        "The API of a production service. On SIGTERM, finishes running requests and exits.",
+        "Run the API of a production service. On SIGTERM, finishes running requests and exits.",
     ),
     "worker": CommandEntry(
         "processes",
         "worker",
-        "A worker of a production service: evaluates runs, tries actions. On SIGTERM, finishes running tasks and exits.",
+        "Run a worker of a production service: evaluates runs and delivers actions. On SIGTERM, finishes running tasks and exits.",
     ),
     "scheduler": CommandEntry(
         "processes",
         "scheduler",
-        "The scheduler of a production service, of which there is one: tells workers when to look for work.",
+        "Run the scheduler of a production service, which sends periodic tasks to the workers. Run exactly one.",
     ),
     "attach": CommandEntry(
         "jobs",
         "attach",
-        "Have a job that was launched by other means judged by rules, and stopped by them. Safe to repeat. Token: "
-        "WATCHSTEP_TOKEN, of an operator.",
+        "Attach rules to a job that was launched by other means, so that they can stop it. Safe to repeat. Token: WATCHSTEP_TOKEN, of an operator.",
     ),
     "watch": CommandEntry(
         "jobs",
         "watch",
-        "Show how a run goes: steps, losses, rules, alerts and stops, until it has ended or Ctrl-C. Token: WATCHSTEP_TOKEN.",
+        "Show the progress of a run until it ends: steps, losses, rules, alerts and stops. Token: WATCHSTEP_TOKEN.",
     ),
     "check-config": CommandEntry(
         "database",
         "check_config",
-        "Try every connection of the service: database, broker, stores. Exit code 1 where one does not work.",
+        "Check the configuration of the service: connects to database, broker and stores. Exit code 1 if a check fails.",
     ),
     "export": CommandEntry(
-        "runs.recorded", "export", "Write a run's figures and histograms as TensorBoard's event files."
+        "runs.recorded", "export", "Write the statistics and histograms of a run as TensorBoard event files."
     ),
-    "run": CommandEntry("jobs", "run", "Start a program so that it records itself, with no change to it."),
+    "run": CommandEntry("jobs", "run", "Run a program that records itself, without a change to its code."),
     "sync": CommandEntry(
         "jobs",
         "sync",
-        "Upload what recorders left on this machine when their store could not be reached. Safe to repeat.",
+        "Upload segments that recorders kept on this machine while their store was unreachable. Safe to repeat.",
     ),
     "migrate-store": CommandEntry(
         "jobs",
@@ -219,8 +222,8 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
     ),
     "tokens": CommandEntry("tokens", "app", "Tokens for the API."),
     "projects": CommandEntry(
-        "tenancy", "projects", "Projects: where their runs lie, and where their jobs may run."
+        "tenancy", "projects", "Projects: the store of their runs, and the backends of their jobs."
     ),
-    "stores": CommandEntry("tenancy", "stores", "Stores that projects can be put on."),
+    "stores": CommandEntry("tenancy", "stores", "Stores that projects can use."),
     "backends": CommandEntry("tenancy", "backends", "Backends that jobs may run on."),
 }

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from watchstep_services.checks import check_configuration
-from watchstep_services.cli.connection import DEFAULT_STORE, Store
-from watchstep_services.core.console import echo, echo_json, show, table
+from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, StoreOption
+from watchstep_services.core.console import echo, echo_json, show, show_json, table
 from watchstep_services.core.settings import settings_for
 from watchstep_services.db import schema
 from watchstep_services.db.encryption import open_encrypted_database
@@ -28,20 +28,32 @@ app = typer.Typer(
 
 
 @app.command("status")
-def status(store: Store = DEFAULT_STORE) -> None:
-    """Which revision the database has, and which this version of Watchstep needs. Exit code 1 where they differ."""
+def status(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """Show the schema revision of the database, and the revision that this version needs. Exit code 1 if they differ.
+
+    Examples:
+        watchstep database status
+        watchstep database status --json
+    """
     with _opened(store) as database:
-        found = schema.status(database)
-        echo(f"database {database.shown_url}: {found}")
-        raise typer.Exit(0 if found.is_current else 1)
+        state = schema.status(database)
+        if as_json:
+            show_json({"database": database.shown_url, "status": str(state), "current": state.is_current})
+        else:
+            echo(f"database {database.shown_url}: {state}")
+        raise typer.Exit(0 if state.is_current else 1)
 
 
 @app.command("upgrade")
 def upgrade(
-    revision: Annotated[str, typer.Argument(help="How far; the newest that is known.")] = "head",
-    store: Store = DEFAULT_STORE,
+    revision: Annotated[str, typer.Argument(help="Target revision. Default: the newest.")] = "head",
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Bring the schema up to date. Several at once wait for each other; the first does it."""
+    """Upgrade the schema. Concurrent upgrades wait for the first one.
+
+    Examples:
+        watchstep database upgrade
+    """
     with _opened(store) as database:
         schema.upgrade(database, schema.checked_revision(revision))
         echo(f"database {database.shown_url}: {schema.status(database)}")
@@ -49,16 +61,21 @@ def upgrade(
 
 @app.command("downgrade")
 def downgrade(
-    revision: Annotated[str, typer.Argument(help="To which revision; 'base' removes every table.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    store: Store = DEFAULT_STORE,
+    revision: Annotated[str, typer.Argument(help="Target revision; 'base' removes every table.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Go back to an earlier schema. What only later ones hold is lost. Stop the service first."""
+    """Downgrade the schema. Data that only later revisions hold is lost. Stop the service first.
+
+    Examples:
+        watchstep database downgrade 0019 --yes
+    """
     with _opened(store) as database:
         wanted = schema.checked_revision(revision)
         if not yes:
             typer.confirm(
-                f"{database.shown_url}: go back to {wanted}, and lose what it cannot hold?", abort=True
+                f"{database.shown_url}: downgrade to {wanted}, and lose the data that it cannot hold?",
+                abort=True,
             )
         schema.downgrade(database, wanted)
         echo(f"database {database.shown_url}: {schema.status(database)}")
@@ -76,18 +93,23 @@ def _opened(store: str) -> Iterator[Database]:
 
 
 def check_config(
-    store: Store = DEFAULT_STORE,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
 ) -> None:
-    """Try every connection of the service: database, broker, stores. Exit code 1 where one does not work."""
+    """Check the configuration of the service: connects to database, broker and stores. Exit code 1 if a check fails.
+
+    Examples:
+        watchstep check-config --store s3://bucket/runs
+        watchstep check-config --json
+    """
     settings = settings_for(store, None)
-    found = list(check_configuration(settings))
-    failing = any(each.state == "failed" for each in found)
+    findings = list(check_configuration(settings))
+    failing = any(finding.state == "failed" for finding in findings)
     if as_json:
-        echo_json(json.dumps({"ok": not failing, "checks": [each.as_data() for each in found]}))
+        echo_json(json.dumps({"ok": not failing, "checks": [finding.as_data() for finding in findings]}))
     else:
-        shown = table("check", "state", "found", "hint")
-        for each in found:
-            shown.add_row(each.what, each.state, each.detail, each.hint)
-        show(shown)
+        rows = table("check", "state", "found", "hint")
+        for finding in findings:
+            rows.add_row(finding.what, finding.state, finding.detail, finding.hint)
+        show(rows)
     raise typer.Exit(1 if failing else 0)

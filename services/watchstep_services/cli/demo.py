@@ -17,13 +17,20 @@ _NEEDS = {"torch": "torch", "sklearn": "scikit-learn", "matplotlib": "matplotlib
 
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of both trainings.")] = 0,
-    folder: Annotated[Path, typer.Option(help="Where runs, logs and the picture are left.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for runs, logs and the picture.")] = Path(
         "watchstep-demo"
     ),
     json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object last.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the service up, and print its URL.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the service running, and print its URL.")
+    ] = False,
 ) -> None:
-    """Watch two trainings: the healthy one ends by itself, the faulty one is stopped and explained."""
+    """Run the demo: two trainings, of which the healthy one completes and the faulty one is stopped and explained.
+
+    Examples:
+        watchstep demo
+        watchstep demo --folder /tmp/demo --keep
+    """
     missing = [package for module, package in _NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigError(f"demo: {', '.join(missing)} not installed", "pip install 'watchstep[demo,torch]'")

@@ -1,12 +1,11 @@
-"""``watchstep attach`` and ``watchstep watch``, for machines without the service's packages.
+"""``watchstep attach`` and ``watchstep watch``, which run without the service's packages, and the commands of the SDK.
 
-``attach`` has a job that others launched judged and stopped. ``watch`` shows a run until it has ended.
-
-``watchstep run`` and ``watchstep sync``, for help and completion: the SDK runs both by itself, before it loads this package.
+The SDK runs ``run``, ``sync`` and ``migrate-store`` by itself. They are here for help and shell completion.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -27,39 +26,40 @@ from watchstep_launch.job import ENDED, Job
 from watchstep_launch.view.run_status import RunWatcher
 from watchstep_launch.view.show import Showing, kind_of
 from watchstep_rules.rule_files import rule_file
+from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption, active_for, split_run
 
-DEFAULT_STORE = "watchstep-runs"
-
-StoreOption = Annotated[
-    str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds runs named without one.")
-]
 ServiceOption = Annotated[
     str,
     typer.Option(
         envvar="WATCHSTEP_SERVICE",
-        help="URL of the service; the one of the store, or one that is started beside it, if left out.",
+        help="URL of the service. Default: the profile's, or the service of the store, which 'attach' starts if none runs.",
     ),
 ]
 
 
 def attach(  # noqa: PLR0917 - the options of a command
-    run: Annotated[
-        str, typer.Option(help="The run that the job records: its whole URL, or <project>/<run>.")
-    ],
-    job: Annotated[str, typer.Option(help="The job: local:PID, slurm:ID, ray:ID, command:ID.")],
-    rules: Annotated[Path | None, typer.Option(help="A rule file; its 'stop' may end the job.")] = None,
+    run: Annotated[str, typer.Option(help="Run that the job records: its URL, or <project>/<run>.")],
+    job: Annotated[str, typer.Option(help="Job: local:PID, slurm:ID, ray:ID or command:ID.")],
+    rules: Annotated[Path | None, typer.Option(help="Rule file. Rules with 'stop' may end the job.")] = None,
     backend: Annotated[
         Path | None,
-        typer.Option(help="YAML file with the backend's settings, where they are not its defaults."),
+        typer.Option(help="YAML file with the settings of the backend."),
     ] = None,
     backend_name: Annotated[
-        str, typer.Option(help="Under which the service knows the backend; its kind if left out.")
+        str, typer.Option(help="Name of the backend in the service. Default: its kind.")
     ] = "",
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Show how it goes, until it has ended.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the progress of the run until it ends.")
+    ] = False,
 ) -> None:
-    """Have a job that was launched by other means judged by rules, and stopped by them. Safe to repeat. Token: WATCHSTEP_TOKEN, of an operator."""
+    """Attach rules to a job that was launched by other means, so that they can stop it. Safe to repeat. Token: WATCHSTEP_TOKEN, of an operator.
+
+    Examples:
+        watchstep attach --run vision/night-1 --job slurm:4711 --rules rules.yaml
+        watchstep attach --run s3://bucket/runs/vision/night-1 --job local:12345 --watch
+    """
     configs = () if rules is None else rule_file.load(rules)
     made = None if backend is None else _backend(job.partition(":")[0], backend)
     attached = Job.attach(
@@ -82,43 +82,59 @@ def _url(run: str, store: str) -> str:
 
 def _backend(kind: str, file: Path) -> Backend:
     try:
-        held = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"backend file {file}: cannot be read ({error})", "give a YAML file") from error
-    if not isinstance(held, dict):
-        raise ConfigError(f"backend file {file}: holds no settings", f"give the settings of kind {kind!r}")
-    return open_backend(kind, held)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"backend file {file}: has no settings", f"give the settings of kind {kind!r}")
+    return open_backend(kind, settings)
 
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def watch(
-    run: Annotated[str, typer.Argument(help="The run's id, or <project>/<run>.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="<project>/<run>, or <run> in the default project.")
+    ],
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
-    lines: Annotated[bool, typer.Option("--lines", help="A line for each event, in a terminal too.")] = False,
+    lines: Annotated[
+        bool, typer.Option("--lines", help="Print one line for each event, in a terminal too.")
+    ] = False,
 ) -> None:
-    """Show how a run goes: steps, losses, rules, alerts and stops, until it has ended or Ctrl-C. Token: WATCHSTEP_TOKEN."""
-    project, _, name = run.strip("/").rpartition("/")
-    url = store if checked_scheme(store) else Path(store).expanduser().absolute().as_uri()
-    found = find_service(service, url)
-    if found is None:
-        raise ServiceError(
-            f"no service runs for {store}",
-            "start 'watchstep serve' on it, or give --service and WATCHSTEP_TOKEN",
-        )
-    client = Client(found.operator.url, found.operator.token, project or "default")
-    client.run(name)  # whether there is such a run
+    """Show the progress of a run until it ends: steps, losses, rules, alerts and stops. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep watch vision/night-1
+        watchstep --profile lab watch night-1 --lines
+    """
+    project, name = split_run(run.strip("/"))
+    client = _client(store, service, project)
+    client.run(name)  # raises NotFoundError if there is no such run
     watcher = RunWatcher(lambda: client, client.project, name)
     try:
         with Showing(watcher, kind_of(False if lines else None)) as showing:
             while watcher.sight.state not in ENDED:
                 showing.turn()
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
             showing.turn(last=True)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _client(store: str, service: str, project: str) -> Client:
+    profile = None if service or os.environ.get("WATCHSTEP_SERVICE") else active_for(store)
+    if profile is not None:
+        return Client(profile.url, os.environ.get("WATCHSTEP_TOKEN") or profile.token, project)
+    url = store if checked_scheme(store) else Path(store).expanduser().absolute().as_uri()
+    located = find_service(service, url)
+    if located is None:
+        raise ServiceError(
+            f"no service runs for {store}",
+            "start 'watchstep serve' on it, or give --service and WATCHSTEP_TOKEN, or --profile",
+        )
+    return Client(located.operator.url, located.operator.token, project)
 
 
 app = typer.Typer(
@@ -130,7 +146,7 @@ app.command("watch")(watch)
 
 @app.callback()
 def _options() -> None:
-    """Watches training jobs from the inside: records, judges while they run, stops, explains."""
+    """Watch training jobs from the inside: record them, evaluate rules while they run, stop and explain them."""
 
 
 run = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -142,7 +158,12 @@ migrate_store = typer.Typer(add_completion=False, pretty_exceptions_enable=False
 def _run(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] -- PROGRAM …")] = None,
 ) -> None:
-    """Start a program so that it records itself, with no change to it."""
+    """Run a program that records itself, without a change to its code.
+
+    Examples:
+        watchstep run -- python train.py
+        watchstep run --store s3://bucket/runs -- torchrun --nproc-per-node 8 train.py
+    """
     run_options().parse_args(arguments or ["--help"])
 
 
@@ -150,7 +171,11 @@ def _run(
 def _sync(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[FOLDER]")] = None,
 ) -> None:
-    """Upload what recorders left on this machine when their store could not be reached. Safe to repeat."""
+    """Upload segments that recorders kept on this machine while their store was unreachable. Safe to repeat.
+
+    Examples:
+        watchstep sync
+    """
     sync_parser().parse_args(arguments or ["--help"])
 
 
@@ -158,5 +183,9 @@ def _sync(
 def _migrate_store(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] STORE")] = None,
 ) -> None:
-    """Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat."""
+    """Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat.
+
+    Examples:
+        watchstep migrate-store s3://bucket/runs
+    """
     migrate_parser().parse_args(arguments or ["--help"])

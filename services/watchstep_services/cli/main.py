@@ -18,6 +18,7 @@ from typer.main import get_command
 import watchstep
 from watchstep.errors import WatchstepError
 from watchstep_services.cli.commands import COMMANDS, CommandEntry, GroupEntry
+from watchstep_services.cli.profiles import PROFILE, choose_profile
 from watchstep_services.core.redaction import redacted, redacted_fault
 
 
@@ -71,7 +72,21 @@ def load(name: str, table: Mapping[str, CommandEntry | GroupEntry] = COMMANDS) -
     command = get_command(loaded)
     assert isinstance(command, TyperCommand | TyperGroup)
     command.name = name
+    _keep_examples(command)
     return command
+
+
+def _keep_examples(command: TyperCommand | TyperGroup) -> None:
+    """Keep the line breaks of ``Examples:`` in the help of a command and of the commands below it.
+
+    Click wraps a paragraph unless it begins with a backspace character.
+    """
+    if command.help:
+        command.help = command.help.replace("\n\nExamples:\n", "\n\n\b\nExamples:\n")
+    if isinstance(command, TyperGroup) and not isinstance(command, LazyGroup):
+        for below in command.commands.values():
+            assert isinstance(below, TyperCommand | TyperGroup)
+            _keep_examples(below)
 
 
 def _group(entry: GroupEntry) -> typer.Typer:
@@ -95,7 +110,7 @@ def _imported(name: str, entry: CommandEntry) -> typer.Typer:
 app = typer.Typer(
     cls=LazyGroup,
     name="watchstep",
-    help="Watches training jobs from the inside: records, judges while they run, stops, explains.",
+    help="Watch training jobs from the inside: record them, evaluate rules while they run, stop and explain them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -109,11 +124,18 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001 - its callback prints it
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    profile: Annotated[
+        str,
+        typer.Option(
+            envvar=PROFILE, help="Profile with the URL, project and token of a service, from profiles.yaml."
+        ),
+    ] = "",
 ) -> None:
     """Options of the command itself."""
+    choose_profile(profile)
 
 
 def main(arguments: list[str]) -> None:

@@ -24,12 +24,18 @@ _MODULES = "watchstep_services.scheduler"
 
 def api(
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; WATCHSTEP_HOST, or this machine alone.")
+        str | None, typer.Option(help="Address to listen on. Default: WATCHSTEP_HOST, or 127.0.0.1.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; WATCHSTEP_PORT, or 8642.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes that share the port.")] = 1,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on. Default: WATCHSTEP_PORT, or 8642.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes that share the port.")] = 1,
 ) -> None:
-    """The API of a production service. On SIGTERM, finishes running requests and exits."""
+    """Run the API of a production service. On SIGTERM, finishes running requests and exits.
+
+    Examples:
+        watchstep api --host 0.0.0.0 --processes 4
+    """
     settings = _checked()
     share_figures()
     from watchstep_services.api.production import main
@@ -39,10 +45,15 @@ def api(
 
 def worker(
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Evaluations and tries at a time; WATCHSTEP_WORKER_PROCESSES.")
+        int | None,
+        typer.Option(min=1, help="Number of concurrent tasks. Default: WATCHSTEP_WORKER_PROCESSES."),
     ] = None,
 ) -> None:
-    """A worker of a production service: evaluates runs, tries actions. On SIGTERM, finishes running tasks and exits."""
+    """Run a worker of a production service: evaluates runs and delivers actions. On SIGTERM, finishes running tasks and exits.
+
+    Examples:
+        watchstep worker --processes 8
+    """
     settings = _checked()
     share_figures()
     from watchstep_services.db.encryption import open_encrypted_database
@@ -66,10 +77,14 @@ def worker(
 
 def scheduler(
     schedule: Annotated[
-        Path, typer.Option(help="File that remembers when what was sent; it may be lost.")
+        Path, typer.Option(help="File with the times of the last messages. It may be lost.")
     ] = Path("beat-schedule"),
 ) -> None:
-    """The scheduler of a production service, of which there is one: tells workers when to look for work."""
+    """Run the scheduler of a production service, which sends periodic tasks to the workers. Run exactly one.
+
+    Examples:
+        watchstep scheduler
+    """
     settings = _checked()
     file = ["--schedule", str(schedule), "--pidfile="]
     _celery("celery_client", "beat", *file, "--loglevel", settings.log_level)

@@ -1,4 +1,4 @@
-"""``watchstep receivers``: files of receivers, tests, and keys.
+"""``watchstep receivers`` and ``watchstep silences``.
 
 ``watchstep silences``: for a while, nobody is told of alerts that match.
 """
@@ -14,55 +14,91 @@ import typer
 from watchstep.errors import ConfigError
 from watchstep_services.channels import receiver_file, webhook
 from watchstep_services.channels.receiver import read_secret
-from watchstep_services.channels.receiver_file import ReceiverFile
+from watchstep_services.channels.receiver_file import ReceiverFile, ReceiverFileProblem
 from watchstep_services.channels.routing import RouteNode
-from watchstep_services.cli.connection import DEFAULT_STORE, Project, Reason, Service, Store, call, service_of
-from watchstep_services.core.console import console, echo_own, moment, show, table
+from watchstep_services.cli.connection import (
+    DEFAULT_STORE,
+    JsonOption,
+    ProjectOption,
+    ReasonOption,
+    ServiceOption,
+    StoreOption,
+    call,
+    default_project,
+    service_of,
+)
+from watchstep_services.core.console import console, echo_own, moment, show, show_json, table
 from watchstep_services.db import encryption
 
 receivers = typer.Typer(help="Receivers of alerts.", no_args_is_help=True, add_completion=False)
 
-_Store = Annotated[str, typer.Option(envvar="WATCHSTEP_STORE", help="The store whose service is asked.")]
-_Service = Annotated[
-    str, typer.Option(envvar="WATCHSTEP_SERVICE", help="URL of the service; with WATCHSTEP_TOKEN.")
-]
-
 
 @receivers.command("check")
 def check(
-    file: Annotated[Path, typer.Argument(help="A file of receivers.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="Receivers file.", show_default=False)],
+    as_json: JsonOption = False,
 ) -> None:
-    """Say all that is wrong with a file of receivers, and what it comes to. Exit code 1 where it cannot be used."""
+    """Report all errors of a receivers file, its receivers and its routing tree. Exit code 1 if it cannot be used.
+
+    Examples:
+        watchstep receivers check receivers.yaml
+        watchstep receivers check receivers.yaml --json
+    """
     out = console()
     text = receiver_file.text_of(file)
     read = receiver_file.check(text)
+    if as_json:
+        show_json(_check_as_data(read, text))
+        raise typer.Exit(0 if isinstance(read, ReceiverFile) else 1)
     if not isinstance(read, ReceiverFile):
         for fault in read:
             out.print(f"{file}:{fault.line}: error: {fault.text}", soft_wrap=True)
         raise typer.Exit(1)
     for number, words in _missing(read, text):
         out.print(f"{file}:{number}: warning: {words}", soft_wrap=True)
-    shown = table("=RECEIVER", "KIND", "ROUTED")
+    rows = table("=RECEIVER", "KIND", "ROUTED")
     routed = read.route.receivers()
     for receiver in read.receivers:
-        shown.add_row(receiver.name, receiver.kind, "yes" if receiver.name in routed else "by rules alone")
-    show(shown)
+        rows.add_row(receiver.name, receiver.kind, "yes" if receiver.name in routed else "by rules alone")
+    show(rows)
     for line in _lines(read.route, 0):
         out.print(line, soft_wrap=True)
 
 
+def _check_as_data(read: ReceiverFile | list[ReceiverFileProblem], text: str) -> dict[str, Any]:
+    if not isinstance(read, ReceiverFile):
+        problems = [{"line": fault.line, "level": "error", "text": fault.text} for fault in read]
+        return {"ok": False, "problems": problems, "receivers": []}
+    routed = read.route.receivers()
+    return {
+        "ok": True,
+        "problems": [
+            {"line": line, "level": "warning", "text": words} for line, words in _missing(read, text)
+        ],
+        "receivers": [
+            {"name": receiver.name, "kind": receiver.kind, "routed": receiver.name in routed}
+            for receiver in read.receivers
+        ],
+    }
+
+
 @receivers.command("test")
 def send_test(
-    name: Annotated[str, typer.Argument(help="The receiver.", show_default=False)],
-    project: Annotated[str, typer.Option(envvar="WATCHSTEP_PROJECT", help="Whose receiver.")] = "default",
-    store: _Store = DEFAULT_STORE,
-    service: _Service = "",
-    resolved: Annotated[bool, typer.Option(help="Send the end of an alert, not its beginning.")] = False,
+    name: Annotated[str, typer.Argument(help="Name of the receiver.", show_default=False)],
+    project: ProjectOption = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
+    resolved: Annotated[bool, typer.Option(help="Send a resolved alert instead of a firing one.")] = False,
 ) -> None:
-    """Have a running service send a test, and say what came of it. Exit code 1 where it did not arrive."""
+    """Send a test notification from a running service. Exit code 1 if it is not delivered.
+
+    Examples:
+        watchstep receivers test on-call --project vision
+        watchstep receivers test on-call --resolved
+    """
     url, token = service_of(store, service)
-    place = f"{url}/v1/projects/{quote(project, safe='')}/receivers/{quote(name, safe='')}/test"
-    answer = call("POST", place, token, {"status": "resolved" if resolved else "firing"})
+    test_url = f"{url}/v1/projects/{quote(project or default_project(), safe='')}/receivers/{quote(name, safe='')}/test"
+    answer = call("POST", test_url, token, {"status": "resolved" if resolved else "firing"})
     console().print(f"{name}: {answer['result']}: {answer['detail']}", soft_wrap=True)
     if answer["result"] != "done":
         raise typer.Exit(1)
@@ -70,19 +106,31 @@ def send_test(
 
 @receivers.command("schema")
 def schema() -> None:
-    """Print the JSON schema of files of receivers, for editors."""
+    """Print the JSON schema of receivers files, for editors.
+
+    Examples:
+        watchstep receivers schema > receivers.schema.json
+    """
     echo_own(receiver_file.schema_text())
 
 
 @receivers.command("new-key")
 def new_key() -> None:
-    """Make a key for WATCHSTEP_SECRET_KEY, which seals the secrets of receivers in the database."""
+    """Generate a key for WATCHSTEP_SECRET_KEY, which encrypts the secrets of receivers in the database.
+
+    Examples:
+        export WATCHSTEP_SECRET_KEY=$(watchstep receivers new-key)
+    """
     echo_own(encryption.new_key())
 
 
 @receivers.command("new-secret")
 def new_secret() -> None:
-    """Make a secret for a webhook to sign with."""
+    """Generate a secret that signs the requests of a webhook.
+
+    Examples:
+        watchstep receivers new-secret
+    """
     echo_own(webhook.new_secret())
 
 
@@ -99,9 +147,9 @@ def _missing(read: ReceiverFile, text: str) -> list[tuple[int, str]]:
 
 
 def _lines(node: RouteNode, depth: int) -> list[str]:
-    said = " and ".join(node.matchers) or ("all alerts" if depth == 0 else "all others")
-    told = f" -> {node.receiver}" if node.receiver else (" -> nobody" if depth == 0 else "")
-    lines = [f"{'  ' * depth}{said}{told}{' (and on)' if node.go_on else ''}"]
+    condition = " and ".join(node.matchers) or ("all alerts" if depth == 0 else "all others")
+    target = f" -> {node.receiver}" if node.receiver else (" -> no receiver" if depth == 0 else "")
+    lines = [f"{'  ' * depth}{condition}{target}{' (continue)' if node.go_on else ''}"]
     for child in node.routes:
         lines += _lines(child, depth + 1)
     return lines
@@ -116,7 +164,7 @@ silences = typer.Typer(
 Matchers = Annotated[
     list[str],
     typer.Argument(
-        metavar="MATCHER…", help="LABEL=VALUE with =, !=, =~ or !~; all must hold. E.g. run=night-1."
+        metavar="MATCHER…", help="LABEL=VALUE with =, !=, =~ or !~. All must match. E.g. run=night-1."
     ),
 ]
 
@@ -124,16 +172,21 @@ Matchers = Annotated[
 @silences.command("create")
 def create(
     matchers: Matchers,
-    reason: Reason,
+    reason: ReasonOption,
     *,
-    hours: Annotated[float, typer.Option(min=0.0, help="For how long.")] = 2.0,
-    starts: Annotated[str, typer.Option(help="RFC 3339; now if left out.")] = "",
-    holds_stop: Annotated[bool, typer.Option("--holds-stop", help="Hold back stops, too.")] = False,
-    project: Project = "default",
-    store: Store = DEFAULT_STORE,
-    service: Service = "",
+    hours: Annotated[float, typer.Option(min=0.0, help="Duration in hours.")] = 2.0,
+    starts: Annotated[str, typer.Option(help="Start time, RFC 3339. Default: now.")] = "",
+    holds_stop: Annotated[bool, typer.Option("--holds-stop", help="Suspend stops too.")] = False,
+    project: ProjectOption = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
 ) -> None:
-    """Begin a silence. Jobs are still stopped unless --holds-stop is given. Token: WATCHSTEP_TOKEN."""
+    """Create a silence. Rules still stop jobs unless --holds-stop is given. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep silences create run=night-1 --reason "known data issue" --hours 8
+        watchstep silences create 'name=~loss_.*' --reason maintenance --holds-stop
+    """
     url, token = service_of(store, service)
     body: dict[str, Any] = {
         "matchers": matchers,
@@ -142,54 +195,81 @@ def create(
         "starts": starts or None,
         "holds_stop": holds_stop,
     }
-    made = call("POST", f"{url}/v1/projects/{project}/silences", token, body)
+    made = call("POST", f"{url}/v1/projects/{project or default_project()}/silences", token, body)
     console().print(f"silence {made['id']}, until {moment(made['ends_ns'])}")
 
 
 @silences.command("list")
 def list_silences(
-    every: Annotated[bool, typer.Option("--all", help="Those that have ended, too.")] = False,
-    project: Project = "default",
-    store: Store = DEFAULT_STORE,
-    service: Service = "",
+    every: Annotated[bool, typer.Option("--all", help="Include expired silences.")] = False,
+    project: ProjectOption = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """List a project's silences, the newest first. Token: WATCHSTEP_TOKEN."""
+    """List the silences of a project, newest first. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep silences list --project vision
+        watchstep silences list --all --json
+    """
     url, token = service_of(store, service)
-    shown = table(">ID", "STATE", "MATCHERS", "UNTIL", "STOPS", "BY", "WHY")
-    for one in call("GET", f"{url}/v1/projects/{project}/silences?limit=1000", token)["silences"]:
-        if every or one["state"] != "expired":
-            shown.add_row(
-                str(one["id"]), one["state"], ", ".join(one["matchers"]), moment(one["ends_ns"]),
-                "held back" if one["holds_stop"] else "", one["author"], one["reason"],
-            )  # fmt: skip
-    show(shown)
+    listed = call("GET", f"{url}/v1/projects/{project or default_project()}/silences?limit=1000", token)[
+        "silences"
+    ]
+    selected = [silence for silence in listed if every or silence["state"] != "expired"]
+    if as_json:
+        show_json(selected)
+        return
+    rows = table(">ID", "STATE", "MATCHERS", "UNTIL", "STOPS", "AUTHOR", "REASON")
+    for silence in selected:
+        rows.add_row(
+            str(silence["id"]), silence["state"], ", ".join(silence["matchers"]), moment(silence["ends_ns"]),
+            "suspended" if silence["holds_stop"] else "", silence["author"], silence["reason"],
+        )  # fmt: skip
+    show(rows)
 
 
 @silences.command("expire")
 def expire(
-    number: Annotated[int, typer.Argument(metavar="ID", help="The silence's id.")],
-    project: Project = "default",
-    store: Store = DEFAULT_STORE,
-    service: Service = "",
+    number: Annotated[int, typer.Argument(metavar="ID", help="Id of the silence.")],
+    project: ProjectOption = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
 ) -> None:
-    """End a silence now; what still fires is told. Token: WATCHSTEP_TOKEN."""
+    """Expire a silence now: alerts that still fire are notified. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep silences expire 17 --project vision
+    """
     url, token = service_of(store, service)
-    call("DELETE", f"{url}/v1/projects/{project}/silences/{number}", token)
-    console().print(f"silence {number} has ended")
+    call("DELETE", f"{url}/v1/projects/{project or default_project()}/silences/{number}", token)
+    console().print(f"silence {number} has expired")
 
 
 @silences.command("preview")
 def preview(
     matchers: Matchers,
-    project: Project = "default",
-    store: Store = DEFAULT_STORE,
-    service: Service = "",
+    project: ProjectOption = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Show which alerts that fire now a silence would hold back. Token: WATCHSTEP_TOKEN."""
+    """Show the firing alerts that a silence would match. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep silences preview run=night-1
+    """
     url, token = service_of(store, service)
-    found = call("POST", f"{url}/v1/projects/{project}/silences/preview", token, {"matchers": matchers})
-    shown = table("=RUN", "=RULE", "SEVERITY", "SINCE", "SAYS")
-    for one in found["alerts"]:
-        labels = one["labels"]
-        shown.add_row(one["run"], labels["name"], labels["severity"], moment(one["fired_ns"]), one["message"])
-    show(shown)
+    preview_url = f"{url}/v1/projects/{project or default_project()}/silences/preview"
+    alerts = call("POST", preview_url, token, {"matchers": matchers})["alerts"]
+    if as_json:
+        show_json(alerts)
+        return
+    rows = table("=RUN", "=RULE", "SEVERITY", "SINCE", "MESSAGE")
+    for alert in alerts:
+        labels = alert["labels"]
+        rows.add_row(
+            alert["run"], labels["name"], labels["severity"], moment(alert["fired_ns"]), alert["message"]
+        )
+    show(rows)

@@ -13,18 +13,25 @@ from watchstep_services.core.console import echo, echo_own
 
 
 def run_tests(
-    files: Annotated[list[Path] | None, typer.Argument(help="Files of rule tests.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write the results as JUnit's XML, too.")] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of such files.")] = False,
+    files: Annotated[list[Path] | None, typer.Argument(help="Rule test files.")] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="Also write the results to this file as JUnit XML.")
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of rule test files.")
+    ] = False,
 ) -> None:
-    """Test rules against series or recorded runs, and the alerts that are expected. Exit code 1 where one differs."""
+    """Run rule tests: series or recorded runs, and the alerts that are expected. Exit code 1 if a test fails.
+
+    Examples:
+        watchstep rules test tests/*.yaml
+        watchstep rules test tests/loss.yaml --junit results.xml
+    """
     if schema:
         echo_own(file.schema_text())
         return
     if not files:
-        raise ConfigError(
-            "rules test: no file is given", "name a file of rule tests; --schema says what stands in it"
-        )
+        raise ConfigError("rules test: no file is given", "name a rule test file; --schema prints its schema")
     results = {}
     for path in files:
         results[str(path)] = running.run_file(file.load(path), path.absolute().parent)
@@ -38,5 +45,5 @@ def run_tests(
             raise ConfigError(
                 f"--junit {junit}: {error.strerror}", "name a file that can be written"
             ) from error
-    if not all(result.passed for held in results.values() for result in held):
+    if not all(result.passed for file_results in results.values() for result in file_results):
         raise typer.Exit(1)

@@ -32,26 +32,67 @@ from watchstep_rules.rule import AnyRule
 from watchstep_rules.rule_files.checks import CheckResult, Remark, check_text
 from watchstep_rules.rule_files.rule_file import text_of
 from watchstep_rules.rule_files.schema import schema_text
-from watchstep_services.cli.connection import DEFAULT_STORE, Project, Reason, Service, Store, call, service_of
-from watchstep_services.core.console import console, echo_own, moment, show, table
+from watchstep_services.cli.connection import (
+    DEFAULT_STORE,
+    JsonOption,
+    ProjectOption,
+    ReasonOption,
+    ServiceOption,
+    StoreOption,
+    call,
+    default_project,
+    service_of,
+)
+from watchstep_services.core.console import console, echo_own, moment, show, show_json, table
 
 
-def list_rules() -> None:
-    """List the rules."""
+def list_rules(as_json: JsonOption = False) -> None:
+    """List the rules.
+
+    Examples:
+        watchstep rules list
+        watchstep rules list --json
+    """
     defaults = {config.rule: config for config in DEFAULT_RULES}
-    shown = table("=RULE", "DEFAULT", "FIRES WHEN")
+    entries = []
     for name, rule in sorted(RULES.items()):
         config = defaults.get(name)
         state = "off" if config is None else config.severity + (", stops" if config.stops else "")
-        shown.add_row(name, state, rule.summary)
-    for name, rule in sorted(KINDS.items()):
-        shown.add_row(name, "your own", rule.summary)
-    show(shown)
+        entries.append((name, state, rule.summary))
+    entries += [(name, "your own", rule.summary) for name, rule in sorted(KINDS.items())]
+    if as_json:
+        show_json([{"name": name, "default": state, "summary": summary} for name, state, summary in entries])
+        return
+    rows = table("=RULE", "DEFAULT", "FIRES WHEN")
+    for entry in entries:
+        rows.add_row(*entry)
+    show(rows)
 
 
-def show_rule(name: Annotated[str, typer.Argument(help="The rule's name.")]) -> None:
-    """Show what a rule tests, and its parameters."""
-    rule = _known(name)
+def show_rule(
+    name: Annotated[str, typer.Argument(help="Name of the rule.")], as_json: JsonOption = False
+) -> None:
+    """Show what a rule tests, and its parameters.
+
+    Examples:
+        watchstep rules show exploding_gradient
+        watchstep rules show exploding_gradient --json
+    """
+    rule = _find(name)
+    if as_json:
+        show_json(
+            {
+                "name": rule.name,
+                "summary": rule.summary,
+                "description": inspect.getdoc(type(rule)) or "",
+                "collections": list(rule.needs.collections),
+                "parameters": rule.params_type.model_json_schema(),
+                "usual_causes": list(rule.usual_causes),
+                "what_to_try": list(rule.what_to_try),
+                "cannot_distinguish": list(rule.cannot_distinguish),
+            }
+        )
+        return
     out = console()
     out.print(Text.assemble((rule.name, "bold"), f": {rule.summary}"))
     out.print()
@@ -77,11 +118,11 @@ def show_rule(name: Annotated[str, typer.Argument(help="The rule's name.")]) -> 
                 out.print(f"- {sentence(words)}", highlight=False, soft_wrap=True)
 
 
-def _known(name: str) -> AnyRule:
+def _find(name: str) -> AnyRule:
     """The rule of that name.
 
     Raises:
-        RuleError: there is none; what was probably meant comes first.
+        RuleError: there is no such rule; the hint names similar ones first.
     """
     every = {**RULES, **KINDS}
     if name in every:
@@ -102,23 +143,23 @@ def _by_default(rule: AnyRule) -> Iterator[str]:
     until = f"over after {lasting(config.keep_firing or config.hold)} without"
     yield f"By default: {'; '.join([config.severity, f'fires after {after(config)}', until, *does(config)])}."
     if config.inhibits:
-        yield f"Keeps quiet while it fires: {', '.join(config.inhibits)}."
+        yield f"Inhibits while it fires: {', '.join(config.inhibits)}."
 
 
 def _parameters(rule: AnyRule) -> Table:
     shown = table("=PARAMETER", "TYPE", "DEFAULT", "MEANING")
     schema = rule.params_type.model_json_schema()
-    for name, held in schema.get("properties", {}).items():
+    for name, parameter in schema.get("properties", {}).items():
         required = name in schema.get("required", ())
-        default = "required" if required else str(held.get("default"))
-        shown.add_row(name, _type(held), default, held.get("description", ""))
+        default = "required" if required else str(parameter.get("default"))
+        shown.add_row(name, _type(parameter), default, parameter.get("description", ""))
     return shown
 
 
 def _type(schema: dict[str, Any]) -> str:
     """``number or null`` of what may be either."""
     return (
-        " or ".join(_type(one) for one in schema["anyOf"])
+        " or ".join(_type(choice) for choice in schema["anyOf"])
         if "anyOf" in schema
         else str(schema.get("type", ""))
     )
@@ -129,9 +170,18 @@ _LINE = re.compile(r"line (\d+)")
 
 def check(
     files: Annotated[list[Path], typer.Argument(help="Rule files.", show_default=False)],
+    as_json: JsonOption = False,
 ) -> None:
-    """Say all that is wrong with rule files, and what they do. Exit code 1 where one cannot be used."""
+    """Report all errors of rule files, and what their rules do. Exit code 1 if a file cannot be used.
+
+    Examples:
+        watchstep rules check rules.yaml
+        watchstep rules check rules/*.yaml --json
+    """
     results = [(path, _checked(path)) for path in files]
+    if as_json:
+        show_json([_check_as_data(path, checked) for path, checked in results])
+        raise typer.Exit(0 if all(checked.ok for _, checked in results) else 1)
     out = console()
     for path, checked in results:
         for remark in checked.remarks:
@@ -144,8 +194,8 @@ def check(
                 out.print(line, soft_wrap=True)
         elif checked.ok:
             out.print(
-                f"{path}:1: warning: no rules stand in it: nothing judges by it, the default rules neither;"
-                " 'extends: defaults' takes these",
+                f"{path}:1: warning: the file has no rules: it evaluates nothing, not even the default rules;"
+                " add 'extends: defaults' to use them",
                 soft_wrap=True,
             )
     if not all(checked.ok for _, checked in results):
@@ -153,8 +203,33 @@ def check(
 
 
 def schema() -> None:
-    """Print the JSON schema of rule files, for editors."""
+    """Print the JSON schema of rule files, for editors.
+
+    Examples:
+        watchstep rules schema > rules.schema.json
+    """
     echo_own(schema_text())
+
+
+def _check_as_data(path: Path, checked: CheckResult) -> dict[str, Any]:
+    return {
+        "file": str(path),
+        "ok": checked.ok,
+        "remarks": [
+            {"line": remark.line, "level": remark.level, "place": remark.place, "text": remark.text}
+            for remark in checked.remarks
+        ],
+        "rules": [
+            {
+                "name": config.name,
+                "rule": config.rule,
+                "evaluates": _judges(config),
+                "fires_after": _after(config),
+                "actions": _then(config),
+            }
+            for config in checked.configs
+        ],
+    }
 
 
 def _checked(path: Path) -> CheckResult:
@@ -167,11 +242,11 @@ def _checked(path: Path) -> CheckResult:
 
 
 def _isolations(configs: tuple[RuleConfig, ...]) -> list[str]:
-    """How far the processes of Python rules are shut in, on this machine."""
-    held = [(config.name, config.parameters) for config in configs]
+    """The isolation of the processes of Python rules on this machine."""
+    named_parameters = [(config.name, config.parameters) for config in configs]
     return [
         f"{name}: a program; its isolation here is {params.isolation}"
-        for name, params in held
+        for name, params in named_parameters
         if isinstance(params, PythonParams)
     ]
 
@@ -186,26 +261,26 @@ def _configs(configs: tuple[RuleConfig, ...]) -> Table:
 
 def _judges(config: RuleConfig) -> str:
     needs, scope = config.implementation.needed(config.parameters), config.tensors
-    said = scope.collection or ", ".join(needs.collections) or "all tensors"
+    tensors = scope.collection or ", ".join(needs.collections) or "all tensors"
     if scope.include is not None:
-        said += f" that match {scope.include}"
+        tensors += f" that match {scope.include}"
     if scope.exclude is not None:
-        said += f" but not {scope.exclude}"
-    return said
+        tensors += f" but not {scope.exclude}"
+    return tensors
 
 
 def _after(config: RuleConfig) -> str:
-    said = after(config)
+    text = after(config)
     if config.keep_firing is not None:
-        said += f"; over after {lasting(config.keep_firing)} without"
-    return said
+        text += f"; over after {lasting(config.keep_firing)} without"
+    return text
 
 
 def _then(config: RuleConfig) -> str:
-    said = [config.severity, *does(config)]
+    actions = [config.severity, *does(config)]
     if config.inhibits:
-        said.append(f"keeps quiet: {', '.join(config.inhibits)}")
-    return "; ".join(said)
+        actions.append(f"inhibits {', '.join(config.inhibits)}")
+    return "; ".join(actions)
 
 
 def counted(number: int, what: str) -> str:
@@ -213,17 +288,17 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def lasting(held: MinimumDuration | KeepFiring) -> str:
-    """How long, of ``for`` and ``keep_firing``."""
-    steps = counted(held.steps, "step")
-    return f"{steps} and {held.seconds:g} s" if held.seconds else steps
+def lasting(duration: MinimumDuration | KeepFiring) -> str:
+    """The duration of ``for`` or ``keep_firing`` as text."""
+    steps = counted(duration.steps, "step")
+    return f"{steps} and {duration.seconds:g} s" if duration.seconds else steps
 
 
 def after(config: RuleConfig) -> str:
     """After how long it fires; one that watches the clock counts no steps."""
     if not config.implementation.clock:
         return lasting(config.hold)
-    return f"{config.hold.seconds:g} s" if config.hold.seconds else "one look at the clock"
+    return f"{config.hold.seconds:g} s" if config.hold.seconds else "one evaluation"
 
 
 def named(config: RuleConfig) -> str:
@@ -242,21 +317,29 @@ def does(config: RuleConfig) -> list[str]:
     ]
 
 
-RuleName = Annotated[str, typer.Argument(metavar="RULE", help="The rule config's name.")]
+RuleName = Annotated[str, typer.Argument(metavar="RULE", help="Name of the rule config.")]
 
 
 def allow_stop(
     rule: RuleName,
-    reason: Reason,
+    reason: ReasonOption,
     *,
-    project: Project = "default",
-    run: Annotated[str, typer.Option(help="As it is in this run; needed where runs differ.")] = "",
-    digest: Annotated[str, typer.Option(help="Or the beginning of its digest.")] = "",
-    store: Store = DEFAULT_STORE,
-    service: Service = "",
+    project: ProjectOption = "",
+    run: Annotated[
+        str,
+        typer.Option(help="Take the rule as configured in this run; required if the configs of runs differ."),
+    ] = "",
+    digest: Annotated[str, typer.Option(help="Prefix of the digest of the rule config.")] = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
 ) -> None:
-    """Let a rule stop jobs of a project, exactly as it is now. Token: WATCHSTEP_TOKEN."""
+    """Allow a rule, exactly as it is configured now, to stop jobs of a project. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep rules allow-stop loss_spike --project vision --reason "reviewed for two weeks"
+    """
     url, token = service_of(store, service)
+    project = project or default_project()
     body = {"rule": rule, "reason": reason, "run": run, "digest": digest}
     made = call("POST", f"{url}/v1/projects/{project}/stop-grants", token, body)
     console().print(
@@ -266,36 +349,57 @@ def allow_stop(
 
 def revoke_stop(
     rule: RuleName,
-    reason: Reason,
+    reason: ReasonOption,
     *,
-    project: Project = "default",
-    digest: Annotated[str, typer.Option(help="Only the one with this beginning of its digest.")] = "",
-    store: Store = DEFAULT_STORE,
-    service: Service = "",
+    project: ProjectOption = "",
+    digest: Annotated[str, typer.Option(help="Only the grant whose digest has this prefix.")] = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
 ) -> None:
-    """Let a rule stop jobs of a project no longer. Token: WATCHSTEP_TOKEN."""
+    """Revoke the permission of a rule to stop jobs of a project. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep rules revoke-stop loss_spike --project vision --reason "too many false alarms"
+    """
     url, token = service_of(store, service)
-    place = f"{url}/v1/projects/{project}/stop-grants"
-    grants = call("GET", f"{place}?active=true&limit=1000", token)["grants"]
-    mine = [one for one in grants if one["name"] == rule and one["digest"].startswith(digest)]
-    if not mine:
+    project = project or default_project()
+    grants_url = f"{url}/v1/projects/{project}/stop-grants"
+    active = call("GET", f"{grants_url}?active=true&limit=1000", token)["grants"]
+    grants = [grant for grant in active if grant["name"] == rule and grant["digest"].startswith(digest)]
+    if not grants:
         raise NotFoundError(
-            f"rule {rule!r} of project {project}: it has not been allowed to stop",
-            "'watchstep rules stop-grants' lists those that have",
+            f"rule {rule!r} of project {project}: it is not allowed to stop jobs",
+            "'watchstep rules stop-grants' lists the rules that are",
         )
-    for grant in mine:
-        call("POST", f"{place}/{grant['id']}/revoke", token, {"reason": reason})
-        console().print(f"{rule} stops jobs of {project} no longer: grant {grant['id']}")
+    for grant in grants:
+        call("POST", f"{grants_url}/{grant['id']}/revoke", token, {"reason": reason})
+        console().print(f"{rule} may no longer stop jobs of {project}: grant {grant['id']}")
 
 
-def stop_grants(project: Project = "default", store: Store = DEFAULT_STORE, service: Service = "") -> None:
-    """List which rules were allowed to stop jobs of a project, by whom and why. Token: WATCHSTEP_TOKEN."""
+def stop_grants(
+    project: ProjectOption = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """List the rules that are allowed to stop jobs of a project, by whom and why. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep rules stop-grants --project vision
+        watchstep rules stop-grants --project vision --json
+    """
     url, token = service_of(store, service)
-    shown = table(">ID", "=RULE", "=DIGEST", "SINCE", "BY", "WHY", "REVOKED")
-    for one in call("GET", f"{url}/v1/projects/{project}/stop-grants?limit=1000", token)["grants"]:
-        ended = f"{moment(one['revoked_ns'])}: {one['revoked_reason']}" if one["revoked_ns"] else ""
-        shown.add_row(
-            str(one["id"]), one["name"], one["digest"][:12], moment(one["granted_ns"]), one["granted_by"],
-            one["reason"], ended,
+    grants = call("GET", f"{url}/v1/projects/{project or default_project()}/stop-grants?limit=1000", token)[
+        "grants"
+    ]
+    if as_json:
+        show_json(grants)
+        return
+    rows = table(">ID", "=RULE", "=DIGEST", "SINCE", "BY", "REASON", "REVOKED")
+    for grant in grants:
+        revoked = f"{moment(grant['revoked_ns'])}: {grant['revoked_reason']}" if grant["revoked_ns"] else ""
+        rows.add_row(
+            str(grant["id"]), grant["name"], grant["digest"][:12], moment(grant["granted_ns"]), grant["granted_by"],
+            grant["reason"], revoked,
         )  # fmt: skip
-    show(shown)
+    show(rows)

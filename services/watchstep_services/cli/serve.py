@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from watchstep.errors import ConfigError
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_services.channels.receiver import read_secret
-from watchstep_services.cli.connection import DEFAULT_STORE
+from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption
 from watchstep_services.cli.rules import after, does, named
 from watchstep_services.cli.runs.events import lines_of
 from watchstep_services.core.console import echo
@@ -43,37 +43,40 @@ if TYPE_CHECKING:
     from watchstep_services.serve.embedded import EmbeddedService
 
 
-_TELL_SECONDS = 0.5
+_PRINT_SECONDS = 0.5
 
 
 def serve(
-    store: Annotated[
-        str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
-    ] = DEFAULT_STORE,
+    store: StoreOption = DEFAULT_STORE,
     rules: Annotated[
         Path | None,
-        typer.Option(envvar="WATCHSTEP_RULES_FILE", help="Your rule file, in place of the default rules."),
+        typer.Option(envvar="WATCHSTEP_RULES_FILE", help="Rule file, instead of the default rules."),
     ] = None,
     host: Annotated[str, typer.Option(envvar="WATCHSTEP_HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(envvar="WATCHSTEP_PORT", help="Port to listen on; 0 takes a free one.")
+        int, typer.Option(envvar="WATCHSTEP_PORT", help="Port to listen on; 0 selects a free port.")
     ] = 8642,
     home: Annotated[
         Path | None,
         typer.Option(
             envvar="WATCHSTEP_HOME",
-            help="Folder of the service itself; .watchstep in a local store, or in your home.",
+            help="Folder of the database and the service note. Default: .watchstep in a local store, else in the home folder.",
         ),
     ] = None,
     receivers: Annotated[
         Path | None,
         typer.Option(
             envvar="WATCHSTEP_RECEIVERS_FILE",
-            help="Your file of receivers and routes: who is told of alerts.",
+            help="Receivers file: receivers of alerts and their routes.",
         ),
     ] = None,
 ) -> None:
-    """Watch a store: judge its runs while they go on, keep alerts, stop jobs."""
+    """Run the service for a store: evaluate its runs while they record, keep alerts, stop jobs.
+
+    Examples:
+        watchstep serve
+        watchstep serve --store s3://bucket/runs --rules rules.yaml --port 8642
+    """
     # All of the API comes with it: seconds, which no help needs.
     from watchstep_services.serve.embedded import EmbeddedService
 
@@ -89,14 +92,14 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())
         settle_collector()
-        teller = ConsoleOutput(service.database)
+        output = ConsoleOutput(service.database)
         echo(f"watchstep: watching {service.service.settings.store}")
         for line in (*_rules_of(service.service), *_receivers_of(service.service)):
             echo(f"watchstep: {line}")
         echo(f"watchstep: {service.url} (API at {service.url}/docs; Ctrl-C ends it)")
-        while not service.wait(_TELL_SECONDS):
-            _tell(teller)
-        _tell(teller)
+        while not service.wait(_PRINT_SECONDS):
+            _print_new_lines(output)
+        _print_new_lines(output)
     tracing.stop()
 
 
@@ -152,8 +155,8 @@ def _receivers_of(service: Service) -> Iterator[str]:
                 yield f"receiver {receiver.name}: {error.what}"
 
 
-def _tell(teller: ConsoleOutput) -> None:
-    for line in teller.new_lines():
+def _print_new_lines(output: ConsoleOutput) -> None:
+    for line in output.new_lines():
         echo(line)
 
 
@@ -242,7 +245,7 @@ class WebhookProblems:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
         with database.read() as session:
             self._since_ns = read_clock(session)
 
@@ -259,8 +262,8 @@ class WebhookProblems:
             ).all()
             lines = []
             for action, project, run in rows:
-                if (action.id, action.state) not in self._told:
-                    self._told.add((action.id, action.state))
+                if (action.id, action.state) not in self._reported:
+                    self._reported.add((action.id, action.state))
                     lines.append(f"watchstep: {project}/{run}: {_words(action)}")
         return lines
 
@@ -299,6 +302,6 @@ class ConsoleOutput:
         for number, event in rows:
             self._last = number
             lines += lines_of(event)
-        for teller in self._failing:
-            lines += teller.new_lines()
+        for problems in self._failing:
+            lines += problems.new_lines()
         return lines

@@ -9,43 +9,52 @@ from urllib.parse import quote, urlencode
 import typer
 
 from watchstep.errors import StoreError
-from watchstep_services.cli.connection import DEFAULT_STORE, call, service_of
-from watchstep_services.core.console import echo, show, table
+from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, call, service_of
+from watchstep_services.core.console import echo, show, show_json, table
 
 projects = typer.Typer(
-    help="Projects: where their runs lie, and where their jobs may run.",
+    help="Projects: the store of their runs, and the backends of their jobs.",
     no_args_is_help=True,
     add_completion=False,
 )
-stores = typer.Typer(help="Stores that projects can be put on.", no_args_is_help=True, add_completion=False)
+stores = typer.Typer(help="Stores that projects can use.", no_args_is_help=True, add_completion=False)
 backends = typer.Typer(help="Backends that jobs may run on.", no_args_is_help=True, add_completion=False)
 
-At = Annotated[str, typer.Option("--service", envvar="WATCHSTEP_SERVICE", help="URL of the service; with an admin's WATCHSTEP_TOKEN.")]  # fmt: skip
-On = Annotated[str, typer.Option("--local", help="Or the store of the service that runs on this machine.")]
-Name = Annotated[str, typer.Argument(help="Its name.")]
+At = Annotated[str, typer.Option("--service", envvar="WATCHSTEP_SERVICE", help="URL of the service. Token: WATCHSTEP_TOKEN, of an administrator. Default: the profile's.")]  # fmt: skip
+On = Annotated[str, typer.Option("--local", help="Store of a service on this machine, instead of --service.")]
+Name = Annotated[str, typer.Argument(help="Name.")]
 _MOST = 1000
 _COPIED = ("name", "store", "url", "location", "role_arn")
 
 
 @stores.command("list")
-def list_stores(service: At = "", local: On = DEFAULT_STORE) -> None:
-    """List the registered stores."""
-    _show(_all("stores", service, local), "name", "url", "role_arn", "version")
+def list_stores(service: At = "", local: On = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """List the registered stores.
+
+    Examples:
+        watchstep stores list
+        watchstep stores list --json
+    """
+    _show(_all("stores", service, local), as_json, "name", "url", "role_arn", "version")
 
 
 @stores.command("add")
 def add_store(  # noqa: PLR0917 - the options of a command
     name: Name,
     url: Annotated[str, typer.Argument(help="s3://bucket/prefix, gs://…, az://… or a folder.")],
-    role: Annotated[str, typer.Option(help="ARN of the AWS role by which it is reached.")] = "",
-    external_id: Annotated[str, typer.Option(help="Shown when the role is taken.")] = "",
-    region: Annotated[str, typer.Option(help="Of the bucket.")] = "",
-    endpoint: Annotated[str, typer.Option(help="Of a service that speaks S3.")] = "",
-    check: Annotated[bool, typer.Option(help="Try it first.")] = True,
+    role: Annotated[str, typer.Option(help="ARN of the AWS role to assume.")] = "",
+    external_id: Annotated[str, typer.Option(help="External id to assume the role with.")] = "",
+    region: Annotated[str, typer.Option(help="Region of the bucket.")] = "",
+    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible service.")] = "",
+    check: Annotated[bool, typer.Option(help="Check the store first.")] = True,
     service: At = "",
     local: On = DEFAULT_STORE,
 ) -> None:
-    """Register a store."""
+    """Register a store.
+
+    Examples:
+        watchstep stores add lab s3://bucket/runs --role arn:aws:iam::123456789012:role/watchstep
+    """
     body = {
         "name": name, "url": url, "role_arn": role, "external_id": external_id, "region": region, "endpoint": endpoint,
         "check": check,
@@ -55,70 +64,110 @@ def add_store(  # noqa: PLR0917 - the options of a command
 
 
 @stores.command("check")
-def check_store(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None:
-    """Try a store: take its role, list, write, read, create, delete."""
-    tried = _call("POST", f"stores/{quote(name, safe='')}/check", service, local)
-    for step in tried["steps"]:
+def check_store(name: Name, service: At = "", local: On = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """Check a store: assume its role, then list, write, read, create and delete. Exit code 2 if a step fails.
+
+    Examples:
+        watchstep stores check lab
+        watchstep stores check lab --json
+    """
+    result = _call("POST", f"stores/{quote(name, safe='')}/check", service, local)
+    if as_json:
+        show_json(result)
+        raise typer.Exit(0 if all(step["ok"] for step in result["steps"]) else 2)
+    for step in result["steps"]:
         echo(f"{step['name']:12} {'ok' if step['ok'] else step['detail']}")
-    wrong = next((step for step in tried["steps"] if not step["ok"]), None)
+    wrong = next((step for step in result["steps"] if not step["ok"]), None)
     if wrong is not None:
         raise StoreError(f"store {name}: {wrong['name']}: {wrong['detail']}", wrong["hint"])
 
 
 @stores.command("remove")
 def remove_store(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None:
-    """Forget a store that no project uses; nothing on it is touched."""
+    """Remove the registration of a store that no project uses. Its content is not changed.
+
+    Examples:
+        watchstep stores remove lab
+    """
     _call("DELETE", f"stores/{quote(name, safe='')}", service, local)
 
 
 @backends.command("list")
-def list_backends(service: At = "", local: On = DEFAULT_STORE) -> None:
-    """List the registered backends."""
-    _show(_all("backends", service, local), "name", "kind", "version")
+def list_backends(service: At = "", local: On = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """List the registered backends.
+
+    Examples:
+        watchstep backends list
+        watchstep backends list --json
+    """
+    _show(_all("backends", service, local), as_json, "name", "kind", "version")
 
 
 @backends.command("add")
 def add_backend(
     name: Name,
-    kind: Annotated[str, typer.Argument(help="What runs there, e.g. local.")],
+    kind: Annotated[str, typer.Argument(help="Kind of the backend, e.g. local.")],
     service: At = "",
     local: On = DEFAULT_STORE,
 ) -> None:
-    """Register a backend."""
+    """Register a backend.
+
+    Examples:
+        watchstep backends add cluster slurm
+    """
     _call("POST", "backends", service, local, {"name": name, "kind": kind})
     echo(f"backend {name} is registered")
 
 
 @backends.command("remove")
 def remove_backend(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None:
-    """Forget a backend without running jobs."""
+    """Remove the registration of a backend that has no running jobs.
+
+    Examples:
+        watchstep backends remove cluster
+    """
     _call("DELETE", f"backends/{quote(name, safe='')}", service, local)
 
 
 @projects.command("list")
-def list_projects(service: At = "", local: On = DEFAULT_STORE) -> None:
-    """List the projects."""
-    _show(_all("projects", service, local), "name", "store", "location", "backends", "archived_ns")
+def list_projects(service: At = "", local: On = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """List the projects.
+
+    Examples:
+        watchstep projects list
+        watchstep projects list --json
+    """
+    _show(_all("projects", service, local), as_json, "name", "store", "location", "backends", "archived_ns")
 
 
 @projects.command("create")
 def create_project(
     name: Name,
-    store: Annotated[str, typer.Option(help="A registered store.")],
-    prefix: Annotated[str, typer.Option(help="Below the store.")] = "",
-    backend: Annotated[list[str] | None, typer.Option(help="A registered backend; again for more.")] = None,
+    store: Annotated[str, typer.Option(help="Name of a registered store.")],
+    prefix: Annotated[str, typer.Option(help="Prefix in the store.")] = "",
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Name of a registered backend. Repeat for several.")
+    ] = None,
     service: At = "",
     local: On = DEFAULT_STORE,
 ) -> None:
-    """Make a project on a registered store."""
+    """Create a project on a registered store.
+
+    Examples:
+        watchstep projects create vision --store lab --backend cluster
+    """
     body = {"name": name, "store": store, "prefix": prefix, "backends": backend or []}
     made = _call("POST", "projects", service, local, body)
-    echo(f"project {name} lies at {made['location']}/{name}")
+    echo(f"project {name} is created: {made['location']}/{name}")
 
 
 @projects.command("archive")
 def archive_project(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None:
-    """Take no new runs into a project; it can still be read."""
+    """Archive a project: it accepts no new runs, and can still be read.
+
+    Examples:
+        watchstep projects archive vision
+    """
     _call("PATCH", f"projects/{quote(name, safe='')}", service, local, {"archived": True})
 
 
@@ -140,7 +189,10 @@ def _all(kind: str, service: str, local: str) -> Iterable[dict[str, Any]]:
         query["page_token"] = page["next_page_token"]
 
 
-def _show(rows: Iterable[dict[str, Any]], *columns: str) -> None:
+def _show(rows: Iterable[dict[str, Any]], as_json: bool, *columns: str) -> None:
+    if as_json:
+        show_json(list(rows))
+        return
     shown = table(*(_head(column) for column in columns))
     for row in rows:
         shown.add_row(*(_text(row[column]) for column in columns))

@@ -28,7 +28,7 @@ from watchstep_services.auth.token_register import (
     state_of,
 )
 from watchstep_services.auth.tokens import ROLES, Role, create_token, ends_ns, id_of
-from watchstep_services.cli.connection import DEFAULT_STORE, Store, call, service_of
+from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, StoreOption, call, service_of
 from watchstep_services.core.console import echo, echo_json, echo_own, show, table
 from watchstep_services.core.events import rfc3339
 from watchstep_services.core.settings import settings_for
@@ -43,7 +43,7 @@ app = typer.Typer(help="Tokens for the API.", no_args_is_help=True, add_completi
 DEFAULT_PROJECT = "default"
 _MAKER = "command line"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_SHOWN = (
+_COLUMNS = (
     "id",
     "name",
     "role",
@@ -60,18 +60,18 @@ _SHOWN = (
 ServiceOption = Annotated[
     str,
     typer.Option(
-        "--service", help="URL of a service to ask, with WATCHSTEP_TOKEN; else its database is used."
+        "--service", help="URL of the service. Token: WATCHSTEP_TOKEN. Default: its database is used."
     ),
 ]
 
 RunOption = Annotated[
-    str, typer.Option("--run", help="The only run that it is for, of --project or of project default.")
+    str, typer.Option("--run", help="Restrict the token to this run of --project, or of project default.")
 ]
 
 
 def _lifetime(text: str) -> int:
-    found = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
-    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < seconds <= MAX_LIFETIME:
         raise typer.BadParameter("use a number and s, m, h or d, up to ten years, e.g. 90d")
     return seconds
@@ -79,46 +79,54 @@ def _lifetime(text: str) -> int:
 
 @app.command("create")
 def create(
-    role: Annotated[
-        str, typer.Option(help=f"What it may do: {', '.join(ROLES)}; recorder where --run is given.")
-    ] = "",
-    project: Annotated[str | None, typer.Option(help="The only project that it is for; else all.")] = None,
+    role: Annotated[str, typer.Option(help=f"Role: {', '.join(ROLES)}. Default with --run: recorder.")] = "",
+    project: Annotated[
+        str | None, typer.Option(help="Restrict the token to this project. Default: all projects.")
+    ] = None,
     *,
     run: RunOption = "",
-    name: Annotated[str, typer.Option(help="Who or what uses it.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the user or program of the token.")] = "",
     expires_in: Annotated[
         str,
-        typer.Option(
-            help="After so long it is worthless, e.g. 90d, 12h; never where left out, and for a run after 90d."
-        ),
+        typer.Option(help="Lifetime, e.g. 90d or 12h. Default: unlimited; 90d with --run."),
     ] = "",
-    store: Store = DEFAULT_STORE,
+    store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Make a token for the service of a store on this machine, or of WATCHSTEP_DATABASE_URL; it is printed once."""
+    """Create a token for the service of a store on this machine, or of WATCHSTEP_DATABASE_URL. It is printed once.
+
+    Examples:
+        watchstep tokens create --role operator --project vision --expires-in 90d
+        watchstep tokens create --project vision --run night-1
+    """
     if run and role not in {"", "recorder"}:
         raise typer.BadParameter("a token of one run is a recorder's", param_hint="--role")
     if not run and role not in ROLES:
         raise typer.BadParameter(f"use one of {', '.join(ROLES)}", param_hint="--role")
     lifetime = _lifetime(expires_in) if expires_in else LIFETIME_SECONDS if run else None
-    asked = _Asked(role or "recorder", _Place.of(project, run), name, lifetime)
-    token, where = _made_by_service(asked, service) if service else _made_in_database(asked, store)
-    reach = f"{asked.role} of {asked.place.shown}"
-    echo(f"{reach} in {where}, id {id_of(token)}; the token is shown once:", err=True)
+    requested = _TokenInput(role or "recorder", _TokenScope.of(project, run), name, lifetime)
+    token, where = _made_by_service(requested, service) if service else _made_in_database(requested, store)
+    role = f"{requested.role} of {requested.scope.shown}"
+    echo(f"{role} in {where}, id {id_of(token)}; the token is shown once:", err=True)
     echo_own(token)
 
 
 @app.command("list")
 def list_tokens(
-    project: Annotated[str | None, typer.Option(help="Only those of this project.")] = None,
+    project: Annotated[str | None, typer.Option(help="Only tokens of this project.")] = None,
     run: RunOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    store: Store = DEFAULT_STORE,
+    as_json: JsonOption = False,
+    store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Show the tokens that there are, without their secrets."""
-    place = _Place.of(project, run)
-    rows = list(_rows_of_service(service, place) if service else _rows_of_database(place, store))
+    """List tokens, without their secrets.
+
+    Examples:
+        watchstep tokens list --project vision
+        watchstep tokens list --json
+    """
+    scope = _TokenScope.of(project, run)
+    rows = list(_rows_of_service(service, scope) if service else _rows_of_database(scope, store))
     if as_json:
         echo_json(json.dumps(rows, indent=2))
         return
@@ -134,43 +142,51 @@ def list_tokens(
 
 @app.command("revoke")
 def revoke_token(
-    token: Annotated[str, typer.Argument(help="Its id, or the token itself.")],
+    token: Annotated[str, typer.Argument(help="Id of the token, or the token itself.")],
     project: Annotated[
-        str | None, typer.Option(help="The project that it is for, to be asked as its admin.")
+        str | None,
+        typer.Option(
+            help="Project of the token; required with the token of an administrator of one project."
+        ),
     ] = None,
     run: RunOption = "",
     keep_made: Annotated[
         bool,
         typer.Option(
-            "--keep-made", help="Leave the tokens of runs that it made: their jobs go on with them."
+            "--keep-made", help="Keep the run tokens that the token created, so that their jobs continue."
         ),
     ] = False,
-    store: Store = DEFAULT_STORE,
+    store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Make a token worthless, from its next request on, and the tokens of single runs that it made."""
+    """Revoke a token, effective from its next request, and the run tokens that it created.
+
+    Examples:
+        watchstep tokens revoke wst_0123456789abcdef
+        watchstep tokens revoke wst_0123456789abcdef --keep-made
+    """
     public = id_of(token) if token.startswith(("wst_", "ws_")) else token
-    place = _Place.of(project, run)
+    scope = _TokenScope.of(project, run)
     if service:
-        kept = "?keep_made=true" if keep_made and not run else ""
-        answer = _ask("DELETE", service, place, f"/{quote(public, safe='')}{kept}", None)
-        made = answer.get("made", ())  # which an older service does not say
+        query = "?keep_made=true" if keep_made and not run else ""
+        answer = _ask("DELETE", service, scope, f"/{quote(public, safe='')}{query}", None)
+        made = answer.get("made", ())  # older services do not return it
     else:
         with _database(store) as database:
-            done = revoke(database, public, place.project, _MAKER, run=place.run, keep_made=keep_made)
+            done = revoke(database, public, scope.project, _MAKER, run=scope.run, keep_made=keep_made)
             made = done.made
     echo(f"token {public} is revoked" + (f", and {len(made)} of runs that it made" if made else ""))
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TokenScope:
     """Which tokens: all, of one project, or of one run."""
 
     project: str | None
     run: str | None = None
 
     @classmethod
-    def of(cls, project: str | None, run: str) -> _Place:
+    def of(cls, project: str | None, run: str) -> _TokenScope:
         return cls(project or DEFAULT_PROJECT, run) if run else cls(project)
 
     @property
@@ -188,67 +204,69 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _TokenInput:
     """A token to make."""
 
     role: str
-    place: _Place
+    scope: _TokenScope
     name: str
     lifetime: int | None
 
 
-def _made_by_service(asked: _Asked, service: str) -> tuple[str, str]:
+def _made_by_service(requested: _TokenInput, service: str) -> tuple[str, str]:
     """The token, and where it was made."""
-    body = {"name": asked.name or f"made by {_MAKER}", "lifetime_seconds": asked.lifetime}
-    if asked.place.run is None:  # else it is a recorder's anyway
-        body["role"] = asked.role
-    return str(_ask("POST", service, asked.place, "", body)["token"]), service
+    body = {"name": requested.name or f"made by {_MAKER}", "lifetime_seconds": requested.lifetime}
+    if requested.scope.run is None:  # else it is a recorder's anyway
+        body["role"] = requested.role
+    return str(_ask("POST", service, requested.scope, "", body)["token"]), service
 
 
-def _made_in_database(asked: _Asked, store: str) -> tuple[str, str]:
+def _made_in_database(requested: _TokenInput, store: str) -> tuple[str, str]:
     """As of a service; the one who may write to its database may all."""
-    place = asked.place
+    scope = requested.scope
     with _database(store) as database:
-        if place.project is not None and place.run is not None and asked.lifetime is not None:
-            request = RunTokenRequest(place.project, place.run, asked.name, asked.lifetime)
+        if scope.project is not None and scope.run is not None and requested.lifetime is not None:
+            request = RunTokenRequest(scope.project, scope.run, requested.name, requested.lifetime)
             token = create_for_run(database, request, _MAKER)
         else:
             token = create_token(
                 database,
-                cast("Role", asked.role),
-                place.project,
-                name=asked.name,
+                cast("Role", requested.role),
+                scope.project,
+                name=requested.name,
                 created_by=_MAKER,
-                lifetime_seconds=asked.lifetime,
+                lifetime_seconds=requested.lifetime,
             )
         return token, database.engine.url.render_as_string(hide_password=True)
 
 
-def _ask(method: str, service: str, place: _Place, rest: str, body: dict[str, Any] | None) -> dict[str, Any]:
+def _ask(
+    method: str, service: str, scope: _TokenScope, rest: str, body: dict[str, Any] | None
+) -> dict[str, Any]:
     url, token = service_of("", service)
-    return call(method, f"{url}{place.path}{rest}", token, body)
+    return call(method, f"{url}{scope.path}{rest}", token, body)
 
 
-def _rows_of_service(service: str, place: _Place) -> Iterator[dict[str, Any]]:
+def _rows_of_service(service: str, scope: _TokenScope) -> Iterator[dict[str, Any]]:
     rest = "?limit=1000"
     while rest:
-        answer = _ask("GET", service, place, rest, None)
-        yield from ({name: row.get(name) for name in _SHOWN} for row in answer["tokens"])
+        answer = _ask("GET", service, scope, rest, None)
+        yield from ({name: row.get(name) for name in _COLUMNS} for row in answer["tokens"])
         following = answer["next_page_token"]
         rest = f"?limit=1000&page_token={following}" if following else ""
 
 
-def _rows_of_database(place: _Place, store: str) -> Iterator[dict[str, Any]]:
+def _rows_of_database(scope: _TokenScope, store: str) -> Iterator[dict[str, Any]]:
     with _database(store) as database, database.read() as session:
         now = read_clock(session)
         statement = (
             select(Token)
-            .where(*of_project(place.project, place.run))
+            .where(*of_project(scope.project, scope.run))
             .order_by(Token.created_ns.desc(), Token.id)
         )
         for row in session.execute(statement).scalars():
-            told = {"state": state_of(row, now), "expires_ns": ends_ns(row)}
-            yield {name: told[name] if name in told else getattr(row, name) for name in _SHOWN}
+            computed = {"state": state_of(row, now), "expires_ns": ends_ns(row)}
+            yield {name: computed[name] if name in computed else getattr(row, name) for name in _COLUMNS}
 
 
 def _moment(at_ns: int | None) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -35,6 +38,19 @@ def echo(line: str, *, err: bool = False) -> None:
 def echo_json(text: str) -> None:
     """Write JSON so that a terminal acts on nothing in it; other programs read what it was."""
     typer.echo(escaped_json(text))
+
+
+def show_json(data: object) -> None:
+    """Write data as JSON. Numbers that are not finite become null, as in the API."""
+    echo_json(json.dumps(_finite(data), indent=2, default=str))
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def echo_own(text: str) -> None:

@@ -324,6 +324,8 @@ OF_OTHERS = frozenset(
         "OVERHEAD_BUDGET",
         "PROBES",
         "PROJECT",
+        "PROFILE",
+        "PROFILES",
         "QUIET",
         "RECORDER_TOKEN",
         "RESTARTS",

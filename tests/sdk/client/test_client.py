@@ -183,7 +183,7 @@ def test_the_command_line_over_it(driven: Driven, url: str, monkeypatch: pytest.
     assert "stop requested" in said("events", "vision/run-1")
     assert '"specversion"' in said("events", "vision/", "--json")
     assert "stop" in said("actions", "vision/run-1")
-    assert "has been asked to stop already" in said("stop", "vision/run-1")
+    assert "a stop has been requested already" in said("stop", "vision/run-1")
 
 
 def test_importing_it_loads_no_framework() -> None:

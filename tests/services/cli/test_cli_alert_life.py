@@ -56,26 +56,30 @@ def test_what_operators_do_with_an_alert(folder: Path) -> None:
     of = ("--project", PROJECT)
     stops = told("runs", "stops", f"{PROJECT}/run-1")
     assert "would have been stopped by rule mine" in stops
-    assert "it was not: nobody has allowed the rule to stop" in stops
-    assert "asked to stop by rule nan_or_inf" in stops
+    assert "it was not: the rule is not allowed to stop jobs" in stops
+    assert "stop requested by rule nan_or_inf" in stops
     assert "allowed by the owner's rule file" in stops
     assert "mine may stop jobs of vision" in told("rules", "allow-stop", "mine", "--reason", "tried", *of)
     assert "tried" in told("rules", "stop-grants", *of)
-    assert "stops jobs of vision no longer" in told("rules", "revoke-stop", "mine", "--reason", "wolf", *of)
+    assert "may no longer stop jobs of vision" in told(
+        "rules", "revoke-stop", "mine", "--reason", "wolf", *of
+    )
     assert "acknowledged" in told("runs", "acknowledge", f"{PROJECT}/run-1", "mine", "--comment", "on it")
     alerts = told("runs", "alerts", f"{PROJECT}/run-1")
     assert re.search(
         r"taken acknowledged by serve in \S+ \(operator, token \S+\), [-0-9]+ [:0-9]+: on it", alerts
     )
     assert "silent" not in alerts
-    assert "repeated again" in told("runs", "acknowledge", f"{PROJECT}/run-1", "mine", "--withdraw")
+    assert "notifications are repeated again" in told(
+        "runs", "acknowledge", f"{PROJECT}/run-1", "mine", "--withdraw"
+    )
     assert "run-1 mine" in told("silences", "preview", "name=mine", *of)
     assert "silence 1" in told("silences", "create", "name=mine", "--reason", "a sweep", *of)
     assert "a sweep" in told("silences", "list", *of)
     alerts = told("runs", "alerts", f"{PROJECT}/run-1")
     assert "acknowledged" not in alerts
     assert len(re.findall(r"silent until [-0-9]+ [:0-9]+ by silence 1 of .*?: a sweep", alerts)) == 1
-    assert "silence 1 has ended" in told("silences", "expire", "1", *of)
+    assert "silence 1 has expired" in told("silences", "expire", "1", *of)
     assert "a sweep" not in told("silences", "list", *of)
     assert "a sweep" in told("silences", "list", "--all", *of)
 
@@ -109,10 +113,10 @@ def test_what_is_asked_of_a_run(folder: Path) -> None:
     assert "of its next step" in watchstep(folder, "runs", "snapshot", run)
     assert "of step 90" in watchstep(folder, "runs", "snapshot", run, "--step", "90")
     assert "weights every 50 steps" in watchstep(folder, "runs", "cadence", run, "weights=50")
-    assert "as its workers choose" in watchstep(folder, "runs", "cadence", run)
+    assert "the workers choose the cadence" in watchstep(folder, "runs", "cadence", run)
     assert "new attempts may start" in watchstep(folder, "runs", "allow-restart", run, "--reason", "mended")
     assert "held" in watchstep(folder, "runs", "hold", run, "--reason", "for the paper")
-    assert "let go" in watchstep(folder, "runs", "release", run)
+    assert "released" in watchstep(folder, "runs", "release", run)
     with pytest.raises(ConfigError, match="not COLLECTION=STEPS"):
         watchstep(folder, "runs", "cadence", run, "weights=often")
     with pytest.raises(ServiceRefusedError, match="administer"):  # the token of `serve` is an operator's

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 import pytest
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from watchstep_services.cli.commands import COMMANDS, RULES, RUNS, CommandEntry, GroupEntry
@@ -51,7 +52,11 @@ def test_a_word_that_is_no_command_is_an_error() -> None:
 
 def test_listing_the_commands_loads_none() -> None:
     done = subprocess.run([sys.executable, "-c", LISTS], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["watchstep_services.cli.commands", "watchstep_services.cli.main"]
+    assert done.stdout.split() == [
+        "watchstep_services.cli.commands",
+        "watchstep_services.cli.main",
+        "watchstep_services.cli.profiles",
+    ]
 
 
 def test_names_are_completed() -> None:
@@ -73,7 +78,27 @@ def test_names_in_a_group_and_options_are_completed() -> None:
     assert done.output.split() == ["--service"]
 
 
-def test_to_list_runs_loads_nothing_of_the_service() -> None:
-    program = "import sys; import watchstep_services.cli.runs.recorded; print(*sorted({'fastapi', 'sqlalchemy', 'alembic'} & {*sys.modules}))"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout == "\n"
+def test_to_list_runs_imports_little() -> None:
+    heavy = {"fastapi", "sqlalchemy", "alembic", "numpy", "pyarrow", "pydantic", "watchstep_rules.registry"}
+    program = f"import sys, watchstep.client, watchstep_services.cli.runs.listing; print(*sorted({heavy} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+@pytest.mark.parametrize(("group", "name"), ENTRIES)
+def test_every_command_has_examples_with_options_that_exist(group: str, name: str) -> None:
+    loaded = load(name, table_of(group))
+    commands = dict(loaded.commands) if isinstance(loaded, TyperGroup) else {"": loaded}
+    if isinstance(table_of(group)[name], GroupEntry):
+        return  # its commands are entries of their own
+    for below, command in commands.items():
+        words = " ".join(filter(None, ("watchstep", group, name, below)))
+        _, _, examples = (command.help or "").partition("\n\n\b\nExamples:\n")
+        assert examples, f"{words} has no examples"
+        options = {option for parameter in command.params for option in parameter.opts}
+        for line in map(str.strip, examples.splitlines()):
+            assert words.removeprefix("watchstep ") in line
+            own, _, _ = line.removeprefix("watchstep --profile lab").partition(" -- ")
+            for word in own.split():
+                if word.startswith("--") and name not in ("run", "sync", "migrate-store"):
+                    assert word.split("=")[0] in options, f"{line}: {word}"

@@ -85,7 +85,7 @@ def test_a_file_without_rules_is_warned_of(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     code, said = run("check", path)
     assert code == 0
-    assert "empty.yaml:1: warning: no rules stand in it: nothing judges by it" in said
+    assert "empty.yaml:1: warning: the file has no rules: it evaluates nothing" in said
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_file_without_rules_is_warned_of(tmp_path: Path, text: str) -> None:
             "nan_or_inf",
             "By default: critical; fires after 1 step; over after 1 step without; stops the job.",
         ),
-        ("nan_or_inf", "Keeps quiet while it fires: non_finite_values, "),
+        ("nan_or_inf", "Inhibits while it fires: non_finite_values, "),
         ("exploding_gradient", "By default: warning; fires after 2 steps; over after 2 steps without."),
         ("stalled_training", "Off by default: a healthy program may pause for any time."),
         ("stalled_training", "; by the clock, also where no row comes."),

@@ -43,7 +43,7 @@ def test_each_event_is_told_once_as_people_read_it(sqlite: Database, folder_stor
     assert lines[0] == "watchstep: vision/run-1: non_finite_values (warning) firing at step 41"
     assert lines[1] == "  message bad\nloss"  # made printable where it is shown
     assert lines[-1] == (
-        "watchstep: vision/run-1: exploding_gradient (warning) firing at step 42; kept quiet by non_finite_values"
+        "watchstep: vision/run-1: exploding_gradient (warning) firing at step 42; inhibited by non_finite_values"
     )
     assert teller.new_lines() == []
     driven.announce(run_id, recording.write(1, 44, 60, ill))

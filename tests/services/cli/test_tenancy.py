@@ -68,7 +68,7 @@ def test_from_a_store_to_an_archived_project(tenants: Path) -> None:
     assert "backend box is registered" in said("backends", "add", "box", "local")
     assert "box" in said("backends", "list")
     made = said("projects", "create", "vision", "--store", "team-a", "--prefix", "x", "--backend", "box")
-    assert made.strip() == f"project vision lies at {tenants / 'a'}/x/vision"
+    assert made.strip() == f"project vision is created: {tenants / 'a'}/x/vision"
     (line,) = [line for line in said("projects", "list").splitlines() if "vision" in line]
     assert {"team-a", "box"} <= set(line.split())
     assert "use it" in str(refused("stores", "remove", "team-a"))

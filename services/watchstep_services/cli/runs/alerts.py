@@ -1,53 +1,68 @@
-"""``watchstep runs alerts``: what the service says of a run's alerts. They lie in its database, not in the store.
-
-The incidents in ``watchstep runs show``: what began, why most likely, and what to check first. They lie in a service's database.
-
-``watchstep runs acknowledge``: somebody has taken an alert up.
-"""
+"""``watchstep runs alerts`` and ``acknowledge``, and the incidents of ``watchstep runs show``: from the database of a service."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from watchstep.client import Client
 from watchstep.errors import ConfigError, NotFoundError, ServiceError, WatchstepError
 from watchstep.platform.terminal_text import printable
 from watchstep.reading.run import Run
 from watchstep.store.store import checked_scheme
-from watchstep_rules.engine.explanation import Explanation
-from watchstep_rules.engine.incident import IncidentSummary
-from watchstep_rules.engine.judge import RuleHealth
-from watchstep_rules.signals.ranges.deviations import Deviation
-from watchstep_services.cli.connection import DEFAULT_STORE, Service, Store, call, client_of, service_of
-from watchstep_services.core.console import console, echo, moment
+from watchstep_services.cli.connection import (
+    DEFAULT_STORE,
+    JsonOption,
+    RunArgument,
+    ServiceOption,
+    StoreOption,
+    call,
+    client_of,
+    service_of,
+    split_run,
+)
+from watchstep_services.core.console import console, echo, moment, show_json
+
+if TYPE_CHECKING:
+    from watchstep.client import Client
+    from watchstep_rules.engine.incident import IncidentSummary
 
 _MAX_ONSETS = 5
 """Onsets whose deviations are shown: the service reads the store for each."""
 
+_MAX_INCIDENTS = 8
+"""Incidents that are shown, the latest: a page of a terminal."""
+
 
 def alerts(
-    run: Annotated[str, typer.Argument(help="<project>/<run>.")],
-    store: Annotated[
-        str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
-    ] = DEFAULT_STORE,
-    service: Annotated[
-        str,
-        typer.Option(
-            envvar="WATCHSTEP_SERVICE", help="URL of the service; the one of the store if left out."
-        ),
-    ] = "",
+    run: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Show a run's alerts, explained: those that fire first, then those that are over, the last changed first; and rules that cannot be evaluated. Token: WATCHSTEP_TOKEN."""
-    project, _, name = run.rpartition("/")
-    client = client_of(store, service, project or "default")
-    found = [alert.raw for alert in client.alerts(name)]
+    """Show and explain the alerts of a run: firing alerts first, then resolved ones, most recently changed first.
+
+    Also lists rules that cannot be evaluated. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep runs alerts vision/night-1
+        watchstep --profile lab runs alerts night-1 --json
+    """
+    project, name = split_run(run)
+    client = client_of(store, service, project)
+    every = [alert.raw for alert in client.alerts(name)]
+    if as_json:
+        show_json([dict(alert) for alert in every])
+        return
+    # These import all rules.
+    from watchstep_rules.engine.explanation import Explanation
+    from watchstep_rules.engine.incident import IncidentSummary
+
     out = console()
-    fired = [alert for alert in found if alert["details"] is not None]
+    fired = [alert for alert in every if alert["details"] is not None]
     fired.sort(key=lambda alert: bool(alert["phase"] != "firing"))
     if not fired:
         out.print(f"{run}: no alert has fired")
@@ -58,11 +73,11 @@ def alerts(
                 out.print(line, highlight=False, soft_wrap=True)
     for alert in fired:
         details = alert["details"]
-        quiet = f"; kept quiet by {details['inhibited_by']}" if details["inhibited_by"] else ""
+        quiet = f"; inhibited by {details['inhibited_by']}" if details["inhibited_by"] else ""
         dry = "; dry run" if details["dry_run"] else ""
         title, *rest = Explanation.model_validate(details["explanation"]).as_lines()
         out.print(f"{title}{quiet}{dry} (attempt {alert['attempt']})", soft_wrap=True)
-        for line in (*rest, *_taken_up(client, name, alert)):
+        for line in (*rest, *_acknowledgement_lines(client, name, alert)):
             out.print(line, highlight=False, soft_wrap=True)
     for line in _deviations(client, name, fired):
         out.print(line, highlight=False, soft_wrap=True)
@@ -72,6 +87,8 @@ def alerts(
 
 def _deviations(client: Client, run: str, fired: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The tensors that deviate at the first step of each incident, or of an alert without one."""
+    from watchstep_rules.signals.ranges.deviations import Deviation
+
     onsets = dict.fromkeys(
         (
             alert["attempt"],
@@ -81,34 +98,36 @@ def _deviations(client: Client, run: str, fired: Sequence[Mapping[str, Any]]) ->
     )
     for attempt, step in list(onsets)[:_MAX_ONSETS]:
         try:
-            found = client.deviations(run, attempt, step)
+            onset = client.deviations(run, attempt, step)
         except WatchstepError as error:
             # Alerts are in the database; the statistics are in the store, which may be damaged, slow or gone.
             yield f"deviations at step {step} of attempt {attempt} could not be read: {error}"
             continue
-        if found["deviations"]:
+        if onset["deviations"]:
             yield f"deviations from the run's own usual ranges at step {step} (attempt {attempt}):"
-        for deviation in found["deviations"]:
+        for deviation in onset["deviations"]:
             yield f"  {Deviation.model_validate(deviation).as_line()}"
 
 
-def _taken_up(client: Client, run: str, alert: Mapping[str, Any]) -> Iterator[str]:
-    """Who has taken an alert that fires up, and until when nobody is told of it."""
+def _acknowledgement_lines(client: Client, run: str, alert: Mapping[str, Any]) -> Iterator[str]:
+    """Who acknowledged a firing alert, and until when notifications of it are silenced."""
     if alert["phase"] != "firing":
         return
-    standing = client.alert(run, alert["fingerprint"])
-    taken, silence = standing["acknowledgement"], standing["silence"]
-    if taken is not None:
-        said = f": {taken['comment']}" if taken["comment"] else ""
-        yield f"  taken   acknowledged by {taken['who']}, {moment(taken['at_ns'])}{said}"
+    state = client.alert(run, alert["fingerprint"])
+    acknowledgement, silence = state["acknowledgement"], state["silence"]
+    if acknowledgement is not None:
+        comment = f": {acknowledgement['comment']}" if acknowledgement["comment"] else ""
+        yield f"  taken   acknowledged by {acknowledgement['who']}, {moment(acknowledgement['at_ns'])}{comment}"
     if silence is not None:
-        held = ", and stops are held back" if silence["holds_stop"] else ""
+        stops = ", including stops" if silence["holds_stop"] else ""
         until = f"until {moment(silence['ends_ns'])} by silence {silence['id']} of {silence['author']}"
-        yield f"  silent  {until}{held}: {silence['reason']}"
+        yield f"  silent  {until}{stops}: {silence['reason']}"
 
 
 def _not_evaluated(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Rules that say nothing because they cannot."""
+    """Rules that cannot be evaluated, are overridden, or have no data."""
+    from watchstep_rules.engine.judge import RuleHealth
+
     for rule in rules:
         if rule["health"] == RuleHealth.ERROR.value:
             yield f"error: rule {rule['name']} cannot be evaluated: {' '.join(rule['problem'].split())}"
@@ -119,12 +138,8 @@ def _not_evaluated(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"no data: {', '.join(without)}"
 
 
-_MOST = 8
-"""Incidents that are shown, the latest: a page of a terminal."""
-
-
-def print_incidents(run: Run, service: str) -> None:
-    """Print the incidents of a run, by attempt and step; nothing where no service is named and none of this machine watches the store.
+def fired_alerts(run: Run, service: str) -> list[Mapping[str, Any]] | None:
+    """The alerts of a run that have fired; None if no service is named and none on this machine watches the store.
 
     Args:
         run: the run.
@@ -133,47 +148,56 @@ def print_incidents(run: Run, service: str) -> None:
     project, name = run.document.project, run.id
     store = run.location.removesuffix(f"/{project}/{name}")
     if not service and checked_scheme(store) not in ("", "file"):
-        return
+        return None
     try:
-        url, token = service_of(store, service)
+        service_of(store, service)
     except ServiceError:
-        return
+        return None
     except ConfigError as error:
         echo(f"watchstep: incidents are not shown: {error.what}", err=True)
-        return
+        return None
     try:
-        alerts = [alert.raw for alert in Client(url, token, project).alerts(name)]
+        alerts = [alert.raw for alert in client_of(store, service, project).alerts(name)]
     except NotFoundError:
-        return  # the service has not seen the run
+        return None  # the service has not seen the run
     except ServiceError as error:
         echo(f"watchstep: incidents are not shown: {error.what}", err=True)
-        return
-    _print([alert for alert in alerts if alert["details"] is not None], run.attempts, f"{project}/{name}")
+        return None
+    return [alert for alert in alerts if alert["details"] is not None]
 
 
-def _print(fired: Sequence[Mapping[str, Any]], attempts: Sequence[str], run: str) -> None:
+def print_incidents(fired: Sequence[Mapping[str, Any]], attempts: Sequence[str], run: str) -> None:
+    """Print the incidents of a run, by attempt and step.
+
+    Args:
+        fired: alerts of the run that have fired.
+        attempts: of the run, in order.
+        run: ``<project>/<run>``.
+    """
+    from watchstep_rules.engine.incident import IncidentSummary
+
     out = console()
     incidents = {
         (alert["attempt"], alert["incident"]["id"]): IncidentSummary.model_validate(alert["incident"])
         for alert in fired
         if alert["incident"]
     }
-    order = {attempt: place for place, attempt in enumerate(attempts)}
+    order = {attempt: position for position, attempt in enumerate(attempts)}
     keys = sorted(incidents, key=lambda key: (order.get(key[0], -1), incidents[key].first_step))
     out.print()
     if not keys:
         out.print("incidents none")
-    if len(keys) > _MOST:
-        out.print(f"incidents {len(keys)}, of which the last {_MOST} are shown")
-    for attempt, key in keys[-_MOST:]:
+    if len(keys) > _MAX_INCIDENTS:
+        out.print(f"incidents {len(keys)}, of which the last {_MAX_INCIDENTS} are shown")
+    for attempt, key in keys[-_MAX_INCIDENTS:]:
         incident = incidents[attempt, key]
         of_attempt = [alert for alert in fired if alert["attempt"] == attempt]
-        shown = Table.grid(padding=(0, 2, 0, 0))
-        shown.add_column(no_wrap=True)
-        shown.add_column(overflow="fold")
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
         for head, words in _lines(incident, attempt if len(attempts) > 1 else "", of_attempt):
-            shown.add_row(Text(head), Text(printable(words)))
-        out.print(shown)
+            grid.add_row(Text(head), Text(printable(words)))
+        out.print(grid)
     notes = [alert for alert in fired if not alert["incident"]]
     if notes:
         named = ", ".join(f"{alert['name']} ({alert['severity']}, {alert['phase']})" for alert in notes)
@@ -185,7 +209,7 @@ def _print(fired: Sequence[Mapping[str, Any]], attempts: Sequence[str], run: str
 def _lines(
     incident: IncidentSummary, attempt: str, alerts: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Heads and words of one incident, the likeliest cause first."""
+    """Label and text of each line of an incident, the likeliest cause first."""
     steps = f"step {incident.first_step}"
     if incident.last_step > incident.first_step:
         steps = f"steps {incident.first_step} to {incident.last_step}"
@@ -197,17 +221,17 @@ def _lines(
     if incident.check_first:
         yield "  check", incident.check_first
     members = {alert["name"]: alert for alert in alerts}
-    for place, name in enumerate(incident.alerts):
+    for position, name in enumerate(incident.alerts):
         alert = members.get(name)
         if alert is not None and _is_of(alert, incident):
-            said = (
+            text = (
                 f"{name}: {alert['severity']}, {alert['phase']}, since step {alert['details']['since_step']}"
             )
         elif alert is not None:
-            said = f"{name}: fired again in a later incident"
+            text = f"{name}: fired again in a later incident"
         else:
-            said = f"{name}: no longer listed"
-        yield "" if place else "  alerts", said
+            text = f"{name}: no longer listed"
+        yield "" if position else "  alerts", text
 
 
 def _is_of(alert: Mapping[str, Any], incident: IncidentSummary) -> bool:
@@ -215,30 +239,35 @@ def _is_of(alert: Mapping[str, Any], incident: IncidentSummary) -> bool:
 
 
 def acknowledge(
-    run: Annotated[str, typer.Argument(help="<project>/<run>.")],
-    rule: Annotated[str, typer.Argument(metavar="RULE", help="The rule config's name.")],
-    comment: Annotated[str, typer.Option(help="For the others.")] = "",
-    withdraw: Annotated[bool, typer.Option("--withdraw", help="Take it back.")] = False,
-    store: Store = DEFAULT_STORE,
-    service: Service = "",
+    run: RunArgument,
+    rule: Annotated[str, typer.Argument(metavar="RULE", help="Name of the rule config.")],
+    comment: Annotated[str, typer.Option(help="Comment for other readers of the alert.")] = "",
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw the acknowledgement.")] = False,
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
 ) -> None:
-    """Take an alert that fires up: it is not repeated until it is over. Token: WATCHSTEP_TOKEN."""
-    project, _, name = run.rpartition("/")
+    """Acknowledge a firing alert: notifications of it are not repeated until it is resolved. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep runs acknowledge vision/night-1 loss_spike --comment "looking into it"
+        watchstep runs acknowledge vision/night-1 loss_spike --withdraw
+    """
+    project, name = split_run(run)
     url, token = service_of(store, service)
-    place = f"{url}/v1/projects/{project or 'default'}/runs/{name}/alerts"
-    found = {
+    alerts_url = f"{url}/v1/projects/{project}/runs/{name}/alerts"
+    fingerprints = {
         alert["fingerprint"]
-        for alert in call("GET", f"{place}?limit=1000", token)["alerts"]
+        for alert in call("GET", f"{alerts_url}?limit=1000", token)["alerts"]
         if alert["name"] == rule and alert["phase"] == "firing"
     }
-    if not found:
+    if not fingerprints:
         raise NotFoundError(
-            f"alert {rule!r} of {run}: it does not fire", "'watchstep runs alerts' shows those that do"
+            f"alert {rule!r} of {run}: it does not fire", "'watchstep runs alerts' shows the firing alerts"
         )
-    for fingerprint in sorted(found):
-        where = f"{place}/{fingerprint}/acknowledgement"
+    for fingerprint in sorted(fingerprints):
+        acknowledgement = f"{alerts_url}/{fingerprint}/acknowledgement"
         if withdraw:
-            call("DELETE", where, token)
+            call("DELETE", acknowledgement, token)
         else:
-            call("PUT", where, token, {"comment": comment})
-    console().print(f"{rule} of {run}: {'repeated again' if withdraw else 'acknowledged'}")
+            call("PUT", acknowledgement, token, {"comment": comment})
+    console().print(f"{rule} of {run}: {'notifications are repeated again' if withdraw else 'acknowledged'}")

@@ -1,54 +1,94 @@
-"""``watchstep runs snapshot``, ``cadence``, ``allow-restart``, ``hold``, ``release`` and ``delete``: what is asked of a run."""
+"""``watchstep runs stop``, ``allow-restart``, ``snapshot``, ``cadence``, ``hold``, ``release`` and ``delete``: requests to a run."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from watchstep.client import Client
 from watchstep.errors import ConfigError
-from watchstep_services.cli.connection import DEFAULT_STORE, client_of
-from watchstep_services.cli.runs.events import RunArgument, ServiceOption, StoreOption
+from watchstep_services.cli.connection import (
+    DEFAULT_STORE,
+    ReasonOption,
+    RunArgument,
+    ServiceOption,
+    StoreOption,
+    client_of,
+    require_run,
+)
 from watchstep_services.core.console import console
 
-ReasonOption = Annotated[str, typer.Option(help="Why, for those who read of it.")]
+if TYPE_CHECKING:
+    from watchstep.client import Client
+
+
+def stop(
+    run: RunArgument,
+    reason: ReasonOption = "",
+    attempt: Annotated[str, typer.Option(help="Attempt to stop. Default: the newest.")] = "",
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
+) -> None:
+    """Stop a run: requests a stop from its workers, then ends its job. Token: WATCHSTEP_TOKEN, of an operator.
+
+    Examples:
+        watchstep runs stop vision/night-1 --reason "wrong learning rate"
+    """
+    client, name = _client_and_run(run, store, service)
+    done = client.stop(name, reason, attempt)
+    result = "stop requested" if done.accepted else "a stop has been requested already"
+    console().print(f"{run}: attempt {done.attempt}: {result}")
 
 
 def snapshot(
     run: RunArgument,
-    step: Annotated[int | None, typer.Option(min=0, help="Of this step; of the next if left out.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Step to store. Default: the next.")] = None,
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Have a run's workers keep the full tensors of a step. Token: WATCHSTEP_TOKEN, of an operator."""
-    client, name = _asked(run, store, service)
+    """Request a snapshot: the workers of a run store the full tensors of a step. Token: WATCHSTEP_TOKEN, of an operator.
+
+    Examples:
+        watchstep runs snapshot vision/night-1
+        watchstep runs snapshot vision/night-1 --step 12000
+    """
+    client, name = _client_and_run(run, store, service)
     client.request_snapshot(name, step)
     at = "its next step" if step is None else f"step {step}, or of the next if that has passed"
-    console().print(f"{run}: asked for the full tensors of {at}")
+    console().print(f"{run}: requested the full tensors of {at}")
 
 
 def cadence(
     run: RunArgument,
     every: Annotated[
-        list[str] | None, typer.Argument(help="COLLECTION=STEPS, several maybe; none: as the workers choose.")
+        list[str] | None,
+        typer.Argument(help="COLLECTION=STEPS, once or more. None: the workers' own cadence."),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Have a run's collections measured every so many steps. Token: WATCHSTEP_TOKEN, of an operator."""
+    """Set how often the collections of a run are recorded, in steps. Token: WATCHSTEP_TOKEN, of an operator.
+
+    Examples:
+        watchstep runs cadence vision/night-1 weights=50 gradients=10
+        watchstep runs cadence vision/night-1
+    """
     chosen = dict(_cadence(text) for text in every or ())
-    client, name = _asked(run, store, service)
+    client, name = _client_and_run(run, store, service)
     client.set_cadence(name, chosen)
-    told = ", ".join(f"{collection} every {steps} steps" for collection, steps in chosen.items())
-    console().print(f"{run}: {told or 'as its workers choose'}")
+    intervals = ", ".join(f"{collection} every {steps} steps" for collection, steps in chosen.items())
+    console().print(f"{run}: {intervals or 'the workers choose the cadence'}")
 
 
 def allow_restart(
     run: RunArgument, reason: ReasonOption, store: StoreOption = DEFAULT_STORE, service: ServiceOption = ""
 ) -> None:
-    """Let new attempts of a stopped run start. Token: WATCHSTEP_TOKEN, of an operator."""
-    client, name = _asked(run, store, service)
+    """Allow new attempts of a stopped run to start. Token: WATCHSTEP_TOKEN, of an operator.
+
+    Examples:
+        watchstep runs allow-restart vision/night-1 --reason "fixed the data loader"
+    """
+    client, name = _client_and_run(run, store, service)
     client.allow_restart(name, reason)
     console().print(f"{run}: new attempts may start")
 
@@ -56,42 +96,54 @@ def allow_restart(
 def hold(
     run: RunArgument, reason: ReasonOption, store: StoreOption = DEFAULT_STORE, service: ServiceOption = ""
 ) -> None:
-    """Keep a run whole, whatever its project's policy says. Token: WATCHSTEP_TOKEN, of an operator."""
-    client, name = _asked(run, store, service)
+    """Exempt a run from the retention policy of its project. Token: WATCHSTEP_TOKEN, of an operator.
+
+    Examples:
+        watchstep runs hold vision/night-1 --reason "paper, figure 3"
+    """
+    client, name = _client_and_run(run, store, service)
     client.hold(name, reason)
     console().print(f"{run}: held")
 
 
 def release(run: RunArgument, store: StoreOption = DEFAULT_STORE, service: ServiceOption = "") -> None:
-    """Release the hold on a run: its project's policy applies again. Token: WATCHSTEP_TOKEN, of an operator."""
-    client, name = _asked(run, store, service)
+    """Release the hold on a run: the retention policy of its project applies again. Token: WATCHSTEP_TOKEN, of an operator.
+
+    Examples:
+        watchstep runs release vision/night-1
+    """
+    client, name = _client_and_run(run, store, service)
     client.release(name)
-    console().print(f"{run}: let go")
+    console().print(f"{run}: released")
 
 
 def delete(
     run: RunArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Delete a run that has ended, from the store and the service, soon. Token: WATCHSTEP_TOKEN, of an administrator."""
-    client, name = _asked(run, store, service)
+    """Delete a run that has ended, from the store and from the service. Token: WATCHSTEP_TOKEN, of an administrator.
+
+    The service deletes in the background.
+
+    Examples:
+        watchstep runs delete vision/night-1 --yes
+    """
+    client, name = _client_and_run(run, store, service)
     if not yes:
-        typer.confirm(f"Delete {run} with all that it recorded?", abort=True)
+        typer.confirm(f"Delete {run} and everything that it recorded?", abort=True)
     client.delete(name)
     console().print(f"{run}: is being deleted")
 
 
-def _asked(run: str, store: str, service: str) -> tuple[Client, str]:
-    project, _, name = run.rpartition("/")
-    if not name:
-        raise ConfigError(f"run {run!r}: no run is named", "name it <project>/<run>")
-    return client_of(store, service, project or "default"), name
+def _client_and_run(run: str, store: str, service: str) -> tuple[Client, str]:
+    project, name = require_run(run)
+    return client_of(store, service, project), name
 
 
 def _cadence(text: str) -> tuple[str, int]:
     collection, _, steps = text.partition("=")
     if not collection or not steps.isdecimal() or int(steps) < 1:
-        raise ConfigError(f"cadence {text!r}: not COLLECTION=STEPS", "write it as weights=50, say")
+        raise ConfigError(f"cadence {text!r}: not COLLECTION=STEPS", "write it as in weights=50")
     return collection, int(steps)

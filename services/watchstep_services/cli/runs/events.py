@@ -1,98 +1,88 @@
-"""``watchstep runs events``, ``actions`` and ``stop``: what the service knows of a run, and the stop of it.
-
-``watchstep runs stops``: the audit log of a run's stops, told in order.
-
-An event as lines of console output.
-"""
+"""``watchstep runs events``, ``actions`` and ``stops``: the event log, the actions and the audit log of a run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from watchstep.client import Client, Event
-from watchstep.errors import ConfigError
-from watchstep_rules.engine.explanation import Explanation
-from watchstep_services.cli.connection import DEFAULT_STORE, Service, Store, call, client_of, service_of
-from watchstep_services.core.console import console, echo, echo_json, moment, show, table
+from watchstep_services.cli.connection import (
+    DEFAULT_STORE,
+    JsonOption,
+    RunArgument,
+    ServiceOption,
+    StoreOption,
+    call,
+    client_of,
+    require_run,
+    service_of,
+    split_run,
+)
+from watchstep_services.core.console import console, echo, echo_json, moment, show, show_json, table
 
-StoreOption = Annotated[
-    str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
-]
-ServiceOption = Annotated[
-    str,
-    typer.Option(envvar="WATCHSTEP_SERVICE", help="URL of the service; the one of the store if left out."),
-]
-RunArgument = Annotated[str, typer.Argument(help="<project>/<run>.")]
+if TYPE_CHECKING:
+    from watchstep.client import Event
 
 
 def events(
     run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Each event in a line of JSON.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")] = False,
 ) -> None:
-    """Show a run's events in the order in which they came; <project>/ alone is all runs. Token: WATCHSTEP_TOKEN."""
-    client, name = _asked(run, store, service)
-    shown = client.follow(name or None, after=0) if follow else client.events(name or None)
+    """Show the events of a run in order; <project>/ shows those of all runs. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep runs events vision/night-1
+        watchstep runs events vision/ --follow --json
+    """
+    project, name = split_run(run)
+    client = client_of(store, service, project)
+    events = client.follow(name or None, after=0) if follow else client.events(name or None)
     try:
-        for event in shown:
+        for event in events:
             if as_json:
                 echo_json(json.dumps(dict(event.raw)))
                 continue
-            for line in _lines(event):
+            for line in _event_lines(event):
                 echo(line)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def actions(run: RunArgument, store: StoreOption = DEFAULT_STORE, service: ServiceOption = "") -> None:
-    """Show what a run's events caused, and how often it was tried. Token: WATCHSTEP_TOKEN."""
-    client, name = _asked(run, store, service)
-    shown = table("TIME", "KIND", "STATE", ">TRIES", "OUTCOME")
-    for action in client.actions(_named(name, run)):
-        at = _time(action.created_ns)
-        shown.add_row(at, action.kind, action.state, str(len(action.tries)), action.outcome)
-    show(shown)
-
-
-def stop(
+def actions(
     run: RunArgument,
-    reason: Annotated[str, typer.Option(help="Why, for those who read of it.")] = "",
-    attempt: Annotated[str, typer.Option(help="Which attempt; the newest if left out.")] = "",
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Have a run stop: its workers are asked, then its job is ended. Token: WATCHSTEP_TOKEN, of an operator."""
-    client, name = _asked(run, store, service)
-    done = client.stop(_named(name, run), reason, attempt)
-    told = "is asked to stop" if done.accepted else "has been asked to stop already"
-    console().print(f"{run}: attempt {done.attempt} {told}")
+    """Show the actions that the events of a run caused, and the number of tries. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep runs actions vision/night-1
+        watchstep runs actions vision/night-1 --json
+    """
+    project, name = require_run(run)
+    every = client_of(store, service, project).actions(name)
+    if as_json:
+        show_json([dict(action.raw) for action in every])
+        return
+    rows = table("TIME", "KIND", "STATE", ">TRIES", "OUTCOME")
+    for action in every:
+        at = _time(action.created_ns)
+        rows.add_row(at, action.kind, action.state, str(len(action.tries)), action.outcome)
+    show(rows)
 
 
-def _asked(run: str, store: str, service: str) -> tuple[Client, str]:
-    project, _, name = run.rpartition("/")
-    return client_of(store, service, project or "default"), name
-
-
-def _named(name: str, run: str) -> str:
-    if not name:
-        raise ConfigError(f"run {run!r}: no run is named", "name it <project>/<run>")
-    return name
-
-
-def _lines(event: Event) -> list[str]:
+def _event_lines(event: Event) -> list[str]:
     kind = event.type.removeprefix("watchstep.")
-    told = lines_of({"type": event.type, "subject": event.subject, "data": event.data})
-    head, *rest = told or [f"watchstep: {event.subject}: {kind}"]
+    lines = lines_of({"type": event.type, "subject": event.subject, "data": event.data})
+    head, *rest = lines or [f"watchstep: {event.subject}: {kind}"]
     return [f"{event.time}  {head.removeprefix('watchstep: ')}", *rest]
 
 
@@ -101,23 +91,32 @@ def _time(at_ns: int) -> str:
 
 
 def stops(
-    run: Annotated[str, typer.Argument(help="<project>/<run>.")],
-    store: Store = DEFAULT_STORE,
-    service: Service = "",
+    run: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    service: ServiceOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Show every stop of a run, asked for or only recorded: by whose word, on which evidence, each try. Token: WATCHSTEP_TOKEN."""
-    project, _, name = run.rpartition("/")
+    """Show every stop of a run, requested or only recorded: who requested it, the evidence, each try. Token: WATCHSTEP_TOKEN.
+
+    Examples:
+        watchstep runs stops vision/night-1
+        watchstep runs stops vision/night-1 --json
+    """
+    project, name = split_run(run)
     url, token = service_of(store, service)
-    place = f"{url}/v1/projects/{project or 'default'}/audit?run={quote(name)}&limit=1000"
+    audit_url = f"{url}/v1/projects/{project}/audit?run={quote(name)}&limit=1000"
     entries: list[dict[str, Any]] = []
-    page = call("GET", place, token)
+    page = call("GET", audit_url, token)
     entries += page["entries"]
     while page["next_page_token"]:
-        page = call("GET", f"{place}&page_token={page['next_page_token']}", token)
+        page = call("GET", f"{audit_url}&page_token={page['next_page_token']}", token)
         entries += page["entries"]
+    if as_json:
+        show_json(list(reversed(entries)))
+        return
     out = console()
     if not entries:
-        out.print(f"{run}: no stop was asked for")
+        out.print(f"{run}: no stop was requested")
     for entry in reversed(entries):
         for line in _audit_lines(entry):
             out.print(line, highlight=False, soft_wrap=True)
@@ -126,12 +125,12 @@ def stops(
 def _audit_lines(entry: dict[str, Any]) -> Iterator[str]:
     data, head = entry["data"], f"{moment(entry['at_ns'])}  {entry['attempt']}  "
     if entry["kind"] in ("requested", "repeated", "would_have"):
-        what = {
-            "requested": "asked to stop",
-            "repeated": "asked to stop again",
+        verbs = {
+            "requested": "stop requested",
+            "repeated": "stop requested again",
             "would_have": "would have been stopped",
         }
-        yield f"{head}{what[entry['kind']]} by {entry['who']}: {data['reason']}"
+        yield f"{head}{verbs[entry['kind']]} by {entry['who']}: {data['reason']}"
         yield from _why(data)
     elif entry["kind"] == "tried":
         yield f"{head}try {data['number']}: {data['outcome']}: {data['detail']}"
@@ -143,16 +142,16 @@ def _audit_lines(entry: dict[str, Any]) -> Iterator[str]:
 def _why(data: dict[str, Any]) -> Iterator[str]:
     indent = " " * 21
     if "because" in data:
-        words = {
-            "dry_run": "its config says 'dry_run'",
-            "not_allowed": "nobody has allowed the rule to stop",
-            "silenced": f"silence {data.get('silence')} holds stops back",
+        reasons = {
+            "dry_run": "its config sets 'dry_run'",
+            "not_allowed": "the rule is not allowed to stop jobs",
+            "silenced": f"silence {data.get('silence')} suspends stops",
         }
-        yield f"{indent}it was not: {words[data['because']]}"
+        yield f"{indent}it was not: {reasons[data['because']]}"
     if "allowed" in data:
-        word = data["allowed"]
-        since = f" on {moment(word['at_ns'])}" if word["at_ns"] else ""
-        yield f"{indent}allowed by {word['who']}{since}: {word['reason']}"
+        grant = data["allowed"]
+        since = f" on {moment(grant['at_ns'])}" if grant["at_ns"] else ""
+        yield f"{indent}allowed by {grant['who']}{since}: {grant['reason']}"
     if "evidence" in data:
         evidence = data["evidence"]
         yield f"{indent}step {data['step']}; rule digest {data['digest'][:12]}; evidence in {evidence['store']}:"
@@ -161,7 +160,7 @@ def _why(data: dict[str, Any]) -> Iterator[str]:
 
 
 def lines_of(event: dict[str, Any]) -> list[str]:
-    """What an event says: a block for an alert that fires, a line for most others, nothing for beginnings and ends."""
+    """An event as lines of console output: a block for a firing alert, one line for most others, none for the start and end of runs."""
     kind, data = str(event["type"]).removeprefix("watchstep."), event["data"]
     head = f"watchstep: {event['subject']}: "
     if kind == "stop.requested":
@@ -171,15 +170,17 @@ def lines_of(event: dict[str, Any]) -> list[str]:
     if kind == "stop.would_have":
         return [f"{head}would have been stopped: {data['reason']}", f"  {data['hint']}"]
     if kind == "rule.no_data":
-        return [f"{head}rule {data['name']} has judged nothing up to step {data['step']}: it has no data"]
+        return [f"{head}rule {data['name']} was not evaluated up to step {data['step']}: it has no data"]
     if kind not in ("alert.firing", "alert.revised", "alert.resolved"):
         return []
+    from watchstep_rules.engine.explanation import Explanation  # imports all rules
+
     explanation = Explanation.model_validate(data["explanation"])
     if data["inhibited_by"]:
-        return [f"{head}{explanation.title}; kept quiet by {data['inhibited_by']}"]
+        return [f"{head}{explanation.title}; inhibited by {data['inhibited_by']}"]
     if kind == "alert.resolved":
         return [f"{head}{explanation.title}"]
-    more = " (dry run: nothing follows)" if data["dry_run"] else ""
+    more = " (dry run: no action)" if data["dry_run"] else ""
     if kind == "alert.revised":
         more = f"; rows that came later show a likelier cause{more}"
     title, *rest = explanation.as_lines()

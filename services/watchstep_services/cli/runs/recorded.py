@@ -1,14 +1,10 @@
-"""``watchstep runs``: what a store holds, read from the store itself; no service is needed.
+"""``watchstep runs show``, ``stats``, ``compact`` and ``diff``, and ``watchstep export``: read a run from its store.
 
-Runs as they are named on the command line: one, or many by a pattern.
-
-``watchstep export``: a run in the form of another tool.
+No service is needed. `find_run` and `locations` resolve the names of runs on the command line, which may hold wildcards.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from watchstep.client import Client
-from watchstep.errors import ConfigError, NotFoundError, ServiceError
+from watchstep.errors import NotFoundError
 from watchstep.format.layout import RUN_DOCUMENT
 from watchstep.format.tensors import LOSSES, MODES, Mode
 from watchstep.reading.compaction import compact
@@ -25,96 +20,43 @@ from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
 from watchstep.reading.run_documents import RunEntry, find_runs, read_state
 from watchstep.reading.tensorboard import export as export_events
-from watchstep.store.store import Store, checked_scheme
-from watchstep_services.cli.connection import DEFAULT_STORE, client_of, service_of
-from watchstep_services.cli.runs.alerts import print_incidents
-from watchstep_services.core.console import console, echo, figure, show, table
+from watchstep.store.store import Store
+from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, ServiceOption, StoreOption
+from watchstep_services.cli.runs.alerts import fired_alerts, print_incidents
+from watchstep_services.core.console import console, figure, show, show_json, table
 
-StoreOption = Annotated[
-    str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
+StoredRunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Run id, <project>/<run>, or the URL of the run.")
 ]
-RunArgument = Annotated[str, typer.Argument(help="The run's id, or <project>/<run>, or its whole URL.")]
-
-
-def list_runs(
-    store: StoreOption = DEFAULT_STORE,
-    service: Annotated[str, typer.Option(help="Ask the service at this URL instead of the store.")] = "",
-    project: Annotated[str, typer.Option(help="Of the service: which project.")] = "default",
-) -> None:
-    """List the runs of a store, the newest first, with their alerts where a service of this machine watches it; or those that a service knows. Token for the latter: WATCHSTEP_TOKEN."""
-    if service:
-        _list_known(client_of(store, service, project))
-        return
-    entries = find_runs(Store.open(store))
-    firing = _firing(store, {entry.project for entry in entries})
-    shown = table("=PROJECT", "=RUN", "STARTED", "STATE", *([] if firing is None else [">FIRING"]))
-    for entry in entries:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created_ns / 1e9))
-        alerts = [] if firing is None else [firing.get((entry.project, entry.run), "-")]
-        shown.add_row(entry.project, entry.run, started, entry.state, *alerts)
-    show(shown)
-    for entry in entries:
-        if entry.damage:
-            echo(f"watchstep: {entry.project}/{entry.run} is damaged: {entry.damage}", err=True)
-
-
-def _firing(store: str, projects: set[str]) -> dict[tuple[str, str], str] | None:
-    """How many alerts fire, by project and run; None where no service of this machine watches a local store."""
-    if checked_scheme(store) not in ("", "file"):
-        return None
-    try:
-        url, token = service_of(store, "")
-    except ServiceError:
-        return None
-    except ConfigError as error:
-        echo(f"watchstep: alerts are not shown: {error.what}", err=True)
-        return None
-    found: dict[tuple[str, str], str] = {}
-    try:
-        for project in sorted(projects):
-            for run in Client(url, token, project).runs():
-                found[project, run.run] = _number_firing(run.alerts)
-    except ServiceError as error:
-        echo(f"watchstep: alerts are not shown: {error.what}", err=True)
-        return None
-    return found
-
-
-def _number_firing(alerts: Mapping[str, int]) -> str:
-    """How many alerts fire, without notes of severity info."""
-    return str(alerts.get("firing", 0) - alerts.get("notes", 0))
-
-
-def _list_known(client: Client) -> None:
-    shown = table("=PROJECT", "=RUN", "STARTED", "STATE", ">STEP", ">FIRING")
-    for run in client.runs():
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created_ns / 1e9))
-        firing = _number_firing(run.alerts)
-        shown.add_row(run.project, run.run, started, run.state, str(run.last_step), firing)
-    show(shown)
 
 
 def show_run(
-    run: RunArgument,
+    run: StoredRunArgument,
     store: StoreOption = DEFAULT_STORE,
-    service: Annotated[
-        str,
-        typer.Option(
-            envvar="WATCHSTEP_SERVICE",
-            help="URL of the service that knows its incidents; the one of a local store if left out.",
-        ),
-    ] = "",
+    service: ServiceOption = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Show a run: its state, steps, workers, losses, how it ended, its incidents where a service watches it, and what was recorded."""
+    """Show the state of a run: steps, workers, losses, how it ended, incidents, and what was recorded.
+
+    Incidents are shown if a service watches the run.
+
+    Examples:
+        watchstep runs show night-1
+        watchstep runs show vision/night-1 --store s3://bucket/runs
+        watchstep runs show night-1 --json
+    """
     opened = find_run(run, store)
+    if as_json:
+        show_json(_as_data(opened, service))
+        return
     out = console()
     steps = opened.steps()
     title = Text.assemble((f"{opened.document.project}/{opened.id}", "bold"), f"  {opened.location}")
     out.print(title, soft_wrap=True)
-    reach = f"{steps[0]} to {steps[-1]} ({len(steps)} recorded)" if steps else "none"
+    recorded = f"{steps[0]} to {steps[-1]} ({len(steps)} recorded)" if steps else "none"
     stored = read_state(opened.store)
     out.print(f"state     {stored.state}")
-    out.print(f"steps     {reach}")
+    out.print(f"steps     {recorded}")
     out.print(f"attempts  {', '.join(opened.attempts) or 'none'}")
     out.print(f"workers   {len(opened.workers)} (ranks {', '.join(map(str, opened.workers)) or 'none'})")
     _print_losses(opened)
@@ -128,21 +70,57 @@ def show_run(
         out.print(f"damaged   {stored.damage}", soft_wrap=True)
     for name, why in opened.damaged.items():
         out.print(f"damaged   {name}: {why}", soft_wrap=True)
-    print_incidents(opened, service)
-    shown = table("COLLECTION", ">TENSORS", "FOR EXAMPLE")
+    alerts = fired_alerts(opened, service)
+    if alerts is not None:
+        print_incidents(alerts, opened.attempts, f"{opened.document.project}/{opened.id}")
+    rows = table("COLLECTION", ">TENSORS", "FOR EXAMPLE")
     for collection, names in sorted(opened.collections.items()):
-        shown.add_row(collection, str(len(names)), ", ".join(names[:3]))
+        rows.add_row(collection, str(len(names)), ", ".join(names[:3]))
     out.print()
-    show(shown)
+    show(rows)
+
+
+def _as_data(run: Run, service: str) -> dict[str, Any]:
+    steps, stored, alerts = run.steps(), read_state(run.store), fired_alerts(run, service)
+    losses = _losses_by_name(run)
+    return {
+        "project": run.document.project,
+        "run": run.id,
+        "url": run.location,
+        "state": stored.state,
+        "steps": {"first": steps[0], "last": steps[-1], "recorded": len(steps)} if steps else None,
+        "attempts": list(run.attempts),
+        "workers": list(run.workers),
+        "losses": {
+            name: {"first": rows[0]["value"], "last": rows[-1]["value"], "derived": rows[-1]["derived"]}
+            if rows
+            else None
+            for name, rows in losses.items()
+        },
+        "ends": [
+            {"worker": end.worker, "state": end.state, "last_step": end.last_step, "reason": end.reason}
+            for end in run.ends()
+        ],
+        "damage": [
+            *([stored.damage] if stored.damage else []),
+            *(f"{name}: {why}" for name, why in run.damaged.items()),
+        ],
+        "alerts": alerts,
+        "collections": {collection: list(names) for collection, names in sorted(run.collections.items())},
+    }
+
+
+def _losses_by_name(run: Run) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each loss; none of a loss that only earlier attempts recorded, at steps that a later attempt repeated."""
+    by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in run.tensors(LOSSES)}
+    for row in run.losses().to_pylist():
+        by_name.setdefault(row["name"], []).append(row)
+    return by_name
 
 
 def _print_losses(run: Run) -> None:
-    """The first and the last of each loss; of a derived one, that it is as ``backward()`` was given it."""
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for row in run.losses().to_pylist():
-        by_name.setdefault(row["name"], []).append(row)
-    for name in run.tensors(LOSSES):
-        rows = by_name.get(name, [])
+    """Print the first and the last value of each loss; "derived" marks a loss that was taken from ``backward()``."""
+    for name, rows in _losses_by_name(run).items():
         if rows:
             derived = ", derived" if rows[-1]["derived"] else ""
             first, last = (figure(row["value"]) for row in (rows[0], rows[-1]))
@@ -154,49 +132,83 @@ def _print_losses(run: Run) -> None:
 
 
 def show_statistics(
-    run: RunArgument,
-    tensor: Annotated[str, typer.Argument(help="A tensor's name, e.g. conv1.weight:gradient.")],
+    run: StoredRunArgument,
+    tensor: Annotated[str, typer.Argument(help="Name of a tensor, e.g. conv1.weight:gradient.")],
     store: StoreOption = DEFAULT_STORE,
-    mode: Annotated[str | None, typer.Option(help=f"Only one of {', '.join(MODES)}.")] = None,
-    last: Annotated[int, typer.Option(min=1, help="How many of the last rows.")] = 20,
+    mode: Annotated[str | None, typer.Option(help=f"Only rows of this mode: {', '.join(MODES)}.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="Number of rows to show, from the end.")] = 20,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show figures of one tensor by step."""
+    """Show the statistics of a tensor by step.
+
+    Examples:
+        watchstep runs stats night-1 conv1.weight:gradient
+        watchstep runs stats night-1 loss --mode train --last 100 --json
+    """
     if mode is not None and mode not in MODES:
         raise typer.BadParameter(f"use one of {', '.join(MODES)}", param_hint="--mode")
     chosen: Mode | None = mode
-    rows = find_run(run, store).tensor(tensor).statistics(mode=chosen)
-    shown = table(
+    statistics = find_run(run, store).tensor(tensor).statistics(mode=chosen)
+    recent = statistics.slice(max(0, statistics.num_rows - last)).to_pylist()
+    if as_json:
+        show_json(recent)
+        return
+    rows = table(
         ">STEP", "MODE", ">WORKER", ">COUNT", ">NAN", ">INF", ">MIN", ">MAX", ">MEAN", ">STD", ">L2", ">ZERO"
     )
-    for row in rows.slice(max(0, rows.num_rows - last)).to_pylist():
+    for row in recent:
         infinite = row["pos_inf"] + row["neg_inf"]
         whole = [row["step"], row["mode"], row["worker"], row["count"], row["nan"], infinite]
         real = [row[name] for name in ("min", "max", "mean", "std", "l2", "zero_share")]
-        shown.add_row(*map(str, whole), *map(figure, real))
-    show(shown)
+        rows.add_row(*map(str, whole), *map(figure, real))
+    show(rows)
 
 
 def compact_run(
-    run: RunArgument,
+    run: StoredRunArgument,
     store: StoreOption = DEFAULT_STORE,
     delete_after: Annotated[
-        float | None, typer.Option(help="Delete what is replaced once it is so many seconds old.")
+        float | None, typer.Option(help="Delete replaced segments that are older than this many seconds.")
     ] = None,
 ) -> None:
-    """Write a finished run anew, by tensor and step: a series is then read at once. Safe to repeat."""
+    """Rewrite a finished run sorted by tensor and step, so that a series is read with one request. Safe to repeat.
+
+    Examples:
+        watchstep runs compact night-1
+        watchstep runs compact night-1 --delete-after 86400
+    """
     done = compact(find_run(run, store).location, delete_after=delete_after)
     console().print(f"generation {done.generation}: {done.written} written, {done.deleted} deleted")
 
 
 def diff_runs(
-    a: RunArgument,
-    b: RunArgument,
+    a: StoredRunArgument,
+    b: StoredRunArgument,
     store: StoreOption = DEFAULT_STORE,
-    tolerance: Annotated[float, typer.Option(help="Relative difference that is none.")] = 0.0,
-    most: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 20,
+    tolerance: Annotated[float, typer.Option(help="Relative difference that counts as equal.")] = 0.0,
+    most: Annotated[int, typer.Option(min=1, help="Maximum number of rows to show.")] = 20,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show the first step and tensor at which two runs differ, and what differs. Exit code 1 where they do."""
+    """Show the first step and tensor at which two runs differ, and what differs. Exit code 1 if they differ.
+
+    Examples:
+        watchstep runs diff night-1 night-2
+        watchstep runs diff night-1 night-2 --tolerance 1e-6
+    """
     found = diff(find_run(a, store), find_run(b, store), tolerance)
+    differing = [] if found.step is None else found.table.slice(0, most).to_pylist()
+    if as_json:
+        show_json(
+            {
+                "compared": found.compared,
+                "step": found.step,
+                "tensor": found.tensor,
+                "only_a": list(found.only_a),
+                "only_b": list(found.only_b),
+                "rows": differing,
+            }
+        )
+        raise typer.Exit(0 if found.step is None else 1)
     out = console()
     for names, of in ((found.only_a, a), (found.only_b, b)):
         if names:
@@ -205,29 +217,33 @@ def diff_runs(
         out.print(f"no difference in {found.compared} rows")
         return
     out.print(f"first difference: step {found.step}, {found.tensor}")
-    shown = table(">STEP", "MODE", ">WORKER", "=TENSOR", "FIGURE", ">A", ">B", ">RELATIVE")
-    for row in found.table.slice(0, most).to_pylist():
+    rows = table(">STEP", "MODE", ">WORKER", "=TENSOR", "FIGURE", ">A", ">B", ">RELATIVE")
+    for row in differing:
         numbers = [figure(row[name]) for name in ("a", "b", "relative")]
-        shown.add_row(
+        rows.add_row(
             str(row["step"]), row["mode"], str(row["worker"]), row["tensor"], row["figure"], *numbers
         )
-    show(shown)
+    show(rows)
     raise typer.Exit(1)
 
 
 def find_run(run: str, store: str) -> Run:
-    """A run by its URL, by project and id, or by its id alone where that is clear."""
+    """Open a run by its URL, by project and id, or by its id alone.
+
+    Raises:
+        NotFoundError: there is no such run, or runs of several projects have the id.
+    """
     parts = run.split("/")
     if len(parts) > 2:
         return open_run(run)
     if len(parts) == 1:
-        found: list[RunEntry] = [entry for entry in find_runs(Store.open(store)) if entry.run == run]
-        if len(found) != 1:
-            many = f"in projects {', '.join(entry.project for entry in found)}" if found else "not found"
+        entries: list[RunEntry] = [entry for entry in find_runs(Store.open(store)) if entry.run == run]
+        if len(entries) != 1:
+            many = f"in projects {', '.join(entry.project for entry in entries)}" if entries else "not found"
             raise NotFoundError(
                 f"run {run!r} in {store}: {many}", "name it <project>/<run>; 'watchstep runs list' shows all"
             )
-        parts = [found[0].project, run]
+        parts = [entries[0].project, run]
     return open_run("/".join([Store.open(store).location, *parts]))
 
 
@@ -235,12 +251,12 @@ _WILD = frozenset("*?[")
 
 
 def locations(run: str, store: str) -> list[str]:
-    """Where the runs lie that a name stands for.
+    """The locations of the runs that a name matches.
 
     Args:
-        run: a run's id, ``<project>/<run>`` or its whole URL; each part may hold ``*``, ``?`` and ``[…]``, and a name that
-            ends in ``/`` is that of a project.
-        store: where runs lie that are named without a store.
+        run: a run's id, ``<project>/<run>`` or its whole URL; each part may hold ``*``, ``?`` and ``[…]``. A name that
+            ends in ``/`` names a project.
+        store: of runs that are named without one.
 
     Raises:
         NotFoundError: there is no such run.
@@ -252,16 +268,16 @@ def locations(run: str, store: str) -> list[str]:
         return [find_run(run, store).location]
     root, project, name = _parts(run, store)
     opened = Store.open(root)
-    found = [
-        f"{opened.location}/{held}/{each}"
-        for held in sorted(opened.folders())
-        if fnmatchcase(held, project)
-        for each in sorted(opened.folders(f"{held}/"))
-        if fnmatchcase(each, name) and _is_run(opened.child(f"{held}/{each}"))
+    matching = [
+        f"{opened.location}/{project_name}/{run_name}"
+        for project_name in sorted(opened.folders())
+        if fnmatchcase(project_name, project)
+        for run_name in sorted(opened.folders(f"{project_name}/"))
+        if fnmatchcase(run_name, name) and _is_run(opened.child(f"{project_name}/{run_name}"))
     ]
-    if not found:
+    if not matching:
         raise NotFoundError(f"runs {run!r} in {root}: none", "'watchstep runs list' shows all")
-    return found
+    return matching
 
 
 def _parts(run: str, store: str) -> tuple[str, str, str]:
@@ -286,10 +302,14 @@ def short(location: str) -> str:
 
 
 def export(
-    run: RunArgument,
-    tensorboard: Annotated[Path, typer.Option(help="A new folder for TensorBoard's event files.")],
+    run: StoredRunArgument,
+    tensorboard: Annotated[Path, typer.Option(help="New folder for the event files.")],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Write a run's figures and histograms as TensorBoard's event files."""
+    """Write the statistics and histograms of a run as TensorBoard event files.
+
+    Examples:
+        watchstep export night-1 --tensorboard runs/night-1
+    """
     written = export_events(find_run(run, store), tensorboard)
     console().print(f"{written} events in {tensorboard}", soft_wrap=True)

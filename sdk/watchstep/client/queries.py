@@ -1,0 +1,80 @@
+"""Arrays and tables that a run's queries answer with. Its own module: commands that list or show never import numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.errors import ServiceError
+from watchstep.format.snapshot import DTYPES
+from watchstep.reading.queries import Heatmap, HistogramSeries
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+ARROW = "application/vnd.apache.arrow.stream"
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """A tensor of a snapshot.
+
+    Attributes:
+        dtype: by safetensors' names; bfloat16 and fp8 stand as their bits in ``values``.
+        values: of the tensor's shape; read-only.
+    """
+
+    dtype: str
+    values: NDArray[Any]
+
+
+def table(content: bytes) -> pa.Table:
+    """An Arrow stream.
+
+    Raises:
+        ServiceError: it is none.
+    """
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.open_stream(pa.py_buffer(content)).read_all()
+    except pa.ArrowInvalid as error:
+        raise _other("Arrow", error) from error
+
+
+def heatmap(data: Any) -> Heatmap:
+    """A heatmap; cells without a finite value are NaN."""
+    try:
+        values = np.array(data["values"], np.float64).reshape(len(data["tensors"]), -1)
+        return Heatmap(list(data["tensors"]), np.array(data["edges"], np.int64), values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _other("a heatmap", error) from error
+
+
+def histogram(data: Any) -> HistogramSeries:
+    """Histograms over time."""
+    try:
+        edges = np.array(data["edges"], np.int64)
+        counts = np.array(data["counts"], np.int64).reshape(len(edges) - 1, len(data["lower"]))
+        lower, upper = (np.array(data[name], np.float64) for name in ("lower", "upper"))
+        zeros, nonfinite = (np.array(data[name], np.int64) for name in ("zeros", "nonfinite"))
+        return HistogramSeries(edges, lower, upper, counts, zeros, nonfinite)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _other("histograms", error) from error
+
+
+def tensor(content: bytes, dtype: str, shape: str) -> TensorBytes:
+    """A tensor from its bytes and the headers that describe them."""
+    try:
+        sizes = [int(size) for size in shape.split(",") if size]
+        return TensorBytes(dtype, np.frombuffer(content, DTYPES[dtype]).reshape(sizes))
+    except (KeyError, ValueError) as error:
+        raise _other("a tensor", error) from error
+
+
+def _other(what: str, error: Exception) -> ServiceError:
+    return ServiceError(f"an answer is not {what} ({error})", "use a client of the service's version")
