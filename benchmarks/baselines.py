@@ -19,11 +19,11 @@ from benchmarks.detection.recording import record
 from benchmarks.report import Figure, Report, arguments
 from watchstep import open_run
 from watchstep_rules.backtest.backtest import backtest
-from watchstep_rules.baseline.run_summary import summarize_run
+from watchstep_rules.baseline import summarize_run
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.signals.ranges.baseline import MIN_RUNS, Baseline, BaselineRun, merge_summaries
+from watchstep_rules.signals.baseline import MIN_RUNS, Baseline, BaselineRun, merge_summaries
 
 STEP_SECONDS = 0.001
 EARLIER_SEEDS = (0, 1, 2)

@@ -24,8 +24,7 @@ from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.history import History, trimmed
 from watchstep_rules.engine.judge import RuleMemory, judge_prepared
-from watchstep_rules.engine.lookback import Lookback
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, Prepared
 from watchstep_rules.registry import RULES
 
 STEPS = 10_000

@@ -22,8 +22,8 @@ from watchstep.wrapper.store_commands import migrate_parser, sync_parser
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.custom.sql.guard import FUNCTIONS
 from watchstep_rules.registry import RULES
-from watchstep_rules.rule_files.presets.sagemaker import AMAZONS_RULES
-from watchstep_rules.rule_files.schema import schema_text
+from watchstep_rules.rule_files.presets import AMAZONS_RULES
+from watchstep_rules.rule_files.rule_file import schema_text
 from watchstep_rules.testing import file as rule_tests
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.policies import PERMISSION

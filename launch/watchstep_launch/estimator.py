@@ -28,8 +28,7 @@ from watchstep_launch.job_record import JobRecord, job_name
 from watchstep_launch.registration import Registering, config_of, known_as, recorder_token, settings_of
 from watchstep_launch.relaunch import Relaunch, Requeue
 from watchstep_launch.service_location import judge_of
-from watchstep_rules.config.attached import AttachedRule
-from watchstep_rules.config.capture_needs import element_probes
+from watchstep_rules.config.attached import AttachedRule, element_probes
 from watchstep_rules.config.rule_config import RuleConfig
 
 # The current folder, which Python would look into first, may hold modules of any name.

@@ -1,7 +1,7 @@
-"""Rules over recorded statistics: the contract, the built-in rules, alerts and rule files.
+"""Rules over recorded statistics: the rule contract, the built-in rules, alerts and rule files.
 
-Each built-in rule is a name here, too, to attach it to a job: ``nan_or_inf().stop()`` (see `AttachedRule`). Its class is
-reachable as ``from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf``.
+Each built-in rule is also available here as a function that attaches it to a job: ``nan_or_inf().stop()`` (see `AttachedRule`).
+Its class is ``from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf``.
 """
 
 from __future__ import annotations

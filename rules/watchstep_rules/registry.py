@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from watchstep.errors import RuleError
 from watchstep_rules.builtin.activations.dead_relu import DeadRelu
-from watchstep_rules.builtin.activations.frozen_batch_norm import FrozenBatchNorm
-from watchstep_rules.builtin.activations.running_statistics_frozen import RunningStatisticsFrozen
+from watchstep_rules.builtin.activations.frozen_batch_norm import FrozenBatchNorm, RunningStatisticsFrozen
 from watchstep_rules.builtin.activations.saturated_activation import SaturatedActivation
 from watchstep_rules.builtin.activations.starved_expert import StarvedExpert
 from watchstep_rules.builtin.data.class_imbalance import ClassImbalance
 from watchstep_rules.builtin.data.confusion import Confusion
-from watchstep_rules.builtin.data.feature_importance import FeatureImportance
 from watchstep_rules.builtin.data.input_image_mean import InputImageMean
 from watchstep_rules.builtin.data.token_ratio import TokenRatio
-from watchstep_rules.builtin.data.tree_depth import TreeDepth
+from watchstep_rules.builtin.data.trees import FeatureImportance, TreeDepth
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradient
 from watchstep_rules.builtin.gradients.gradient_norm_spike import GradientNormSpike
 from watchstep_rules.builtin.gradients.gradients_cease import GradientsCease
 from watchstep_rules.builtin.gradients.missing_zero_grad import MissingZeroGrad
+from watchstep_rules.builtin.gradients.mixed_precision import NumberFormatHeadroom, ScalerSkips
 from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues
-from watchstep_rules.builtin.gradients.number_format_headroom import NumberFormatHeadroom
-from watchstep_rules.builtin.gradients.scaler_skips import ScalerSkips
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradient
 from watchstep_rules.builtin.losses.loss_not_decreasing import LossNotDecreasing
 from watchstep_rules.builtin.losses.loss_spike import LossSpike
@@ -31,18 +28,24 @@ from watchstep_rules.builtin.losses.overfit import Overfit
 from watchstep_rules.builtin.losses.overtraining import Overtraining
 from watchstep_rules.builtin.losses.slow_convergence import SlowConvergence
 from watchstep_rules.builtin.losses.validation_loss_jump import ValidationLossJump
-from watchstep_rules.builtin.sagemaker.all_zero import SagemakerAllZero
-from watchstep_rules.builtin.sagemaker.check_input_images import SagemakerCheckInputImages
-from watchstep_rules.builtin.sagemaker.class_imbalance import SagemakerClassImbalance
-from watchstep_rules.builtin.sagemaker.confusion import SagemakerConfusion
-from watchstep_rules.builtin.sagemaker.dead_relu import SagemakerDeadRelu
-from watchstep_rules.builtin.sagemaker.exploding_tensor import SagemakerExplodingTensor
-from watchstep_rules.builtin.sagemaker.feature_importance import SagemakerFeatureImportanceOverweight
-from watchstep_rules.builtin.sagemaker.loss_not_decreasing import SagemakerLossNotDecreasing
-from watchstep_rules.builtin.sagemaker.nlp_sequence_ratio import SagemakerNlpSequenceRatio
-from watchstep_rules.builtin.sagemaker.overfit import SagemakerOverfit
-from watchstep_rules.builtin.sagemaker.overtraining import SagemakerOvertraining
-from watchstep_rules.builtin.sagemaker.poor_weight_initialization import SagemakerPoorWeightInitialization
+from watchstep_rules.builtin.sagemaker.data import (
+    SagemakerCheckInputImages,
+    SagemakerClassImbalance,
+    SagemakerConfusion,
+    SagemakerNlpSequenceRatio,
+)
+from watchstep_rules.builtin.sagemaker.layers import (
+    SagemakerDeadRelu,
+    SagemakerPoorWeightInitialization,
+    SagemakerSaturatedActivation,
+    SagemakerWeightUpdateRatio,
+)
+from watchstep_rules.builtin.sagemaker.losses import (
+    SagemakerLossNotDecreasing,
+    SagemakerOverfit,
+    SagemakerOvertraining,
+    SagemakerStalledTraining,
+)
 from watchstep_rules.builtin.sagemaker.profiler import (
     SagemakerBatchSize,
     SagemakerCpuBottleneck,
@@ -54,29 +57,28 @@ from watchstep_rules.builtin.sagemaker.profiler import (
     SagemakerMaxInitializationTime,
     SagemakerStepOutlier,
 )
-from watchstep_rules.builtin.sagemaker.profiler_report import SagemakerProfilerReport
 from watchstep_rules.builtin.sagemaker.reports import (
     SagemakerCreateXgboostReport,
     SagemakerOverallFrameworkMetrics,
     SagemakerOverallSystemUsage,
+    SagemakerProfilerReport,
 )
-from watchstep_rules.builtin.sagemaker.saturated_activation import SagemakerSaturatedActivation
-from watchstep_rules.builtin.sagemaker.similar_across_runs import SagemakerSimilarAcrossRuns
-from watchstep_rules.builtin.sagemaker.stalled_training import SagemakerStalledTraining
-from watchstep_rules.builtin.sagemaker.tensor_variance import SagemakerTensorVariance
-from watchstep_rules.builtin.sagemaker.tree_depth import SagemakerTreeDepth
-from watchstep_rules.builtin.sagemaker.unchanged_tensor import SagemakerUnchangedTensor
-from watchstep_rules.builtin.sagemaker.vanishing_gradient import SagemakerVanishingGradient
-from watchstep_rules.builtin.sagemaker.weight_update_ratio import SagemakerWeightUpdateRatio
+from watchstep_rules.builtin.sagemaker.tensors import (
+    SagemakerAllZero,
+    SagemakerExplodingTensor,
+    SagemakerSimilarAcrossRuns,
+    SagemakerTensorVariance,
+    SagemakerUnchangedTensor,
+    SagemakerVanishingGradient,
+)
+from watchstep_rules.builtin.sagemaker.trees import SagemakerFeatureImportanceOverweight, SagemakerTreeDepth
 from watchstep_rules.builtin.system.batch_size import BatchSize
-from watchstep_rules.builtin.system.cpu_bottleneck import CpuBottleneck
 from watchstep_rules.builtin.system.data_loader import DataLoader
-from watchstep_rules.builtin.system.gpu_memory_increase import GpuMemoryIncrease
+from watchstep_rules.builtin.system.idle_gpu import CpuBottleneck, IoBottleneck
 from watchstep_rules.builtin.system.initialization_time import InitializationTime
-from watchstep_rules.builtin.system.io_bottleneck import IoBottleneck
 from watchstep_rules.builtin.system.load_balance import LoadBalance
 from watchstep_rules.builtin.system.low_gpu_utilization import LowGpuUtilization
-from watchstep_rules.builtin.system.memory_growth import MemoryGrowth
+from watchstep_rules.builtin.system.memory_growth import GpuMemoryIncrease, MemoryGrowth
 from watchstep_rules.builtin.system.stalled_training import StalledTraining
 from watchstep_rules.builtin.system.step_outlier import StepOutlier
 from watchstep_rules.builtin.tensors.all_zero import AllZero
@@ -93,7 +95,7 @@ from watchstep_rules.builtin.weights.replica_divergence import ReplicaDivergence
 from watchstep_rules.builtin.weights.symmetric_units import SymmetricUnits
 from watchstep_rules.builtin.weights.weight_not_updating import WeightNotUpdating
 from watchstep_rules.builtin.weights.weight_update_ratio import WeightUpdateRatio
-from watchstep_rules.custom.python.rule import Python
+from watchstep_rules.custom.python_rule import Python
 from watchstep_rules.custom.sql.rule import Sql
 from watchstep_rules.rule import AnyRule
 

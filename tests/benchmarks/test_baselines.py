@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.baselines import compared_with, fired, interval
 from watchstep import CaptureConfig, Hook, open_run
-from watchstep_rules.baseline.run_summary import summarize_run
-from watchstep_rules.signals.ranges.baseline import merge_summaries
+from watchstep_rules.baseline import summarize_run
+from watchstep_rules.signals.baseline import merge_summaries
 
 
 def record_loss(folder: Path, run: str, loss: float) -> str:

@@ -12,7 +12,7 @@ import yaml
 
 from docs import tables
 from watchstep_rules.rule_files import rule_file
-from watchstep_rules.rule_files.schema import schema_text
+from watchstep_rules.rule_files.rule_file import schema_text
 from watchstep_rules.testing import file as rule_tests
 from watchstep_services.channels import receiver_file
 

@@ -15,8 +15,7 @@ from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block, concatenate
 from watchstep.format.tensors import Mode, Placement
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Phase, Transition
-from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.alert import Phase, Transition, as_told
 from watchstep_rules.engine.judge import RuleMemory, judge
 from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_rules.rule import Finding

@@ -31,10 +31,10 @@ from tests.sdk.pytorch.test_distributed import trained
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.format.block import Block
 from watchstep_rules.backtest.backtest import backtest
-from watchstep_rules.baseline.run_summary import summarize_run
+from watchstep_rules.baseline import summarize_run
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.signals.ranges.baseline import merge_summaries
-from watchstep_rules.signals.ranges.reference import reference_of
+from watchstep_rules.signals.baseline import merge_summaries
+from watchstep_rules.signals.reference import reference_of
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -174,3 +174,47 @@ def test_a_rule_without_a_lookback_of_its_own_looks_back_on_nothing() -> None:
             raise NotImplementedError
 
     assert Plain().lookback(Params()) == 0
+
+
+T = TypeVar("T", bound=Params)
+
+
+class Counted(State):
+    count: int = 0
+
+
+class Bounded(Params):
+    bound: float = 1.0
+
+
+class Counting(Rule[T, Counted]):
+    def evaluate(self, params: T, state: Counted, context: Block, block: Block, now: int) -> Any:
+        raise NotImplementedError
+
+
+class BoundedCounting(Counting[Bounded]):
+    pass
+
+
+class BoundedChild(BoundedCounting):
+    pass
+
+
+class Untyped(Rule):  # type: ignore[type-arg]  # as users may write it
+    def evaluate(self, params: Params, state: State, context: Block, block: Block, now: int) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("rule", "params", "state"),
+    [
+        (Counting, Params, Counted),
+        (BoundedCounting, Bounded, Counted),
+        (BoundedChild, Bounded, Counted),
+        (Untyped, Params, State),
+    ],
+)
+def test_the_types_of_parameters_and_state_are_the_type_arguments(
+    rule: type[AnyRule], params: type[Params], state: type[State]
+) -> None:
+    assert (rule.params_type, rule.state_type) == (params, state)

@@ -15,13 +15,10 @@ from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues, NonFiniteValuesParams
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine import alert
-from watchstep_rules.engine.alert import advance
-from watchstep_rules.engine.alert_memory import AlertMemory
-from watchstep_rules.engine.alert_state_machine import Seals
+from watchstep_rules.engine.alert import AlertMemory, Seals, advance
 from watchstep_rules.engine.streaks import JudgedRows
-from watchstep_rules.finding_rows import FindingRows, Hits
 from watchstep_rules.registry import RULES
-from watchstep_rules.rule import likelihood
+from watchstep_rules.rule import FindingRows, Hits, likelihood
 
 NAN = math.nan
 OF_NUMBERS = ("nan_or_inf", "non_finite_values")
@@ -88,7 +85,7 @@ def test_columns_behave_as_a_sequence() -> None:
         found[4]
     assert repr(found) == "FindingRows('non_finite_values', 4 findings)"
     none = NanOrInf().evaluate(
-        NanOrInf.params_type(), NanOrInf.state_type(), Block.empty(), block_of(rows), 0
+        NanOrInf().params_type(), NanOrInf().state_type(), Block.empty(), block_of(rows), 0
     )[1]
     assert none == []
     assert not none

@@ -6,11 +6,18 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from watchstep_rules.backtest.backtest import AttemptOutcome, BacktestOutcome, JudgingOrder, ReplayOutcome
-from watchstep_rules.backtest.many import Failed, FirstAlert, Replayed
+from watchstep_rules.backtest.backtest import (
+    AttemptOutcome,
+    BacktestOutcome,
+    Failed,
+    FirstAlert,
+    JudgingOrder,
+    Replayed,
+    ReplayOutcome,
+)
 from watchstep_rules.backtest.sweep import Setting, Variation
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.alert import Phase, Transition
 from watchstep_rules.engine.explanation import RunName, say
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule import Finding
@@ -24,7 +31,7 @@ def report(
     """All results, by the runs' locations.
 
     Args:
-        results: as `watchstep_rules.backtest.many.backtest_many` gives them.
+        results: as `watchstep_rules.backtest.backtest.backtest_many` gives them.
         variations: of the sweeps.
         findings: so many of each rule config on each attempt are listed; the rest are counted.
     """

@@ -1,17 +1,28 @@
-"""A rule config as Python writes it: ``vanishing_gradient(threshold=1e-7).lasting(steps=3).notify("ml-oncall")``."""
+"""Rule configs as Python code: ``vanishing_gradient(threshold=1e-7).lasting(steps=3).notify("ml-oncall")``.
+
+`AttachedRule` is a rule config with methods. `element_probes` lists the probes that a recorder must add for rule configs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
 from pydantic import ValidationError
 
+from watchstep.capture.config import parsed
 from watchstep.errors import RuleError
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule import Params, Severity
+
+
+def element_probes(configs: Iterable[RuleConfig]) -> tuple[str, ...]:
+    """Names of the probes with arguments that some configs need, each once; as `CaptureConfig.probes` takes them."""
+    needed = (probe for config in configs for probe in config.implementation.needed(config.parameters).probes)
+    return tuple(dict.fromkeys(probe for probe in needed if parsed(probe) is not None))
+
 
 _Given = ParamSpec("_Given")
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from watchstep_rules.builtin.activations.dead_relu import DeadReluParams
-from watchstep_rules.builtin.activations.frozen_batch_norm import FrozenBatchNormParams
-from watchstep_rules.builtin.activations.running_statistics_frozen import RunningStatisticsFrozenParams
+from watchstep_rules.builtin.activations.frozen_batch_norm import (
+    FrozenBatchNormParams,
+    RunningStatisticsFrozenParams,
+)
 from watchstep_rules.builtin.activations.saturated_activation import SaturatedActivationParams
 from watchstep_rules.builtin.activations.starved_expert import StarvedExpertParams
 from watchstep_rules.builtin.data.class_imbalance import ClassImbalanceParams
 from watchstep_rules.builtin.data.confusion import ConfusionParams
-from watchstep_rules.builtin.data.feature_importance import FeatureImportanceParams
 from watchstep_rules.builtin.data.input_image_mean import InputImageMeanParams
 from watchstep_rules.builtin.data.token_ratio import TokenRatioParams
-from watchstep_rules.builtin.data.tree_depth import TreeDepthParams
+from watchstep_rules.builtin.data.trees import FeatureImportanceParams, TreeDepthParams
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradientParams
 from watchstep_rules.builtin.gradients.gradient_norm_spike import GradientNormSpikeParams
 from watchstep_rules.builtin.gradients.gradients_cease import GradientsCeaseParams
 from watchstep_rules.builtin.gradients.missing_zero_grad import MissingZeroGradParams
+from watchstep_rules.builtin.gradients.mixed_precision import NumberFormatHeadroomParams, ScalerSkipsParams
 from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInfParams
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValuesParams
-from watchstep_rules.builtin.gradients.number_format_headroom import NumberFormatHeadroomParams
-from watchstep_rules.builtin.gradients.scaler_skips import ScalerSkipsParams
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradientParams
 from watchstep_rules.builtin.losses.loss_not_decreasing import LossNotDecreasingParams
 from watchstep_rules.builtin.losses.loss_spike import LossSpikeParams
@@ -30,19 +30,23 @@ from watchstep_rules.builtin.losses.overfit import OverfitParams
 from watchstep_rules.builtin.losses.overtraining import OvertrainingParams
 from watchstep_rules.builtin.losses.slow_convergence import SlowConvergenceParams
 from watchstep_rules.builtin.losses.validation_loss_jump import ValidationLossJumpParams
-from watchstep_rules.builtin.sagemaker.all_zero import SagemakerAllZeroParams
-from watchstep_rules.builtin.sagemaker.check_input_images import SagemakerCheckInputImagesParams
-from watchstep_rules.builtin.sagemaker.class_imbalance import SagemakerClassImbalanceParams
-from watchstep_rules.builtin.sagemaker.confusion import SagemakerConfusionParams
-from watchstep_rules.builtin.sagemaker.dead_relu import SagemakerDeadReluParams
-from watchstep_rules.builtin.sagemaker.exploding_tensor import SagemakerExplodingTensorParams
-from watchstep_rules.builtin.sagemaker.feature_importance import SagemakerFeatureImportanceOverweightParams
-from watchstep_rules.builtin.sagemaker.loss_not_decreasing import SagemakerLossNotDecreasingParams
-from watchstep_rules.builtin.sagemaker.nlp_sequence_ratio import SagemakerNlpSequenceRatioParams
-from watchstep_rules.builtin.sagemaker.overfit import SagemakerOverfitParams
-from watchstep_rules.builtin.sagemaker.overtraining import SagemakerOvertrainingParams
-from watchstep_rules.builtin.sagemaker.poor_weight_initialization import (
+from watchstep_rules.builtin.sagemaker.data import (
+    SagemakerCheckInputImagesParams,
+    SagemakerClassImbalanceParams,
+    SagemakerConfusionParams,
+    SagemakerNlpSequenceRatioParams,
+)
+from watchstep_rules.builtin.sagemaker.layers import (
+    SagemakerDeadReluParams,
     SagemakerPoorWeightInitializationParams,
+    SagemakerSaturatedActivationParams,
+    SagemakerWeightUpdateRatioParams,
+)
+from watchstep_rules.builtin.sagemaker.losses import (
+    SagemakerLossNotDecreasingParams,
+    SagemakerOverfitParams,
+    SagemakerOvertrainingParams,
+    SagemakerStalledTrainingParams,
 )
 from watchstep_rules.builtin.sagemaker.profiler import (
     SagemakerBatchSizeParams,
@@ -55,29 +59,31 @@ from watchstep_rules.builtin.sagemaker.profiler import (
     SagemakerMaxInitializationTimeParams,
     SagemakerStepOutlierParams,
 )
-from watchstep_rules.builtin.sagemaker.profiler_report import PROFILER_REPORT_PARAMS
 from watchstep_rules.builtin.sagemaker.reports import (
+    PROFILER_REPORT_PARAMS,
     SagemakerCreateXgboostReportParams,
     SagemakerOverallFrameworkMetricsParams,
     SagemakerOverallSystemUsageParams,
 )
-from watchstep_rules.builtin.sagemaker.saturated_activation import SagemakerSaturatedActivationParams
-from watchstep_rules.builtin.sagemaker.similar_across_runs import SagemakerSimilarAcrossRunsParams
-from watchstep_rules.builtin.sagemaker.stalled_training import SagemakerStalledTrainingParams
-from watchstep_rules.builtin.sagemaker.tensor_variance import SagemakerTensorVarianceParams
-from watchstep_rules.builtin.sagemaker.tree_depth import SagemakerTreeDepthParams
-from watchstep_rules.builtin.sagemaker.unchanged_tensor import SagemakerUnchangedTensorParams
-from watchstep_rules.builtin.sagemaker.vanishing_gradient import SagemakerVanishingGradientParams
-from watchstep_rules.builtin.sagemaker.weight_update_ratio import SagemakerWeightUpdateRatioParams
+from watchstep_rules.builtin.sagemaker.tensors import (
+    SagemakerAllZeroParams,
+    SagemakerExplodingTensorParams,
+    SagemakerSimilarAcrossRunsParams,
+    SagemakerTensorVarianceParams,
+    SagemakerUnchangedTensorParams,
+    SagemakerVanishingGradientParams,
+)
+from watchstep_rules.builtin.sagemaker.trees import (
+    SagemakerFeatureImportanceOverweightParams,
+    SagemakerTreeDepthParams,
+)
 from watchstep_rules.builtin.system.batch_size import BatchSizeParams
-from watchstep_rules.builtin.system.cpu_bottleneck import CpuBottleneckParams
 from watchstep_rules.builtin.system.data_loader import DataLoaderParams
-from watchstep_rules.builtin.system.gpu_memory_increase import GpuMemoryIncreaseParams
+from watchstep_rules.builtin.system.idle_gpu import CpuBottleneckParams, IoBottleneckParams
 from watchstep_rules.builtin.system.initialization_time import InitializationTimeParams
-from watchstep_rules.builtin.system.io_bottleneck import IoBottleneckParams
 from watchstep_rules.builtin.system.load_balance import LoadBalanceParams
 from watchstep_rules.builtin.system.low_gpu_utilization import LowGpuUtilizationParams
-from watchstep_rules.builtin.system.memory_growth import MemoryGrowthParams
+from watchstep_rules.builtin.system.memory_growth import GpuMemoryIncreaseParams, MemoryGrowthParams
 from watchstep_rules.builtin.system.stalled_training import StalledTrainingParams
 from watchstep_rules.builtin.system.step_outlier import StepOutlierParams
 from watchstep_rules.builtin.tensors.all_zero import AllZeroParams

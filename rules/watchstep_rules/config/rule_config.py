@@ -24,11 +24,11 @@ from pydantic import (
 from watchstep.errors import RuleError
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config import message_template
-from watchstep_rules.config.plain_text import LINES, ONE_LINE, can_be_kept, lines, one_line
-from watchstep_rules.custom.python.source import with_source
+from watchstep_rules.config.message_template import LINES, ONE_LINE, can_be_kept, lines, one_line
+from watchstep_rules.custom.python_rule import with_source
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_rules.rule import AnyRule, Needs, Params, Severity, is_metric
-from watchstep_rules.signals import name_pattern
+from watchstep_rules.signals import tensor_selection
 
 _LONGEST_SECONDS = 30 * 86400
 _MOST_STEPS = 10**9
@@ -58,7 +58,7 @@ Address = Annotated[HttpUrl, Field(json_schema_extra={"pattern": "^[hH][tT][tT][
 Pattern = Annotated[
     str,
     AfterValidator(one_line),
-    Field(json_schema_extra={"maxLength": name_pattern.LONGEST, "pattern": ONE_LINE}),
+    Field(json_schema_extra={"maxLength": tensor_selection.LONGEST, "pattern": ONE_LINE}),
 ]
 Message = Annotated[
     str,
@@ -167,7 +167,7 @@ class TensorScope(_Model):
     @classmethod
     def _compiles(cls, value: str | None) -> str | None:
         if value is not None:
-            name_pattern.check(value)
+            tensor_selection.check(value)
         return value
 
     def holds(self, info: TensorInfo, needs: Needs) -> bool:
@@ -183,8 +183,8 @@ class TensorScope(_Model):
         )
 
     def _chosen(self, name: str) -> bool:
-        included = self.include is None or name_pattern.matches(self.include, name)
-        return included and (self.exclude is None or not name_pattern.matches(self.exclude, name))
+        included = self.include is None or tensor_selection.matches(self.include, name)
+        return included and (self.exclude is None or not tensor_selection.matches(self.exclude, name))
 
 
 class MinimumDuration(_Model):

@@ -1,7 +1,7 @@
-"""The child: ``python -I -m watchstep_rules.custom.child PARENT``. It shuts itself in, then runs what its user wrote.
+"""The sandbox's child process: ``python -I -m watchstep_rules.custom.child PARENT``. It confines itself, then runs user code.
 
-That is a rule in Python, or SQL. Requests come on descriptor 0, answers go out on what was descriptor 1. What a program
-prints goes nowhere.
+User code is a Python rule or SQL. Requests arrive on descriptor 0; responses leave on the original descriptor 1. Output that the
+program prints is discarded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from watchstep.format.block import Block, concatenate
-from watchstep_rules.custom.sandbox import program, wire
+from watchstep_rules.custom.sandbox import program, protocol
 from watchstep_rules.custom.sandbox.confinement import CPU_SECONDS, AddressSpace, shut_files, shut_in
-from watchstep_rules.custom.sandbox.frames import pack, read_blocking, write_blocking
 from watchstep_rules.custom.sandbox.kernel import die_with
+from watchstep_rules.custom.sandbox.protocol import pack, read_blocking, write_blocking
 
 _READABLE = {"sql": (Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))}
 """DuckDB reads its limits there whenever a database is opened, and aborts where it may not. No query can name a file."""
@@ -110,7 +110,7 @@ def _warm_up() -> None:
 
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-    block = wire.from_bytes(wire.to_bytes(Block.empty()))
+    block = protocol.from_bytes(protocol.to_bytes(Block.empty()))
     concatenate([block, block]).ordered()
     np.linalg.norm(np.ones((2, 2)))
     np.random.default_rng(0).normal()

@@ -1,6 +1,6 @@
-"""What an alert says to people: what was seen, where, against what, since when, what usually causes it, what to try.
+"""The explanation of an alert: what was measured, where, against which threshold, since when, usual causes, and remedies.
 
-The first four are figures of this run. The last two are what is known of the rule in general, and said as such.
+The first four are figures of the run. The last two are general knowledge about the rule, and are presented as such.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from watchstep_rules.config import message_template
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.alert import Transition
 from watchstep_rules.rule import Finding
 
 _INDENT = " " * 10

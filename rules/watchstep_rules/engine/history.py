@@ -1,7 +1,7 @@
-"""Earlier rows of an attempt: as many as its rules look back on, and all that are not sealed yet.
+"""Earlier rows of an attempt: as many as its rules look back on, and all rows after the watermark.
 
-Each row knows the journal position of the segment that it came from. The positions that still hold needed rows are
-committed with the cursor, so that another process rebuilds exactly the same rows from exactly those segments.
+Each row refers to the journal position of its segment. The positions that still hold needed rows are committed with the cursor, so
+another process rebuilds exactly the same rows from exactly those segments.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from watchstep.format.block import Block, concatenate, sort_key
 from watchstep.format.tensors import TensorInfo
-from watchstep_rules.engine.lookback import Lookback
-from watchstep_rules.signals.catalogue_cache import OfCatalogue
+from watchstep_rules.engine.rule_inputs import Lookback
+from watchstep_rules.signals.tensor_selection import OfCatalogue
 
 _sorted: OfCatalogue[tuple[TensorInfo, ...]] = OfCatalogue()
 

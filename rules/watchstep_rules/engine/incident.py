@@ -1,17 +1,17 @@
 """Incidents: alerts of one attempt that begin close together, and the likeliest cause among them.
 
-A fault seldom fires one rule. A learning rate that is multiplied by 100 fires `hyperparameter_jump`, then `exploding_gradient`, then
-`loss_spike`, and at last `nan_or_inf`: four alerts, one incident.
+A fault seldom fires only one rule. A learning rate that is multiplied by 100 fires `hyperparameter_jump`, then `exploding_gradient`,
+then `loss_spike`, and finally `nan_or_inf`: four alerts, one incident.
 
-**Which alerts form an incident.** The *onset* of an alert is the first step of the findings that made it fire. Onsets are taken by
-step. One that comes at most `NEAR_STEPS` after the incident was last extended belongs to it, and any other begins the next
-incident. An alert extends an incident once: one that fires again and again does not make an incident endless. So incidents are a
-function of the set of onsets: neither the order in which these become known nor the cuts of the segments change them.
+**Which alerts form an incident.** The *onset* of an alert is the first step of the findings that made it fire. Onsets are processed by
+step. An onset at most `NEAR_STEPS` after the incident was last extended belongs to it; any other begins the next incident. An alert
+extends an incident once, so an alert that fires repeatedly does not make an incident endless. Incidents are a function of the set of
+onsets: neither the order in which onsets become known nor the boundaries of segments change them.
 
-**What the cause is.** Of the onsets in the first `AT_ONCE_STEPS` steps of an incident, for a rule may see a fault a few steps after another
-does: what lies furthest upstream, that is settings before data, data before layers, layers before gradients, gradients before losses,
-losses before numbers that are not finite; then the earliest; then the first tensor as data flows. A hyperparameter that jumps after the
-first onset is no cause of it.
+**What the cause is.** Rules may detect the same fault a few steps apart. Among the onsets in the first `AT_ONCE_STEPS` steps of an
+incident, the cause is the one furthest upstream: settings before data, data before layers, layers before gradients, gradients before
+losses, losses before values that are not finite; then the earliest; then the first tensor in the order of data flow. A hyperparameter
+that jumps after the first onset is not the cause.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import takewhile
 
 from pydantic import BaseModel, ConfigDict
 
-from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.alert import Phase, Transition
 from watchstep_rules.rule import Finding
 
 NEAR_STEPS = 50

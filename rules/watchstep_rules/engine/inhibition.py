@@ -1,11 +1,11 @@
-"""Inhibition: while one rule's alert fires, those that only follow from it are quiet.
+"""Inhibition: while the alert of one rule config fires, alerts that only follow from it are not notified.
 
-Alerts live on as they would; what is inhibited is that somebody is told. A target that begins to fire at a step at which
-a source fires is kept quiet, and told of at the first later step at which no source fires, if it still does.
+Alerts change their phases as usual; inhibition suppresses the notification. A target that begins to fire at a step at which a source
+fires is inhibited. It is notified at the first later step at which no source fires, if it still fires then.
 
-Only rules that wait for seals can be targets: when a step is sealed, all that a source can say of it has been said,
-however the rows came, so that the same rows give the same events in blocks of any size. A source that is tried dry
-inhibits nothing, and two that inhibit each other, at once or through others, do not: else nobody would be told.
+Only rules that wait for the watermark can be targets: when the watermark passes a step, everything that a source can report about it
+was reported, in whatever order rows arrived. The same rows therefore give the same events in blocks of any size. A source in dry-run
+mode inhibits nothing. Sources that inhibit each other, directly or through others, are ignored, because nobody would be notified.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import AlertMemory, FiringSpan, Phase, Quiet, Transition
+from watchstep_rules.engine.alert import AlertMemory, FiringSpan, Phase, Quiet, Transition
 
 MOST_INTERVALS = 64
 """Of firing that are kept of a source, the latest; more than one matters only while it is ahead of the seals."""

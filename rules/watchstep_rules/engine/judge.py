@@ -1,4 +1,7 @@
-"""One rule config over the rows that have arrived: scope, rule, alert."""
+"""Judging: rule configs over the rows that arrived, with scope, rule, alert and inhibition.
+
+`judge_set` judges with all rule configs of a run: each one independently (`judge_prepared`), then inhibition between them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import advance
-from watchstep_rules.engine.alert_memory import AlertMemory, Transition
-from watchstep_rules.engine.alert_state_machine import Seals
+from watchstep_rules.engine.alert import AlertMemory, Seals, Transition, advance
+from watchstep_rules.engine.inhibition import Told, inhibit
 from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
 from watchstep_rules.engine.streaks import ClockTick, JudgedRows
 from watchstep_rules.rule import Finding, Needs
-from watchstep_rules.signals.catalogue_cache import OfCatalogue
+from watchstep_rules.signals.tensor_selection import OfCatalogue
 
 
 class RuleHealth(str, Enum):
@@ -195,3 +197,31 @@ def _state(config: RuleConfig, memory: RuleMemory, context: Block, clock_ns: int
         except ValidationError:
             pass  # damaged: as good as of another version
     return rule.evaluate(config.parameters, rule.state_type(), Block.empty(), context, clock_ns)[0]
+
+
+def judge_set(remembered: Sequence[tuple[RuleConfig, RuleMemory]], rows: Prepared) -> list[Verdict]:
+    """Judge with all rule configs of a run; one that fails says so in its health and stops no other.
+
+    Args:
+        remembered: each with what the last evaluation left.
+        rows: those of this evaluation.
+
+    Returns:
+        What each said, in the same order.
+    """
+    verdicts = [judge_prepared(config, memory, rows) for config, memory in remembered]
+    told = [
+        Told(config, verdict.memory.alert, verdict.transitions)
+        for (config, _), verdict in zip(remembered, verdicts, strict=True)
+    ]
+    return [
+        _quieted(verdict, one)
+        for verdict, one in zip(verdicts, inhibit(told, rows.progress.now), strict=True)
+    ]
+
+
+def _quieted(verdict: Verdict, told: Told) -> Verdict:
+    if told.memory is verdict.memory.alert and told.transitions is verdict.transitions:
+        return verdict
+    memory = verdict.memory.model_copy(update={"alert": told.memory})
+    return replace(verdict, memory=memory, transitions=list(told.transitions))

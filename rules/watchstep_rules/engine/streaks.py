@@ -1,6 +1,23 @@
-"""Streaks: how often in a row each series had findings, or had none, over whole columns.
+"""Streaks: consecutive judged rows of a series that all have a finding, or all have none.
 
-Only series that matter to an alert are looked at: those with a finding in the block, and those that it remembers.
+A *series* is a tensor on one worker in one mode, ``tensor@worker/mode``, or the run as a whole (`RUN`). A series alternates between two
+kinds of streak::
+
+             conclusive row without a finding
+    ┌──────────┐ ─────────────────────────────▶ ┌───────┐
+    │ FINDINGS │                                │ CLEAN │
+    └──────────┘ ◀───────────────────────────── └───────┘
+                     row with a finding
+
+    FINDINGS  long enough after ``for``: the series makes the alert fire
+    CLEAN     long enough after ``keep_firing``: the series no longer keeps the alert firing
+
+Rows that are not conclusive and have no finding are skipped, and belong to no streak. Rows about an earlier step than the last row of
+their series are *late*; each late finding is a streak of its own.
+
+Blocks hold up to hundreds of thousands of rows, so `follow` works on columns: it selects the rows of the series that matter (those with
+a finding in the block, and those that the alert remembers), sorts them by series, and finds the boundaries between streaks with one
+comparison of neighbours. Python objects exist only for the rows at which a streak begins or becomes long enough.
 """
 
 from __future__ import annotations
@@ -15,8 +32,7 @@ from numpy.typing import NDArray
 from watchstep.format.block import Block
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.config.rule_config import Timing
-from watchstep_rules.finding_rows import FindingRows, likelihood_of, steps_of
-from watchstep_rules.rule import Finding, Likelihood
+from watchstep_rules.rule import Finding, FindingRows, Likelihood, likelihood_of, steps_of
 
 RUN = "run"
 """The series of findings about the run as a whole, those without a tensor."""

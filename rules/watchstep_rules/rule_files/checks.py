@@ -11,10 +11,10 @@ from typing import Literal
 from watchstep.capture.config import PROBES, CaptureConfig
 from watchstep.format.tensors import SYSTEM
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.custom.python.source import sources_from
+from watchstep_rules.custom.python_rule import sources_from
 from watchstep_rules.rule_files.rule_file import RuleFile, read, validated
 from watchstep_rules.rule_files.yaml_source import Loc
-from watchstep_rules.signals import name_pattern
+from watchstep_rules.signals import tensor_selection
 
 MANY_STEPS = 10_000
 """``for`` this many judged steps outlasts most runs: layers are measured at one step in five to twenty."""
@@ -110,7 +110,7 @@ def _warnings(file: RuleFile) -> Iterator[_Warning]:
 
 def _of_scope(config: RuleConfig, where: Loc) -> Iterator[_Warning]:
     scope = config.tensors
-    if scope.exclude is not None and name_pattern.matches(scope.exclude, ""):
+    if scope.exclude is not None and tensor_selection.matches(scope.exclude, ""):
         yield (*where, "tensors", "exclude"), f"{scope.exclude!r} matches every name: nothing is judged"
     if scope.include is not None:
         if _ANCHOR_INSIDE.search(_CLASS.sub("x", scope.include)):

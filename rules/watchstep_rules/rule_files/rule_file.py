@@ -1,7 +1,8 @@
-"""Rule files: a YAML document with rule configs under ``rules``, on top of the defaults or a preset if it names them."""
+"""Rule files: a YAML document with rule configs under ``rules``, on top of the defaults or a preset, and its JSON schema for editors."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,20 +11,75 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.json_schema import models_json_schema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from watchstep.errors import RuleError
 from watchstep.hook_arguments import AskedRules
-from watchstep_rules.config.capture_needs import element_probes
+from watchstep_rules.config.attached import element_probes
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import Name, RuleConfig
-from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs, sources_from
+from watchstep_rules.custom.python_rule import NOT_FROM_RECORDERS, no_programs, sources_from
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
 from watchstep_rules.engine.inhibition import can_be_inhibited, circles
-from watchstep_rules.registry import RULES
+from watchstep_rules.registry import KINDS, RULES
 from watchstep_rules.rule_files.presets import PRESETS
 from watchstep_rules.rule_files.yaml_source import Loc, YamlNodes, data_of
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_ACTIONS = ("StopAction", "SnapshotAction", "WebhookAction", "NotifyAction")
+
+
+def rule_file_schema() -> dict[str, Any]:
+    """The schema of a rule file, draft 2020-12.
+
+    What depends on other parts of the file, such as names that clash, a schema cannot say: ``watchstep rules check`` does.
+    """
+    rules = {**RULES, **KINDS}
+    params = [rule.params_type for rule in rules.values()]
+    wanted: list[Any] = [(RuleFile, "validation"), *((kind, "validation") for kind in dict.fromkeys(params))]
+    made, schema = models_json_schema(wanted, by_alias=True)
+    definitions = schema["$defs"]
+    file = definitions.pop(_name(made[RuleFile, "validation"]))
+    file["properties"]["preset"]["anyOf"][0]["enum"] = sorted(PRESETS)
+    config = definitions["RuleConfig"]
+    config["properties"]["rule"] = {**config["properties"]["rule"], "enum": sorted(rules)}
+    config["properties"]["labels"]["additionalProperties"] = False  # names of another form
+    config["properties"]["params"].pop("additionalProperties", None)
+    config["allOf"] = [
+        _params_of(name, made[rule.params_type, "validation"], bool(_required(rule.params_type)))
+        for name, rule in sorted(rules.items())
+    ]
+    for action in _ACTIONS:
+        definitions[action]["required"] = sorted({"kind", *definitions[action].get("required", ())})
+    return {
+        "$schema": DIALECT,
+        **file,
+        "title": "Watchstep rule file",
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def schema_text() -> str:
+    """The schema as it is published."""
+    return json.dumps(rule_file_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def _params_of(rule: str, params: Any, needed: bool) -> dict[str, Any]:
+    then: dict[str, Any] = {"properties": {"params": params}}
+    if needed:
+        then["required"] = ["params"]
+    return {"if": {"properties": {"rule": {"const": rule}}, "required": ["rule"]}, "then": then}
+
+
+def _required(params: Any) -> list[str]:
+    return [name for name, field in params.model_fields.items() if field.is_required()]
+
+
+def _name(reference: Any) -> str:
+    return str(reference["$ref"]).rpartition("/")[2]
+
 
 _DICTIONARY = re.compile(r"a valid dictionary or (instance of \w+|object to extract fields from)")
 

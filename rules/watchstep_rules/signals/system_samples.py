@@ -1,7 +1,7 @@
-"""System samples as rules read them: how many samples of a row surely lie beyond a limit, and which resource is the bottleneck.
+"""System samples: how many samples of a row are certainly beyond a limit, and which resource is the bottleneck.
 
-A row has the extremes of its samples, and how many of them have each power of two. Of some samples it is therefore unknown
-on which side of a limit they lie. Rules count those of which it is known.
+A row has the extremes of its samples and a histogram over powers of two. For some samples it is unknown on which side of a limit they
+are. Rules count only the samples whose side is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from watchstep.format.block import Block
 from watchstep.format.statistics import Counts, Floats, StatisticsBatch, exponent_of_bin, is_negative_bin
-from watchstep.format.system_figures import is_gpu
 
 _DIGITS = 9
 
@@ -120,52 +119,3 @@ def series_name(block: Block, row: int) -> str:
 def means(block: Block) -> Floats:
     """The mean of each row; NaN where a sample is no number."""
     return np.where(block.statistics.nonfinite == 0, block.statistics.mean, np.nan)
-
-
-class IdleThresholds(NamedTuple):
-    """When a GPU is idle, and the other figure high.
-
-    Attributes:
-        gpu: share below which a GPU is idle.
-        other: share from which on the other figure is high.
-        window: samples that count.
-    """
-
-    gpu: float
-    other: float
-    window: int
-
-
-def follow(
-    block: Block, recent: dict[str, Recent], names: tuple[str, ...], limits: IdleThresholds
-) -> list[tuple[int, Recent]]:
-    """Take in rows; of each GPU's row, the share of the last samples in which it was idle and the other figure high.
-
-    Of one row it is known how many samples of each were so, not which: where a share a of the one and a share b of the
-    other were, at least ``a + b - 1`` were both (Fréchet). What is known surely is counted.
-
-    Args:
-        block: whole steps.
-        recent: by GPU, changed in place.
-        names: of the other figure; of several that were sampled the first counts.
-        limits: of both.
-
-    Returns:
-        Rows of the block, with what is known as of each.
-    """
-    held = block.statistics
-    count = np.maximum(held.finite, 1)
-    idle, high = surely_below(held, limits.gpu) / count, surely_above(held, limits.other) / count
-    found = []
-    for rows in by_step(block):
-        by_name = {block.info(row).name: row for row in rows}
-        other = next((by_name[name] for name in names if name in by_name), None)
-        if other is None:
-            continue
-        for row in rows:
-            if is_gpu(block.info(row).name) and held.finite[row] and held.finite[other]:
-                both, samples = max(0.0, float(idle[row] + high[other] - 1)), int(held.finite[row])
-                name = series_name(block, row)
-                recent[name] = recent.get(name, Recent()).after(both * samples, samples, limits.window)
-                found.append((row, recent[name]))
-    return found

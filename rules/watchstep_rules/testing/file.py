@@ -1,22 +1,188 @@
-"""A file of rule tests: what stands in it, checked as a whole."""
+"""Rule test files: their schema, the notation of series, and rows with given figures.
+
+Series are written short, ``1e-3x100 1e-9x20 _ NaN``, similar to unit tests of Prometheus rules:
+
+| notation | values |
+|---|---|
+| ``3`` | 3, once |
+| ``3x4`` | 3 3 3 3 |
+| ``1+2x4`` | 1 3 5 7 |
+| ``7-2x3`` | 7 5 3 |
+| ``1*10x3`` | 1 10 100 |
+| ``_``, ``_x5`` | nothing recorded, once or five times |
+| ``NaN``, ``Inf``, ``-Inf`` | values that are not finite; with a count as well |
+
+A count is the number of values, not the number of values after the first as in Prometheus.
+
+The other figures of a row follow from the same elements, so they are consistent: a tensor of n elements with mean magnitude v has half
+of its elements at v and half at -v, so its root mean square is v, its norm is v * sqrt(n), and its mean is close to 0.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from watchstep.errors import RuleError
+from watchstep.format.statistics import Histograms, StatisticsBatch, merge_rows, scalars
 from watchstep.format.tensors import Mode
 from watchstep_rules.rule import Severity
 from watchstep_rules.rule_files.rule_file import in_words
 from watchstep_rules.rule_files.yaml_source import YamlNodes, data_of
-from watchstep_rules.testing.notation import values_of
-from watchstep_rules.testing.synthesis import FIGURES, figure_is_known
+
+MOST_VALUES = 1_000_000
+
+_NUMBER = r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[nN]a[nN]|[iI]nf)"
+_WORD = re.compile(
+    rf"(?:(?P<missing>_)|(?P<first>{_NUMBER})(?:(?P<sign>[+*-])(?P<change>{_NUMBER}))?)(?:x(?P<count>\d+))?"
+)
+
+
+def values_of(text: str) -> list[float | None]:
+    """The values of a series, None where nothing was recorded.
+
+    Raises:
+        ValueError: a word is none of the notation, or there are more than `MOST_VALUES`.
+    """
+    values: list[float | None] = []
+    for word in text.split():
+        found = _WORD.fullmatch(word)
+        if found is None:
+            raise ValueError(f"{word[:80]!r} is no value: write 3, 3x4, 1+2x4, 7-2x3, 1*10x3, _, NaN or Inf")
+        count = int(found["count"] or 1)
+        if found["sign"] and not found["count"]:
+            raise ValueError(
+                f"{word[:80]!r} says how values change, but not how many there are: {word[:60]}x10"
+            )
+        if len(values) + count > MOST_VALUES:
+            raise ValueError(f"over {MOST_VALUES} values")
+        values.extend([None] * count if found["missing"] else _written(found, count))
+    return values
+
+
+def _written(found: re.Match[str], count: int) -> list[float]:
+    first = float(found["first"])
+    if not found["sign"]:
+        return [first] * count
+    change = float(found["change"])
+    if found["sign"] == "*":
+        return [_product(first, change, place) for place in range(count)]
+    step = -change if found["sign"] == "-" else change
+    return [first + place * step for place in range(count)]
+
+
+def _product(first: float, factor: float, times: int) -> float:
+    try:
+        return first * factor**times
+    except OverflowError:
+        return float("inf") if first > 0 else float("-inf")
+
+
+Elements = list[tuple[float, int]]
+"""Numbers, and how many elements are that."""
+
+_SPREAD = ("abs_mean", "rms", "std", "variance", "l1", "l2", "abs_max")
+_SAME = ("mean", "min", "max")
+_COUNTED = ("nan", "pos_inf", "neg_inf", "zero", "zero_share", "nonfinite_share")
+FIGURES = (*_SAME, *_SPREAD, *_COUNTED)
+"""The figures that a series may be given by."""
+
+
+def figure_is_known(figure: str) -> bool:
+    """Whether a series may be given by it."""
+    return figure in FIGURES
+
+
+def statistics_with(figure: str, values: list[float], count: int) -> StatisticsBatch:
+    """One row for each value.
+
+    Args:
+        figure: one of `FIGURES`.
+        values: what it is; NaN or infinity give a tensor one element of which is that.
+        count: elements of the tensor.
+
+    Raises:
+        ValueError: no tensor of so many elements has that figure.
+    """
+    return _statistics_of([elements_with(figure, value, count) for value in values])
+
+
+def elements_with(figure: str, value: float, count: int) -> Elements:
+    """The elements of one row, as of `statistics_with`.
+
+    Raises:
+        ValueError: no tensor of so many elements has that figure.
+    """
+    if not math.isfinite(value):
+        return [(value, 1), *_spread(1.0, count - 1)]
+    if figure in _SAME:
+        return [(value, count)]
+    if value < 0:
+        raise ValueError(f"{figure} {value:g} cannot be: it is never negative")
+    if figure in _COUNTED:
+        return _counted(figure, value, count)
+    return _spread(_magnitude(figure, value, count), count)
+
+
+def _spread(magnitude: float, count: int) -> Elements:
+    """Half of them above zero, half below."""
+    return [(magnitude, (count + 1) // 2), (-magnitude, count // 2)]
+
+
+def _magnitude(figure: str, value: float, count: int) -> float:
+    if figure in {"std", "variance"}:
+        if count == 1 and value > 0:
+            raise ValueError(f"{figure} {value:g} cannot be: the tensor has one element; give it a shape")
+        spread = math.sqrt(1 - 1 / count**2) if count % 2 and count > 1 else 1.0  # what an odd one takes away
+        return (math.sqrt(value) if figure == "variance" else value) / spread
+    return {"l1": value / count, "l2": value / math.sqrt(count)}.get(figure, value)
+
+
+def _counted(figure: str, value: float, count: int) -> Elements:
+    share = value * count if figure.endswith("_share") else value
+    hit = round(share)
+    if hit > count or (not figure.endswith("_share") and hit != share):
+        raise ValueError(f"{figure} {value:g} cannot be: the tensor has {count} elements")
+    number = {"pos_inf": math.inf, "neg_inf": -math.inf, "zero": 0.0, "zero_share": 0.0}.get(figure, math.nan)
+    return [(number, hit), *_spread(1.0, count - hit)]
+
+
+def _statistics_of(rows: list[Elements]) -> StatisticsBatch:
+    held = [[pair for pair in elements if pair[1]] for elements in rows]
+    pairs = [pair for elements in held for pair in elements]
+    group = np.repeat(np.arange(len(held)), [len(elements) for elements in held])
+    return merge_rows(_repeated([pair[0] for pair in pairs], [pair[1] for pair in pairs]), group, len(held))
+
+
+def _repeated(values: list[float], times: list[int]) -> StatisticsBatch:
+    """Tensors of equal elements."""
+    one, many = scalars(values), np.asarray(times, np.int64)
+    bins = one.histogram
+    owner = np.repeat(np.arange(len(many)), np.diff(bins.offsets))
+    with np.errstate(over="ignore"):
+        abs_sum, square_sum = one.abs_sum * many, one.square_sum * many
+    return replace(
+        one,
+        count=one.count * many,
+        nan=one.nan * many,
+        pos_inf=one.pos_inf * many,
+        neg_inf=one.neg_inf * many,
+        zero=one.zero * many,
+        negative=one.negative * many,
+        abs_sum=abs_sum,
+        square_sum=square_sum,
+        histogram=Histograms(bins.offsets, bins.bins, bins.counts * many[owner]),
+    )
+
 
 Figure = Annotated[str, StringConstraints(max_length=100)]
 Step = Annotated[int, Field(ge=0)]

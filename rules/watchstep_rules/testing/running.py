@@ -1,22 +1,140 @@
-"""Run the tests of a file: judge the rows as a backtest does, and hold the alerts against what is expected."""
+"""Rule tests: builds the rows of a test as recorders write them, judges them as a backtest does, and compares the alerts.
+
+Results are text in the form of a diff, and JUnit XML.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
 
 from watchstep.errors import RuleError, StoreError
+from watchstep.format.block import Block, Places, concatenate
+from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.tensors import MODES, Placement, TensorInfo
 from watchstep_rules.backtest.backtest import ReplayOutcome, backtest, backtest_run
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Phase, Transition
-from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.alert import Phase, Transition, as_told
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
-from watchstep_rules.testing.file import Expectation, RuleTest, RuleTestFile, Steps
-from watchstep_rules.testing.making import made
+from watchstep_rules.testing.file import (
+    Expectation,
+    RuleTest,
+    RuleTestFile,
+    Series,
+    Steps,
+    statistics_with,
+    values_of,
+)
+
+_BEGAN_NS = 1_700_000_000_000_000_000
+_OF_SUFFIX = {"gradient": "gradient", "update": "update", "output": "output", "input": "input"}
+_COLLECTIONS = {
+    "weight": "weights", "bias": "biases", "gradient": "gradients", "update": "updates", "output": "activations",
+    "input": "activations", "loss": "losses", "metric": "metrics", "label": "labels",
+}  # fmt: skip
+
+
+def made(test: RuleTest) -> Block:
+    """All rows, in canonical order.
+
+    Raises:
+        ValueError: a series has a figure that no tensor of its shape can have; the message names it.
+    """
+    parts: list[Block] = []
+    for place, series in enumerate(test.series):
+        workers = range(test.workers) if series.worker is None else (series.worker,)
+        try:
+            rows = _rows(series, info_of(series, place), round(test.interval * 1e9))
+        except ValueError as error:
+            raise ValueError(f"series {series.tensor!r}: {error}") from error
+        parts.extend(_of_worker(rows, worker) for worker in workers)
+    return concatenate(parts).ordered()
+
+
+def info_of(series: Series, place: int) -> TensorInfo:
+    """What is known of a series' tensor; what it does not say follows from its name, as the SDK names tensors."""
+    path, _, suffix = series.tensor.partition(":")
+    module, _, last = path.rpartition(".")
+    role = series.role or _OF_SUFFIX.get(suffix) or _role_of(last, bool(module))
+    if series.module is not None:
+        module = series.module
+    elif suffix in {"output", "input"}:
+        module = path
+    shape = series.shape
+    if shape is None:
+        shape = () if role in {"loss", "metric"} else (8,) if "bias" in last else (8, 8)
+    kind = series.module_type if series.module_type is not None else "Linear" if module else ""
+    collections = series.collections or (_COLLECTIONS.get(role, "custom"),)
+    order = place if series.order is None else series.order
+    return TensorInfo(series.tensor, tuple(sorted(collections)), role, module, kind, order, shape)
+
+
+def _role_of(last: str, has_module: bool) -> str:
+    if has_module:
+        return "bias" if last == "bias" else "weight"
+    if "loss" in last:
+        return "loss"
+    return "label" if last == "labels" else "metric"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a series, of any worker."""
+
+    info: TensorInfo
+    mode: int
+    step: np.ndarray[tuple[int], np.dtype[np.int64]]
+    time_ns: np.ndarray[tuple[int], np.dtype[np.int64]]
+    statistics: StatisticsBatch
+    probes: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]
+
+
+def _rows(series: Series, info: TensorInfo, interval_ns: int) -> _Rows:
+    written = values_of(str(series.values))
+    at = [place for place, value in enumerate(written) if value is not None]
+    count = math.prod(info.shape)
+    figure = series.figure or ("mean" if count == 1 else "abs_mean")
+    step = series.start + series.every * np.array(at, np.int64)
+    probes = {name: _probe(str(values), len(written), at) for name, values in series.probes.items()}
+    values = [value for value in written if value is not None]
+    return _Rows(
+        info,
+        MODES.index(series.mode),
+        step,
+        _BEGAN_NS + interval_ns * step,
+        statistics_with(figure, values, count),
+        probes,
+    )
+
+
+def _probe(text: str, length: int, at: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    values = [math.nan if value is None else value for value in values_of(text)]
+    whole = values * length if len(values) == 1 else values
+    return np.array([whole[place] for place in at], np.float64)
+
+
+def _of_worker(rows: _Rows, worker: int) -> Block:
+    number = len(rows.step)
+    return Block(
+        step=rows.step,
+        mode=np.full(number, rows.mode, np.int8),
+        worker=np.full(number, worker, np.int32),
+        time_ns=rows.time_ns,
+        tensor=np.zeros(number, np.int32),
+        catalogue=(rows.info,),
+        places=Places.of([Placement(replica=worker)] * number),
+        statistics=rows.statistics,
+        probes=rows.probes,
+    )
+
 
 _MOST_SHOWN = 5
 
@@ -241,3 +359,59 @@ def _life(outcome: ReplayOutcome) -> tuple[str, ...]:
         )
     hidden = len(lines) - 2 * _MOST_SHOWN
     return tuple(lines) if hidden <= 0 else (*lines[: 2 * _MOST_SHOWN], f"… and {hidden} lines more")
+
+
+def lines(name: str, results: Sequence[TestResult]) -> Iterator[str]:
+    """The results of one file."""
+    yield name
+    for result in results:
+        mark = "ok  " if result.passed else "FAIL"
+        yield f"  {mark}  {result.name} ({result.rows} rows, {result.seconds:.2f} s)"
+        if result.problem:
+            yield from (f"        {line}" for line in result.problem.splitlines())
+        for difference in result.differences:
+            yield f"        {difference.rule}"
+            yield f"          - expected: {difference.expected}"
+            yield f"          + got:      {difference.got[0]}"
+            yield from (f"                    {line}" for line in difference.got[1:])
+
+
+def summary(results: Mapping[str, Sequence[TestResult]]) -> str:
+    """How many of all passed."""
+    every = [result for held in results.values() for result in held]
+    failed = sum(not result.passed for result in every)
+    tests = f"{len(every)} test{'' if len(every) == 1 else 's'}"
+    return f"{tests}, {failed} failed" if failed else f"{tests}, all passed"
+
+
+def junit_xml(results: Mapping[str, Sequence[TestResult]]) -> bytes:
+    """JUnit's XML: one test suite a file."""
+    root = ET.Element("testsuites")
+    for name, held in results.items():
+        suite = ET.SubElement(
+            root,
+            "testsuite",
+            name=name,
+            tests=str(len(held)),
+            failures=str(sum(bool(result.differences) for result in held)),
+            errors=str(sum(bool(result.problem) for result in held)),
+            time=f"{sum(result.seconds for result in held):.3f}",
+        )
+        for result in held:
+            case = ET.SubElement(
+                suite, "testcase", name=_plain(result.name), classname=name, time=f"{result.seconds:.3f}"
+            )
+            if result.problem:
+                ET.SubElement(case, "error", message=_plain(result.problem))
+            for difference in result.differences:
+                failure = ET.SubElement(
+                    case, "failure", message=_plain(f"{difference.rule}: expected: {difference.expected}")
+                )
+                failure.text = _plain("got: " + "\n".join(difference.got))
+    ET.indent(root)
+    return bytes(ET.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
+
+
+def _plain(text: str) -> str:
+    """Without characters that XML cannot hold."""
+    return "".join(c if c in "\n\t" or c >= " " else "?" for c in text)

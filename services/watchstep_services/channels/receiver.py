@@ -20,7 +20,7 @@ from pydantic import (
 
 from watchstep.errors import ConfigError
 from watchstep_rules.config import message_template
-from watchstep_rules.config.plain_text import lines
+from watchstep_rules.config.message_template import lines
 from watchstep_rules.config.rule_config import ReceiverName
 from watchstep_services.channels import wording
 from watchstep_services.core.egress import MOST_CHARACTERS, parse_address

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from watchstep_rules.config.rule_config import ReceiverName
-from watchstep_rules.signals import name_pattern
+from watchstep_rules.signals import tensor_selection
 
 Operator = Literal["=", "!=", "=~", "!~"]
 
@@ -45,7 +45,7 @@ class Matcher:
         matcher = labels.get(self.label, "")
         if self.operator in ("=", "!="):
             return (matcher == self.value) == (self.operator == "=")
-        return name_pattern.matches(rf"(?:{self.value})\z", matcher) == (self.operator == "=~")
+        return tensor_selection.matches(rf"(?:{self.value})\z", matcher) == (self.operator == "=~")
 
     def __str__(self) -> str:
         escaped = self.value.replace("\\", "\\\\").replace('"', '\\"')
@@ -70,8 +70,8 @@ def parse_matcher(text: str) -> Matcher:
     label, operator, quoted, bare = routes.groups()
     value = bare if quoted is None else _ESCAPED.sub(r"\1", quoted)
     if operator in ("=~", "!~"):
-        name_pattern.check(value)
-        name_pattern.check(rf"(?:{value})\z")
+        tensor_selection.check(value)
+        tensor_selection.check(rf"(?:{value})\z")
     return Matcher(label, cast("Operator", operator), value)
 
 

@@ -21,14 +21,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from watchstep.errors import ConfigError, ServiceError, WatchstepError
-from watchstep_rules.backtest.backtest import AttemptOutcome, BacktestOutcome, JudgingOrder, ReplayOutcome
-from watchstep_rules.backtest.many import Failed, Replayed, Task, backtest_many
-from watchstep_rules.backtest.replay_source import NO_JOURNAL
+from watchstep_rules.backtest.backtest import (
+    AttemptOutcome,
+    BacktestOutcome,
+    Failed,
+    JudgingOrder,
+    Replayed,
+    ReplayOutcome,
+    Task,
+    backtest_many,
+)
+from watchstep_rules.backtest.replay import NO_JOURNAL
 from watchstep_rules.backtest.report import location_of, read_report, report
 from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.alert import Transition
 from watchstep_rules.engine.explanation import RunName, say
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file

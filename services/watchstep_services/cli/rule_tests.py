@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from watchstep.errors import ConfigError
-from watchstep_rules.testing import file, report, running
+from watchstep_rules.testing import file
+from watchstep_rules.testing.running import junit_xml, lines, run_file, summary
 from watchstep_services.core.console import echo, echo_own
 
 
@@ -34,13 +35,13 @@ def run_tests(
         raise ConfigError("rules test: no file is given", "name a rule test file; --schema prints its schema")
     results = {}
     for path in files:
-        results[str(path)] = running.run_file(file.load(path), path.absolute().parent)
-        for line in report.lines(str(path), results[str(path)]):
+        results[str(path)] = run_file(file.load(path), path.absolute().parent)
+        for line in lines(str(path), results[str(path)]):
             echo(line)
-    echo(report.summary(results))
+    echo(summary(results))
     if junit is not None:
         try:
-            junit.write_bytes(report.junit(results))
+            junit.write_bytes(junit_xml(results))
         except OSError as error:
             raise ConfigError(
                 f"--junit {junit}: {error.strerror}", "name a file that can be written"

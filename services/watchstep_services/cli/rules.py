@@ -25,13 +25,12 @@ from rich.text import Text
 from watchstep.errors import NotFoundError, RuleError
 from watchstep_rules.config.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
 from watchstep_rules.config.rule_config import KeepFiring, MinimumDuration, RuleConfig
-from watchstep_rules.custom.python.rule import PythonParams
+from watchstep_rules.custom.python_rule import PythonParams
 from watchstep_rules.engine.explanation import sentence
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_rules.rule import AnyRule
 from watchstep_rules.rule_files.checks import CheckResult, Remark, check_text
-from watchstep_rules.rule_files.rule_file import text_of
-from watchstep_rules.rule_files.schema import schema_text
+from watchstep_rules.rule_files.rule_file import schema_text, text_of
 from watchstep_services.cli.connection import (
     DEFAULT_STORE,
     JsonOption,

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from watchstep.errors import ConfigError
 from watchstep.store.store import checked_scheme
-from watchstep_rules.custom.sandbox.isolation import DEFAULT, Demand
+from watchstep_rules.custom.sandbox.confinement import DEFAULT, Demand
 from watchstep_services.core.redaction import keep_secret, keep_secrets_of, redact
 
 NANOSECONDS = 1_000_000_000

@@ -11,7 +11,7 @@ from sqlalchemy import bindparam, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.format.layout import run_prefix
-from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.alert import Phase, Transition
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, RuleConfigRow, RunRow, Segment
 from watchstep_services.db.models.alerts import FINGERPRINT_LENGTH
 from watchstep_services.runs.claim import EventContext

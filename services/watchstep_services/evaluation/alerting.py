@@ -15,8 +15,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.format.control import SnapshotRequest
 from watchstep_rules.config.rule_config import RuleConfig, StopAction
-from watchstep_rules.engine.alert_memory import Phase, Transition
-from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.alert import Phase, Transition, as_told
 from watchstep_rules.engine.explanation import RunName, explain, say
 from watchstep_services.core.events import CloudEvent, EventType, make_event
 from watchstep_services.core.redaction import action_key, without_addresses

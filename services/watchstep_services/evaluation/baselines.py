@@ -21,10 +21,9 @@ from watchstep.format.layout import RUN_DOCUMENT, baseline_document
 from watchstep.format.tensors import BIASES, WEIGHTS, TensorInfo
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
-from watchstep_rules.baseline.pinned import read_baseline
-from watchstep_rules.baseline.run_summary import summarize_run
+from watchstep_rules.baseline import read_baseline, summarize_run
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
-from watchstep_rules.signals.ranges.baseline import MAX_RUNS, MIN_RUNS, BaselineRun, merge_summaries
+from watchstep_rules.signals.baseline import MAX_RUNS, MIN_RUNS, BaselineRun, merge_summaries
 from watchstep_services.db.engine import Database, insert_missing
 from watchstep_services.db.models import AlertRow, Attempt, PinnedBaseline, RunRow, RunSummaryRow
 from watchstep_services.service.context import Service

@@ -22,8 +22,7 @@ from watchstep.errors import WatchstepError
 from watchstep.format import layout
 from watchstep_rules.custom.sandbox.pool import on_behalf_of
 from watchstep_rules.engine.history import History, joined, trimmed
-from watchstep_rules.engine.lookback import Lookback
-from watchstep_rules.engine.rule_inputs import JudgingProgress
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.lease import RUN_LEASE, LeasedRow, keep_lease

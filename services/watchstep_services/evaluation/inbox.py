@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import BindParameter, Connection, bindparam, exists, func, select
 
 from watchstep.format.layout import SegmentKey, WriterId
-from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.alert import Phase
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import AlertInstanceRow, Attempt, RunRow, Segment
 

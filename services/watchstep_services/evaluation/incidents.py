@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.alert import Phase, Transition
 from watchstep_rules.engine.incident import (
     IncidentSummary,
     Onset,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.alert import Phase
 from watchstep_rules.registry import RULES
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import logs, metrics, tracing

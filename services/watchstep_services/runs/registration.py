@@ -30,7 +30,7 @@ from watchstep.format.documents import RunDocument
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs
+from watchstep_rules.custom.python_rule import NOT_FROM_RECORDERS, no_programs
 from watchstep_rules.custom.sandbox.pool import BusyError, on_behalf_of
 from watchstep_rules.custom.sql.rule import Sql, SqlParams
 from watchstep_rules.rule_files import rule_file

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from watchstep_rules.engine.history import History
-from watchstep_rules.engine.lookback import Lookback
+from watchstep_rules.engine.rule_inputs import Lookback
 from watchstep_services.service.judging import Loaded
 
 _ROWS = 2_000_000

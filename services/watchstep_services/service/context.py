@@ -16,7 +16,7 @@ from watchstep_launch.backends.local.backend import Local
 from watchstep_launch.job_observations import JobLooks
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.custom.sandbox.isolation import set_demand
+from watchstep_rules.custom.sandbox.confinement import set_demand
 from watchstep_rules.custom.sandbox.pool import limit_processes
 from watchstep_rules.rule_files import rule_file
 from watchstep_services.channels import receiver_file

@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from watchstep.format.block import Block
-from watchstep_rules.baseline.pinned import with_baseline
+from watchstep_rules.baseline import with_baseline
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.alert import Transition
 from watchstep_rules.engine.history import over_one_catalogue
-from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, failed
-from watchstep_rules.engine.lookback import Lookback
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
-from watchstep_rules.engine.rule_set import judge_set
+from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, failed, judge_set
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, Prepared
 from watchstep_rules.rule import Finding
 from watchstep_services.db.models import RuleConfigRow
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from sqlalchemy import BigInteger, bindparam, case, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from watchstep_rules.custom.sandbox.rule_time import limited_rule_time
+from watchstep_rules.custom.sandbox.program import limited_rule_time
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database

@@ -17,7 +17,7 @@ from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.reading.compaction import compact
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
-from watchstep_rules.backtest import replay_source, steps_read
+from watchstep_rules.backtest import replay
 from watchstep_rules.backtest.backtest import (
     JudgingOrder,
     ReplayOutcome,
@@ -59,7 +59,7 @@ def recorded(store: Store, seed: int) -> None:
 def test_a_run_read_in_parts_says_what_it_says_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, rows: int
 ) -> None:
-    monkeypatch.setattr(steps_read, "ROWS", rows)
+    monkeypatch.setattr(replay, "ROWS", rows)
     recorded(run_store(tmp_path), seed)
     run = open_run(tmp_path / "vision" / "first")
     (attempt,) = backtest_run(run, CONFIGS).attempts
@@ -67,7 +67,7 @@ def test_a_run_read_in_parts_says_what_it_says_at_once(
     assert any(outcome.findings for outcome in said)
     assert attempt.outcomes == said
     assert attempt.order is JudgingOrder.STEPS
-    assert attempt.notes == (replay_source.NO_JOURNAL,)
+    assert attempt.notes == (replay.NO_JOURNAL,)
 
 
 def test_sets_are_judged_by_themselves(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def said_of(folder: Path) -> tuple[JudgingOrder, tuple[str, ...], list[ReplayOut
 def test_ranks_that_one_writer_wrote_for_are_found_after_a_compaction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    monkeypatch.setattr(steps_read, "ROWS", rows)
+    monkeypatch.setattr(replay, "ROWS", rows)
     ranks_of_one_writer(run_store(tmp_path))
     before = said_of(tmp_path)
     assert before[:2] == (JudgingOrder.JOURNAL, ())

@@ -47,8 +47,6 @@ class Loud(Rule[LoudParams, LoudState]):
     summary = "a tensor is loud"
     needs = Needs(collections=("gradients",), probes=("update_ratio",))
     merge = "sealed"
-    params_type = LoudParams
-    state_type = LoudState
 
     def lookback(self, params):
         return params.over - 1
@@ -86,8 +84,6 @@ class Attack(Rule[AttackParams, State]):
     summary = "an attack"
     needs = Needs(collections=())
     merge = "per_worker"
-    params_type = AttackParams
-    state_type = State
 
     def evaluate(self, params, state, context, block, now):
         names = dict(globals())

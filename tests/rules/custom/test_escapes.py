@@ -12,7 +12,7 @@ import pytest
 
 from tests.rules.custom.programs import attack, python
 from tests.rules.runs import Said, all_at_once, in_steps, norms
-from watchstep_rules.custom.sandbox.isolation import Isolation
+from watchstep_rules.custom.sandbox.confinement import Isolation
 from watchstep_rules.engine.judge import RuleHealth
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Landlock and seccomp are Linux's")
@@ -235,7 +235,7 @@ def test_no_thread_is_started() -> None:
     assert "can't start new thread" in problem("threading.Thread(target=len).start()", file="threads.py")
 
 
-SEND = "from watchstep_rules.custom.sandbox.frames import _HEAD as HEAD, pack\nfrom watchstep_rules.custom.sandbox.wire import FoundRow, pack_findings\nfor number in range(3, 12):\n    try: os.write(number, {})\n    except OSError: pass\n"
+SEND = "from watchstep_rules.custom.sandbox.protocol import _HEAD as HEAD, pack\nfrom watchstep_rules.custom.sandbox.protocol import FoundRow, pack_findings\nfor number in range(3, 12):\n    try: os.write(number, {})\n    except OSError: pass\n"
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ from tests.rules.runs import (
 from watchstep.errors import ConfigError, RuleError
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.custom.python import rule as python_rule
-from watchstep_rules.custom.sandbox import isolation, pool
-from watchstep_rules.custom.sandbox.isolation import Isolation, why_not
+from watchstep_rules.custom import python_rule
+from watchstep_rules.custom.sandbox import confinement, pool
+from watchstep_rules.custom.sandbox.confinement import Isolation, why_not
 from watchstep_rules.custom.sandbox.pool import BusyError, Pool, on_behalf_of
 from watchstep_rules.custom.sandbox.process import Child, DeadError, SandboxedRule
 from watchstep_rules.engine.judge import RuleHealth
@@ -118,7 +118,6 @@ class Odd(Rule[Params, OddState]):
     """Keeps NaN; says what it could not judge."""
 
     name, summary, merge, needs = "odd", "is odd", "sealed", Needs(collections=())
-    params_type, state_type = Params, OddState
 
     def problem(self, state):
         return "one step was not judged" if state.declared != state.declared else ""
@@ -255,22 +254,22 @@ def test_the_setting_demands_a_level() -> None:
             ("allow_partial", ()),
             ("full_only", (partial,)),
         ):
-            isolation.set_demand(demand)  # type: ignore[arg-type]  # an element of the literal
+            confinement.set_demand(demand)  # type: ignore[arg-type]  # an element of the literal
             assert [one for one in (full, partial) if why_not(one)] == list(refused)
     finally:
-        isolation.set_demand(None)
+        confinement.set_demand(None)
 
 
 def test_where_they_are_refused_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     config = loud(threshold=4.5)
-    monkeypatch.setenv(isolation.VARIABLE, "refuse")
+    monkeypatch.setenv(confinement.VARIABLE, "refuse")
     assert "refused here" in refusal(source=LOUD + "#", **{"class": "Loud"})
     rule = config.implementation
     with pytest.raises((RuleError, ValidationError), match="refused here"):
         rule.evaluate(config.parameters, rule.state_type(), Block.empty(), ROWS, 0)
-    monkeypatch.setenv(isolation.VARIABLE, "perhaps")
+    monkeypatch.setenv(confinement.VARIABLE, "perhaps")
     with pytest.raises(ConfigError, match="perhaps"):
-        isolation.demand()
+        confinement.demand()
 
 
 def program(file: str, source: str = LOUD) -> SandboxedRule:
@@ -364,7 +363,6 @@ class TakeParams(Params):
 
 class Take(Rule[TakeParams, State]):
     name, summary, merge, needs = "take", "takes memory", "sealed", Needs(collections=())
-    params_type, state_type = TakeParams, State
 
     def evaluate(self, params, state, context, block, now):
         names = dict(globals())
@@ -399,7 +397,7 @@ def test_a_rule_that_asks_for_more_memory_than_the_service_gives_is_not_judged(
 
 
 FLOOD = """
-from watchstep_rules.custom.sandbox.frames import _HEAD
+from watchstep_rules.custom.sandbox.protocol import _HEAD
 text = b'{"document": {"state": {"x": [' + b"[]," * (10 << 20) + b'[]]}, "version": 1}}'
 data = memoryview(_HEAD.pack(len(text), 0) + text)
 for number in range(3, 12):

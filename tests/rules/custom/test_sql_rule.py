@@ -19,7 +19,7 @@ from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
-from watchstep_rules.custom.sandbox.rule_time import limited_rule_time
+from watchstep_rules.custom.sandbox.program import limited_rule_time
 from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file

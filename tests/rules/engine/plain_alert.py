@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from watchstep.format.tensors import MODES
 from watchstep_rules.config.rule_config import Timing
-from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.alert import Phase, Transition
 from watchstep_rules.engine.streaks import RUN, ClockTick, JudgedRows, Streak, series_of
 from watchstep_rules.rule import Finding
 

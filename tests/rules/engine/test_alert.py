@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.sdk.format.blocks import Row, block_of, gradient
 from watchstep_rules.config.rule_config import Timing
-from watchstep_rules.engine.alert import advance
-from watchstep_rules.engine.alert_memory import AlertMemory, Phase, Transition
+from watchstep_rules.engine.alert import AlertMemory, Phase, Transition, advance
 from watchstep_rules.engine.streaks import JudgedRows
 from watchstep_rules.rule import Finding, finding_at
 

@@ -17,8 +17,7 @@ from watchstep.format.tensors import TensorInfo
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.backtest.report import _transition, _transition_from
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Phase, Transition
-from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.alert import Phase, Transition, as_told
 from watchstep_rules.engine.explanation import RunName
 from watchstep_rules.engine.inhibition import Told, inhibit
 from watchstep_rules.rule import Finding, finding_at, likelihood

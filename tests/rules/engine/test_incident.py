@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.rules.engine.test_late import Rank, arrivals, calm, judged, lasting, some_ranks
 from tests.rules.runs import Said
-from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.alert import as_told
 from watchstep_rules.engine.incident import (
     Onset,
     cause_of,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.rules.runs import Event, Rows, Seal, runs, splits
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import AlertMemory, Phase, Transition
-from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.alert import AlertMemory, Phase, Transition, as_told
 from watchstep_rules.engine.inhibition import MOST_INTERVALS, Told, circles, inhibit, inhibitions
 from watchstep_rules.engine.judge import RuleMemory, judge
 from watchstep_rules.engine.rule_inputs import JudgingProgress

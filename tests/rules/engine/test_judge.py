@@ -26,7 +26,7 @@ from watchstep.format.tensors import Placement
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradient
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
-from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.alert import Phase
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory, judge
 from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_rules.registry import RULES
@@ -49,8 +49,6 @@ class Sizes(Rule[Params, CountState]):
     summary = "for tests"
     needs = Needs(collections=("gradients",))
     merge = "sealed"
-    params_type = Params
-    state_type = CountState
 
     def lookback(self, params: Params) -> int:
         return 2
@@ -230,8 +228,6 @@ class Hoarder(Rule[Params, AnyState]):
     summary = "for tests"
     needs = Needs(collections=("gradients",))
     merge = "sealed"
-    params_type = Params
-    state_type = AnyState
 
     def evaluate(
         self, params: Params, state: AnyState, context: Block, block: Block, now: int
@@ -283,8 +279,6 @@ class Before(Rule[Params, State]):
     summary = "for tests"
     needs = Needs(collections=())
     merge = "sealed"
-    params_type = Params
-    state_type = State
 
     def lookback(self, params: Params) -> int:
         return 3

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.rules.runs import Event, Rows, Said, Seal, follow
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine import alert_state_machine
-from watchstep_rules.engine.alert_memory import Phase
-from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine import alert
+from watchstep_rules.engine.alert import Phase, as_told
 from watchstep_rules.engine.judge import RuleHealth
 
 LOSS = tensor("loss", "losses", role="loss", shape=())
@@ -140,7 +139,7 @@ def test_where_too_much_waits_for_a_rank_nobody_is_told_twice_of_a_step(
     config = lasting(hold, keep)
     turns = data.draw(arrivals(len(ranks)))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(alert_state_machine, "MOST_WAITING", most)
+        patched.setattr(alert, "MOST_WAITING", most)
         said = judged(config, ranks, turns)
         stalled = judged(
             config, ranks, [[turn for turn in some if isinstance(turn, Segment)] for some in turns]
@@ -169,6 +168,6 @@ def test_what_waits_for_a_rank_that_stands_still_is_bounded() -> None:
         for first in range(0, 400, 50)
     ]
     said = follow(lasting(1, 1), [[Rows(block)] for block in blocks])
-    assert len(said.memory.alert.waiting) <= alert_state_machine.MOST_WAITING
-    assert len(said.memory.model_dump_json()) < 100 * alert_state_machine.MOST_WAITING
+    assert len(said.memory.alert.waiting) <= alert.MOST_WAITING
+    assert len(said.memory.model_dump_json()) < 100 * alert.MOST_WAITING
     assert notifications(said) == 1

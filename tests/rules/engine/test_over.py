@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.rules.runs import Event, Rows, Said, Seal, follow
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.alert import Phase
 from watchstep_rules.engine.judge import RuleMemory
 
 NAN = RuleConfig(rule="non_finite_values")

@@ -8,7 +8,7 @@ from tests.sdk.format.blocks import rows_of
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
 from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
-from watchstep_rules.signals.shards import merge_shards
+from watchstep_rules.signals.series import merge_shards
 
 GRADIENTS = RuleConfig(rule="exploding_gradient", params={"window": 2})
 LOSSES = RuleConfig(rule="loss_spike", params={"window": 5}, tensors=TensorScope(exclude="val"))

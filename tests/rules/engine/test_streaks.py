@@ -17,8 +17,7 @@ from watchstep.format.block import Block
 from watchstep.format.tensors import Mode
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine import alert
-from watchstep_rules.engine.alert import advance
-from watchstep_rules.engine.alert_memory import AlertMemory, Phase, Transition
+from watchstep_rules.engine.alert import AlertMemory, Phase, Transition, advance
 from watchstep_rules.engine.streaks import ClockTick, JudgedRows
 from watchstep_rules.rule import Finding, finding_at, finding_of_run
 

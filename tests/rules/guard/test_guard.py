@@ -18,7 +18,7 @@ from watchstep_rules import Guard, RuleConfig
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import MinimumDuration, StopAction, TensorScope
-from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.alert import Transition
 from watchstep_rules.engine.judge import Verdict
 from watchstep_rules.rule import Finding
 

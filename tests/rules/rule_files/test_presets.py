@@ -15,10 +15,9 @@ from tests.rules.builtin.losses.losses import classes
 from tests.rules.runs import all_at_once
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.errors import RuleError
-from watchstep_rules.builtin.sagemaker.amazon import is_matched
+from watchstep_rules.builtin.sagemaker.parameters import is_matched
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.rule_files.presets import PRESETS
-from watchstep_rules.rule_files.presets.sagemaker import AMAZONS_RULES, AmazonsRule
+from watchstep_rules.rule_files.presets import AMAZONS_RULES, PRESETS, AmazonsRule
 from watchstep_rules.rule_files.rule_file import parse
 
 SAGEMAKER = {config.name: config for config in PRESETS["sagemaker"]}

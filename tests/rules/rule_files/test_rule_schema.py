@@ -9,8 +9,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule_files.presets import PRESETS
-from watchstep_rules.rule_files.rule_file import validated
-from watchstep_rules.rule_files.schema import rule_file_schema, schema_text
+from watchstep_rules.rule_files.rule_file import rule_file_schema, schema_text, validated
 
 SCHEMA = rule_file_schema()
 VALIDATOR = Draft202012Validator(SCHEMA, format_checker=FormatChecker())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.format.tensors import TensorInfo
-from watchstep_rules.signals.ranges.baseline import (
+from watchstep_rules.signals.baseline import (
     MAX_PHASES,
     MAX_RUNS,
     Baseline,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tests.sdk.format.blocks import INFOS
 from watchstep.format.tensors import TensorInfo
-from watchstep_rules.signals.catalogue_cache import OfCatalogue
+from watchstep_rules.signals.tensor_selection import OfCatalogue
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.alert import Phase
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule import Finding
 

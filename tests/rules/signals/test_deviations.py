@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from watchstep.format.tensors import MODES
-from watchstep_rules.signals.ranges.deviations import (
+from watchstep_rules.signals.deviations import (
     MAX_DEVIATIONS,
     MIN_STEPS,
     STATISTICS,

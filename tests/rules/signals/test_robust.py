@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from watchstep.format.statistics import Floats
-from watchstep_rules.signals.ranges.robust import medians, medians_of_known, quantiles
+from watchstep_rules.signals.robust import medians, medians_of_known, quantiles
 
 VALUES = st.one_of(st.floats(-1e300, 1e300), st.sampled_from([np.nan, np.inf, 0.0, -0.0]))
 WINDOWS = st.tuples(st.integers(0, 6), st.integers(1, 7)).flatmap(

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep_rules.signals.rounding import four_digits, short
+from watchstep_rules.signals.robust import four_digits, short
 
 HALVES = st.builds(
     lambda digits, power: (digits + 0.5) * 10.0**power, st.integers(1000, 9999), st.integers(-30, 30)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.sdk.format.blocks import Row, block_of, blocks, gradient, rows_of, statistics_of
 from watchstep.format.block import Block
 from watchstep.format.tensors import Placement
-from watchstep_rules.signals.shards import merge_shards
+from watchstep_rules.signals.series import merge_shards
 
 A, B = gradient("a"), gradient("b")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.format.block import Block
-from watchstep_rules.signals.losses.trend import Trend, as_flags, improvement
+from watchstep_rules.signals.loss_series import Trend, as_flags, improvement
 
 EMPTY = Block.empty()
 

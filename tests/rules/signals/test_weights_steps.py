@@ -15,9 +15,8 @@ from tests.sdk.format.blocks import Row, tensor
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.builtin.weights.weight_not_updating import WeightNotUpdating, WeightNotUpdatingParams
 from watchstep_rules.rule import Finding, State
-from watchstep_rules.signals.shards import merge_shards
-from watchstep_rules.signals.updates.weights_past import Weights
-from watchstep_rules.signals.updates.weights_steps import StepsOfWeights
+from watchstep_rules.signals.series import merge_shards
+from watchstep_rules.signals.weight_steps import StepsOfWeights, Weights
 
 RULE = WeightNotUpdating()
 

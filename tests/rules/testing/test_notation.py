@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep_rules.testing.notation import values_of
+from watchstep_rules.testing.file import values_of
 
 
 @pytest.mark.parametrize(

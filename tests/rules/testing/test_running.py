@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from tests.rules.custom.programs import LOUD
 from watchstep import Hook
 from watchstep.errors import RuleError
-from watchstep_rules.testing import file, report
+from watchstep_rules.testing import file, running
 from watchstep_rules.testing.running import TestResult, run_file
 
 RULES = """
@@ -55,7 +55,7 @@ def results(folder: Path, tests: str, head: str = "rule_files: [rules.yaml]\n") 
 
 def told(folder: Path, expected: str) -> str:
     held = results(folder, STARVES + f"      - {{{expected}}}\n")
-    return "\n".join(report.lines("tests.yaml", held))
+    return "\n".join(running.lines("tests.yaml", held))
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_a_series_that_cannot_be_is_a_problem_of_its_test_alone(folder: Path) ->
     bad, good = results(folder, tests)
     assert "series 'loss': std 3 cannot be" in bad.problem
     assert good.passed
-    assert report.summary({"tests.yaml": [bad, good]}) == "2 tests, 1 failed"
-    assert report.summary({"tests.yaml": [good]}) == "1 test, all passed"
+    assert running.summary({"tests.yaml": [bad, good]}) == "2 tests, 1 failed"
+    assert running.summary({"tests.yaml": [good]}) == "1 test, all passed"
 
 
 def test_junit(folder: Path) -> None:
@@ -207,7 +207,7 @@ def test_junit(folder: Path) -> None:
   - {name: bad, series: [{tensor: loss, figure: std, values: 3}], expect: []}
 """
     )
-    root = ET.fromstring(report.junit({"tests.yaml": results(folder, tests)}))
+    root = ET.fromstring(running.junit_xml({"tests.yaml": results(folder, tests)}))
     (suite,) = root
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "1")
     passed, failed, broken = suite

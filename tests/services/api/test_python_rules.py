@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.rules.custom.programs import ATTACK, LOUD
 from tests.services.api.conftest import Api
 from tests.services.recording import PROJECT, Recording, exploding_from
-from watchstep_rules.custom.sandbox.isolation import Isolation
+from watchstep_rules.custom.sandbox.confinement import Isolation
 from watchstep_services.runs.registration import discover_runs
 
 RUNS = "/v1/projects/vision/runs"

@@ -31,7 +31,7 @@ from watchstep.reading.run_documents import read_journal
 from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import BacktestOutcome, JudgingOrder, backtest, backtest_run
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
-from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.alert import Transition
 from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.evaluation import commit as committing
 from watchstep_services.evaluation import evaluate as evaluating

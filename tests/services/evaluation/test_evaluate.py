@@ -12,7 +12,7 @@ from tests.services.recording import PROJECT, Recording, exploding_from, healthy
 from watchstep.errors import StoreError
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.lookback import Lookback
+from watchstep_rules.engine.rule_inputs import Lookback
 from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation import commit as committing
 from watchstep_services.evaluation import evaluate as evaluating
@@ -223,8 +223,6 @@ class Hoarder(Rule[Params, Held]):
     summary = "for tests"
     needs = Needs(collections=("losses",))
     merge = "per_worker"
-    params_type = Params
-    state_type = Held
 
     def evaluate(self, params, state, context, block, now):
         return Held.model_construct(text="\\ud800"), []

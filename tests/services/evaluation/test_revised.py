@@ -18,7 +18,7 @@ from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.alert import as_told
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.cli.serve import ConsoleOutput
 from watchstep_services.db.engine import Database

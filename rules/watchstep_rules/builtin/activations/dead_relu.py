@@ -12,11 +12,10 @@ from watchstep.format.block import Block, view
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.layers import after_last_layer
-from watchstep_rules.signals.losses.progress import LossProgress, follow
+from watchstep_rules.signals.loss_progress import LossProgress, follow_loss
 from watchstep_rules.signals.nonfinite import has_probe
 from watchstep_rules.signals.series import SeriesRows, in_training, step_numbers
-from watchstep_rules.signals.tensor_selection import has_role, rows_where
+from watchstep_rules.signals.tensor_selection import after_last_layer, has_role, rows_where
 
 _LEARNS = 0.75
 """Share of its first value to which a loss has come down where the last rectifier does not keep the model from learning."""
@@ -104,25 +103,18 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         "Examples that are all alike, for instance padding or one class, from units that are off for every input.",
         "Rectifiers that are functions (torch.relu in forward) are not seen without the probe function_calls.",
     )
-    params_type = DeadReluParams
-    state_type = DeadReluState
 
-    def conclusive(self, params: DeadReluParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: DeadReluParams, block: Block) -> NDArray[np.bool_]:
         """Rows whose channels were counted."""
         return has_probe(block, "dead_channels")
 
     def evaluate(
-        self,
-        params: DeadReluParams,
-        state: DeadReluState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: DeadReluParams, state: DeadReluState, context: Block, block: Block, now: int
     ) -> tuple[DeadReluState, list[Finding]]:
         """Judge the layers of each step after its losses and gradients."""
         block = in_training(block)
         numbers = step_numbers(block)
-        losses, courses = follow(state.losses, block, numbers)
+        losses, courses = follow_loss(state.losses, block, numbers)
         silent, all_silent = _silence(state.silent, block, numbers)
         none = np.full(len(block), np.nan)
         channels, dead = (block.probes.get(name, none) for name in ("channels", "dead_channels"))

@@ -1,4 +1,4 @@
-"""Normalisation layers that learn while their running statistics stand still."""
+"""Normalization layers that train while their running statistics do not change, and normalization layers in evaluation mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 from watchstep.format.block import Block, view
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_probe
-from watchstep_rules.signals.rounding import short
+from watchstep_rules.signals.robust import short
 from watchstep_rules.signals.series import SeriesRows, in_a_row, probe
 
 _VARIANCE = "running_var"
@@ -113,14 +113,12 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
         "An input that becomes much smaller than the running statistics is not found.",
         "Normalization layers of the program's own classes are not judged.",
     )
-    params_type = FrozenBatchNormParams
-    state_type = FrozenBatchNormState
 
     def lookback(self, params: FrozenBatchNormParams) -> int:
         """The records before."""
         return params.records - 1
 
-    def conclusive(self, params: FrozenBatchNormParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: FrozenBatchNormParams, block: Block) -> NDArray[np.bool_]:
         """All rows but those of a layer of which nothing was measured."""
         return has_probe(block, "training") | (block.statistics.finite > 0)
 
@@ -130,7 +128,7 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
         state: FrozenBatchNormState,
         context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[FrozenBatchNormState, list[Finding]]:
         """Judge each layer by its running variance."""
         fits, drifted = _follow_fits(params, state.fits, block)
@@ -262,3 +260,63 @@ def _trained(known: tuple[str, ...], block: Block) -> tuple[tuple[str, ...], NDA
 def _variances(block: Block) -> Block:
     chosen = block.mask_of_tensors([info.name.endswith(_VARIANCE) for info in block.catalogue])
     return view(block, np.flatnonzero(chosen & (block.mode == 0)))
+
+
+class RunningStatisticsFrozenParams(Params):
+    """Parameters of `RunningStatisticsFrozen`."""
+
+    records: int = Field(2, ge=1, le=1000, description="Records in a row at which it is so.")
+
+
+class RunningStatisticsFrozen(Rule[RunningStatisticsFrozenParams, State]):
+    """Notes a layer with running statistics that is in evaluation mode at updates, at ``records`` records in a row.
+
+    Its running statistics stand still, and it normalises by them: sound when deliberate, as in fine-tuning of a pretrained model or with
+    small batches. By default its severity is info. `frozen_batch_norm` warns where the running statistics do not fit the input, and where the whole
+    model is in evaluation mode by mistake.
+    """
+
+    name = "running_statistics_frozen"
+    summary = "a normalisation layer is in evaluation mode during training; sound when deliberate"
+    needs = Needs(collections=("buffers",), roles=("buffer",))
+    merge = "per_worker"
+    usual_causes = (
+        "The layer is frozen on purpose, as in fine-tuning.",
+        "model.eval() was called, and model.train() not after it.",
+    )
+    what_to_try = (
+        "Nothing, if it is deliberate.",
+        "Otherwise call model.train() before the training goes on.",
+    )
+    cannot_distinguish = (
+        "Evaluation mode on purpose, from a forgotten train(): its severity is info for that reason.",
+    )
+
+    def lookback(self, params: RunningStatisticsFrozenParams) -> int:
+        """The records before."""
+        return params.records - 1
+
+    def conclusive(self, params: RunningStatisticsFrozenParams, block: Block) -> NDArray[np.bool_]:
+        """Rows with the mode of the layer."""
+        return has_probe(block, "training")
+
+    def evaluate(
+        self, params: RunningStatisticsFrozenParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
+        """Judge each record of a running variance."""
+        found = in_a_row(context, block, _is_frozen, params.records)
+        return state, [self._finding(params, block, int(row)) for row in np.flatnonzero(found)]
+
+    def _finding(self, params: RunningStatisticsFrozenParams, block: Block, row: int) -> Finding:
+        info = block.info(row)
+        message = (
+            f"{info.module or 'the model'} is in evaluation mode, at {params.records} records in a row: its running statistics "
+            f"({info.name}) are frozen; sound when deliberate, e.g. fine-tuning"
+        )
+        return finding_at(self.name, block, row, value=0.0, threshold=1.0, message=message)
+
+
+def _is_frozen(rows: Block) -> NDArray[np.bool_]:
+    is_variance = rows.mask_of_tensors([info.name.endswith(_VARIANCE) for info in rows.catalogue])
+    frozen: NDArray[np.bool_] = is_variance & (rows.mode == 0) & (probe(rows, "training") == 0)
+    return frozen

@@ -12,14 +12,12 @@ from watchstep.format.block import Block, view
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.catalogue_cache import OfCatalogue
-from watchstep_rules.signals.layers import before_last_layer
-from watchstep_rules.signals.losses.loss_series import is_of_a_policy
-from watchstep_rules.signals.losses.progress import LossProgress, follow
-from watchstep_rules.signals.rounding import short
+from watchstep_rules.signals.loss_progress import LossProgress, follow_loss
+from watchstep_rules.signals.loss_series import is_of_a_policy
+from watchstep_rules.signals.robust import short
 from watchstep_rules.signals.series import SeriesRows, in_training, step_numbers
-from watchstep_rules.signals.tensor_selection import rows_where
-from watchstep_rules.signals.updates.weights_past import HALF
+from watchstep_rules.signals.tensor_selection import OfCatalogue, before_last_layer, rows_where
+from watchstep_rules.signals.weight_steps import HALF
 
 _MIDDLE_AND_HALF = {"Sigmoid": (0.5, 0.5), "Tanh": (0.0, 1.0)}
 """Where these activations are steepest, and how far from there their bounds are."""
@@ -133,10 +131,8 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         "Sigmoids that another fault pushed to a steady input between 4 and 10 before their first record, from gates that begin closed on purpose.",
         "Sigmoids and tanhs that are functions are not seen without the probe function_calls.",
     )
-    params_type = SaturatedActivationParams
-    state_type = SaturatedActivationState
 
-    def conclusive(self, params: SaturatedActivationParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: SaturatedActivationParams, block: Block) -> NDArray[np.bool_]:
         """Rows with a slope or with counted channels."""
         return ~(np.isnan(_slopes(block)) & np.isnan(_shares(block)))
 
@@ -144,14 +140,14 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         self,
         params: SaturatedActivationParams,
         state: SaturatedActivationState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[SaturatedActivationState, list[Finding]]:
         """Judge the layers of each step after its losses."""
         block = in_training(block)
         numbers = step_numbers(block)
-        losses, courses = follow(state.losses, block, numbers)
+        losses, courses = follow_loss(state.losses, block, numbers)
         slope, share = _slopes(block), _shares(block)
         judged = np.flatnonzero(~(np.isnan(slope) & np.isnan(share)))
         step = numbers[judged]

@@ -12,10 +12,15 @@ from pydantic import Field
 from watchstep.format.block import Block, sort_key
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.catalogue_cache import OfCatalogue
-from watchstep_rules.signals.layers import expert_of, kind_of_expert
 from watchstep_rules.signals.series import in_training, whole_steps
-from watchstep_rules.signals.tensor_selection import has_role, rows_where, tensors_where
+from watchstep_rules.signals.tensor_selection import (
+    OfCatalogue,
+    expert_of,
+    has_role,
+    kind_of_expert,
+    rows_where,
+    tensors_where,
+)
 
 
 class StarvedExpertParams(Params):
@@ -66,16 +71,9 @@ class StarvedExpert(Rule[StarvedExpertParams, StarvedExpertState]):
         "Experts that are switched off on purpose, as in training in stages, from experts that the router starves.",
         "Experts whose weights are one tensor have no rows of their own.",
     )
-    params_type = StarvedExpertParams
-    state_type = StarvedExpertState
 
     def evaluate(
-        self,
-        params: StarvedExpertParams,
-        state: StarvedExpertState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: StarvedExpertParams, state: StarvedExpertState, context: Block, block: Block, now: int
     ) -> tuple[StarvedExpertState, list[Finding]]:
         """Follow the weights of experts, step by step."""
         if state.done or not tensors_where(block.catalogue, _is_of_expert).any():

@@ -84,8 +84,6 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
         "A loss or a sampler that weighs classes, from one that does not: the labels alone are recorded.",
         "Data that are as unequal as the task is, from a fault of the data set.",
     )
-    params_type = ClassImbalanceParams
-    state_type = ClassImbalanceState
 
     def needed(self, params: ClassImbalanceParams) -> Needs:
         """Predictions as well, where they are judged."""
@@ -93,17 +91,12 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
             return self.needs
         return Needs(("labels", "confusion"), ("label", "confusion"), ("class_counts",))
 
-    def conclusive(self, params: ClassImbalanceParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: ClassImbalanceParams, block: Block) -> NDArray[np.bool_]:
         """Rows with labels."""
         return has_probe(block, "classes", "examples")
 
     def evaluate(
-        self,
-        params: ClassImbalanceParams,
-        state: ClassImbalanceState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: ClassImbalanceParams, state: ClassImbalanceState, context: Block, block: Block, now: int
     ) -> tuple[ClassImbalanceState, list[Finding]]:
         """Judge the counts so far, row by row."""
         none = np.full(len(block), np.nan)

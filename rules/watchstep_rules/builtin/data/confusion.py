@@ -25,11 +25,7 @@ class ConfusionParams(Params):
     from_step: int = Field(0, ge=0, description="The first step that is judged: a model has to learn first.")
 
 
-class ConfusionState(State):
-    """Nothing."""
-
-
-class Confusion(Rule[ConfusionParams, ConfusionState]):
+class Confusion(Rule[ConfusionParams, State]):
     """Fires for a class i with ``C[i][i] / Σ_j C[i][j] < min_diag``, or ``max_j≠i C[i][j] / Σ_j C[i][j] > max_off_diag``.
 
     ``C[i][j]`` counts examples with the label i that were predicted as j, over the last batches looked at, 1,000 to 2,000
@@ -54,21 +50,14 @@ class Confusion(Rule[ConfusionParams, ConfusionState]):
         "Weigh the class in the loss, or draw it more often.",
         "Train longer, or with a larger model, where all classes are confused.",
     )
-    params_type = ConfusionParams
-    state_type = ConfusionState
 
     def conclusive(self, params: ConfusionParams, block: Block) -> NDArray[np.bool_]:
         """Rows of classes with enough examples."""
         return has_probe(block, "examples") & (probe(block, "examples") >= params.examples)
 
     def evaluate(
-        self,
-        params: ConfusionParams,
-        state: ConfusionState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[ConfusionState, list[Finding]]:
+        self, params: ConfusionParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each class by its counts so far."""
         examples, correct = probe(block, "examples"), probe(block, "correct")
         with np.errstate(divide="ignore", invalid="ignore"):

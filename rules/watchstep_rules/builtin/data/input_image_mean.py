@@ -71,16 +71,9 @@ class InputImageMean(Rule[InputImageMeanParams, InputImageMeanState]):
         "Subtract the mean of the training images, by channel, and divide by their deviation.",
         "Print mean and standard deviation of one batch as the model gets it.",
     )
-    params_type = InputImageMeanParams
-    state_type = InputImageMeanState
 
     def evaluate(
-        self,
-        params: InputImageMeanParams,
-        state: InputImageMeanState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: InputImageMeanParams, state: InputImageMeanState, context: Block, block: Block, now: int
     ) -> tuple[InputImageMeanState, list[Finding]]:
         """Judge all images of a series so far."""
         images = block.mask_of_tensors(

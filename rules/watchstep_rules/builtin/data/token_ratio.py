@@ -28,11 +28,7 @@ class TokenRatioParams(Params):
     window: int = Field(10, ge=1, le=1000, description="Records over which shares are averaged.")
 
 
-class TokenRatioState(State):
-    """Nothing."""
-
-
-class TokenRatio(Rule[TokenRatioParams, TokenRatioState]):
+class TokenRatio(Rule[TokenRatioParams, State]):
     """Fires when the mean of ``token_share`` over the last ``window`` records of an embedding is above ``share``.
 
     The same for ``top_token_share`` and ``top_share``, where that is set. The watched tokens are those of
@@ -55,25 +51,18 @@ class TokenRatio(Rule[TokenRatioParams, TokenRatioState]):
         "Pad to the longest of the batch, or pack several sequences into one row.",
         "Look at a few tokenised sentences.",
     )
-    params_type = TokenRatioParams
-    state_type = TokenRatioState
 
     def lookback(self, params: TokenRatioParams) -> int:
         """The records that are averaged."""
         return params.window - 1
 
-    def conclusive(self, params: TokenRatioParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: TokenRatioParams, block: Block) -> NDArray[np.bool_]:
         """Rows whose tokens were counted."""
         return has_probe(block, "token_share", "top_token_share")
 
     def evaluate(
-        self,
-        params: TokenRatioParams,
-        state: TokenRatioState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[TokenRatioState, list[Finding]]:
+        self, params: TokenRatioParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each record by the mean of those up to it."""
         if "token_share" not in block.probes:
             return state, []

@@ -15,8 +15,8 @@ from watchstep.format.block import Block, sort_key, together, view
 from watchstep.format.statistics import Floats, l2
 from watchstep.format.tensors import MODES, Mode
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses.loss_series import NOTHING
-from watchstep_rules.signals.ranges.robust import medians_of_known
+from watchstep_rules.signals.loss_series import NOTHING
+from watchstep_rules.signals.robust import medians_of_known
 from watchstep_rules.signals.series import Flags, both, probe
 from watchstep_rules.signals.tensor_selection import has_role, is_matrix_of, rows_where
 
@@ -166,8 +166,6 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         "A loss whose scale the program raises a hundredfold on purpose, or a task with far larger targets, from an explosion.",
         "A single outlier among the examples whose gradient exceeds a hundred times any before, from the first step of a divergence.",
     )
-    params_type = ExplodingGradientParams
-    state_type = ExplodingGradientState
 
     def lookback(self, params: ExplodingGradientParams) -> int:
         """The window."""
@@ -179,7 +177,7 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         state: ExplodingGradientState,
         context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[ExplodingGradientState, list[Finding]]:
         """Judge step by step, all layers of a step at once."""
         first_losses, loss_high = _high_losses(params, state, block)

@@ -10,7 +10,7 @@ from watchstep.format.block import Block, sort_key
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.ranges.robust import medians, robust_spread
+from watchstep_rules.signals.robust import medians, robust_spread
 
 
 class GradientNormSpikeParams(Params):
@@ -57,16 +57,14 @@ class GradientNormSpike(Rule[GradientNormSpikeParams, GradientNormSpikeState]):
         "Look at the examples of this step.",
         "Lower the learning rate, or warm it up for longer.",
     )
-    params_type = GradientNormSpikeParams
-    state_type = GradientNormSpikeState
 
     def evaluate(
         self,
         params: GradientNormSpikeParams,
         state: GradientNormSpikeState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[GradientNormSpikeState, list[Finding]]:
         """Judge each step as a whole, on whatever workers its gradients are."""
         kept, findings = dict(state.norms), []

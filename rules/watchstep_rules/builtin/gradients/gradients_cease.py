@@ -12,9 +12,8 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.layers import is_weighted
 from watchstep_rules.signals.series import in_training, whole_steps
-from watchstep_rules.signals.tensor_selection import rows_where
+from watchstep_rules.signals.tensor_selection import is_weighted, rows_where
 
 
 class GradientsCeaseParams(Params):
@@ -84,16 +83,9 @@ class GradientsCease(Rule[GradientsCeaseParams, GradientsCeaseState]):
         "A program that detaches its encoder on purpose from step N on, from one that does so by mistake.",
         "A branch that is detached amid layers that learn, from one whose output is not used on purpose: it is left alone.",
     )
-    params_type = GradientsCeaseParams
-    state_type = GradientsCeaseState
 
     def evaluate(
-        self,
-        params: GradientsCeaseParams,
-        state: GradientsCeaseState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: GradientsCeaseParams, state: GradientsCeaseState, context: Block, block: Block, now: int
     ) -> tuple[GradientsCeaseState, list[Finding]]:
         """Follow the gradients of each weight, step by step."""
         block = in_training(block)

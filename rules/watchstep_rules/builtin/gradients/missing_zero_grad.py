@@ -22,11 +22,7 @@ class MissingZeroGradParams(Params):
     )
 
 
-class MissingZeroGradState(State):
-    """Nothing."""
-
-
-class MissingZeroGrad(Rule[MissingZeroGradParams, MissingZeroGradState]):
+class MissingZeroGrad(Rule[MissingZeroGradParams, State]):
     """Fires when ``gradients:stale`` is 1 at ``records`` steps in a row.
 
     Capture looks at one gradient: at the first backward pass after an optimizer's step it is still what that step left, at no
@@ -54,21 +50,14 @@ class MissingZeroGrad(Rule[MissingZeroGradParams, MissingZeroGradState]):
     cannot_distinguish = (
         "Gradients that are accumulated over all steps on purpose, as a momentum of 1, from a forgotten zero_grad().",
     )
-    params_type = MissingZeroGradParams
-    state_type = MissingZeroGradState
 
     def lookback(self, params: MissingZeroGradParams) -> int:
         """The steps before."""
         return params.records - 1
 
     def evaluate(
-        self,
-        params: MissingZeroGradParams,
-        state: MissingZeroGradState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[MissingZeroGradState, list[Finding]]:
+        self, params: MissingZeroGradParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each step that was seen to keep gradients."""
         context, block = _kept(context), _kept(block)
         found = in_a_row(context, block, lambda rows: rows.statistics.mean > 0.5, params.records)

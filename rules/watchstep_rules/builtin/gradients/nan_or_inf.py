@@ -14,14 +14,13 @@ from watchstep.format import tensors
 from watchstep.format.block import Block, view
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, TensorInfo
-from watchstep_rules.finding_rows import FindingRows, Hits
-from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, is_metric
-from watchstep_rules.signals.first_nonfinite import Origins
+from watchstep_rules.rule import Advice, Finding, FindingRows, Hits, Needs, Params, Rule, State, is_metric
 from watchstep_rules.signals.nonfinite import (
     BAD_BATCH,
     CHECK_BATCHES,
     GAPS,
     LOOK_AT_INPUT,
+    Origins,
     counts_of,
     has_elements,
     is_given,
@@ -29,7 +28,7 @@ from watchstep_rules.signals.nonfinite import (
 )
 from watchstep_rules.signals.series import SeriesRows, Trail
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
-from watchstep_rules.signals.updates.update_evidence import APPLIED, MISSING, UpdateEvidence
+from watchstep_rules.signals.update_evidence import APPLIED, MISSING, UpdateEvidence
 
 _TRAIN = MODES.index("train")
 _CHECK = ":finite_check"
@@ -129,24 +128,17 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         "A program that skips bad passes before backward() and logs no loss leaves no trace of them.",
         "A scaler's skips of fused optimizers on a GPU are not counted as missing updates; scaler_skips reports them.",
     )
-    params_type = NanOrInfParams
-    state_type = NanOrInfState
 
-    def lookback(self, params: NanOrInfParams) -> int:  # noqa: ARG002 - the contract's
+    def lookback(self, params: NanOrInfParams) -> int:
         """What each parameter held before, and that it has a gradient."""
         return 1
 
-    def conclusive(self, params: NanOrInfParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: NanOrInfParams, block: Block) -> NDArray[np.bool_]:
         """Rows of tensors with elements: those that are not finite are what it is about."""
         return has_elements(block)
 
     def evaluate(
-        self,
-        params: NanOrInfParams,
-        state: NanOrInfState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: NanOrInfParams, state: NanOrInfState, context: Block, block: Block, now: int
     ) -> tuple[NanOrInfState, FindingRows]:
         """Judge each row by itself, weights by the row before, and losses alone by how long they are not finite."""
         bad = nonfinite(block)

@@ -12,21 +12,21 @@ from pydantic import Field
 from watchstep.format import tensors
 from watchstep.format.block import Block, sort_key, view
 from watchstep.format.tensors import MODES, TensorInfo
-from watchstep_rules.finding_rows import FindingRows, Hits
-from watchstep_rules.rule import Advice, Finding, Merge, Needs, Params, Rule, State
-from watchstep_rules.signals.first_nonfinite import Origins, execution
+from watchstep_rules.rule import Advice, Finding, FindingRows, Hits, Merge, Needs, Params, Rule, State
 from watchstep_rules.signals.nonfinite import (
     BAD_BATCH,
     CHECK_BATCHES,
     GAPS,
     LOOK_AT_INPUT,
+    Origins,
     counts_of,
+    execution,
     has_elements,
     is_given,
 )
 from watchstep_rules.signals.series import SeriesRows
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
-from watchstep_rules.signals.updates.update_evidence import APPLIED, MISSING, SKIPPED, UpdateEvidence
+from watchstep_rules.signals.update_evidence import APPLIED, MISSING, SKIPPED, UpdateEvidence
 
 _DOWNSTREAM = ("input", "output", "loss", "gradient")
 _STATE = ("weight", "bias")
@@ -101,8 +101,6 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
     cannot_distinguish = (
         "Losses that are non-finite at several steps in a row in a program that skips such batches on purpose, from a fault.",
     )
-    params_type = NonFiniteValuesParams
-    state_type = NonFiniteValuesState
 
     def merged(self, params: NonFiniteValuesParams) -> Merge:
         """Each worker by itself, unless whole steps are asked for."""
@@ -112,7 +110,7 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         """Inputs are judged where that is asked for."""
         return replace(self.needs, evidence=()) if params.judge_inputs else self.needs
 
-    def conclusive(self, params: NonFiniteValuesParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: NonFiniteValuesParams, block: Block) -> NDArray[np.bool_]:
         """Rows of tensors with elements: those that are not finite are what it is about."""
         return has_elements(block)
 
@@ -120,9 +118,9 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         self,
         params: NonFiniteValuesParams,
         state: NonFiniteValuesState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[NonFiniteValuesState, FindingRows]:
         """Judge each row by itself; of a logged loss, whether it was finite before."""
         held = block.statistics

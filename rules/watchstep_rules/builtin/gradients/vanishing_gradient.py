@@ -10,10 +10,9 @@ from watchstep.format.block import Block, sort_key, view
 from watchstep.format.statistics import Floats, StatisticsBatch
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.layers import kind_of_expert
-from watchstep_rules.signals.losses.progress import LossProgress, follow
+from watchstep_rules.signals.loss_progress import LossProgress, follow_loss
 from watchstep_rules.signals.series import SeriesRows, step_numbers
-from watchstep_rules.signals.tensor_selection import rows_where
+from watchstep_rules.signals.tensor_selection import kind_of_expert, rows_where
 
 _NOTHING = 1e-6  # of a loss of about 1 it is what float32 rounds away
 _FIRST = 2.0  # times its first size a gradient may have without being one that grows
@@ -116,16 +115,14 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         "A layer that is cut off on purpose and still has gradients next to nothing, from one that starves.",
         "A term of the loss whose weight is as small as that, from one that does not reach its layers.",
     )
-    params_type = VanishingGradientParams
-    state_type = VanishingGradientState
 
     def evaluate(
         self,
         params: VanishingGradientParams,
         state: VanishingGradientState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[VanishingGradientState, list[Finding]]:
         """Judge each step's layers against each other, on whatever worker they are."""
         wide = rows_where(block, _is_judged, params.min_dimensions)
@@ -211,7 +208,7 @@ def _at_rest(
     order = np.argsort(block.step, kind="stable")
     ordered = block if bool((order[1:] > order[:-1]).all()) else view(block, order)
     numbers = step_numbers(ordered)
-    losses, courses = follow(kept, ordered, numbers)
+    losses, courses = follow_loss(kept, ordered, numbers)
     rests = courses.any_converged(params.converged)
     if courses.low:
         rests |= courses.known & (

@@ -10,11 +10,19 @@ from pydantic import Field
 
 from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses import constant_prediction
-from watchstep_rules.signals.losses.constant_prediction import AgainstLabels, LabelState, against_labels
-from watchstep_rules.signals.losses.loss_progress import Beginning, LossProgressColumns, lookback, progress
-from watchstep_rules.signals.losses.loss_series import LossSeries, falls, first_steps, is_whole, loss_series
-from watchstep_rules.signals.losses.trend import Trend, as_flags, improvement
+from watchstep_rules.signals import constant_prediction
+from watchstep_rules.signals.constant_prediction import AgainstLabels, LabelState, against_labels
+from watchstep_rules.signals.loss_progress import Beginning, LossProgressColumns, lookback, progress
+from watchstep_rules.signals.loss_series import (
+    LossSeries,
+    Trend,
+    as_flags,
+    falls,
+    first_steps,
+    improvement,
+    is_whole,
+    loss_series,
+)
 
 _MOST_NOISE = 0.4
 _ROUNDING = 1e-9
@@ -130,8 +138,6 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         "A loss that is not the one that training lowers, such as a value's error in reinforcement learning, where no metric beside it improves and no loss of a policy is logged.",
         "Labels that are recorded but are not what the loss is about.",
     )
-    params_type = LossNotDecreasingParams
-    state_type = LossNotDecreasingState
 
     def lookback(self, params: LossNotDecreasingParams) -> int:
         """What the means reach over."""
@@ -143,11 +149,11 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         state: LossNotDecreasingState,
         context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[LossNotDecreasingState, list[Finding]]:
         """Judge each training loss by itself."""
         losses = loss_series(context, block, "train")
-        labels, baselines = constant_prediction.follow(state.labels, block)
+        labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
         others, improved = improvement(state.others, state.improved, context, block)
         kept, findings = dict(state.series), {}

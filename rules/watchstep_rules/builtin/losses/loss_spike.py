@@ -13,8 +13,8 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses.loss_series import NOTHING, LossSeries, first_steps, is_whole, loss_series
-from watchstep_rules.signals.ranges.robust import medians, robust_spread
+from watchstep_rules.signals.loss_series import NOTHING, LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.signals.robust import medians, robust_spread
 
 _FIRST = 10
 _FALLS = 0.8
@@ -132,20 +132,13 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
         "A learning rate that restarts, a new phase of a schedule, another loss under the same name or harder data on purpose, from a fault, if they raise the loss above where it began.",
         "Several losses of one program of which the name does not say which is the whole are not judged.",
     )
-    params_type = LossSpikeParams
-    state_type = LossSpikeState
 
     def lookback(self, params: LossSpikeParams) -> int:
         """The window and what is held against it."""
         return params.window + max(params.lasting, params.exploded, _CLIMB) - 1
 
     def evaluate(
-        self,
-        params: LossSpikeParams,
-        state: LossSpikeState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: LossSpikeParams, state: LossSpikeState, context: Block, block: Block, now: int
     ) -> tuple[LossSpikeState, list[Finding]]:
         """Judge each training loss by itself."""
         losses = loss_series(context, block, "train")

@@ -10,11 +10,11 @@ from pydantic import Field
 
 from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses import constant_prediction
-from watchstep_rules.signals.losses.constant_prediction import LabelState, own_baselines
-from watchstep_rules.signals.losses.loss_progress import Beginning, progress
-from watchstep_rules.signals.losses.loss_progress import lookback as loss_lookback
-from watchstep_rules.signals.losses.loss_series import falls, first_steps, is_whole, loss_series
+from watchstep_rules.signals import constant_prediction
+from watchstep_rules.signals.constant_prediction import LabelState, own_baselines
+from watchstep_rules.signals.loss_progress import Beginning, progress
+from watchstep_rules.signals.loss_progress import lookback as loss_lookback
+from watchstep_rules.signals.loss_series import falls, first_steps, is_whole, loss_series
 
 _LONGEST = 200
 
@@ -105,24 +105,17 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
         "Data or a task that are changed on purpose, and are harder than before, from ones that broke.",
         "Targets that grow with what is learnt, as in reinforcement learning, from a training that came undone.",
     )
-    params_type = LostProgressParams
-    state_type = LostProgressState
 
     def lookback(self, params: LostProgressParams) -> int:
         """What the means reach over."""
         return loss_lookback(params.warmup, 2 * params.window)
 
     def evaluate(
-        self,
-        params: LostProgressParams,
-        state: LostProgressState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: LostProgressParams, state: LostProgressState, context: Block, block: Block, now: int
     ) -> tuple[LostProgressState, list[Finding]]:
         """Judge each training loss by itself."""
         losses = loss_series(context, block, "train")
-        labels, baselines = constant_prediction.follow(state.labels, block)
+        labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
         kept, courses, findings = dict(state.series), dict(state.courses), {}
         for series in losses:

@@ -12,10 +12,10 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses import constant_prediction
-from watchstep_rules.signals.losses.constant_prediction import LabelState
-from watchstep_rules.signals.losses.loss_series import NOTHING, LossSeries, first_steps, is_whole, loss_series
-from watchstep_rules.signals.ranges.robust import medians, quantiles
+from watchstep_rules.signals import constant_prediction
+from watchstep_rules.signals.constant_prediction import LabelState
+from watchstep_rules.signals.loss_series import NOTHING, LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.signals.robust import medians, quantiles
 from watchstep_rules.signals.tensor_selection import rows_where
 
 _EVALUATIONS = 8
@@ -116,8 +116,6 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         "Batches of a few kinds that come by turns on purpose, such as tasks or lengths, from steps that go from side to side.",
         "A loss that grew to thirty times its first value because its targets did, from one that overshoots.",
     )
-    params_type = OscillatingLossParams
-    state_type = OscillatingLossState
 
     def lookback(self, params: OscillatingLossParams) -> int:
         """The window."""
@@ -129,12 +127,12 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         state: OscillatingLossState,
         context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[OscillatingLossState, list[Finding]]:
         """Judge each loss by itself, those of training and of validation."""
         losses = loss_series(context, block, "train")
         evaluations = loss_series(context, block, "eval")
-        labels, baselines = constant_prediction.follow(state.labels, block)
+        labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
         gradients = _stale_gradients(state.kept, block)
         kept, findings = dict(state.series), {}

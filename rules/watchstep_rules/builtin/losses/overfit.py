@@ -14,8 +14,7 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses.loss_series import LossSeries, loss_series
-from watchstep_rules.signals.losses.trend import better_high
+from watchstep_rules.signals.loss_series import LossSeries, better_high, loss_series
 
 
 class OverfitParams(Params):
@@ -128,20 +127,13 @@ class Overfit(Rule[OverfitParams, OverfitState]):
         "A validation loss that rises because a few examples are wrong with more and more certainty, while the share that is right still grows, from a model that gets worse, where no metric of validation is recorded.",
         "A validation set that is changed on purpose.",
     )
-    params_type = OverfitParams
-    state_type = OverfitState
 
     def lookback(self, params: OverfitParams) -> int:
         """The window."""
         return params.window
 
     def evaluate(
-        self,
-        params: OverfitParams,
-        state: OverfitState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: OverfitParams, state: OverfitState, context: Block, block: Block, now: int
     ) -> tuple[OverfitState, list[Finding]]:
         """Judge each validation loss beside its training loss."""
         means = {key: ([-1], [mean]) for key, mean in state.train.items()}

@@ -10,7 +10,7 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses.loss_series import LossSeries, loss_series
+from watchstep_rules.signals.loss_series import LossSeries, loss_series
 
 
 class OvertrainingParams(Params):
@@ -64,20 +64,13 @@ class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
         "Lower the learning rate, or restart it.",
         "Use a larger model, or other data.",
     )
-    params_type = OvertrainingParams
-    state_type = OvertrainingState
 
     def lookback(self, params: OvertrainingParams) -> int:
         """The window."""
         return params.window - 1
 
     def evaluate(
-        self,
-        params: OvertrainingParams,
-        state: OvertrainingState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: OvertrainingParams, state: OvertrainingState, context: Block, block: Block, now: int
     ) -> tuple[OvertrainingState, list[Finding]]:
         """Judge each loss by itself."""
         best, findings = dict(state.best), {}

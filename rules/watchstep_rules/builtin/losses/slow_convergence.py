@@ -10,12 +10,24 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats, rms
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses import constant_prediction, rate_changes
-from watchstep_rules.signals.losses.constant_prediction import AgainstLabels, LabelState, against_labels
-from watchstep_rules.signals.losses.loss_progress import Beginning, LossProgressColumns, lookback, progress
-from watchstep_rules.signals.losses.loss_series import first_steps, is_whole, loss_series
-from watchstep_rules.signals.losses.rate_changes import RateChange, Rates
-from watchstep_rules.signals.losses.trend import Trend, as_flags, improvement
+from watchstep_rules.signals import constant_prediction, loss_progress
+from watchstep_rules.signals.constant_prediction import AgainstLabels, LabelState, against_labels
+from watchstep_rules.signals.loss_progress import (
+    Beginning,
+    LossProgressColumns,
+    RateChange,
+    Rates,
+    lookback,
+    progress,
+)
+from watchstep_rules.signals.loss_series import (
+    Trend,
+    as_flags,
+    first_steps,
+    improvement,
+    is_whole,
+    loss_series,
+)
 from watchstep_rules.signals.tensor_selection import is_matrix_of, rows_where
 
 _RECORDS = 5
@@ -102,8 +114,6 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         "Small steps that a fine-tuning takes on purpose, from small steps by mistake, where neither labels nor a metric show that the model is good.",
         "A schedule that begins slowly, beyond the patience, from a rate that is too low.",
     )
-    params_type = SlowConvergenceParams
-    state_type = SlowConvergenceState
 
     def lookback(self, params: SlowConvergenceParams) -> int:
         """What the means reach over."""
@@ -115,16 +125,16 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         state: SlowConvergenceState,
         context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[SlowConvergenceState, list[Finding]]:
         """Judge each training loss by itself, with the updates of all workers."""
         losses = loss_series(context, block, "train")
-        labels, baselines = constant_prediction.follow(state.labels, block)
+        labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
         updates, recent = _updates(state.updates, block)
         inputs, sizes = _inputs(state.inputs, block)
         others, improved = improvement(state.others, state.improved, context, block)
-        rates, changes = rate_changes.follow(state.rates, block)
+        rates, changes = loss_progress.follow_rates(state.rates, block)
         kept, findings = dict(state.series), {}
         for series in losses:
             seen, kept[series.key] = progress(
@@ -147,7 +157,7 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
                     f"changes by more than {update[place]:.2g} of its size in a step"
                 )
                 row = int(series.rows[place])
-                change = rate_changes.last_before(changes, int(series.steps[place]), 2 * params.patience)
+                change = loss_progress.last_before(changes, int(series.steps[place]), 2 * params.patience)
                 message += "" if change is None else change.words
                 findings[row] = finding_at(
                     self.name,

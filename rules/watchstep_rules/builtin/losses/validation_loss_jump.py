@@ -9,7 +9,7 @@ from pydantic import Field
 
 from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses.loss_series import NOTHING, first_steps, is_whole, loss_series
+from watchstep_rules.signals.loss_series import NOTHING, first_steps, is_whole, loss_series
 
 _LONGEST = 50
 """Evaluations that a jump has to last at most, however long the model took to learn at first."""
@@ -132,10 +132,8 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
     cannot_distinguish = (
         "Validation data or a task that are changed on purpose and are harder than before, from a model that came undone.",
     )
-    params_type = ValidationLossJumpParams
-    state_type = ValidationLossJumpState
 
-    def lookback(self, params: ValidationLossJumpParams) -> int:  # noqa: ARG002 - the contract's
+    def lookback(self, params: ValidationLossJumpParams) -> int:
         """None: the state holds the window."""
         return 0
 
@@ -145,7 +143,7 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
         state: ValidationLossJumpState,
         context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[ValidationLossJumpState, list[Finding]]:
         """Judge each validation loss by itself."""
         losses = loss_series(context, block, "eval")

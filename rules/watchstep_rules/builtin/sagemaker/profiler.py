@@ -1,7 +1,7 @@
-"""Rules of Amazon's profiler, which judge samples of the process and its machine.
+"""SageMaker profiler rules, which judge samples of the process and its machine.
 
-All but three are rules of Watchstep's in Amazon's parameters. ``scan_interval_us`` is how often Amazon reads its files; rows are
-judged here as they come.
+All but three delegate to a built-in rule with translated parameters. ``scan_interval_us`` is the interval at which SageMaker reads its
+files; here rows are judged as they arrive.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from pydantic import BeforeValidator, Field
 
 from watchstep.format.block import Block
 from watchstep.format.system_figures import CPUS, DATA_WORKERS, is_gpu_memory
-from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, ModeName, ScanInterval
-from watchstep_rules.builtin.sagemaker.translated import Translated
-from watchstep_rules.builtin.system.batch_size import BatchSize, BatchSizeParams, BatchSizeState
-from watchstep_rules.builtin.system.cpu_bottleneck import (
+from watchstep_rules.builtin.sagemaker.parameters import AmazonParams, ModeName, ScanInterval, Translated
+from watchstep_rules.builtin.system.batch_size import BatchSize, BatchSizeParams
+from watchstep_rules.builtin.system.data_loader import DataLoader
+from watchstep_rules.builtin.system.idle_gpu import (
     CpuBottleneck,
     CpuBottleneckParams,
-    CpuBottleneckState,
+    IoBottleneck,
+    IoBottleneckParams,
 )
-from watchstep_rules.builtin.system.data_loader import DataLoader
-from watchstep_rules.builtin.system.gpu_memory_increase import GpuMemoryIncrease
 from watchstep_rules.builtin.system.initialization_time import InitializationTime, InitializationTimeParams
-from watchstep_rules.builtin.system.io_bottleneck import IoBottleneck, IoBottleneckParams, IoBottleneckState
-from watchstep_rules.builtin.system.load_balance import LoadBalance, LoadBalanceParams, LoadBalanceState
+from watchstep_rules.builtin.system.load_balance import LoadBalance, LoadBalanceParams
 from watchstep_rules.builtin.system.low_gpu_utilization import (
     LowGpuUtilization,
     LowGpuUtilizationParams,
-    LowGpuUtilizationState,
 )
-from watchstep_rules.builtin.system.step_outlier import StepOutlier, StepOutlierParams, StepOutlierState
+from watchstep_rules.builtin.system.memory_growth import GpuMemoryIncrease
+from watchstep_rules.builtin.system.step_outlier import StepOutlier, StepOutlierParams
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at
 from watchstep_rules.signals.series import Trail
 from watchstep_rules.signals.system_samples import by_step, means, series_name
@@ -63,12 +61,6 @@ class SagemakerBatchSize(Translated[SagemakerBatchSizeParams]):
     name = "sagemaker_batch_size"
     summary = "CPUs, GPU and its memory are all used little, as SageMaker tests it"
     inner = BatchSize()
-    needs = BatchSize.needs
-    merge = BatchSize.merge
-    usual_causes = BatchSize.usual_causes
-    what_to_try = BatchSize.what_to_try
-    params_type = SagemakerBatchSizeParams
-    state_type = BatchSizeState
 
     def translated(self, params: SagemakerBatchSizeParams) -> BatchSizeParams:
         """The same."""
@@ -92,12 +84,6 @@ class SagemakerCpuBottleneck(Translated[SagemakerCpuBottleneckParams]):
     name = "sagemaker_cpu_bottleneck"
     summary = "a GPU is idle while the CPUs are busy, as SageMaker tests it"
     inner = CpuBottleneck()
-    needs = CpuBottleneck.needs
-    merge = CpuBottleneck.merge
-    usual_causes = CpuBottleneck.usual_causes
-    what_to_try = CpuBottleneck.what_to_try
-    params_type = SagemakerCpuBottleneckParams
-    state_type = CpuBottleneckState
 
     def translated(self, params: SagemakerCpuBottleneckParams) -> CpuBottleneckParams:
         """All samples since the start count alike."""
@@ -122,12 +108,6 @@ class SagemakerIoBottleneck(Translated[SagemakerIoBottleneckParams]):
     name = "sagemaker_io_bottleneck"
     summary = "a GPU is idle while tasks wait for disks, as SageMaker tests it"
     inner = IoBottleneck()
-    needs = IoBottleneck.needs
-    merge = IoBottleneck.merge
-    usual_causes = IoBottleneck.usual_causes
-    what_to_try = IoBottleneck.what_to_try
-    params_type = SagemakerIoBottleneckParams
-    state_type = IoBottleneckState
 
     def translated(self, params: SagemakerIoBottleneckParams) -> IoBottleneckParams:
         """All samples since the start count alike."""
@@ -152,12 +132,6 @@ class SagemakerLowGpuUtilization(Translated[SagemakerLowGpuUtilizationParams]):
     name = "sagemaker_low_gpu_utilization"
     summary = "a GPU computes little, or in bursts with pauses, as SageMaker tests it"
     inner = LowGpuUtilization()
-    needs = LowGpuUtilization.needs
-    merge = LowGpuUtilization.merge
-    usual_causes = LowGpuUtilization.usual_causes
-    what_to_try = LowGpuUtilization.what_to_try
-    params_type = SagemakerLowGpuUtilizationParams
-    state_type = LowGpuUtilizationState
 
     def translated(self, params: SagemakerLowGpuUtilizationParams) -> LowGpuUtilizationParams:
         """The same."""
@@ -179,12 +153,6 @@ class SagemakerLoadBalancing(Translated[SagemakerLoadBalancingParams]):
     name = "sagemaker_load_balancing"
     summary = "GPUs have unequal work, in SageMaker's parameters"
     inner = LoadBalance()
-    needs = LoadBalance.needs
-    merge = LoadBalance.merge
-    usual_causes = LoadBalance.usual_causes
-    what_to_try = LoadBalance.what_to_try
-    params_type = SagemakerLoadBalancingParams
-    state_type = LoadBalanceState
 
     def translated(self, params: SagemakerLoadBalancingParams) -> LoadBalanceParams:
         """A share of the others' mean instead of a distance of histograms."""
@@ -217,12 +185,6 @@ class SagemakerStepOutlier(Translated[SagemakerStepOutlierParams]):
     name = "sagemaker_step_outlier"
     summary = "some steps take far longer than the others, in SageMaker's parameters"
     inner = StepOutlier()
-    needs = StepOutlier.needs
-    merge = StepOutlier.merge
-    usual_causes = StepOutlier.usual_causes
-    what_to_try = StepOutlier.what_to_try
-    params_type = SagemakerStepOutlierParams
-    state_type = StepOutlierState
 
     def translated(self, params: SagemakerStepOutlierParams) -> StepOutlierParams:
         """However little time they cost."""
@@ -243,12 +205,6 @@ class SagemakerMaxInitializationTime(Translated[SagemakerMaxInitializationTimePa
     name = "sagemaker_max_initialization_time"
     summary = "it takes long until the first step, as SageMaker tests it"
     inner = InitializationTime()
-    needs = InitializationTime.needs
-    merge = InitializationTime.merge
-    usual_causes = InitializationTime.usual_causes
-    what_to_try = InitializationTime.what_to_try
-    params_type = SagemakerMaxInitializationTimeParams
-    state_type = State
 
     def translated(self, params: SagemakerMaxInitializationTimeParams) -> InitializationTimeParams:
         """The same."""
@@ -291,8 +247,6 @@ class SagemakerGpuMemoryIncrease(Rule[SagemakerGpuMemoryIncreaseParams, Sagemake
     merge = "per_worker"
     usual_causes = GpuMemoryIncrease.usual_causes
     what_to_try = GpuMemoryIncrease.what_to_try
-    params_type = SagemakerGpuMemoryIncreaseParams
-    state_type = SagemakerGpuMemoryIncreaseState
 
     def lookback(self, params: SagemakerGpuMemoryIncreaseParams) -> int:
         """Both averages."""
@@ -304,7 +258,7 @@ class SagemakerGpuMemoryIncrease(Rule[SagemakerGpuMemoryIncreaseParams, Sagemake
         state: SagemakerGpuMemoryIncreaseState,
         context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[SagemakerGpuMemoryIncreaseState, list[Finding]]:
         """Hold the average that ends with each row against the one before it."""
         trail = Trail.of(context, block)
@@ -350,11 +304,7 @@ class SagemakerDataloaderParams(AmazonParams):
     scan_interval_us: ScanInterval
 
 
-class SagemakerDataloaderState(State):
-    """Nothing."""
-
-
-class SagemakerDataloader(Rule[SagemakerDataloaderParams, SagemakerDataloaderState]):
+class SagemakerDataloader(Rule[SagemakerDataloaderParams, State]):
     """Fires when fewer processes load data than ``min_threshold`` percent of the CPUs, or more than ``max_threshold``: SageMaker's test.
 
     A training that loads its data itself has no such process, and is left alone. `data_loader` asks whether steps wait.
@@ -366,17 +316,10 @@ class SagemakerDataloader(Rule[SagemakerDataloaderParams, SagemakerDataloaderSta
     merge = "sealed"
     usual_causes = DataLoader.usual_causes
     what_to_try = DataLoader.what_to_try
-    params_type = SagemakerDataloaderParams
-    state_type = SagemakerDataloaderState
 
     def evaluate(
-        self,
-        params: SagemakerDataloaderParams,
-        state: SagemakerDataloaderState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[SagemakerDataloaderState, list[Finding]]:
+        self, params: SagemakerDataloaderParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge what each worker sampled at the same time."""
         values, findings = means(block), []
         for rows in by_step(block):

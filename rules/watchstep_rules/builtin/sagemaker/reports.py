@@ -1,12 +1,25 @@
-"""Names of Amazon's that write a report and judge nothing, so that rule files keep them."""
+"""SageMaker rules that write a report: `ProfilerReport` runs all profiler rules; the others judge nothing."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import Field, create_model, model_validator
 
 from watchstep.format.block import Block
-from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, ScanInterval
-from watchstep_rules.rule import Finding, Needs, Rule, State
+from watchstep_rules.builtin.sagemaker.parameters import AmazonParams, ScanInterval
+from watchstep_rules.builtin.sagemaker.profiler import (
+    SagemakerBatchSize,
+    SagemakerCpuBottleneck,
+    SagemakerDataloader,
+    SagemakerGpuMemoryIncrease,
+    SagemakerIoBottleneck,
+    SagemakerLoadBalancing,
+    SagemakerLowGpuUtilization,
+    SagemakerMaxInitializationTime,
+    SagemakerStepOutlier,
+)
+from watchstep_rules.rule import AnyRule, Finding, Needs, Params, Rule, State
 
 
 class SagemakerCreateXgboostReportParams(AmazonParams):
@@ -29,52 +42,175 @@ class SagemakerOverallFrameworkMetricsParams(AmazonParams):
     scan_interval_us: ScanInterval
 
 
-class ReportState(State):
-    """Nothing."""
+AnyAmazonParams = TypeVar("AnyAmazonParams", bound=AmazonParams)
 
 
-class _Report(Rule[AmazonParams, ReportState]):
+class _Report(Rule[AnyAmazonParams, State]):
     """Never fires, as at Amazon."""
 
     merge = "per_worker"
     usual_causes = ("it never fires",)
     what_to_try = ("read the run's figures instead",)
-    state_type = ReportState
 
     def evaluate(
-        self,
-        params: AmazonParams,  # noqa: ARG002 - the contract's
-        state: ReportState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,  # noqa: ARG002 - the contract's
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[ReportState, list[Finding]]:
+        self, params: AnyAmazonParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge nothing."""
         return state, []
 
 
-class SagemakerCreateXgboostReport(_Report):
+class SagemakerCreateXgboostReport(_Report[SagemakerCreateXgboostReportParams]):
     """Never fires: SageMaker's CreateXgboostReport writes a report. Here losses and figures of trees are with the run."""
 
     name = "sagemaker_create_xgboost_report"
     summary = "never: SageMaker writes a report of an XGBoost training"
     needs = Needs(("custom",), ("tree_depth",))
-    params_type = SagemakerCreateXgboostReportParams
 
 
-class SagemakerOverallSystemUsage(_Report):
+class SagemakerOverallSystemUsage(_Report[SagemakerOverallSystemUsageParams]):
     """Never fires: SageMaker's OverallSystemUsage aggregates figures of the machine. Here they are with the run, by minute."""
 
     name = "sagemaker_overall_system_usage"
     summary = "never: SageMaker aggregates figures of the machine"
     needs = Needs(("system",), ("system",))
-    params_type = SagemakerOverallSystemUsageParams
 
 
-class SagemakerOverallFrameworkMetrics(_Report):
+class SagemakerOverallFrameworkMetrics(_Report[SagemakerOverallFrameworkMetricsParams]):
     """Never fires: SageMaker's OverallFrameworkMetrics aggregates times of the framework. Here step times are with the run."""
 
     name = "sagemaker_overall_framework_metrics"
     summary = "never: SageMaker aggregates times of the framework"
     needs = Needs(("system",), ("system",))
-    params_type = SagemakerOverallFrameworkMetricsParams
+
+
+PARTS: dict[str, AnyRule] = {
+    rule.params_type.amazon: rule
+    for rule in (
+        SagemakerBatchSize(),
+        SagemakerCpuBottleneck(),
+        SagemakerDataloader(),
+        SagemakerGpuMemoryIncrease(),
+        SagemakerIoBottleneck(),
+        SagemakerLoadBalancing(),
+        SagemakerLowGpuUtilization(),
+        SagemakerMaxInitializationTime(),
+        SagemakerStepOutlier(),
+    )
+}
+"""The rules that a report runs, by Amazon's names."""
+
+_BY_LOWER = {name.lower(): name for name in PARTS}
+
+
+class SagemakerProfilerReportParams(AmazonParams):
+    """Parameters of `SagemakerProfilerReport`: besides this, those of its rules, as ``CPUBottleneck_threshold``."""
+
+    amazon: ClassVar[str] = "ProfilerReport"
+    opt_out_telemetry: bool = Field(
+        False, description="Accepted and without effect: nothing is sent anywhere."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _are_known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            name if name in cls.model_fields else "_".join(_part_of(str(name))): value
+            for name, value in data.items()
+        }
+
+    @property
+    def parts(self) -> dict[str, Params]:
+        """The parameters of each rule, by Amazon's name of it."""
+        given = self.model_dump()
+        return {
+            name: rule.params_type(
+                **{field: given[f"{name}_{field}"] for field in rule.params_type.model_fields}
+            )
+            for name, rule in PARTS.items()
+        }
+
+
+_OF_PARTS: dict[str, Any] = {
+    f"{name}_{parameter}": (field.annotation, field)
+    for name, rule in PARTS.items()
+    for parameter, field in rule.params_type.model_fields.items()
+}
+
+PROFILER_REPORT_PARAMS: type[SagemakerProfilerReportParams] = create_model(
+    "SagemakerProfilerReportParams", __base__=SagemakerProfilerReportParams, **_OF_PARTS
+)
+"""With a field for each parameter of each rule."""
+
+
+class SagemakerProfilerReportState(State):
+    """The states of its rules, by Amazon's names."""
+
+    parts: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+class SagemakerProfilerReport(Rule[SagemakerProfilerReportParams, SagemakerProfilerReportState]):
+    """Fires when one of the profiler's rules does, of which the message names the first words: SageMaker's ProfilerReport.
+
+    Parameters of a rule go by ``RULE_PARAMETER``, as at Amazon. Amazon also writes a report in HTML; here figures of the process and its
+    machine are with the run.
+    """
+
+    name = "sagemaker_profiler_report"
+    summary = "one of the profiler's rules fires, in SageMaker's parameters"
+    needs = Needs(("system",), ("system",), histograms=True)
+    merge = "sealed"
+    usual_causes = (
+        "The machine waits for data, for a disk or for other ranks.",
+        "Batches are small for the machine.",
+        "Memory of a GPU grows.",
+    )
+    what_to_try = (
+        "Read the message: it begins with the name of the profiler rule that fires.",
+        "Configure that rule by itself for its own causes and advice.",
+    )
+    params_type = PROFILER_REPORT_PARAMS
+
+    def lookback(self, params: SagemakerProfilerReportParams) -> int:
+        """As far as one of its rules looks."""
+        given = params.parts
+        return max(rule.lookback(given[name]) for name, rule in PARTS.items())
+
+    def evaluate(
+        self,
+        params: SagemakerProfilerReportParams,
+        state: SagemakerProfilerReportState,
+        context: Block,
+        block: Block,
+        now: int,
+    ) -> tuple[SagemakerProfilerReportState, list[Finding]]:
+        """Judge by each rule."""
+        given, states, findings = params.parts, {}, []
+        for name, rule in PARTS.items():
+            before = rule.state_type.model_validate(state.parts.get(name, {}))
+            after, found = rule.evaluate(given[name], before, context, block, now)
+            if after != rule.state_type():
+                states[name] = after.model_dump(mode="json")
+            findings += [
+                finding.model_copy(update={"rule": self.name, "message": f"{name}: {finding.message}"})
+                for finding in found
+            ]
+        findings.sort(key=lambda finding: (finding.step, finding.worker))
+        return SagemakerProfilerReportState(parts=states), findings
+
+
+def _part_of(name: str) -> tuple[str, str]:
+    """The rule and its parameter.
+
+    Raises:
+        ValueError: there is no such rule or parameter.
+    """
+    rule, _, parameter = name.partition("_")
+    part = _BY_LOWER.get(rule.lower())
+    if part is None or not parameter:
+        raise ValueError(f"{name!r} is not of the form RULE_PARAMETER with one of {', '.join(PARTS)}")
+    fields = PARTS[part].params_type.model_fields
+    if parameter.lower() not in fields:
+        raise ValueError(f"{part} has no parameter {parameter!r}; it takes {', '.join(fields)}")
+    return part, parameter.lower()

@@ -45,16 +45,9 @@ class BatchSize(Rule[BatchSizeParams, BatchSizeState]):
         "enlarge the batch, and the learning rate with it",
         "use a smaller machine, or let several trainings share it",
     )
-    params_type = BatchSizeParams
-    state_type = BatchSizeState
 
     def evaluate(
-        self,
-        params: BatchSizeParams,
-        state: BatchSizeState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: BatchSizeParams, state: BatchSizeState, context: Block, block: Block, now: int
     ) -> tuple[BatchSizeState, list[Finding]]:
         """Judge what each worker sampled at the same time."""
         held = block.statistics

@@ -88,16 +88,9 @@ class DataLoader(Rule[DataLoaderParams, DataLoaderState]):
         "measure the time of next(iterator) by itself",
         "set num_workers to the number of CPUs for each rank",
     )
-    params_type = DataLoaderParams
-    state_type = DataLoaderState
 
     def evaluate(
-        self,
-        params: DataLoaderParams,
-        state: DataLoaderState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: DataLoaderParams, state: DataLoaderState, context: Block, block: Block, now: int
     ) -> tuple[DataLoaderState, list[Finding]]:
         """Judge what each worker sampled at the same time."""
         loading, findings = dict(state.loading), []

@@ -40,16 +40,9 @@ class InitializationTime(Rule[InitializationTimeParams, State]):
         "keep the compiler's cache from run to run",
         "look at when each rank began",
     )
-    params_type = InitializationTimeParams
-    state_type = State
 
     def evaluate(
-        self,
-        params: InitializationTimeParams,
-        state: State,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: InitializationTimeParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
         """Judge the one row that each worker has of it."""
         minutes = means(block) / 60

@@ -58,16 +58,9 @@ class LoadBalance(Rule[LoadBalanceParams, LoadBalanceState]):
         "look at the step times and waits for data of each worker",
         "run nvidia-smi on the machine that is apart",
     )
-    params_type = LoadBalanceParams
-    state_type = LoadBalanceState
 
     def evaluate(
-        self,
-        params: LoadBalanceParams,
-        state: LoadBalanceState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: LoadBalanceParams, state: LoadBalanceState, context: Block, block: Block, now: int
     ) -> tuple[LoadBalanceState, list[Finding]]:
         """Judge each row by the means as they are when all of its step is in."""
         recent, findings = dict(state.recent), []

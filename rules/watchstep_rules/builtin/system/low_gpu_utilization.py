@@ -61,16 +61,14 @@ class LowGpuUtilization(Rule[LowGpuUtilizationParams, LowGpuUtilizationState]):
         "look at system/data_wait and system/node_cpu at the same steps, if the run records them",
         "read losses every so many steps only",
     )
-    params_type = LowGpuUtilizationParams
-    state_type = LowGpuUtilizationState
 
     def evaluate(
         self,
         params: LowGpuUtilizationParams,
         state: LowGpuUtilizationState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[LowGpuUtilizationState, list[Finding]]:
         """Judge each GPU's rows, one after the other."""
         held, window = block.statistics, params.window

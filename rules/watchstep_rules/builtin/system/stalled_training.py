@@ -73,8 +73,6 @@ class StalledTraining(Rule[StalledTrainingParams, StalledTrainingState]):
         "raise the threshold above the longest pause that you expect",
         "look at the run's health for uploads that fail",
     )
-    params_type = StalledTrainingParams
-    state_type = StalledTrainingState
 
     def due_ns(self, params: StalledTrainingParams, state: StalledTrainingState) -> int | None:
         """A sixth of the threshold after the last tick, or when the silence becomes too long."""
@@ -87,7 +85,7 @@ class StalledTraining(Rule[StalledTrainingParams, StalledTrainingState]):
         self,
         params: StalledTrainingParams,
         state: StalledTrainingState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
         now: int,
     ) -> tuple[StalledTrainingState, list[Finding]]:

@@ -86,20 +86,13 @@ class StepOutlier(Rule[StepOutlierParams, StepOutlierState]):
         "set TORCH_LOGS=recompiles, and pad batches to a few shapes",
         "compare the step times of all workers",
     )
-    params_type = StepOutlierParams
-    state_type = StepOutlierState
 
     def lookback(self, params: StepOutlierParams) -> int:
         """The window."""
         return params.window
 
     def evaluate(
-        self,
-        params: StepOutlierParams,
-        state: StepOutlierState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: StepOutlierParams, state: StepOutlierState, context: Block, block: Block, now: int
     ) -> tuple[StepOutlierState, list[Finding]]:
         """Judge each row by the window before it."""
         held = block.statistics

@@ -18,11 +18,7 @@ class AllZeroParams(Params):
     share: float = Field(1.0, gt=0, le=1, description="Share of zeros from which on a tensor is found.")
 
 
-class AllZeroState(State):
-    """Nothing."""
-
-
-class AllZero(Rule[AllZeroParams, AllZeroState]):
+class AllZero(Rule[AllZeroParams, State]):
     """Fires when ``zero / count >= share``.
 
     That is SageMaker's AllZero, whose share is 100 percent. Many a healthy training has tensors of zeros: biases
@@ -50,21 +46,14 @@ class AllZero(Rule[AllZeroParams, AllZeroState]):
         "Look at the weights' initialisation.",
         "Look for detach(), no_grad() and masks between it and the loss.",
     )
-    params_type = AllZeroParams
-    state_type = AllZeroState
 
-    def conclusive(self, params: AllZeroParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: AllZeroParams, block: Block) -> NDArray[np.bool_]:
         """Rows of tensors with elements: one that is not finite is not zero."""
         return has_elements(block)
 
     def evaluate(
-        self,
-        params: AllZeroParams,
-        state: AllZeroState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[AllZeroState, list[Finding]]:
+        self, params: AllZeroParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each row by itself."""
         zeros = zero_share(block.statistics)
         return state, [

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.ranges.reference import (
+from watchstep_rules.signals.reference import (
     FIGURES,
     MOST_POINTS,
     MOST_TENSORS,
@@ -63,17 +63,13 @@ def ascending(reference: References) -> References:
     return reference
 
 
-class SimilarAcrossRunsState(State):
-    """Nothing."""
-
-
-class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
+class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, State]):
     """Fires when ``|figure - reference(step)| > atol + tolerance * |reference(step)|``.
 
     ``reference(step)`` is the other run's figure. Between its steps it is on straight lines, and the figure may besides be
     anything that the other run had between them; before the first and after the last nothing is judged. So a run that
     is equal to the other never fires, whatever the tolerance. The other run is no input of a rule, for then the same rows could be judged otherwise later:
-    its figures stand in the parameters, as `watchstep_rules.signals.ranges.reference.reference_of` gives them. Rows of the modes train
+    its figures stand in the parameters, as `watchstep_rules.signals.reference.reference_of` gives them. Rows of the modes train
     and global are judged, of shards the whole tensor, of several workers the lowest that has the tensor at the step.
 
     SageMaker's SimilarAcrossRuns compares tensors with those of another trial by a criterion that is not published. Half of the
@@ -94,17 +90,10 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
         "Find the first step and tensor at which the two runs part: watchstep runs diff.",
         "Compare seeds, versions, the order of the data and the batch of all workers together.",
     )
-    params_type = SimilarAcrossRunsParams
-    state_type = SimilarAcrossRunsState
 
     def evaluate(
-        self,
-        params: SimilarAcrossRunsParams,
-        state: SimilarAcrossRunsState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[SimilarAcrossRunsState, list[Finding]]:
+        self, params: SimilarAcrossRunsParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Hold each row against the other run's step."""
         known = block.mask_of_tensors([info.name in params.reference for info in block.catalogue])
         if not known.any():  # without a reference, or in a block of other tensors

@@ -18,11 +18,7 @@ class TensorVarianceParams(Params):
     min_threshold: float | None = Field(None, ge=0, description="Variance below which a tensor is found.")
 
 
-class TensorVarianceState(State):
-    """Nothing."""
-
-
-class TensorVariance(Rule[TensorVarianceParams, TensorVarianceState]):
+class TensorVariance(Rule[TensorVarianceParams, State]):
     """Fires when ``m2 / finite > max_threshold`` or ``< min_threshold``, the population variance of the finite elements.
 
     That is SageMaker's TensorVariance; as there, a bound that is not given is not tested, for none fits all tensors. A
@@ -43,21 +39,14 @@ class TensorVariance(Rule[TensorVarianceParams, TensorVarianceState]):
         "Lower the learning rate, or warm it up.",
         "Scale inputs to mean 0 and variance 1.",
     )
-    params_type = TensorVarianceParams
-    state_type = TensorVarianceState
 
-    def conclusive(self, params: TensorVarianceParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: TensorVarianceParams, block: Block) -> NDArray[np.bool_]:
         """Rows with a variance."""
         return block.statistics.finite > 1
 
     def evaluate(
-        self,
-        params: TensorVarianceParams,
-        state: TensorVarianceState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[TensorVarianceState, list[Finding]]:
+        self, params: TensorVarianceParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each row by itself."""
         held = np.where(block.statistics.finite > 1, variance(block.statistics), np.nan)
         high = np.inf if params.max_threshold is None else params.max_threshold

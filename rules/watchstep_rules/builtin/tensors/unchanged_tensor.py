@@ -9,7 +9,7 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_elements
-from watchstep_rules.signals.ranges.closeness import COLUMNS, is_within, may_be_close
+from watchstep_rules.signals.reference import COLUMNS, is_within, may_be_close
 from watchstep_rules.signals.series import Trail
 
 
@@ -24,16 +24,12 @@ class UnchangedTensorParams(Params):
     equal_nan: bool = Field(False, description="Whether tensors that hold NaN can be the same.")
 
 
-class UnchangedTensorState(State):
-    """Nothing."""
-
-
-class UnchangedTensor(Rule[UnchangedTensorParams, UnchangedTensorState]):
+class UnchangedTensor(Rule[UnchangedTensorParams, State]):
     """Fires when the figures of the last ``num_steps`` records of a tensor agree with the newest.
 
     The counts of elements, NaN and infinities are equal; minimum, maximum, mean, mean magnitude and root mean square have moved
     by no more than they can where each element has moved by ``atol + rtol * |old|`` at most (the bounds are derived in
-    `watchstep_rules.signals.ranges.closeness`). Checksums must be equal. Inputs are judged in train mode only: validation sees the
+    `watchstep_rules.signals.reference`). Checksums must be equal. Inputs are judged in train mode only: validation sees the
     same examples each time.
 
     What ``numpy.allclose`` finds, element by element, is found. The other way round a tensor whose elements have only changed
@@ -55,25 +51,18 @@ class UnchangedTensor(Rule[UnchangedTensorParams, UnchangedTensorState]):
         "Look at the iterator of the data: next(iter(loader)) in a loop gives the same batch if it is not shuffled.",
         "Log the loss of the step, not one from before the loop.",
     )
-    params_type = UnchangedTensorParams
-    state_type = UnchangedTensorState
 
     def lookback(self, params: UnchangedTensorParams) -> int:
         """The other records."""
         return params.num_steps - 1
 
-    def conclusive(self, params: UnchangedTensorParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: UnchangedTensorParams, block: Block) -> NDArray[np.bool_]:
         """Rows of tensors with elements, of any kind."""
         return has_elements(block)
 
     def evaluate(
-        self,
-        params: UnchangedTensorParams,
-        state: UnchangedTensorState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[UnchangedTensorState, list[Finding]]:
+        self, params: UnchangedTensorParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Hold each row against the last of its series."""
         trail = Trail.of(context, block)
         same = (block.statistics.count > 0) & ~_validated(block)

@@ -8,9 +8,9 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep.format.tensors import ACTIVATIONS, BIASES, GRADIENTS, LOSSES, METRICS, UPDATES, WEIGHTS
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.catalogue_cache import OfCatalogue
-from watchstep_rules.signals.ranges.baseline import Baseline, CatalogueRanges, phase_of, ranges_of
-from watchstep_rules.signals.ranges.reference import figure_of, is_training
+from watchstep_rules.signals.baseline import Baseline, CatalogueRanges, phase_of, ranges_of
+from watchstep_rules.signals.reference import figure_of, is_training
+from watchstep_rules.signals.tensor_selection import OfCatalogue
 
 _NEGLIGIBLE = 1e-6
 """Share of the largest value in any phase below which values and ranges are not compared: what is left of updates when a schedule ends."""
@@ -30,15 +30,11 @@ class UnlikeEarlierRunsParams(Params):
     )
 
 
-class UnlikeEarlierRunsState(State):
-    """Nothing."""
-
-
-class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, UnlikeEarlierRunsState]):
+class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, State]):
     """Fires when a statistic leaves the range that it had in earlier sound runs of the same program.
 
     The range of a tensor's statistic (the mean of losses and metrics, the rms of all others) is that of at least three earlier
-    runs in the same phase of training, widened by a factor of two or more (`watchstep_rules.signals.ranges.baseline`). Phases double in
+    runs in the same phase of training, widened by a factor of two or more (`watchstep_rules.signals.baseline`). Phases double in
     length. Not judged are tensors of another shape, the rms of tensors with fewer than 16 elements, steps beyond the longest earlier run,
     and values that are, as their range, below a millionth of the largest value of the tensor's ranges in any phase.
 
@@ -63,17 +59,10 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, UnlikeEarlierRunsState]):
     cannot_distinguish = (
         "A deliberate change of the program's hyperparameters or data, from a fault; after three completed runs the change is part of the baseline.",
     )
-    params_type = UnlikeEarlierRunsParams
-    state_type = UnlikeEarlierRunsState
 
     def evaluate(
-        self,
-        params: UnlikeEarlierRunsParams,
-        state: UnlikeEarlierRunsState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[UnlikeEarlierRunsState, list[Finding]]:
+        self, params: UnlikeEarlierRunsParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Compare each row with the range of its phase."""
         if not params.baseline.tensors:
             return state, []

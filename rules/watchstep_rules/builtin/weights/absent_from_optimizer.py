@@ -29,11 +29,7 @@ class AbsentFromOptimizerParams(Params):
     )
 
 
-class AbsentFromOptimizerState(State):
-    """Nothing."""
-
-
-class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerState]):
+class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, State]):
     """Fires when a parameter's gradient is not zero, no optimizer holds it, and it has not changed, at ``records`` records in a row.
 
     ``sum |g| > 0`` and ``w = w of the first record``. Capture takes a record every 25 steps, and looks for all optimizers of the process
@@ -72,25 +68,18 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerSta
     cannot_distinguish = (
         "A layer that is left out on purpose between others that learn, from one that was forgotten: set requires_grad=False.",
     )
-    params_type = AbsentFromOptimizerParams
-    state_type = AbsentFromOptimizerState
 
     def lookback(self, params: AbsentFromOptimizerParams) -> int:
         """The records before."""
         return params.records - 1
 
-    def conclusive(self, params: AbsentFromOptimizerParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: AbsentFromOptimizerParams, block: Block) -> NDArray[np.bool_]:
         """Rows that say whether the parameter has changed."""
         return has_probe(block, "changed")
 
     def evaluate(
-        self,
-        params: AbsentFromOptimizerParams,
-        state: AbsentFromOptimizerState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[AbsentFromOptimizerState, list[Finding]]:
+        self, params: AbsentFromOptimizerParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each record of a parameter that no optimizer holds."""
         found = in_a_row(context, block, _left_out if params.strict else _forgotten, params.records)
         return state, [

@@ -14,8 +14,8 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats, rms
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.losses.loss_series import LossSeries, first_steps, is_whole, loss_series
-from watchstep_rules.signals.ranges.robust import medians, robust_spread
+from watchstep_rules.signals.loss_series import LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.signals.robust import medians, robust_spread
 from watchstep_rules.signals.series import probe
 from watchstep_rules.signals.tensor_selection import is_matrix_of, rows_where
 
@@ -192,10 +192,8 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
         "A jump that harms, from one after which the data changed for the worse.",
         "A jump to a value that the schedule had reached before is not found.",
     )
-    params_type = HyperparameterJumpParams
-    state_type = HyperparameterJumpState
 
-    def lookback(self, params: HyperparameterJumpParams) -> int:  # noqa: ARG002 - the contract's
+    def lookback(self, params: HyperparameterJumpParams) -> int:
         """The losses before a jump."""
         return _WINDOW
 
@@ -205,7 +203,7 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
         state: HyperparameterJumpState,
         context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[HyperparameterJumpState, list[Finding]]:
         """Follow values, and after a jump of one what became of losses, updates and weights."""
         series = loss_series(context, block, "train")

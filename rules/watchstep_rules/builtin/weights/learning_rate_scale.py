@@ -9,9 +9,9 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.layers import is_weighted
-from watchstep_rules.signals.ranges.robust import medians
+from watchstep_rules.signals.robust import medians
 from watchstep_rules.signals.series import Trail
+from watchstep_rules.signals.tensor_selection import is_weighted
 
 
 class LearningRateScaleParams(Params):
@@ -23,11 +23,7 @@ class LearningRateScaleParams(Params):
     apart: float = Field(1e3, gt=1, description="… or the largest is so many times the smallest.")
 
 
-class LearningRateScaleState(State):
-    """Nothing."""
-
-
-class LearningRateScale(Rule[LearningRateScaleParams, LearningRateScaleState]):
+class LearningRateScale(Rule[LearningRateScaleParams, State]):
     """Fires when the relative updates of a step's layers are all large, all small, or far apart.
 
     With ``ratio = rms(update) / rms(weight)`` of each weight matrix of a linear, convolutional or recurrent layer, the
@@ -56,21 +52,14 @@ class LearningRateScale(Rule[LearningRateScaleParams, LearningRateScaleState]):
         "Use an optimizer that adapts to each weight (Adam) or layer (LAMB), or normalisation layers.",
         "Print the rate of each parameter group.",
     )
-    params_type = LearningRateScaleParams
-    state_type = LearningRateScaleState
 
     def lookback(self, params: LearningRateScaleParams) -> int:
         """The records before."""
         return params.records - 1
 
     def evaluate(
-        self,
-        params: LearningRateScaleParams,
-        state: LearningRateScaleState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[LearningRateScaleState, list[Finding]]:
+        self, params: LearningRateScaleParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each step's layers against each other."""
         ratio = _medians(params, context, block)
         rows = np.flatnonzero(ratio > 0)

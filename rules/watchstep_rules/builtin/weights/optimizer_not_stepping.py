@@ -24,11 +24,7 @@ class OptimizerNotSteppingParams(Params):
     )
 
 
-class OptimizerNotSteppingState(State):
-    """Nothing."""
-
-
-class OptimizerNotStepping(Rule[OptimizerNotSteppingParams, OptimizerNotSteppingState]):
+class OptimizerNotStepping(Rule[OptimizerNotSteppingParams, State]):
     """Fires when ``updates:overdue`` is at least ``passes``: no optimizer has stepped for so many backward passes.
 
     Capture records that metric in a step with 200 backward passes of finite losses, and fifty times as many as any step before it had, after ten updates or
@@ -59,17 +55,10 @@ class OptimizerNotStepping(Rule[OptimizerNotSteppingParams, OptimizerNotStepping
         "Gradients that are accumulated over fifty times as many micro-batches as before, from an update that never comes.",
         "Sharded parameters are not compared, and so not judged.",
     )
-    params_type = OptimizerNotSteppingParams
-    state_type = OptimizerNotSteppingState
 
     def evaluate(
-        self,
-        params: OptimizerNotSteppingParams,
-        state: OptimizerNotSteppingState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[OptimizerNotSteppingState, list[Finding]]:
+        self, params: OptimizerNotSteppingParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each row of the metric."""
         block = block.where(
             block.mask_of_tensors([_OVERDUE.match(info.name) is not None for info in block.catalogue])

@@ -14,7 +14,7 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats, rms, std
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.layers import is_normalisation, is_weighted
+from watchstep_rules.signals.tensor_selection import is_normalisation, is_weighted
 
 _SURE = 2.0  # spread of logits, from which on softmax is about as sure as it may be wrong
 _LOUD = 3.0  # root mean square of inputs; UMLAUT (CHI 2021) warns of inputs beyond -1 to 1
@@ -99,16 +99,14 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         "Weights of a checkpoint that were trained for other labels and are large, from an initialization that is too sure.",
         "Normalization that is a function or a module of the program's own is not known as such unless its class name says so.",
     )
-    params_type = PoorInitializationParams
-    state_type = PoorInitializationState
 
     def evaluate(
         self,
         params: PoorInitializationParams,
         state: PoorInitializationState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[PoorInitializationState, list[Finding]]:
         """Judge the first step in train mode that has weights."""
         if state.judged:

@@ -14,11 +14,7 @@ class ReplicaDivergenceParams(Params):
     """It has none: equal is equal."""
 
 
-class ReplicaDivergenceState(State):
-    """Nothing."""
-
-
-class ReplicaDivergence(Rule[ReplicaDivergenceParams, ReplicaDivergenceState]):
+class ReplicaDivergence(Rule[ReplicaDivergenceParams, State]):
     """Fires when the checksums of a parameter's replicas differ at a step: for some two workers, ``checksum != checksum``.
 
     Data-parallel training sums gradients so that each worker makes the same update of the same weights; it assumes that
@@ -50,21 +46,14 @@ class ReplicaDivergence(Rule[ReplicaDivergenceParams, ReplicaDivergenceState]):
     cannot_distinguish = (
         "Replicas that part on purpose and are averaged now and then, as in local SGD, from replicas that lost each other.",
     )
-    params_type = ReplicaDivergenceParams
-    state_type = ReplicaDivergenceState
 
-    def conclusive(self, params: ReplicaDivergenceParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: ReplicaDivergenceParams, block: Block) -> NDArray[np.bool_]:
         """Rows of tensors with elements, of any kind."""
         return has_elements(block)
 
     def evaluate(
-        self,
-        params: ReplicaDivergenceParams,  # noqa: ARG002 - the contract's
-        state: ReplicaDivergenceState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[ReplicaDivergenceState, list[Finding]]:
+        self, params: ReplicaDivergenceParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Compare the workers of each step and parameter."""
         rows = np.flatnonzero((block.statistics.count == 1) & (block.statistics.finite == 1))
         if not len(rows):

@@ -24,11 +24,7 @@ class SymmetricUnitsParams(Params):
     records: int = Field(3, ge=1, le=1000, description="Records in a row at which they are alike.")
 
 
-class SymmetricUnitsState(State):
-    """Nothing."""
-
-
-class SymmetricUnits(Rule[SymmetricUnitsParams, SymmetricUnitsState]):
+class SymmetricUnits(Rule[SymmetricUnitsParams, State]):
     """Fires when ``unit_spread <= share * unit_movement`` at ``records`` records in a row.
 
     The spread is the largest distance of any unit's weights from those of the first unit, the movement how far the first
@@ -56,25 +52,18 @@ class SymmetricUnits(Rule[SymmetricUnitsParams, SymmetricUnitsState]):
     cannot_distinguish = (
         "Units that are tied on purpose, such as copies of a filter that a program keeps equal, from units that never part.",
     )
-    params_type = SymmetricUnitsParams
-    state_type = SymmetricUnitsState
 
     def lookback(self, params: SymmetricUnitsParams) -> int:
         """The records before."""
         return params.records - 1
 
-    def conclusive(self, params: SymmetricUnitsParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: SymmetricUnitsParams, block: Block) -> NDArray[np.bool_]:
         """Rows of weights whose units were followed."""
         return has_probe(block, "unit_spread")
 
     def evaluate(
-        self,
-        params: SymmetricUnitsParams,
-        state: SymmetricUnitsState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[SymmetricUnitsState, list[Finding]]:
+        self, params: SymmetricUnitsParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each weight whose units were followed."""
         if "unit_spread" not in block.probes:
             return state, []

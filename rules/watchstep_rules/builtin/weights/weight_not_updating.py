@@ -8,12 +8,18 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep_rules.builtin.weights.absent_from_optimizer import AbsentFromOptimizer
 from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.layers import is_normalisation, is_weighted
-from watchstep_rules.signals.losses.progress import LossProgress
+from watchstep_rules.signals.loss_progress import LossProgress
 from watchstep_rules.signals.series import in_training
-from watchstep_rules.signals.updates.not_in_optimizer import OptimizedWeights, forgotten
-from watchstep_rules.signals.updates.weights_past import HALF, Figures, WeightHistory, WeightPace, Weights
-from watchstep_rules.signals.updates.weights_steps import StepsOfWeights
+from watchstep_rules.signals.tensor_selection import is_normalisation, is_weighted
+from watchstep_rules.signals.update_evidence import OptimizedWeights, forgotten
+from watchstep_rules.signals.weight_steps import (
+    HALF,
+    Figures,
+    StepsOfWeights,
+    WeightHistory,
+    WeightPace,
+    Weights,
+)
 
 
 class WeightNotUpdatingParams(Params):
@@ -78,7 +84,7 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
       size in a step, updates do not grow, gradients are alive, and the loss is above half of where it began: a rate that is far too small, or
       gradients that are clipped to almost nothing.
     - **In no optimizer**: a weight gets gradients, no optimizer holds it, and it has not changed since the first look,
-      as `watchstep_rules.signals.updates.not_in_optimizer.forgotten` tells it from what is left out on purpose.
+      as `watchstep_rules.signals.update_evidence.forgotten` tells it from what is left out on purpose.
     - **Lost to rounding**: ``rounded`` of an update's elements are zero, though half of the gradient's are not.
       Weights in half precision do that where the learning rate is small; in others a gradient that small has vanished.
     - **Cut off**: layers that require a gradient, and were computed, never got one, while all layers after them learn:
@@ -123,16 +129,14 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         "A branch that is detached amid layers that learn, from one whose output is not used on purpose: it is left alone.",
         "An optimizer that is paused on purpose while gradients are alive, from one that is skipped.",
     )
-    params_type = WeightNotUpdatingParams
-    state_type = WeightNotUpdatingState
 
     def evaluate(
         self,
         params: WeightNotUpdatingParams,
         state: WeightNotUpdatingState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        now: int,
     ) -> tuple[WeightNotUpdatingState, list[Finding]]:
         """Judge the updates of each step together."""
         block = in_training(block)

@@ -19,11 +19,7 @@ class WeightUpdateRatioParams(Params):
     min_dimensions: int = Field(2, ge=0, description="Judge parameters with at least so many dimensions.")
 
 
-class WeightUpdateRatioState(State):
-    """Nothing."""
-
-
-class WeightUpdateRatio(Rule[WeightUpdateRatioParams, WeightUpdateRatioState]):
+class WeightUpdateRatio(Rule[WeightUpdateRatioParams, State]):
     """Fires when ``rms(update) / rms(weight)`` is above ``large_threshold`` or below ``small_threshold``.
 
     Both thresholds are those of SageMaker's WeightUpdateRatio, which takes the change since the last saved step, however
@@ -49,21 +45,14 @@ class WeightUpdateRatio(Rule[WeightUpdateRatioParams, WeightUpdateRatioState]):
         "Clip gradients, or look at where they vanish.",
         "Look at the weights' initialisation and at weight decay.",
     )
-    params_type = WeightUpdateRatioParams
-    state_type = WeightUpdateRatioState
 
-    def conclusive(self, params: WeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: WeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:
         """Rows with the ratio."""
         return has_probe(block, "update_ratio")
 
     def evaluate(
-        self,
-        params: WeightUpdateRatioParams,
-        state: WeightUpdateRatioState,
-        context: Block,  # noqa: ARG002 - the contract's
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[WeightUpdateRatioState, list[Finding]]:
+        self, params: WeightUpdateRatioParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
         """Judge each row by itself."""
         judged = block.mask_of_tensors([len(info.shape) >= params.min_dimensions for info in block.catalogue])
         ratio = np.where(judged, block.probes.get("update_ratio", np.full(len(block), np.nan)), np.nan)

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from watchstep.errors import RuleError
-from watchstep_rules.custom.sandbox.frames import (
+from watchstep_rules.custom.sandbox.confinement import Isolation, why_not
+from watchstep_rules.custom.sandbox.protocol import (
     SHORT,
     FrameError,
     FrameLimits,
@@ -29,7 +30,6 @@ from watchstep_rules.custom.sandbox.frames import (
     receive,
     send,
 )
-from watchstep_rules.custom.sandbox.isolation import Isolation, why_not
 
 _START_SECONDS = 30.0
 _LOAD_SECONDS = 10.0

@@ -1,7 +1,7 @@
-"""seccomp: a filter in the kernel through which each system call of a process goes, as a classic BPF program.
+"""A seccomp filter: the kernel checks every system call of the process with a classic BPF program.
 
-What is not on the list is refused with EPERM: sockets, processes, programs, tracing, mounting, other processes' memory and
-signals, io_uring, and whatever later kernels bring. https://docs.kernel.org/userspace-api/seccomp_filter.html
+Calls that are not on the list are refused with EPERM: sockets, processes, programs, tracing, mounting, other processes' memory and
+signals, io_uring, and calls that later kernels add. See https://docs.kernel.org/userspace-api/seccomp_filter.html.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import struct
 from dataclasses import dataclass
 
-from watchstep_rules.custom.sandbox.kernel import call
-from watchstep_rules.custom.sandbox.syscalls import ALLOWED, machine, number
+from watchstep_rules.custom.sandbox.kernel import ALLOWED, call, machine, number
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000

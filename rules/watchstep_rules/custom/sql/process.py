@@ -1,14 +1,14 @@
-"""SQL of users in a child process: queries of rules are checked and run there, and queries about a run are answered there.
+"""SQL in a child process: checks and executes the queries of rules, and answers queries about a run.
 
-A short query can take any amount of memory and time, and DuckDB's own limits do not hold everywhere: texts and plans are
-not counted. Three limits hold one after the other:
+A short query can take any amount of memory and time, and DuckDB's own limits do not cover everything: texts and plans are not counted.
+Three limits apply, one after the other:
 
-1. DuckDB's: memory, one thread, an interrupt after some seconds, a bound on rows. They end the query.
-2. The child's address space (``RLIMIT_AS``). An allocation beyond it fails, which ends the query, or the child.
+1. DuckDB's: memory, one thread, an interrupt after some seconds, a row limit. They end the query.
+2. The child's address space (``RLIMIT_AS``). An allocation beyond it fails and ends the query or the child.
 3. The parent's deadline, some seconds after the interrupt. The child is killed.
 
-The children are those of Python rules, with the same confinement (`watchstep_rules.custom.sandbox`), and any of them serves any
-query. The parent never parses what a query gives: findings come in a typed binary form, answers as bytes to pass on.
+The children are shared with Python rules and have the same confinement (`watchstep_rules.custom.sandbox`); any child serves any query.
+The parent never parses results: findings have a typed binary form, responses are passed on as bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,21 @@ from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.budget import OverBudgetError
 from watchstep.reading.columns import COUNTED, Columns
 from watchstep.reading.sql import catalogue_table, statistics_batch, statistics_schema
-from watchstep_rules.custom.sandbox.frames import SHORT, FrameLimits, Parts, Reply, kept
-from watchstep_rules.custom.sandbox.isolation import Isolation
+from watchstep_rules.custom.sandbox.confinement import Isolation
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child, DeadError, StartError
-from watchstep_rules.custom.sandbox.rule_time import out_of_time, rule_time_charged, rule_time_left
-from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, FoundRow, table_to_bytes, unpack_findings
+from watchstep_rules.custom.sandbox.program import out_of_time, rule_time_charged, rule_time_left
+from watchstep_rules.custom.sandbox.protocol import (
+    MAX_FINDINGS,
+    SHORT,
+    FoundRow,
+    FrameLimits,
+    Parts,
+    Reply,
+    kept,
+    table_to_bytes,
+    unpack_findings,
+)
 from watchstep_rules.custom.sql.query import QueryLimits, Window
 
 if TYPE_CHECKING:
@@ -89,7 +98,7 @@ class SqlProgram:
         """Nothing: queries come with requests."""
         return {}
 
-    def refusal(self, isolation: Isolation) -> str:  # noqa: ARG002 - the protocol's
+    def refusal(self, isolation: Isolation) -> str:
         """SQL runs under any isolation: what it may say is a list, and the database reaches nothing."""
         return ""
 

@@ -1,8 +1,8 @@
-"""In the child: a guarded query over the rows of some steps, again and again, bounded in memory, time and rows.
+"""Inside the child: executes a guarded query over the rows of some steps, with bounded memory, time and rows.
 
-The text is the user's, so nothing here runs in the service's own process; see `watchstep_rules.custom.sql.process`. DuckDB's own
-limits come first: they end a query and leave the process. The limit of the process's address space and its parent's deadline
-hold where DuckDB does not count.
+The text is the user's, so it never runs in the service's own process; see `watchstep_rules.custom.sql.process`. DuckDB's limits apply
+first: they end a query and leave the process alive. The limit of the address space and the parent's deadline apply where DuckDB does
+not count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from watchstep.format.tensors import LOSSES
-from watchstep_rules.custom.sandbox.wire import MAX_MESSAGE, FoundRow
+from watchstep_rules.custom.sandbox.protocol import MAX_MESSAGE, FoundRow
 from watchstep_rules.custom.sql.guard import AllowedQuery, first_line, guarded, locked_database
 
 if TYPE_CHECKING:

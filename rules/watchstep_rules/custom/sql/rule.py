@@ -82,8 +82,6 @@ class Sql(Rule[SqlParams, SqlState]):
     summary = "a query of yours gives rows"
     needs = Needs(collections=())
     merge = "sealed"
-    params_type = SqlParams
-    state_type = SqlState
 
     def lookback(self, params: SqlParams) -> int:
         """A series has a row a step, and one more where it is measured before and after a reduction."""
@@ -104,17 +102,12 @@ class Sql(Rule[SqlParams, SqlState]):
         steps = "1 step was" if state.failed_steps == 1 else f"{state.failed_steps} steps were"
         return f"{steps} not judged, the last for this: {state.last_failure}"
 
-    def conclusive(self, params: SqlParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+    def conclusive(self, params: SqlParams, block: Block) -> NDArray[np.bool_]:
         """Rows of tensors with elements: which values the query looks at is not known."""
         return has_elements(block)
 
     def evaluate(
-        self,
-        params: SqlParams,
-        state: SqlState,
-        context: Block,
-        block: Block,
-        now: int,  # noqa: ARG002 - the contract's
+        self, params: SqlParams, state: SqlState, context: Block, block: Block, now: int
     ) -> tuple[SqlState, list[Finding]]:
         """Run the query for each step."""
         if not len(block):

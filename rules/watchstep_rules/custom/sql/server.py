@@ -1,6 +1,6 @@
-"""In the child: SQL of users, over rows that the parent sends or reads for it.
+"""Inside the child: executes user SQL over rows that the parent sends or that the child reads.
 
-One child serves one request at a time, and each request gets a database of its own; no row of a request is there for the next.
+One child serves one request at a time. Each request gets its own database, so no row is visible to the next request.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from watchstep.format.block import STAGES
 from watchstep.format.tensors import MODES
 from watchstep.reading.sql import catalogue_table, lazy_table, register_tables, statistics_schema
 from watchstep_rules.custom.sandbox.confinement import AddressSpace
-from watchstep_rules.custom.sandbox.frames import pack, read_blocking, write_blocking
-from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, pack_findings, table_from_bytes, table_to_bytes
+from watchstep_rules.custom.sandbox.protocol import (
+    MAX_FINDINGS,
+    pack,
+    pack_findings,
+    read_blocking,
+    table_from_bytes,
+    table_to_bytes,
+    write_blocking,
+)
 from watchstep_rules.custom.sql.guard import guarded, locked_database
 from watchstep_rules.custom.sql.query import (
     Interrupter,

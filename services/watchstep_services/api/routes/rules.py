@@ -26,7 +26,7 @@ from watchstep.format.layout import check_name
 from watchstep_rules.backtest.report import report
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.custom.python.rule import Python
+from watchstep_rules.custom.python_rule import Python
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits

@@ -18,7 +18,7 @@ from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import check_name
 from watchstep_launch.backend import JobHandle
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs
+from watchstep_rules.custom.python_rule import NOT_FROM_RECORDERS, no_programs
 from watchstep_services.api.lookup import find_run, unknown_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once

@@ -13,7 +13,7 @@ from watchstep.reading.queries import Reduce
 from watchstep_rules.custom.sql.guard import MAX_QUERY
 from watchstep_rules.custom.sql.process import Question
 from watchstep_rules.custom.sql.query import QueryLimits
-from watchstep_rules.signals.ranges.deviations import Deviation, read_deviations
+from watchstep_rules.signals.deviations import Deviation, read_deviations
 from watchstep_services.api.middleware.access import permits
 from watchstep_services.api.queries import answers
 from watchstep_services.api.queries.series import Line, Lines, SeriesRequest, read_lines

@@ -87,7 +87,7 @@ def alerts(
 
 def _deviations(client: Client, run: str, fired: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The tensors that deviate at the first step of each incident, or of an alert without one."""
-    from watchstep_rules.signals.ranges.deviations import Deviation
+    from watchstep_rules.signals.deviations import Deviation
 
     onsets = dict.fromkeys(
         (

@@ -17,7 +17,7 @@ from watchstep.format.block import Block
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.alert import Phase
 
 (DEFAULT,) = [config for config in DEFAULT_RULES if config.rule == "starved_expert"]
 SOON = RuleConfig(rule="starved_expert", params={"records": 3})

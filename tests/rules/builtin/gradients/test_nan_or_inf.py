@@ -23,7 +23,7 @@ from watchstep_rules import nan_or_inf
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.alert import Phase
 from watchstep_rules.rule import Finding
 
 NAN, INF = math.nan, math.inf

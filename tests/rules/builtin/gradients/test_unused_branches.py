@@ -12,7 +12,7 @@ from tests.rules.recording import EVERYTHING
 from watchstep import Hook, open_run
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
-from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.alert import Phase
 
 STEPS = 90
 

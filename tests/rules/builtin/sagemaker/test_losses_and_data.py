@@ -17,13 +17,13 @@ from tests.rules.builtin.sagemaker.trials import EVERY_STEP, Classifier, Saved, 
 from tests.rules.runs import all_at_once
 from watchstep import Hook, open_run
 from watchstep.format.block import Block
-from watchstep_rules.builtin.sagemaker.stalled_training import (
+from watchstep_rules.builtin.sagemaker.losses import (
     SagemakerStalledTraining,
     SagemakerStalledTrainingParams,
 )
 from watchstep_rules.builtin.system.stalled_training import StalledTrainingState
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.signals.ranges.reference import reference_of
+from watchstep_rules.signals.reference import reference_of
 
 Numbers = Callable[[int], float]
 

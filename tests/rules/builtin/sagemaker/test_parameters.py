@@ -6,7 +6,7 @@ import pytest
 
 from docs import tables
 from watchstep_rules.registry import RULES
-from watchstep_rules.rule_files.presets.sagemaker import AMAZONS_RULES, AmazonsRule
+from watchstep_rules.rule_files.presets import AMAZONS_RULES, AmazonsRule
 
 SCOPE: dict[str, object] = {"collection_names": None, "tensor_regex": None}
 SCAN: dict[str, object] = {"scan_interval_us": 60_000_000}

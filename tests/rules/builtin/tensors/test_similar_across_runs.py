@@ -13,7 +13,7 @@ from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.errors import RuleError
 from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.signals.ranges.reference import reference_of
+from watchstep_rules.signals.reference import reference_of
 
 LOSS = tensor("loss", "losses", shape=())
 WEIGHT = tensor("a.weight", "weights")

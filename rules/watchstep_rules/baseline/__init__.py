@@ -1,1 +1,0 @@
-"""Ranges of a program's earlier sound runs, pinned to an attempt."""

@@ -1,0 +1,369 @@
+"""SageMaker rules about single tensors: all zero, exploding, similar across runs, variance, unchanged and vanishing gradient."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+
+from watchstep.capture.config import UNCHANGED, element_probe
+from watchstep.format.block import Block, view
+from watchstep.format.statistics import abs_mean, variance, zero_share
+from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues
+from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradient
+from watchstep_rules.builtin.sagemaker.parameters import AmazonParams, ElementCoverage, ScopedParams
+from watchstep_rules.builtin.tensors.all_zero import AllZero
+from watchstep_rules.builtin.tensors.similar_across_runs import (
+    References,
+    SimilarAcrossRuns,
+    SimilarAcrossRunsParams,
+    ascending,
+)
+from watchstep_rules.builtin.tensors.tensor_variance import TensorVariance
+from watchstep_rules.builtin.tensors.unchanged_tensor import UnchangedTensor
+from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at
+from watchstep_rules.signals.nonfinite import has_elements
+from watchstep_rules.signals.reference import COLUMNS, may_be_close
+from watchstep_rules.signals.series import Trail, probe
+
+
+class SagemakerAllZeroParams(ScopedParams):
+    """Parameters of `SagemakerAllZero`."""
+
+    amazon: ClassVar[str] = "AllZero"
+    threshold: float = Field(
+        100.0, ge=0, le=100, description="Percent of zeros from which on a tensor is found."
+    )
+
+
+class SagemakerAllZero(Rule[SagemakerAllZeroParams, State]):
+    """Fires when at least ``threshold`` percent of a tensor's elements are zero: SageMaker's AllZero.
+
+    Amazon demands ``collection_names`` or ``tensor_regex``. Where neither is given, weights, gradients, activations and inputs are
+    judged here. A tensor without elements is left alone. Of shards the whole tensor is judged.
+    """
+
+    name = "sagemaker_all_zero"
+    summary = "a percentage of a tensor is zero, as SageMaker tests it"
+    needs = Needs(
+        ("weights", "gradients", "activations", "inputs"), ("weight", "gradient", "output", "input")
+    )
+    merge = "sealed"
+    usual_causes = AllZero.usual_causes
+    what_to_try = AllZero.what_to_try
+
+    def needed(self, params: SagemakerAllZeroParams) -> Needs:
+        """The tensors that are named."""
+        return params.needs_of(self.needs)
+
+    def evaluate(
+        self, params: SagemakerAllZeroParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
+        """Judge each row by itself."""
+        percent = 100 * zero_share(block.statistics)
+        return state, [
+            finding_at(
+                self.name,
+                block,
+                int(row),
+                value=float(percent[row]),
+                threshold=params.threshold,
+                message=(
+                    f"{percent[row]:.4g} % of the {block.statistics.count[row]} elements of {block.info(int(row)).name} "
+                    f"are zero, at least {params.threshold:g} %"
+                ),
+            )
+            for row in np.flatnonzero((percent >= params.threshold) & params.rows(block))
+        ]
+
+
+class SagemakerExplodingTensorParams(ScopedParams):
+    """Parameters of `SagemakerExplodingTensor`."""
+
+    amazon: ClassVar[str] = "ExplodingTensor"
+    only_nan: bool = Field(False, description="Leave infinities out.")
+
+
+class SagemakerExplodingTensor(Rule[SagemakerExplodingTensorParams, State]):
+    """Fires when ``nan + pos_inf + neg_inf > 0``, or ``nan > 0`` with ``only_nan``, of any tensor: SageMaker's ExplodingTensor.
+
+    All tensors that are recorded are judged, or those that are named. Masks of -inf, a best loss that begins as infinity, and
+    inputs with gaps are found: `non_finite_values` leaves them alone.
+    """
+
+    name = "sagemaker_exploding_tensor"
+    summary = "a tensor holds NaN or infinity, as SageMaker tests it"
+    needs = Needs(("weights", "biases", "gradients", "activations", "outputs", "inputs", "losses", "metrics"))
+    merge = "per_worker"
+    usual_causes = NonFiniteValues.usual_causes
+    what_to_try = NonFiniteValues.what_to_try
+
+    def needed(self, params: SagemakerExplodingTensorParams) -> Needs:
+        """All that is recorded, collections of the program's own among it."""
+        return Needs(())
+
+    def conclusive(self, params: SagemakerExplodingTensorParams, block: Block) -> NDArray[np.bool_]:
+        """Rows of tensors with elements: those that are not finite are what it is about."""
+        return has_elements(block)
+
+    def evaluate(
+        self, params: SagemakerExplodingTensorParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
+        """Judge each row by itself."""
+        held = block.statistics
+        bad = held.nan if params.only_nan else held.nonfinite
+        return state, [
+            finding_at(
+                self.name,
+                block,
+                int(row),
+                value=float(bad[row]),
+                threshold=0.0,
+                message=(
+                    f"{bad[row]} of {held.count[row]} elements of {block.info(int(row)).name} are "
+                    f"{'NaN' if params.only_nan else 'NaN or infinite'}"
+                ),
+            )
+            for row in np.flatnonzero((bad > 0) & params.rows(block))
+        ]
+
+
+_INNER = SimilarAcrossRuns()
+_RTOL, _ATOL = 1e-5, 1e-8
+
+
+class SagemakerSimilarAcrossRunsParams(ScopedParams):
+    """Parameters of `SagemakerSimilarAcrossRuns`."""
+
+    amazon: ClassVar[str] = "SimilarAcrossRuns"
+    other_trials: References = Field(
+        {},
+        description="The other run's figures, as watchstep_rules.signals.reference.reference_of(rows, 'rms') gives them.",
+    )
+
+    @field_validator("other_trials", mode="before")
+    @classmethod
+    def _is_no_address(cls, value: Any) -> Any:
+        if isinstance(value, str | list):
+            raise ValueError(  # noqa: TRY004 - pydantic takes no other
+                f"{str(value)[:80]!r}: a rule reads no other run; give the figures that "
+                "watchstep_rules.signals.reference.reference_of(watchstep.open_run(URL).rows()) makes of it"
+            )
+        return value
+
+    @field_validator("other_trials")
+    @classmethod
+    def _ascending(cls, value: References) -> References:
+        return ascending(value)
+
+
+class SagemakerSimilarAcrossRuns(Rule[SagemakerSimilarAcrossRunsParams, State]):
+    """Fires when the root mean square of a tensor is not that of another run at the same step, by the tolerances of allclose.
+
+    SageMaker's SimilarAcrossRuns compares tensors by a criterion that is not published; here
+    ``|rms - rms_other| > 1e-8 + 1e-5 * |rms_other|``, as `similar_across_runs` compares them. An equal run never fires, one of another
+    seed does at once.
+    """
+
+    name = "sagemaker_similar_across_runs"
+    summary = "tensors are not those of another run"
+    needs = SimilarAcrossRuns.needs
+    merge = "sealed"
+    usual_causes = SimilarAcrossRuns.usual_causes
+    what_to_try = SimilarAcrossRuns.what_to_try
+
+    def evaluate(
+        self, params: SagemakerSimilarAcrossRunsParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
+        """Hold the tensors that are named against the other run."""
+        chosen = view(block, np.flatnonzero(params.rows(block)))
+        inner = SimilarAcrossRunsParams.model_construct(
+            reference=params.other_trials, figure="rms", tolerance=_RTOL, atol=_ATOL
+        )
+        state, findings = _INNER.evaluate(inner, state, context, chosen, now)
+        return state, [finding.model_copy(update={"rule": self.name}) for finding in findings]
+
+
+class SagemakerTensorVarianceParams(ScopedParams):
+    """Parameters of `SagemakerTensorVariance`; it judges nothing until a bound is given."""
+
+    amazon: ClassVar[str] = "TensorVariance"
+    max_threshold: float | None = Field(None, ge=0, description="Variance above which a tensor is found.")
+    min_threshold: float | None = Field(None, ge=0, description="Variance below which a tensor is found.")
+
+
+class SagemakerTensorVariance(Rule[SagemakerTensorVarianceParams, State]):
+    """Fires when ``var(t) > max_threshold`` or ``var(t) < min_threshold``, the population variance: SageMaker's TensorVariance.
+
+    A tensor that holds NaN or infinity has no variance, and a single element one of 0. Amazon demands ``collection_names`` or
+    ``tensor_regex``. Where neither is given, weights, gradients and activations are judged here.
+    """
+
+    name = "sagemaker_tensor_variance"
+    summary = "a tensor's variance is above or below given bounds, as SageMaker tests it"
+    needs = Needs(("weights", "gradients", "activations"), ("weight", "gradient", "output"))
+    merge = "sealed"
+    usual_causes = TensorVariance.usual_causes
+    what_to_try = TensorVariance.what_to_try
+
+    def needed(self, params: SagemakerTensorVarianceParams) -> Needs:
+        """The tensors that are named."""
+        return params.needs_of(self.needs)
+
+    def evaluate(
+        self, params: SagemakerTensorVarianceParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
+        """Judge each row by itself."""
+        judged = params.rows(block) & (block.statistics.nonfinite == 0)
+        spread = np.where(judged, variance(block.statistics), np.nan)
+        high = np.inf if params.max_threshold is None else params.max_threshold
+        low = -np.inf if params.min_threshold is None else params.min_threshold
+        findings = []
+        for row in np.flatnonzero((spread > high) | (spread < low)).tolist():
+            limit, word = (high, "above") if spread[row] > high else (low, "below")
+            message = f"the variance of {block.info(row).name} is {spread[row]:.4g}, {word} {limit:.4g}"
+            findings.append(
+                finding_at(
+                    self.name, block, row, value=float(spread[row]), threshold=float(limit), message=message
+                )
+            )
+        return state, findings
+
+
+class SagemakerUnchangedTensorParams(ScopedParams):
+    """Parameters of `SagemakerUnchangedTensor`."""
+
+    amazon: ClassVar[str] = "UnchangedTensor"
+    num_steps: int = Field(3, ge=2, le=100, description="Last records that must be the same.")
+    rtol: float = Field(
+        1e-5, ge=0, lt=1, description="Difference that is none, as a share of the earlier element."
+    )
+    atol: float = Field(1e-8, ge=0, description="Difference that is none, whatever the element.")
+    equal_nan: bool = Field(False, description="Whether NaN is the same as NaN.")
+
+    @property
+    def probe(self) -> str:
+        """The probe that compares elements."""
+        return element_probe(UNCHANGED, self.rtol, self.atol, self.equal_nan)
+
+
+class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCoverage]):
+    """Fires when of the last ``num_steps`` records of a tensor each is ``numpy.allclose`` to the one before: SageMaker's rule.
+
+    Single numbers are compared here, elements of tensors by the recorder. Of tensors of more than 16,384 elements, or where there
+    are many, evenly spaced elements are compared, and all figures of the row must agree. Amazon demands ``collection_names`` or
+    ``tensor_regex``. Where neither is given, losses are judged here. Of shards each is judged by itself.
+    """
+
+    name = "sagemaker_unchanged_tensor"
+    summary = "a tensor does not change, as SageMaker tests it"
+    needs = Needs(("losses",))
+    merge = "per_worker"
+    usual_causes = UnchangedTensor.usual_causes
+    what_to_try = UnchangedTensor.what_to_try
+
+    def needed(self, params: SagemakerUnchangedTensorParams) -> Needs:
+        """The tensors that are named, compared with these tolerances."""
+        return params.needs_of(Needs(self.needs.collections, probes=(params.probe,)))
+
+    def lookback(self, params: SagemakerUnchangedTensorParams) -> int:
+        """The other records."""
+        return params.num_steps - 1
+
+    def problem(self, state: ElementCoverage) -> str:
+        """What to do where the recorder did not compare."""
+        return state.problem("whether elements change by more than these tolerances")
+
+    def conclusive(self, params: SagemakerUnchangedTensorParams, block: Block) -> NDArray[np.bool_]:
+        """Rows of tensors with elements, of any kind."""
+        return has_elements(block)
+
+    def evaluate(
+        self,
+        params: SagemakerUnchangedTensorParams,
+        state: ElementCoverage,
+        context: Block,
+        block: Block,
+        now: int,
+    ) -> tuple[ElementCoverage, list[Finding]]:
+        """Hold each of the last records against the one before."""
+        chosen, several = params.rows(block), block.statistics.count > 1
+        compared = probe(block, params.probe)
+        state = state.after(chosen & several, compared)
+        same = chosen & (block.statistics.count > 0) & ~(several & ~(compared > 0))
+        left = np.flatnonzero(same)
+        if len(left):
+            left = self._same(params, Trail.of(context, block), left)
+        return state, [
+            finding_at(
+                self.name,
+                block,
+                row,
+                value=float(params.num_steps),
+                threshold=float(params.num_steps),
+                message=(
+                    f"the last {params.num_steps} records of {block.info(row).name} are the same, within {params.rtol:g} of "
+                    f"each element and {params.atol:g}"
+                ),
+            )
+            for row in left.tolist()
+        ]
+
+    def _same(
+        self, params: SagemakerUnchangedTensorParams, trail: Trail, left: NDArray[np.intp]
+    ) -> NDArray[np.intp]:
+        """Those of some rows whose last records are the same, step by step back."""
+        columns = {name: trail.column(figure) for name, figure in COLUMNS.items()}
+        compared = trail.column(lambda rows: probe(rows, params.probe))
+        for back in range(params.num_steps - 1):
+            places = trail.at(left)
+            later = {name: places.back(column, back) for name, column in columns.items()}
+            earlier = {name: places.back(column, back + 1) for name, column in columns.items()}
+            close = may_be_close(later.__getitem__, earlier.__getitem__, params.rtol, params.atol)
+            single = later["count"] == 1
+            if not params.equal_nan:
+                close &= later["nan"] == 0
+            left = left[close & (single | (places.back(compared, back) > 0))]
+        return left
+
+
+class SagemakerVanishingGradientParams(AmazonParams):
+    """Parameters of `SagemakerVanishingGradient`."""
+
+    amazon: ClassVar[str] = "VanishingGradient"
+    threshold: float = Field(1e-7, gt=0, description="Mean magnitude below which a gradient has vanished.")
+
+
+class SagemakerVanishingGradient(Rule[SagemakerVanishingGradientParams, State]):
+    """Fires when ``mean(|g|) < threshold`` for any gradient: SageMaker's VanishingGradient, with its 1e-7.
+
+    The mean is over all elements, zeros included; a gradient that holds NaN or infinity has no such mean. Biases before
+    normalisation, embeddings of which a batch touches few rows, and trainings that have converged have such gradients:
+    `vanishing_gradient` leaves them alone, this rule does not.
+    """
+
+    name = "sagemaker_vanishing_gradient"
+    summary = "the mean magnitude of a gradient is below a threshold, as SageMaker tests it"
+    needs = Needs(collections=("gradients",), roles=("gradient",))
+    merge = "sealed"
+    usual_causes = VanishingGradient.usual_causes
+    what_to_try = VanishingGradient.what_to_try
+
+    def evaluate(
+        self, params: SagemakerVanishingGradientParams, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
+        """Judge each row by itself."""
+        size = abs_mean(block.statistics)
+        return state, [
+            finding_at(
+                self.name,
+                block,
+                int(row),
+                value=float(size[row]),
+                threshold=params.threshold,
+                message=f"mean |gradient| of {block.info(int(row)).name} is {size[row]:.3g}, below {params.threshold:.3g}",
+            )
+            for row in np.flatnonzero((size < params.threshold) & (block.statistics.nonfinite == 0))
+        ]

@@ -1,0 +1,177 @@
+"""Rules about a GPU that is idle while another resource is the bottleneck: the CPUs, or disks.
+
+Both judge the share of the last samples in which the GPU was idle and the other resource was busy. A row holds extremes and a histogram
+of about twenty samples, so it is known how many samples of each resource were beyond a limit, not which. If a share a of the samples of
+one and a share b of the other were, at least ``a + b - 1`` were both (Fréchet). Only this certain share counts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, NamedTuple, TypeVar
+
+from pydantic import Field
+
+from watchstep.format.block import Block
+from watchstep.format.system_figures import NODE_CPU, NODE_IO_STALL, NODE_IOWAIT, is_gpu
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.system_samples import Recent, by_step, series_name, surely_above, surely_below
+
+
+class IdleGpuParams(Params):
+    """Parameters of the rules about an idle GPU."""
+
+    threshold: float = Field(50.0, gt=0, le=100, description="Percent of samples that may be so.")
+    gpu_threshold: float = Field(10.0, gt=0, le=100, description="Percent below which a GPU is idle.")
+    window: int = Field(1000, ge=1, description="Samples that count; older ones count for less and less.")
+    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+
+
+class IdleGpuState(State):
+    """The share of the last samples with an idle GPU and a busy other resource, by ``GPU@worker/mode``."""
+
+    recent: dict[str, Recent] = Field(default_factory=dict)
+
+
+class Bottleneck(NamedTuple):
+    """The other resource.
+
+    Attributes:
+        limit: percent from which on it is busy.
+        message: what a finding says of it.
+    """
+
+    limit: float
+    message: str
+
+
+P = TypeVar("P", bound=IdleGpuParams)
+
+
+class IdleGpu(Rule[P, IdleGpuState]):
+    """A GPU that is idle while another resource is busy.
+
+    Attributes:
+        figures: figures of the other resource; the first that was sampled counts.
+    """
+
+    figures: ClassVar[tuple[str, ...]]
+    needs = Needs(collections=("system",), roles=("system",), histograms=True)
+    merge = "sealed"
+
+    @abstractmethod
+    def bottleneck(self, params: P) -> Bottleneck:
+        """The other resource, with these parameters."""
+
+    def evaluate(
+        self, params: P, state: IdleGpuState, context: Block, block: Block, now: int
+    ) -> tuple[IdleGpuState, list[Finding]]:
+        """Judge what each worker sampled at the same time."""
+        recent, findings = dict(state.recent), []
+        bottleneck, batch = self.bottleneck(params), block.statistics
+        idle, busy = (
+            surely_below(batch, params.gpu_threshold / 100),
+            surely_above(batch, bottleneck.limit / 100),
+        )
+        for rows in by_step(block):
+            row_of = {block.info(row).name: row for row in rows}
+            other = next((row_of[name] for name in self.figures if name in row_of), None)
+            if other is None or not batch.finite[other]:
+                continue
+            busy_share = busy[other] / batch.finite[other]
+            for row in rows:
+                gpu, samples = block.info(row).name, int(batch.finite[row])
+                if not is_gpu(gpu) or not samples:
+                    continue
+                both = max(0.0, float(idle[row] / samples + busy_share - 1))
+                name = series_name(block, row)
+                last = recent[name] = recent.get(name, Recent()).after(both * samples, samples, params.window)
+                share = 100 * last.mean
+                if last.seen >= params.patience and share >= params.threshold:
+                    message = (
+                        f"{gpu} was below {params.gpu_threshold:g} % while {bottleneck.message}, "
+                        f"in {share:.0f} % of the last samples"
+                    )
+                    findings.append(
+                        finding_at(
+                            self.name, block, row, value=share, threshold=params.threshold, message=message
+                        )
+                    )
+        return IdleGpuState(recent=recent), findings
+
+
+class CpuBottleneckParams(IdleGpuParams):
+    """Parameters of `CpuBottleneck`."""
+
+    cpu_threshold: float = Field(90.0, gt=0, le=100, description="Percent from which on the CPUs are busy.")
+
+
+class CpuBottleneck(IdleGpu[CpuBottleneckParams]):
+    """Fires when a GPU is idle and the machine's CPUs are busy, both at once, for much of the time.
+
+    The share of the last samples with ``use of the GPU < gpu_threshold`` and ``use of the CPUs >= cpu_threshold`` is at
+    least ``threshold``; all in percent. Defaults are those of SageMaker's CPUBottleneck, which counts from the start of the
+    run on; here a window fades, so that a slow start is forgotten. CPUs are the container's, where it has a quota.
+
+    A single thread that holds everything up does not show in the CPUs of a machine that has many: `data_loader` sees the
+    wait. Off by default: nothing is wrong with what is learnt.
+    """
+
+    name = "cpu_bottleneck"
+    summary = "a GPU is idle while the CPUs are busy"
+    figures = (NODE_CPU,)
+    usual_causes = (
+        "data are decoded and augmented by too few, or by slow, processors",
+        "other programs use this machine",
+        "threads of several libraries outnumber the CPUs",
+    )
+    what_to_try = (
+        "prepare data beforehand, or on the GPU",
+        "ask for more CPUs beside the GPU",
+        "set OMP_NUM_THREADS and torch.set_num_threads to what the CPUs hold",
+    )
+
+    def bottleneck(self, params: CpuBottleneckParams) -> Bottleneck:
+        """The CPUs."""
+        limit = params.cpu_threshold
+        return Bottleneck(limit, f"the CPUs were at {limit:g} % or more")
+
+
+class IoBottleneckParams(IdleGpuParams):
+    """Parameters of `IoBottleneck`."""
+
+    io_threshold: float = Field(
+        50.0, gt=0, le=100, description="Percent of waiting from which on it is much."
+    )
+
+
+class IoBottleneck(IdleGpu[IoBottleneckParams]):
+    """Fires when a GPU is idle and something waits for disks, both at once, for much of the time.
+
+    The share of the last samples with ``use of the GPU < gpu_threshold`` and ``wait >= io_threshold`` is at least
+    ``threshold``; all in percent, and SageMaker's of IOBottleneck. The wait is the share of time in which some task of the
+    machine waits for disks, where the kernel tells (pressure stall information, Linux 4.20 and later); else the share of
+    its CPUs that wait, SageMaker's figure, which one reader on a machine of many CPUs never brings to a half.
+
+    Reading over the network does not count as a wait for disks: `data_loader` sees it. Off by default: nothing is wrong
+    with what is learnt.
+    """
+
+    name = "io_bottleneck"
+    summary = "a GPU is idle while tasks wait for disks"
+    figures = (NODE_IO_STALL, NODE_IOWAIT)
+    usual_causes = (
+        "data lie on a slow disk, or in very many small files",
+        "checkpoints are written often, and training waits for them",
+        "memory is short, and pages are read again and again",
+    )
+    what_to_try = (
+        "put the data on a local disk, in few large files, and read ahead",
+        "write checkpoints more rarely, or beside training",
+        "ask for more memory",
+    )
+
+    def bottleneck(self, params: IoBottleneckParams) -> Bottleneck:
+        """The disks."""
+        limit = params.io_threshold
+        return Bottleneck(limit, f"tasks waited for disks for {limit:g} % of the time or more")

@@ -1,1 +1,0 @@
-"""Rules that are Python classes."""

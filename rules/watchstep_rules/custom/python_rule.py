@@ -1,0 +1,362 @@
+"""Python rules: classes that users write, executed in a confined process.
+
+The source is read once, when the rule file is loaded from its folder, and becomes part of the rule config. The config can then be
+stored in a database and judged on another machine. Sources are refused from clients that may not upload programs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from watchstep.errors import ConfigError, RuleError
+from watchstep.format.block import Block, concatenate
+from watchstep_rules.custom.sandbox.confinement import Isolation, why_not
+from watchstep_rules.custom.sandbox.pool import POOL
+from watchstep_rules.custom.sandbox.process import SandboxedRule
+from watchstep_rules.custom.sandbox.program import out_of_time, rule_time_charged, rule_time_left
+from watchstep_rules.custom.sandbox.protocol import (
+    MAX_FINDINGS,
+    SHORT,
+    FrameLimits,
+    kept,
+    to_bytes,
+    unpack_findings,
+)
+from watchstep_rules.rule import Finding, Merge, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.nonfinite import has_elements
+
+NOT_FROM_RECORDERS = "a recorder may not bring one; give its rule file to the service"
+"""Who records must not be able to run programs where runs are judged."""
+
+_folder: ContextVar[Path | None] = ContextVar("_folder", default=None)
+_refusal: ContextVar[str] = ContextVar("_refusal", default="")
+
+
+@contextmanager
+def sources_from(folder: str | Path) -> Iterator[None]:
+    """In the ``with`` block, a config's ``file`` is one below or beside this folder, and is read."""
+    token = _folder.set(Path(folder))
+    try:
+        yield
+    finally:
+        _folder.reset(token)
+
+
+@contextmanager
+def no_programs(reason: str) -> Iterator[None]:
+    """In the ``with`` block, no config may be a Python rule, for the reason given; empty for none."""
+    token = _refusal.set(reason)
+    try:
+        yield
+    finally:
+        _refusal.reset(token)
+
+
+def with_source(rule: str, params: dict[str, Any]) -> dict[str, Any]:
+    """A rule's parameters, with the source of the file where it is a Python rule that names one.
+
+    Raises:
+        ValueError: it is a Python rule, and may not be one here; or its file cannot be read.
+    """
+    if rule != Python.name:
+        return params
+    if _refusal.get():
+        raise ValueError(f"a Python rule: {_refusal.get()}")
+    folder, file = _folder.get(), params.get("file")
+    if folder is None or "source" in params or not isinstance(file, str) or not file:
+        return params
+    return {**params, "source": _read(folder / Path(file).expanduser())}
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as opened:
+            data = opened.read(4 * MAX_SOURCE + 1)
+        text = data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"file {path}: cannot be read ({error})") from error
+    if len(text) > MAX_SOURCE:
+        raise ValueError(f"file {path}: over {MAX_SOURCE} characters")
+    return text
+
+
+MAX_SOURCE = 256 * 1024
+"""Longest source, in characters."""
+
+MAX_STATE = 1024 * 1024
+"""Largest state, as JSON."""
+
+MAX_VERSION = 2**31
+"""Highest version of a class."""
+
+_REPLY = FrameLimits(SHORT.document, MAX_FINDINGS)
+_MAX_WHOLE = 2**128
+_MAX_ROWS = 20_000
+_MAX_MESSAGE = 500
+_DESCRIBE_SECONDS = 10.0
+_MOST_DESCRIBED = 10_000
+_Words = tuple[str, ...]
+
+
+class RuleDescription(BaseModel):
+    """What a class says of itself, with some parameters. It comes from the child, and is held to bounds."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=False)
+
+    version: int = Field(ge=0, le=MAX_VERSION)
+    clock: bool
+    merge: Merge
+    lookback: int = Field(ge=0, le=100_000)
+    collections: _Words = Field(max_length=100)
+    roles: _Words = Field(max_length=100)
+    probes: _Words = Field(max_length=64)
+    histograms: bool = False
+
+
+_DESCRIBED: dict[str, tuple[RuleDescription, Isolation]] = {}
+
+
+class PythonParams(Params):
+    """Parameters of `Python`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+    file: str = Field("", max_length=500, description="The file of the class, beside the rule file.")
+    source: str = Field(
+        "", max_length=MAX_SOURCE, description="The file's text; put in when the rule file is loaded."
+    )
+    module: str = Field(
+        "", max_length=200, description="Instead of a file: a module of a package that is installed."
+    )
+    class_name: str = Field(alias="class", pattern=r"^[A-Za-z_]\w{0,199}$", description="The class.")
+    params: dict[str, Any] = Field(default_factory=dict, description="The class's own parameters.")
+    memory_mb: int = Field(512, ge=64, le=16384, description="Memory that it may take, in MiB.")
+    seconds: float = Field(
+        10.0, gt=0, le=300, description="Seconds that it may take for 20,000 rows, or a step that has more."
+    )
+
+    _about: RuleDescription = PrivateAttr()
+    _isolation: Isolation = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _can_be_run(self) -> PythonParams:
+        if self.module and (self.source or self.file):
+            raise ValueError("give a file or a module, not both")
+        if not self.module and not self.source:
+            raise ValueError(
+                f"the source of {self.file!r} is not there: it is put in when a rule file is loaded from its folder"
+                if self.file
+                else "give a file or a module"
+            )
+        try:
+            self._about, self._isolation = described(self.program, json.dumps(self.params, sort_keys=True))
+        except (RuleError, ConfigError) as error:
+            raise ValueError(error.what) from error
+        return self
+
+    @property
+    def program(self) -> SandboxedRule:
+        """What the child runs."""
+        return SandboxedRule(self.class_name, self.file, self.source, self.module, self.memory_mb)
+
+    @property
+    def about(self) -> RuleDescription:
+        """What the class says of itself."""
+        return self._about
+
+    @property
+    def isolation(self) -> Isolation:
+        """How far the process was shut in that said it."""
+        return self._isolation
+
+
+class PythonState(State):
+    """The class's own state, its version, what it could not judge, and how far its process was shut off at the last."""
+
+    version: int = 0
+    data: dict[str, Any] | None = None
+    problem: str = ""
+    isolation: Isolation | None = None
+
+
+class Python(Rule[PythonParams, PythonState]):
+    """Fires where a class of yours says so: a `watchstep_rules.Rule`, with the same contract as the built-in ones.
+
+    The class is run in a child process without network, files, environment or programs, bounded in memory and time. The
+    service never imports it. Its ``needs``, ``merge`` and ``lookback`` hold; rules that watch the clock are built in only.
+    """
+
+    name = "python"
+    summary = "a class of yours says so"
+    needs = Needs(collections=())
+    merge = "sealed"
+
+    def lookback(self, params: PythonParams) -> int:
+        """The class's."""
+        return params.about.lookback
+
+    def needed(self, params: PythonParams) -> Needs:
+        """The class's."""
+        about = params.about
+        return Needs(about.collections, about.roles, about.probes, histograms=about.histograms)
+
+    def merged(self, params: PythonParams) -> Merge:
+        """The class's."""
+        return params.about.merge
+
+    def problem(self, state: PythonState) -> str:
+        """The class's."""
+        return state.problem
+
+    def conclusive(self, params: PythonParams, block: Block) -> NDArray[np.bool_]:
+        """Rows of tensors with elements: which values the rule's source looks at is not known."""
+        return has_elements(block)
+
+    def evaluate(
+        self, params: PythonParams, state: PythonState, context: Block, block: Block, now: int
+    ) -> tuple[PythonState, list[Finding]]:
+        """Ask the child, in parts of whole steps: split invariance lets any block be sent in parts.
+
+        Raises:
+            RuleError: the class failed, took more than it may, or says what cannot be.
+        """
+        findings: list[Finding] = []
+        POOL.check_memory(params.program.called, params.memory_mb)
+        if rule_time_left() <= 0:
+            raise out_of_time(params.program.called)
+        with rule_time_charged(), POOL.child(params.program) as child:
+            reason = why_not(child.isolation)
+            if reason:
+                raise RuleError(
+                    f"{params.program.called}: {reason}", "see docs/guides/python-rules.md, 'Isolation'"
+                )
+            for part in _parts(block, params.about.merge):
+                request = {
+                    "ask": "evaluate", "params": params.params, "version": state.version, "state": state.data, "now": now,
+                }  # fmt: skip
+                seconds = min(params.seconds, rule_time_left())
+                if seconds <= 0:
+                    raise out_of_time(params.program.called)
+                reply = child.ask(request, (to_bytes(context), to_bytes(part)), seconds, _REPLY)
+                state = _state(params, reply.document, child.isolation)
+                findings.extend(_findings(params, reply.payload, part))
+                context = concatenate([context, part]).tail(params.about.lookback)
+        return state, findings
+
+
+def described(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolation]:
+    """What a class says of itself; its parameters are checked as well. And how far its process is shut in.
+
+    A child is asked once. What it said is kept, without the program: a config is checked often, and must not fail
+    when it is read for the hundredth time because no child can be started at that moment.
+
+    Raises:
+        RuleError: it cannot be run, or says what cannot be.
+        ConfigError: the setting for Python rules is not known.
+    """
+    key = sha256(repr((program, params)).encode()).hexdigest()
+    known = _DESCRIBED.get(key)
+    if known is None:
+        known = _ask(program, params)
+        if len(_DESCRIBED) >= _MOST_DESCRIBED:
+            _DESCRIBED.clear()
+        _DESCRIBED[key] = known
+    return known
+
+
+def _ask(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolation]:
+    _check_demand(program)
+    with POOL.child(program, "checks") as child:
+        said = child.ask({"ask": "describe", "params": json.loads(params)}, (), _DESCRIBE_SECONDS).document
+        isolation = child.isolation
+    try:
+        about = RuleDescription.model_validate(said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _impossible(program, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if about.clock:
+        raise RuleError(f"{program.called}: watches the clock", "set clock = False: only built-in rules may")
+    return about, isolation
+
+
+def _check_demand(program: SandboxedRule) -> None:
+    """Where Python rules are refused, no process is started to find that out."""
+    refused = why_not(Isolation(rlimits=True, no_new_privs=True, landlock=1, seccomp=True))
+    if refused:
+        raise RuleError(f"{program.called}: {refused}", "see docs/guides/python-rules.md, 'Isolation'")
+
+
+def _parts(block: Block, merge: Merge) -> list[Block]:
+    """The block in parts of some thousand rows: of whole steps, of one worker's where each is taken by itself."""
+    if len(block) <= _MAX_ROWS:
+        return [block]
+    if merge == "sealed":
+        block = block.take(np.argsort(block.step, kind="stable"))
+    changes = np.diff(block.step) != 0
+    if merge == "per_worker":
+        changes |= np.diff(block.worker) != 0
+    ends = np.append(np.flatnonzero(changes) + 1, len(block))
+    parts, start = [], 0
+    while start < len(block):
+        fitting = ends[(ends > start) & (ends <= start + _MAX_ROWS)]
+        end = int(fitting[-1]) if len(fitting) else int(ends[ends > start][0])
+        parts.append(block.take(np.arange(start, end)))
+        start = end
+    return parts
+
+
+def _state(params: PythonParams, said: dict[str, Any], isolation: Isolation) -> PythonState:
+    data, version = said.get("state"), said.get("version")
+    if not isinstance(data, dict) or type(version) is not int or not 0 <= version <= MAX_VERSION:
+        raise _impossible(params.program, "its state is no mapping with a version")
+    _check_state(params.program, data)
+    if len(json.dumps(data)) > MAX_STATE:
+        raise _impossible(params.program, f"its state is larger than {MAX_STATE} bytes")
+    problem = kept(str(said.get("problem") or "")[:_MAX_MESSAGE])
+    return PythonState(version=version, data=data, problem=problem, isolation=isolation)
+
+
+def _check_state(program: SandboxedRule, data: dict[str, Any]) -> None:
+    """All of it must read back as it is: databases keep no halves of characters, and JSON no NaN."""
+    waiting: list[Any] = [data]
+    while waiting:
+        match waiting.pop():
+            case dict() as held:
+                waiting += [*held, *held.values()]
+            case list() as held:
+                waiting += held
+            case str() as text if text != kept(text):
+                raise _impossible(program, "its state has a text with half a character, or a zero")
+            case float() as number if not math.isfinite(number):
+                raise _impossible(program, "its state has NaN or infinity where no float is declared")
+            case int() as number if abs(number) > _MAX_WHOLE:
+                raise _impossible(program, "its state has a whole number of more than 128 bits")
+
+
+def _findings(params: PythonParams, payload: bytearray, block: Block) -> list[Finding]:
+    """The findings, each at a row of the block; what describes the row is the block's own."""
+    try:
+        found = unpack_findings(payload, len(block))
+    except ValueError as error:
+        raise _impossible(params.program, str(error)) from error
+    return [
+        finding_at(
+            Python.name, block, entry.row, value=entry.value, threshold=entry.threshold, message=entry.message
+        )
+        for entry in found
+    ]
+
+
+def _impossible(program: SandboxedRule, what: str) -> RuleError:
+    return RuleError(f"{program.called}: {what}", "correct the rule")

@@ -1,0 +1,451 @@
+"""Progress of the training loss: how far it has fallen since it began, and what it does now.
+
+It separates a training that has converged from one that is stuck. `follow_rates` finds jumps and drops of the learning rate, from the
+recorded ``optimizer:learning_rate/0``, which has a row at every change.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from watchstep.format.block import Block, view
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import MODES, TensorInfo
+from watchstep_rules.signals.loss_series import NOTHING, LossSeries, Trend, noise
+from watchstep_rules.signals.robust import medians as medians_of_rows
+from watchstep_rules.signals.series import SeriesRows
+from watchstep_rules.signals.tensor_selection import has_role, rows_where
+
+_NAME = re.compile(r"(?:.*\.)?optimizer(?:_\d+)?:learning_rate/")
+_WORDS = re.compile(
+    r"; (?P<name>\S+:learning_rate/\S*) (?:fell|rose) from (?P<before>\S+) to (?P<after>\S+) at step (?P<step>\d+)$"
+)
+_ABRUPT = 3.0
+_TRAIN = MODES.index("train")
+
+
+class RateChange(BaseModel):
+    """A learning rate that became at least three times as large, or a third, from one value to the next.
+
+    Attributes:
+        name: the metric; of several that changed at one step the one that changed most.
+        step: of the first update with the new value.
+        before: the value before.
+        after: the new value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    step: int
+    before: float
+    after: float
+
+    @property
+    def words(self) -> str:
+        """To follow a finding's message."""
+        verb = "fell" if self.after < self.before else "rose"
+        return f"; {self.name} {verb} from {self.before:.3g} to {self.after:.3g} at step {self.step}"
+
+    @classmethod
+    def said_in(cls, message: str) -> RateChange | None:
+        """The change that a finding's message ends with; None where it names none."""
+        found = _WORDS.search(message)
+        if found is None:
+            return None
+        try:
+            before, after = float(found["before"]), float(found["after"])
+        except ValueError:
+            return None
+        return cls(name=found["name"], step=int(found["step"]), before=before, after=after)
+
+
+class Rates(BaseModel):
+    """The last value of each learning rate, and the last change that was abrupt."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    last: dict[str, float] = {}
+    change: RateChange | None = None
+
+
+def follow_rates(rates: Rates, block: Block) -> tuple[Rates, list[RateChange]]:
+    """Follow the learning rates through a block of whole steps.
+
+    Returns:
+        What is to be kept, and the abrupt changes, by step: the one before the block first. Of several workers the lowest counts.
+    """
+    rows = np.flatnonzero(
+        rows_where(block, _is_rate) & (block.mode == _TRAIN) & (block.statistics.finite > 0)
+    )
+    changes = [] if rates.change is None else [rates.change]
+    if not len(rows):
+        return rates, changes
+    last = dict(rates.last)
+    held = block.statistics
+    lowest: dict[tuple[int, str], float] = {}
+    for row in rows[np.lexsort((block.worker[rows], block.step[rows]))].tolist():
+        lowest.setdefault((int(block.step[row]), block.info(row).name), float(held.mean[row]))
+    for (step, name), value in sorted(lowest.items()):
+        before = last.get(name, value)
+        last[name] = value
+        # A rate that rises from zero begins to warm up.
+        if (
+            min(before, value) < 0
+            or before == 0
+            or max(before, value) < _ABRUPT * min(before, value)
+            or before == value
+        ):
+            continue
+        change = RateChange(name=name, step=step, before=before, after=value)
+        if changes and changes[-1].step == step:
+            if _ratio(change) > _ratio(changes[-1]):
+                changes[-1] = change
+        else:
+            changes.append(change)
+    return Rates(last=last, change=changes[-1] if changes else None), changes
+
+
+def last_before(changes: list[RateChange], step: int, within: int) -> RateChange | None:
+    """The last change up to a step, if it lies at most so many steps before."""
+    change = next((one for one in reversed(changes) if one.step <= step), None)
+    return change if change is not None and step - change.step <= within else None
+
+
+def _ratio(change: RateChange) -> float:
+    low, high = sorted((change.before, change.after))
+    return high / low if low > 0 else np.inf
+
+
+def _is_rate(info: TensorInfo) -> bool:
+    return info.role == "metric" and _NAME.match(info.name) is not None
+
+
+_FIRST = 5
+_MEMORY = 0.9
+_NEWEST = 3
+
+
+class LossProgress(NamedTuple):
+    """A loss so far.
+
+    Attributes:
+        seen: finite values, counted up to the first few.
+        first: mean of the first few.
+        smooth: exponentially weighted mean over about the last ten.
+        newest: sizes of the last three, the newest last.
+    """
+
+    seen: int = 0
+    first: float = 0.0
+    smooth: float = 0.0
+    newest: tuple[float, ...] = ()
+
+    def after(self, value: float) -> LossProgress:
+        """With one more finite value."""
+        newest = (*self.newest, abs(value))[-_NEWEST:]
+        if self.seen < _FIRST:
+            mean = (self.first * self.seen + value) / (self.seen + 1)
+            return LossProgress(self.seen + 1, mean, mean, newest)
+        return LossProgress(self.seen, self.first, _MEMORY * self.smooth + (1 - _MEMORY) * value, newest)
+
+    @property
+    def low(self) -> float:
+        """What the loss has come down to: its mean, or the largest of the last three where that is less.
+
+        The mean lags: a loss that falls by ten at each step (full batches, second-order optimizers) is long gone from it.
+        """
+        return min(abs(self.smooth), max(self.newest, default=math.inf))
+
+    def converged(self, share: float) -> bool:
+        """Whether the loss has come down to a share of what it was at first."""
+        return self.seen > 0 and self.low <= share * abs(self.first)
+
+
+class Courses(NamedTuple):
+    """The losses over the steps of a block, after each of them.
+
+    Attributes:
+        known: whether there has been a loss, bool of shape (steps,).
+        names: of the losses.
+        low: of each loss what it has come down to, shape (steps,), infinite before its first value.
+        first: of each loss the mean of the first few, shape (steps,).
+    """
+
+    known: NDArray[np.bool_]
+    names: list[str]
+    low: list[Floats]
+    first: list[Floats]
+
+    def any_converged(self, share: float) -> NDArray[np.bool_]:
+        """Whether some loss has come down to a share of what it was at first, by step."""
+        found = np.zeros(len(self.known), np.bool_)
+        for low, first in zip(self.low, self.first, strict=True):
+            found |= low <= share * np.abs(first)
+        return found
+
+    def any_named(self, chosen: Callable[[str], bool]) -> NDArray[np.bool_]:
+        """Whether there has been a loss whose name is chosen, by step."""
+        found = np.zeros(len(self.known), np.bool_)
+        for name, low in zip(self.names, self.low, strict=True):
+            if chosen(name):
+                found |= np.isfinite(low)
+        return found
+
+
+def follow_loss(
+    kept: Mapping[str, LossProgress], block: Block, numbers: NDArray[np.intp]
+) -> tuple[dict[str, LossProgress], Courses]:
+    """Follow the losses of a block.
+
+    Args:
+        kept: of each loss, by ``loss@worker``.
+        block: rows by step.
+        numbers: the number of each row's step, ascending.
+
+    Returns:
+        What is to be kept of each loss, and how they go from step to step.
+    """
+    steps = int(numbers[-1]) + 1 if len(numbers) else 0
+    rows = np.flatnonzero(rows_where(block, has_role, "loss"))
+    rows = rows[block.statistics.finite[rows] > 0]
+    losses, courses = dict(kept), Courses(np.zeros(steps, np.bool_), [], [], [])
+    held = view(block, rows)
+    by_series = SeriesRows.of(held)
+    of_series = dict(zip(by_series.names, by_series.rows(), strict=True))
+    for name in [*kept, *(name for name in of_series if name not in kept)]:
+        before = losses.get(name, LossProgress())
+        places = of_series.get(name, np.empty(0, np.intp))
+        course = _course(before, held.statistics.mean[places].tolist()) if len(places) else []
+        losses[name] = course[-1] if course else before
+        at = numbers[rows[places]]
+        every = np.searchsorted(at, np.arange(steps), side="right")
+        known = np.array([one.seen > 0 for one in (before, *course)], np.bool_)[every]
+        courses.known[:] |= known
+        low = np.array([one.low for one in (before, *course)])[every]
+        first = np.array([one.first for one in (before, *course)])[every]
+        courses.names.append(name.rpartition("@")[0])
+        courses.low.append(np.where(known, low, np.inf))
+        courses.first.append(first)
+    return losses, courses
+
+
+def _course(before: LossProgress, values: list[float]) -> list[LossProgress]:
+    course = []
+    for value in values:
+        before = before.after(value)
+        course.append(before)
+    return course
+
+
+_SHORT = 20
+_PROGRESS = 4.0
+"""Standard errors by which a loss must have fallen over all of its past: noise is so far down once in 30,000 looks."""
+_CAPPED = 4.0
+"""Times its start a loss counts as at most in its trend: one explosion would tilt the line for good."""
+_EXPLODED = 10.0
+"""How far the median of the first losses lies above the first, and the highest above the median, after an explosion.
+
+A low first loss alone (one easy batch) or a loss that begins at nothing and grows (a divergence from a start) has no such overshoot.
+"""
+
+
+class Beginning(NamedTuple):
+    """What is kept of a series.
+
+    Attributes:
+        seen: losses so far.
+        start: median of the first ones, None before there are so many, where one was not finite, where it or the first one is next to nothing,
+            and where the attempt resumes a run; the first, where they exploded.
+        lowest: lowest mean of twenty losses in a row, None before there are so many.
+        signed: a loss was below zero: this is no measure of error.
+        peak: highest of the first ones, where they exploded; 0 where they did not.
+        first_step: of the first loss.
+        trend: of the losses after the first ones.
+        fell: the trend has shown a fall.
+    """
+
+    seen: int = 0
+    start: float | None = None
+    lowest: float | None = None
+    signed: bool = False
+    peak: float = 0.0
+    first_step: int = 0
+    trend: Trend = Trend()
+    fell: bool = False
+
+
+@dataclass(frozen=True)
+class LossProgressColumns:
+    """Columns over the rows of a series, float64 of shape (n,), NaN before there are enough losses.
+
+    What not every rule asks for is worked out where it is asked for.
+
+    Attributes:
+        series: the losses.
+        warmup: first losses, whose median is the start.
+        half: half of the patience, in losses.
+        seen: losses so far.
+        start: median of the first losses; the first one, where they exploded.
+        peak: the highest of them, where they exploded; 0 where they did not.
+        lowest: lowest mean of twenty losses so far.
+        signed: bool: a loss was below zero by then.
+        fell: bool: since the first losses it has fallen by four standard errors of its trend, at this loss or before.
+        trends: of the losses since the first ones, as of each row.
+    """
+
+    series: LossSeries
+    warmup: int
+    half: int
+    seen: NDArray[np.int64]
+    start: Floats
+    peak: Floats
+    lowest: Floats
+    signed: NDArray[np.bool_]
+    fell: NDArray[np.bool_]
+    trends: list[Trend]
+
+    @cached_property
+    def _newest(self) -> Floats:
+        return self.series.trailing(self.half, _mean)
+
+    @cached_property
+    def level(self) -> Floats:
+        """Mean of the last half of the patience."""
+        return np.where(self.seen < self.warmup + 2 * self.half, np.nan, self._newest)
+
+    @cached_property
+    def earlier(self) -> Floats:
+        """Mean of the half before."""
+        return 2 * self.series.trailing(2 * self.half, _mean) - self._newest
+
+    @cached_property
+    def before_that(self) -> Floats:
+        """Mean of half a patience before that, NaN where it reaches into the beginning."""
+        longer = self.series.trailing(3 * self.half, lambda windows: _mean(windows[:, : self.half]))
+        return np.where(self.seen < self.warmup + 3 * self.half, np.nan, longer)
+
+    @cached_property
+    def middle(self) -> Floats:
+        """Median over the patience."""
+        return self.series.trailing(2 * self.half, medians_of_rows)
+
+    @cached_property
+    def noise(self) -> Floats:
+        """Standard deviation from loss to loss, over the patience."""
+        return self.series.trailing(2 * self.half, noise)
+
+    @cached_property
+    def confidence(self) -> Floats:
+        """Fall of the trend, in standard errors."""
+        return np.array([trend.confidence for trend in self.trends])
+
+    @cached_property
+    def error(self) -> Floats:
+        """Standard error of that fall; infinite before there are ten losses."""
+        return np.array([trend.error for trend in self.trends])
+
+    @property
+    def uncertainty(self) -> Floats:
+        """Standard error of ``earlier - level``, were losses independent."""
+        return self.noise * math.sqrt(2 / self.half)
+
+    @property
+    def mean(self) -> Floats:
+        """Over the patience."""
+        return (self.earlier + self.level) / 2
+
+    @property
+    def mean_error(self) -> Floats:
+        """Standard error of `mean`, were losses independent."""
+        return self.noise / math.sqrt(2 * self.half)
+
+
+def lookback(warmup: int, patience: int) -> int:
+    """How many earlier losses `progress` needs."""
+    return max(warmup, patience + patience // 2, _SHORT)
+
+
+def progress(
+    series: LossSeries, past: Beginning, warmup: int, patience: int
+) -> tuple[LossProgressColumns, Beginning]:
+    """Follow a series.
+
+    Args:
+        series: the losses; their context holds `lookback` rows.
+        past: as the last call returned it.
+        warmup: first losses whose median is the start.
+        patience: losses that are looked at, at least 4.
+    """
+    half = max(2, patience // 2)
+    seen = past.seen + 1 + np.arange(len(series.values))
+    short = series.trailing(_SHORT, _mean)
+    start = np.full(len(seen), np.nan if past.start is None else past.start)
+    peak = np.full(len(seen), past.peak)
+    first_step = past.first_step if past.seen else int(series.steps[0])
+    if past.seen < warmup <= past.seen + len(seen):
+        place = warmup - past.seen - 1
+        first, highest = (series.trailing(warmup, figure)[place] for figure in (_first, _highest))
+        start[place:] = middle = series.trailing(warmup, medians_of_rows)[place]
+        if NOTHING < _EXPLODED * first <= middle and highest >= _EXPLODED * middle:
+            start[place:], peak[place:] = first, highest
+        if _resumes(first_step, int(series.steps[place]), warmup) or not min(first, start[place]) > NOTHING:
+            start[place:], peak[place:] = np.nan, 0.0
+    lowest = np.fmin.accumulate(np.concatenate([[np.nan if past.lowest is None else past.lowest], short]))[1:]
+    signed = np.logical_or.accumulate(np.concatenate([[past.signed], series.values < 0]))[1:]
+    trends = _trends(series.values, start, seen - warmup, past.trend)
+    has_fallen = [trend.confidence >= _PROGRESS for trend in trends]
+    fell = np.logical_or.accumulate([past.fell, *has_fallen])[1:]
+    columns = LossProgressColumns(series, warmup, half, seen, start, peak, lowest, signed, fell, trends)
+    return columns, Beginning(
+        int(seen[-1]),
+        _known(start[-1]),
+        _known(lowest[-1]),
+        bool(signed[-1]),
+        float(peak[-1]),
+        first_step,
+        trends[-1],
+        bool(fell[-1]),
+    )
+
+
+def _resumes(first: int, later: int, warmup: int) -> bool:
+    """Whether losses begin so late that the attempt goes on with a run: later than three of their distances, and the warm-up."""
+    return first > warmup + 3 * (later - first) / max(1, warmup - 1)
+
+
+def _trends(values: Floats, start: Floats, since_warmup: NDArray[np.int64], trend: Trend) -> list[Trend]:
+    """The trend after each loss; the first losses are left out, and where there is no start all are."""
+    caps = np.where(since_warmup > 0, _CAPPED * start, np.nan)
+    trends = []
+    for value in np.where(np.isnan(values), np.nan, np.minimum(values, caps)).tolist():
+        trend = trend.after(value)
+        trends.append(trend)
+    return trends
+
+
+def _mean(windows: Floats) -> Floats:
+    mean: Floats = windows.mean(axis=1)
+    return mean
+
+
+def _first(windows: Floats) -> Floats:
+    return windows[:, 0]
+
+
+def _highest(windows: Floats) -> Floats:
+    highest: Floats = windows.max(axis=1)
+    return highest
+
+
+def _known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

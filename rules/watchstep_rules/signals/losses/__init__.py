@@ -1,1 +1,0 @@
-"""Signals from losses and learning rates."""

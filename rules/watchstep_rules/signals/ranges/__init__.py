@@ -1,1 +1,0 @@
-"""Ranges of statistics, and distances from them."""

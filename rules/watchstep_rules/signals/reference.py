@@ -1,0 +1,165 @@
+"""Comparison with another run: a compact record of its figures, and whether two records of a tensor can be close element by element.
+
+Elements within ``atol + rtol * |old|`` of each other keep these figures within bounds. Figures outside the bounds rule closeness out;
+figures within the bounds do not prove it.
+
+- ``x - atol - rtol * |x|`` and ``x + atol + rtol * |x|`` grow with x where ``rtol < 1``, so the least and the largest element
+  move by no more than their own tolerance.
+- The mean moves by at most the mean tolerance, ``atol + rtol * mean |old|``; so does the mean magnitude.
+- The root mean square moves by at most that of the tolerances, ``atol + rtol * rms(old)``, by the triangle inequality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.errors import RuleError
+from watchstep.format.block import Block, sort_key
+from watchstep.format.statistics import (
+    DERIVED,
+    VALUE_COLUMNS,
+    Derivation,
+    Floats,
+    StatisticsBatch,
+    abs_mean,
+    rms,
+)
+from watchstep_rules.signals import tensor_selection
+from watchstep_rules.signals.series import Column, merge_shards
+
+_COUNTS = ("count", "nan", "pos_inf", "neg_inf")
+_RECORDED = (*_COUNTS, "min", "max", "mean")
+
+
+def _derived(figure: Derivation) -> Column:
+    return lambda block: figure(block.statistics)
+
+
+COLUMNS: Mapping[str, Column] = {
+    **{name: attrgetter(f"statistics.{name}") for name in _RECORDED},
+    "abs_mean": _derived(abs_mean),
+    "rms": _derived(rms),
+}
+"""The figures that are compared."""
+
+Figures = Callable[[str], Floats]
+"""Each of `COLUMNS` by its name, float64 of shape (n,); NaN where there is no record."""
+
+
+def may_be_close(new: Figures, old: Figures, rtol: float, atol: float) -> NDArray[np.bool_]:
+    """Whether no figure rules closeness out, bool of shape (n,).
+
+    Args:
+        new: of the later records.
+        old: of the earlier ones.
+        rtol: share of the earlier element.
+        atol: whatever the element.
+    """
+    close = np.ones(len(new("count")), np.bool_)
+    for name in _COUNTS:
+        close &= new(name) == old(name)
+    scales = {"min": "min", "max": "max", "mean": "abs_mean", "abs_mean": "abs_mean", "rms": "rms"}
+    for name, scale in scales.items():
+        close &= is_within(new(name), old(name), old(scale), rtol, atol)
+    return close
+
+
+def is_within(new: Floats, old: Floats, scale: Floats, rtol: float, atol: float) -> NDArray[np.bool_]:
+    """Whether figures moved by ``atol + rtol * |scale|`` at most, or are NaN in both records; bool of shape (n,)."""
+    with np.errstate(invalid="ignore"):
+        close: NDArray[np.bool_] = np.abs(new - old) <= atol + rtol * np.abs(scale)
+    return close | (np.isnan(new) & np.isnan(old))
+
+
+FIGURES = (*VALUE_COLUMNS, *DERIVED)
+MOST_TENSORS = 500
+MOST_POINTS = 1000
+
+Point = tuple[int, float] | tuple[int, float, float, float]
+"""A step and the figure there; where steps before it were left out, the lowest and highest figure among those too."""
+
+Reference = dict[str, list[Point]]
+"""For each tensor, points in ascending order of their steps."""
+
+
+def figure_of(statistics: StatisticsBatch, figure: str) -> Floats:
+    """One of `FIGURES` of each row, float64 of shape (n,)."""
+    derive = DERIVED.get(figure)
+    held: Floats = derive(statistics) if derive else getattr(statistics, figure)
+    return held
+
+
+def reference_of(rows: Block, figure: str = "rms", include: str = ".*", points: int = 100) -> Reference:
+    """What ``similar_across_runs`` takes as its ``reference``.
+
+    Args:
+        rows: of the run to be held against, as `watchstep.Run.rows` gives them; those in train mode and of the mode
+            global count, shards merged, at each step of the lowest worker that has the tensor.
+        figure: one of `FIGURES`.
+        include: only tensors whose names this regular expression, in RE2's syntax, matches from the start.
+        points: the most steps of a tensor, evenly among those that were recorded.
+
+    Raises:
+        RuleError: there is no such figure, ``include`` is no regular expression, or there are more than 500
+            tensors or 1000 points.
+    """
+    if figure not in FIGURES:
+        raise RuleError(f"figure {figure!r} is not known", f"use one of {', '.join(FIGURES)}")
+    if not 2 <= points <= MOST_POINTS:
+        raise RuleError(f"points={points}", f"use 2 to {MOST_POINTS}")
+    try:
+        tensor_selection.check(include)
+    except ValueError as error:
+        raise RuleError(f"include={include[:100]!r}: {error}", "leave it out for all tensors") from error
+    chosen = merge_shards(
+        rows.where(
+            rows.mask_of_tensors([tensor_selection.matches(include, info.name) for info in rows.catalogue])
+            & is_training(rows)
+        )
+    )
+    values = figure_of(chosen.statistics, figure)
+    reference: Reference = {}
+    for tensor in np.unique(chosen.tensor):
+        own = np.flatnonzero((chosen.tensor == tensor) & np.isfinite(values))
+        if not len(own):
+            continue
+        own = own[lowest_workers(chosen)[own]]
+        own = own[np.unique(chosen.step[own], return_index=True)[1]]
+        kept = np.unique(np.linspace(0, len(own) - 1, min(points, len(own))).astype(np.intp))
+        reference[chosen.catalogue[tensor].name] = _points(chosen.step[own], values[own], kept)
+    if len(reference) > MOST_TENSORS:
+        raise RuleError(
+            f"{len(reference)} tensors are too many for the parameters of a rule",
+            f"choose at most {MOST_TENSORS} by 'include'",
+        )
+    return reference
+
+
+def _points(steps: NDArray[np.int64], values: Floats, kept: NDArray[np.intp]) -> list[Point]:
+    """Some of the steps with their figures as they are, and the range of those that are left out before each."""
+    points: list[Point] = [(int(steps[0]), float(values[0]))]
+    for before, at in pairwise(kept.tolist()):
+        step, value, between = int(steps[at]), float(values[at]), values[before + 1 : at]
+        points.append(
+            (step, value, float(between.min()), float(between.max())) if len(between) else (step, value)
+        )
+    return points
+
+
+def lowest_workers(block: Block) -> NDArray[np.bool_]:
+    """Which rows are of the lowest worker that has their tensor at their step in their mode, bool of shape (n,)."""
+    key = sort_key(block.step, block.mode, block.tensor)
+    _, group = np.unique(key, return_inverse=True)
+    lowest = np.full(int(group.max()) + 1 if len(group) else 0, np.iinfo(np.int64).max)
+    np.minimum.at(lowest, group, block.worker.astype(np.int64))
+    return np.asarray(block.worker == lowest[group])
+
+
+def is_training(block: Block) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Rows of the modes train and global."""
+    return np.asarray((block.mode == 0) | (block.mode == 3))

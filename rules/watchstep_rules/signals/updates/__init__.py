@@ -1,1 +1,0 @@
-"""Signals from weights and what optimizers do to them."""

@@ -1,0 +1,465 @@
+"""The history that `WeightNotUpdating` needs: gradients and updates of each parameter, and the steps at which updates may be missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats, rms, zero_share
+from watchstep.format.tensors import TensorInfo
+from watchstep_rules.signals.loss_progress import LossProgress
+from watchstep_rules.signals.robust import four_digits, short
+from watchstep_rules.signals.series import step_numbers
+from watchstep_rules.signals.tensor_selection import (
+    OfCatalogue,
+    has_role,
+    is_weighted,
+    rows_where,
+    tensors_where,
+)
+from watchstep_rules.signals.update_evidence import OptimizedWeights
+
+HALF = ("float16", "bfloat16")
+FORGET = 0.9
+DENSE = 8
+_ABRUPT = 0.1  # of the usual update; a cosine to zero leaves less at its last records
+_RAN_DOWN = 1000
+_LEAST_RECORDS = 10
+_LEAST_STEPS = 50
+"""At a millionth a step weights have changed by a twenty-thousandth then. No sound program of the part ``tune`` raised an alarm by it."""
+_GROWS = 2
+"""By so much the first ten updates may be exceeded: momentum has built up by then; a warm-up, and a search for a rate, exceed it by more."""
+_HIGH = 0.5  # of the first losses
+
+
+class WeightHistory(NamedTuple):
+    """What is kept of a parameter.
+
+    Attributes:
+        last: root mean square of the last gradient; negative before the first.
+        largest: the largest so far.
+        dense: whether at least half of the last gradient's elements were not zero.
+        ratio: of the last update that was not none, over the weight; 0 before the first.
+        usual: the largest such ratio, forgotten by a tenth at each.
+        since_zero: gradients since the last that was zero everywhere, counted up to eight.
+    """
+
+    last: float = -1.0
+    largest: float = 0.0
+    dense: bool = False
+    ratio: float = 0.0
+    usual: float = 0.0
+    since_zero: int = DENSE
+
+    @property
+    def stopped(self) -> bool:
+        """Whether updates that end here end at once, and not as a learning rate that runs down to zero."""
+        return self.ratio >= _ABRUPT * self.usual
+
+    def is_alive(self, share: float) -> bool:
+        """Whether its gradients are neither zero now and then nor a small share of what they were."""
+        return self.since_zero >= DENSE and self.last > 0 and self.last >= share * self.largest
+
+    @property
+    def moved(self) -> bool:
+        """Whether it has ever been updated."""
+        return self.ratio > 0
+
+
+class WeightPace(NamedTuple):
+    """How fast weights are.
+
+    Attributes:
+        fastest: the largest ratio of any so far.
+        down: records in a row in which the fastest had run down.
+        since: the step of the first of these.
+        early: the largest ratio of the first ten records.
+        begun: the step of the first of these.
+        records: how many there were, counted up to ten.
+    """
+
+    fastest: float = 0.0
+    down: int = 0
+    since: int = 0
+    early: float = 0.0
+    begun: int = 0
+    records: int = 0
+
+    def after(self, ran_down: float, step: int, ratio: float) -> WeightPace:
+        """With a step whose fastest weight has such a ratio."""
+        value = short(ratio)
+        fastest = max(self.fastest, value)
+        is_early = self.records < _LEAST_RECORDS
+        early = max(self.early, value) if is_early else self.early
+        begun = self.begun if self.records else step
+        records = self.records + is_early
+        if not ratio <= ran_down <= fastest / _RAN_DOWN:
+            return WeightPace(fastest, early=early, begun=begun, records=records)
+        return WeightPace(fastest, self.down + 1, self.since if self.down else step, early, begun, records)
+
+    def has_run_down(self, step: int) -> bool:
+        """Whether it did long before the end: a schedule's last steps are few beside those before."""
+        return self.down >= _LEAST_RECORDS and 4 * (step - self.since) >= step
+
+    def never_began(self, ran_down: float, step: int) -> bool:
+        """Whether weights have been moving all the time, but never by an amount that counts; a rate that is warmed up grows."""
+        is_slow = 0 < self.fastest <= min(ran_down, _GROWS * self.early)
+        return is_slow and self.records >= _LEAST_RECORDS and step - self.begun >= _LEAST_STEPS
+
+
+class Figures(NamedTuple):
+    """Of each row: root mean square, that over the weight's (the former, where that is not known), share of zeros."""
+
+    rms: Floats
+    ratio: Floats
+    zero: Floats
+
+    @classmethod
+    def of(cls, block: Block) -> Figures:
+        """The figures of a block."""
+        size = np.nan_to_num(rms(block.statistics), nan=0.0)
+        ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
+        return cls(size, np.where(np.isfinite(ratio), ratio, size), zero_share(block.statistics))
+
+
+@dataclass
+class Weights:
+    """The state of `WeightNotUpdating` while a block is judged."""
+
+    parameters: dict[str, WeightHistory]
+    computed: dict[str, int]
+    nothing_lost: dict[str, bool]
+    still: int
+    pace: WeightPace
+    losses: dict[str, LossProgress]
+    held: OptimizedWeights
+
+    def __post_init__(self) -> None:
+        self.parameters, self.computed = dict(self.parameters), dict(self.computed)
+        self.nothing_lost, self.losses = dict(self.nothing_lost), dict(self.losses)
+
+    @property
+    def loss_is_high(self) -> bool:
+        """Whether there is a loss, and none has come far."""
+        return bool(self.losses) and not any(loss.converged(_HIGH) for loss in self.losses.values())
+
+    def of(self, block: Block, row: int) -> WeightHistory:
+        """Of a row's parameter."""
+        return self.parameters.get(parameter_name(block, row), WeightHistory())
+
+    def follow(self, block: Block, rows: NDArray[np.intp], figures: Figures) -> list[int]:
+        """Take in a step's gradients, outputs and losses; gives the rows of its updates."""
+        updates = []
+        for row in map(int, rows):
+            info = block.info(row)
+            if block.statistics.finite[row] == 0:
+                continue
+            if info.role == "update":
+                updates.append(row)
+            elif info.role == "gradient":
+                size, before = short(figures.rms[row]), self.of(block, row)
+                self.parameters[parameter_name(block, row)] = before._replace(
+                    last=size,
+                    largest=max(size, before.largest),
+                    dense=bool(figures.zero[row] <= 0.5),
+                    since_zero=min(DENSE, before.since_zero + 1) if size > 0 else 0,
+                )
+            elif info.role == "loss":
+                name = f"{info.name}@{block.worker[row]}"
+                value = float(block.statistics.mean[row])
+                self.nothing_lost[name] = value == 0
+                self.losses[name] = self.losses.get(name, LossProgress()).after(value)
+            elif is_weighted(info):
+                self.computed[info.module] = info.order
+        return updates
+
+    def move(self, block: Block, figures: Figures, updates: list[int], threshold: float) -> None:
+        """Take in a step's updates."""
+        self.held = self.held.with_updates(block, updates) if updates else self.held
+        for row in updates:
+            ratio, before = short(figures.ratio[row]), self.of(block, row)
+            if ratio > threshold:
+                usual = max(ratio, short(FORGET * before.usual))
+                self.parameters[parameter_name(block, row)] = before._replace(ratio=ratio, usual=usual)
+
+
+def parameter_name(block: Block, row: int) -> str:
+    """Of the parameter that a row of a gradient or an update speaks of: ``name@worker``."""
+    return f"{block.info(row).name.rpartition(':')[0]}@{block.worker[row]}"
+
+
+Flags = NDArray[np.bool_]
+Rows = NDArray[np.intp]
+
+
+class UpdateThresholds(Protocol):
+    """What the rule holds figures against: its parameters."""
+
+    @property
+    def threshold(self) -> float:
+        """Ratio up to which an update is none."""
+
+    @property
+    def rounded(self) -> float:
+        """Share of zeros from which on an update may be lost to rounding."""
+
+    @property
+    def ran_down(self) -> float:
+        """Ratio of the fastest weight up to which a rate may have run down."""
+
+
+class Stretch(NamedTuple):
+    """Rows of whole steps, ``first`` … ``end - 1``: one step to be judged, or several calm ones.
+
+    Attributes:
+        pace: after them.
+    """
+
+    first: int
+    end: int
+    is_calm: bool
+    pace: WeightPace
+
+
+@dataclass(frozen=True)
+class StepsOfWeights:
+    """n rows in train mode, by step.
+
+    Attributes:
+        block: the rows.
+        figures: of each.
+        limits: of the rule.
+        numbers: the number of each row's step, from 0.
+        names: of the parameters, ``name@worker``.
+        parameter: that of each row of a gradient or an update, an index into ``names``; -1 for other rows.
+        gradients, updates: rows with some finite element.
+    """
+
+    block: Block
+    figures: Figures
+    limits: UpdateThresholds
+    numbers: Rows
+    names: list[str]
+    parameter: Rows
+    gradients: Rows
+    updates: Rows
+
+    @classmethod
+    def of(cls, block: Block, figures: Figures, limits: UpdateThresholds) -> StepsOfWeights:
+        """The steps of a block."""
+        is_gradient, is_update = (
+            rows_where(block, has_role, role) & (block.statistics.finite > 0)
+            for role in ("gradient", "update")
+        )
+        names, parameter = _parameters(block, is_gradient | is_update)
+        return cls(
+            block,
+            figures,
+            limits,
+            step_numbers(block),
+            names,
+            parameter,
+            np.flatnonzero(is_gradient),
+            np.flatnonzero(is_update),
+        )
+
+    def stretches(self, past: Weights) -> Iterator[Stretch]:
+        """All rows, in stretches; each is taken in before the next is asked for."""
+        if not len(self.block):
+            return
+        pace = past.pace
+        begins = np.flatnonzero(np.diff(self.numbers, prepend=-1))
+        ends = [*begins[1:].tolist(), len(self.block)]
+        steps = self.block.step[begins].tolist()
+        suspicious = self._suspicious(past).tolist()
+        fastest = self._fastest().tolist()
+        waiting: int | None = None
+        for number, (first, end) in enumerate(zip(begins.tolist(), ends, strict=True)):
+            before = pace
+            if fastest[number] >= 0:
+                pace = pace.after(self.limits.ran_down, steps[number], fastest[number])
+            too_slow = pace.has_run_down(steps[number]) or pace.never_began(
+                self.limits.ran_down, steps[number]
+            )
+            if not suspicious[number] and not too_slow:
+                waiting = first if waiting is None else waiting
+                continue
+            if waiting is not None:
+                yield Stretch(waiting, first, is_calm=True, pace=before)
+                waiting = None
+            yield Stretch(first, end, is_calm=False, pace=pace)
+        if waiting is not None:
+            yield Stretch(waiting, len(self.block), is_calm=True, pace=pace)
+
+    def take_in(self, past: Weights, stretch: Stretch) -> None:
+        """Remember calm steps, as if each had been followed by itself."""
+        block, statistics = self.block, self.block.statistics
+        updates = _between(self.updates, stretch)
+        if len(updates):
+            past.still, past.pace = 0, stretch.pace
+            past.held = self._held(past.held, updates)
+        self._take_in_gradients(past, _between(self.gradients, stretch))
+        self._take_in_updates(past, updates)
+        rows = np.arange(stretch.first, stretch.end)
+        rows = rows[statistics.finite[stretch.first : stretch.end] > 0]
+        is_loss = tensors_where(block.catalogue, has_role, "loss")[block.tensor[rows]]
+        for row in rows[is_loss].tolist():
+            name, value = f"{block.info(row).name}@{block.worker[row]}", float(statistics.mean[row])
+            past.nothing_lost[name] = value == 0
+            past.losses[name] = past.losses.get(name, _UNSEEN).after(value)
+        computes = tensors_where(block.catalogue, _is_computed)
+        seen = block.tensor[rows[computes[block.tensor[rows]]]]
+        found, first = np.unique(seen, return_index=True)
+        for tensor in found[np.argsort(first)].tolist():
+            past.computed[block.catalogue[tensor].module] = block.catalogue[tensor].order
+
+    def _judged(self) -> Rows:
+        """Updates of matrices; of all where a step has no matrix."""
+        wide = tensors_where(self.block.catalogue, _is_wide)
+        is_wide = wide[self.block.tensor[self.updates]]
+        some = self._by_step(self.updates[is_wide])
+        return self.updates[is_wide | ~some[self.numbers[self.updates]]]
+
+    def _fastest(self) -> Floats:
+        """The largest ratio of each step's updates; negative where it has none."""
+        fastest = np.full(int(self.numbers[-1]) + 1, -1.0)
+        judged = self._judged()
+        np.maximum.at(fastest, self.numbers[judged], self.figures.ratio[judged])
+        return fastest
+
+    def _suspicious(self, past: Weights) -> Flags:
+        """Steps that must be looked at one by one: all that may have findings, and some that have none."""
+        infos, tensor = self.block.catalogue, self.block.tensor
+        judged = self._judged()
+        none = self.figures.ratio[judged] <= self.limits.threshold
+        half = tensors_where(infos, _is_half)[tensor[judged]]
+        lost = half & (self.figures.zero[judged] >= self.limits.rounded)
+        vector = ~tensors_where(infos, _is_wide)[tensor[judged]]
+        first = np.full(len(self.names), len(self.block), np.int64)
+        np.minimum.at(first, self.parameter[self.gradients], self.numbers[self.gradients])
+        known = [past.parameters.get(name, _NEW).last >= 0 for name in self.names]
+        first[np.array(known, np.bool_)] = -1
+        starved = first[self.parameter[judged]] > self.numbers[judged]
+        found = self._by_step(judged[none | lost | vector | starved])
+        if "changed" in self.block.probes:
+            not_in_optimizer = rows_where(self.block, has_role, "not_in_optimizer")
+            found |= self._by_step(np.flatnonzero(not_in_optimizer))
+        return found
+
+    def _by_step(self, rows: Rows) -> Flags:
+        flags = np.zeros(int(self.numbers[-1]) + 1 if len(self.numbers) else 0, np.bool_)
+        flags[self.numbers[rows]] = True
+        return flags
+
+    def _held(self, before: OptimizedWeights, updates: Rows) -> OptimizedWeights:
+        infos = self.block.catalogue
+        size = _sizes.get(infos, "", lambda: np.array([math.prod(info.shape) for info in infos], np.int64))
+        place = self.numbers[updates].astype(np.int64) * len(infos) + self.block.tensor[updates]
+        there = np.zeros(int(place.max()) + 1 - (base := int(place.min())), np.bool_)
+        there[place - base] = True  # of several workers one
+        step, tensor = np.divmod(np.flatnonzero(there) + base, len(infos))
+        elements = np.zeros(int(step[-1] - step[0]) + 1, np.int64)
+        np.add.at(elements, step - step[0], size[tensor])
+        found = [
+            info for info, some in zip(infos, np.bincount(tensor, minlength=len(infos)), strict=True) if some
+        ]
+        orders = [info.order for info in found if is_weighted(info) and len(info.shape) > 1]
+        least = min([*orders, *([before.first] if before.first >= 0 else [])], default=-1)
+        return OptimizedWeights(max(before.elements, int(elements.max())), least)
+
+    def _take_in_gradients(self, past: Weights, rows: Rows) -> None:
+        if not len(rows):
+            return
+        rows = rows[np.argsort(self.parameter[rows], kind="stable")]
+        number, size = self.parameter[rows], self.figures.rms[rows]
+        starts = np.flatnonzero(np.diff(number, prepend=-1))
+        ends = np.append(starts[1:], len(rows)) - 1
+        last_zero = np.maximum.reduceat(np.where(size == 0, np.arange(len(rows)), -1), starts)
+        columns = zip(
+            number[starts].tolist(),
+            (ends - starts + 1).tolist(),
+            (ends - last_zero).tolist(),
+            (last_zero >= starts).tolist(),
+            size[ends].tolist(),
+            np.maximum.reduceat(size, starts).tolist(),
+            (self.figures.zero[rows[ends]] <= 0.5).tolist(),
+            strict=True,
+        )
+        for which, count, since, some_zero, last, largest, dense in columns:
+            before = past.parameters.get(self.names[which], _NEW)
+            past.parameters[self.names[which]] = before._replace(
+                last=short(last),
+                largest=max(short(largest), before.largest),
+                dense=dense,
+                since_zero=min(DENSE, since if some_zero else before.since_zero + count),
+            )
+
+    def _take_in_updates(self, past: Weights, rows: Rows) -> None:
+        """Of all parameters at once, the first update of each, then the second, …: each forgets by what came before."""
+        ratio = four_digits(self.figures.ratio[rows])
+        rows, ratio = rows[ratio > self.limits.threshold], ratio[ratio > self.limits.threshold]
+        number = self.parameter[rows]
+        usual = np.array([past.parameters.get(name, _NEW).usual for name in self.names])
+        last = np.full(len(self.names), np.nan)
+        for places in _turns(number):
+            of = number[places]
+            usual[of] = np.maximum(ratio[places], four_digits(FORGET * usual[of]))
+            last[of] = ratio[places]
+        for one in np.flatnonzero(~np.isnan(last)).tolist():
+            before = past.parameters.get(self.names[one], _NEW)
+            past.parameters[self.names[one]] = before._replace(
+                ratio=float(last[one]), usual=float(usual[one])
+            )
+
+
+_sizes: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+_NEW, _UNSEEN = WeightHistory(), LossProgress()
+
+
+def _is_wide(info: TensorInfo) -> bool:
+    return len(info.shape) > 1
+
+
+def _is_half(info: TensorInfo) -> bool:
+    return info.dtype in HALF
+
+
+def _is_computed(info: TensorInfo) -> bool:
+    return info.role not in ("update", "gradient", "loss") and is_weighted(info)
+
+
+def _parameters(block: Block, chosen: Flags) -> tuple[list[str], Rows]:
+    """Names of the parameters of chosen rows, and of each row which it is."""
+    owners = {}
+    for tensor in np.unique(block.tensor[chosen]).tolist():
+        owners[tensor] = block.catalogue[tensor].name.rpartition(":")[0]
+    place = {name: number for number, name in enumerate(sorted(set(owners.values())))}
+    of_tensor = np.zeros(len(block.catalogue), np.int64)
+    for tensor, name in owners.items():
+        of_tensor[tensor] = place[name]
+    workers, worker = np.unique(block.worker, return_inverse=True)
+    both = np.where(chosen, of_tensor[block.tensor] * len(workers) + worker, -1)
+    return [f"{name}@{one}" for name in place for one in workers.tolist()], both.astype(np.intp)
+
+
+def _between(rows: Rows, stretch: Stretch) -> Rows:
+    return rows[np.searchsorted(rows, stretch.first) : np.searchsorted(rows, stretch.end)]
+
+
+def _turns(number: Rows) -> list[Rows]:
+    """The places of the first of each number, of the second of each, and so on."""
+    if not len(number):
+        return []
+    order = np.argsort(number, kind="stable")
+    ordered = number[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    lengths = np.diff([*starts, len(ordered)])
+    turn = np.arange(len(ordered)) - np.repeat(starts, lengths)
+    by_turn = np.argsort(turn, kind="stable")
+    return np.split(order[by_turn], np.flatnonzero(np.diff(turn[by_turn])) + 1)
