@@ -1,8 +1,8 @@
-"""What runs jobs: the one protocol by which launchers start them and the service stops them.
+"""What runs jobs: the protocol by which launchers start them and the service stops them, its errors, and parts of log files.
 
-A backend holds no state that a job depends on: every method takes a handle that any process made, at any time
-before. See ``docs/launch/estimator.md``, *A backend of your own*, and the tests that every backend passes,
-``tests/launch/backends/backend_contract.py``.
+A backend holds no state that a job depends on: every method takes a handle that any process made at any time before. See
+``docs/launch/estimator.md``, *A backend of your own*, and the tests that every backend passes, ``tests/launch/backends/backend_contract.py``.
+Each class of errors stands for one thing to do about it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,35 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
-from watchstep.errors import ConfigError
+from watchstep.errors import ConfigError, NotFoundError, WatchstepError
+
+
+class BackendError(WatchstepError):
+    """A backend could not do what it was asked."""
+
+
+class SubmissionRejectedError(BackendError, ConfigError):
+    """The backend took no job, and none of it runs: correct what was submitted. Trying the same again is of no use."""
+
+
+class BackendDownError(BackendError):
+    """The backend does not answer, or said that it cannot now. Nothing is known of the job by it: try again later."""
+
+
+class CredentialsExpiredError(BackendError):
+    """The backend refused who asks: credentials are missing, have expired, or do not suffice.
+
+    The job goes on. Ask again once the credentials are renewed.
+    """
+
+
+class MissingRightError(CredentialsExpiredError):
+    """The backend knows who asks, and does not allow it."""
+
+
+class JobNotFoundError(BackendError, NotFoundError):
+    """No job goes by this id now."""
+
 
 JobState = Literal["queued", "running", "ended", "cancelled", "vanished", "unknown"]
 """
@@ -237,3 +265,27 @@ class BackendModel(BaseModel):
 
     shares_files: ClassVar[bool] = False
     """Whether its jobs see this machine's files and interpreter, at the same places."""
+
+
+LARGEST_PART = 1024 * 1024
+
+
+def read_part(path: Path, cursor: str) -> LogPart:
+    """What a file holds from a place on, a megabyte at most; empty where it is not there yet.
+
+    Raises:
+        BackendDownError: it is there and cannot be read.
+    """
+    start = int(cursor) if cursor.isdecimal() else 0
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(LARGEST_PART)
+    except FileNotFoundError:
+        return LogPart(b"", cursor)
+    except OSError as error:
+        raise BackendDownError(
+            f"log {path}: cannot be read ({error.strerror})",
+            "see to its permissions, or read it as its owner",
+        ) from error
+    return LogPart(data, str(start + len(data)))

@@ -20,11 +20,10 @@ from watchstep.platform.transport import SERVICE, TOKEN
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 from watchstep.wrapper.environment import LAUNCHED
-from watchstep_launch.backend import Backend, Launch
-from watchstep_launch.errors import SubmissionRejectedError
+from watchstep_launch.backend import Backend, Launch, SubmissionRejectedError
 from watchstep_launch.job import Job
-from watchstep_launch.job_end import end
 from watchstep_launch.job_record import JobRecord, job_name
+from watchstep_launch.job_status import end
 from watchstep_launch.registration import Registering, config_of, known_as, recorder_token, settings_of
 from watchstep_launch.relaunch import Relaunch, Requeue
 from watchstep_launch.service_location import judge_of

@@ -11,7 +11,7 @@ from typing import Any
 from watchstep.capture.service.location import FoundService
 from watchstep.errors import ConfigError, WatchstepError
 from watchstep.platform.transport import MissingError, ServiceAddress, ServiceRefusedError, Transport, segment
-from watchstep_launch import backends_file
+from watchstep_launch import backend_registry
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.service_location import Judge
 from watchstep_rules.config.attached import AttachedRule
@@ -121,8 +121,8 @@ def known_as(backend: Any, judge: Judge, named: str = "") -> str:
         return named
     if not judge.home:
         return str(backend.kind)
-    return backends_file.put(
-        Path(judge.home) / backends_file.BACKENDS_FILE, str(backend.kind), settings_of(backend)
+    return backend_registry.put(
+        Path(judge.home) / backend_registry.BACKENDS_FILE, str(backend.kind), settings_of(backend)
     )
 
 

@@ -15,7 +15,7 @@ from tests.services.jobs import eventually
 from watchstep.errors import ConfigError, NotFoundError, ServiceError, WatchstepError
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
 from watchstep_launch import Estimator, Job, JobStatus, Local
-from watchstep_launch.errors import SubmissionRejectedError
+from watchstep_launch.backend import SubmissionRejectedError
 from watchstep_launch.job_record import JobRecord
 from watchstep_rules import non_finite_values, vanishing_gradient
 from watchstep_rules.config.by_name import sagemaker_saturated_activation

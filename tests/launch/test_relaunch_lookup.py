@@ -20,13 +20,11 @@ from tests.launch.test_requeue import TRAIN
 from tests.services.jobs import eventually
 from watchstep.errors import ServiceError
 from watchstep_launch import Estimator, Job, JobStatus, Kubernetes, Local, Slurm, requeue
-from watchstep_launch.backend import Backend
-from watchstep_launch.errors import BackendDownError
+from watchstep_launch.backend import Backend, BackendDownError
 from watchstep_launch.job_record import load
 from watchstep_launch.registration import Registering
 from watchstep_launch.relaunch import Intent, Relaunch
-from watchstep_launch.relaunch_lookup import taken
-from watchstep_launch.requeueing import launched_again
+from watchstep_launch.requeueing import launched_again, taken
 from watchstep_rules import non_finite_values
 
 SECONDS = 180.0

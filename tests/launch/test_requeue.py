@@ -17,7 +17,7 @@ from tests.services.jobs import eventually
 from watchstep.errors import ConfigError
 from watchstep.stopping import EXIT_STOPPED
 from watchstep_launch import Estimator, Job, JobHandle, JobStatus, Local, requeue
-from watchstep_launch.errors import BackendDownError
+from watchstep_launch.backend import BackendDownError
 from watchstep_launch.job_record import JobRecord, load
 from watchstep_launch.relaunch import Intent
 from watchstep_launch.requeueing import launched_again

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from watchstep_launch.view.lines import line_of
-from watchstep_launch.view.run_status import RunWatcher
+from watchstep_launch.view.run_status import RunWatcher, line_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -111,14 +110,14 @@ class Showing:
         if self._live is None:
             from rich.live import Live
 
-            from watchstep_launch.view.terminal import TerminalConsole
+            from watchstep_launch.view.console import TerminalConsole
 
             self._live = Live(console=TerminalConsole(stderr=True), auto_refresh=False)
             self._live.start()
         self._live.update(drawn, refresh=True)
 
     def _in_notebook(self, drawn: RenderableType) -> None:
-        from watchstep_launch.view.notebook import notebook_data
+        from watchstep_launch.view.console import notebook_data
 
         display: Any = importlib.import_module("IPython.display")
         data = notebook_data(drawn)

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from watchstep.platform.terminal_text import escaped_json, printable
-from watchstep_launch.view.terminal import TerminalConsole
+from watchstep_launch.view.console import TerminalConsole
 
 _PIPE = 100
 _NARROW = 12

@@ -12,8 +12,7 @@ from watchstep.errors import ConfigError, StoreError
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.stopping import EXIT_STOPPED
 from watchstep.store.store import Store
-from watchstep_launch.backend import Backend, JobHandle, JobStatus
-from watchstep_launch.errors import BackendDownError, BackendError
+from watchstep_launch.backend import Backend, BackendDownError, BackendError, JobHandle, JobStatus
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.models import Attempt, Project, RunRow

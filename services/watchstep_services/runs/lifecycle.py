@@ -13,8 +13,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from watchstep.stopping import EXIT_STOPPED
-from watchstep_launch.backend import OVER, JobState, JobStatus
-from watchstep_launch.errors import BackendError
+from watchstep_launch.backend import OVER, BackendError, JobState, JobStatus
 from watchstep_services.core.events import make_event
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds

@@ -27,7 +27,7 @@ from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.platform.process import ProcessIdentity
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
-from watchstep_launch.backends_file import BACKENDS_FILE
+from watchstep_launch.backend_registry import BACKENDS_FILE
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.connections import server_options
 from watchstep_services.auth.token_register import forget_named

@@ -17,7 +17,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep_launch import backends_file
+from watchstep_launch import backend_registry
 from watchstep_launch.backend import OVER, JobHandle
 from watchstep_launch.backend_registry import IN_SERVICE, checked_settings
 from watchstep_launch.backends.local import backend as local
@@ -148,7 +148,7 @@ def allow_owned(session: Session, project: str, file: Path, name: str) -> None:
     Raises:
         ConfigError: the file, or what it says of the backend, cannot be used.
     """
-    if (checked := backends_file.read(file).get(name)) is None:
+    if (checked := backend_registry.read(file).get(name)) is None:
         return
     now = read_clock(session)
     settings = checked_settings(checked.kind, checked.settings)

@@ -26,8 +26,15 @@ import pytest
 
 from tests.services.jobs import eventually
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import Backend, FindsByName, JobHandle, JobStatus, Launch
-from watchstep_launch.errors import JobNotFoundError, SubmissionRejectedError
+from watchstep_launch.backend import (
+    Backend,
+    FindsByName,
+    JobHandle,
+    JobNotFoundError,
+    JobStatus,
+    Launch,
+    SubmissionRejectedError,
+)
 
 __all__ = [
     "Bench",

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from watchstep.client import Event
-from watchstep_launch.view.bars import fewer, line_of_bars
-from watchstep_launch.view.lines import line_of
-from watchstep_launch.view.notebook import notebook_data
-from watchstep_launch.view.picture import picture, span
-from watchstep_launch.view.run_status import POINTS, Loss, Sight
+from watchstep_launch.view.console import notebook_data
+from watchstep_launch.view.picture import fewer, line_of_bars, picture, span
+from watchstep_launch.view.run_status import POINTS, Loss, Sight, line_of
 
 RUN = {"project": "default", "run": "night"}
 SIGHT = Sight(

@@ -17,8 +17,7 @@ from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording
 from watchstep.client import Client
 from watchstep.errors import ServiceError
-from watchstep_launch.view.lines import words_of
-from watchstep_launch.view.run_status import RunWatcher
+from watchstep_launch.view.run_status import RunWatcher, words_of
 from watchstep_launch.view.show import QUIET, Showing, kind_of
 from watchstep_services.cli.jobs import app
 from watchstep_services.db.models import RunRow

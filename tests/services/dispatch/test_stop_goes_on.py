@@ -12,8 +12,7 @@ from tests.services.stoppable import Stoppable
 from watchstep.errors import StoreError
 from watchstep.format.control import ControlDocument
 from watchstep.store.store import Store
-from watchstep_launch.backend import JobHandle, JobStatus
-from watchstep_launch.errors import BackendDownError
+from watchstep_launch.backend import BackendDownError, JobHandle, JobStatus
 from watchstep_services.db.models import ActionRow, BoundJobRow, RunRow
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.runs import attempts

@@ -1,32 +1,35 @@
-"""Jobs of AWS Batch. See ``docs/launch/aws-batch.md``."""
+"""Jobs on AWS Batch, and their states. See ``docs/launch/aws-batch.md``."""
 
 from __future__ import annotations
 
 import re
 import secrets as randoms
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import JobHandle, JobStatus, Launch, LogPart
-from watchstep_launch.backends.aws import logs as aws_logs
-from watchstep_launch.backends.aws.batch_request import definition_of, submission
-from watchstep_launch.backends.aws.batch_settings import AwsBatchSettings
-from watchstep_launch.backends.aws.batch_states import ACTIVE, status_of, streams_of
+from watchstep_launch.backend import (
+    BackendDownError,
+    BackendError,
+    CredentialsExpiredError,
+    JobHandle,
+    JobNotFoundError,
+    JobState,
+    JobStatus,
+    Launch,
+    LogPart,
+    SubmissionRejectedError,
+)
+from watchstep_launch.backends.aws import calls as aws_logs
+from watchstep_launch.backends.aws.batch_request import AwsBatchSettings, definition_of, submission
 from watchstep_launch.backends.aws.calls import (
     MARK,
     AwsCallError,
     identity_of,
     milliseconds,
+    of_container,
     region_of,
-)
-from watchstep_launch.errors import (
-    BackendDownError,
-    BackendError,
-    CredentialsExpiredError,
-    JobNotFoundError,
-    SubmissionRejectedError,
 )
 
 NAME = "aws_batch"
@@ -301,3 +304,50 @@ def _secrets_in(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
     ranges = (definition.get("nodeProperties") or {}).get("nodeRangeProperties", [])
     containers = [definition.get("containerProperties"), *(one.get("container") for one in ranges)]
     return [secret for container in containers if container for secret in container.get("secrets", [])]
+
+
+_STATES: dict[str, JobState] = {
+    "SUBMITTED": "queued",
+    "PENDING": "queued",
+    "RUNNABLE": "queued",
+    "STARTING": "running",
+    "RUNNING": "running",
+    "SUCCEEDED": "ended",
+    "FAILED": "ended",
+}
+ACTIVE = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
+"""Statuses of jobs that are not over."""
+
+
+def status_of(found: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]] = ()) -> JobStatus:
+    """How a job is, by what DescribeJobs answers of it, and of its nodes where it has several."""
+    held = str(found["status"])
+    state = _STATES.get(held, "unknown")
+    why = " ".join(str(found.get("statusReason") or _last_container(found).get("reason") or "").split())[:500]
+    detail = f"{held}: {why}" if why else held
+    if state != "ended":
+        return JobStatus(state, None, detail)
+    codes = [code for one in (found, *nodes) if (code := _exit_code(one)) is not None]
+    code = next((code for code in codes if code), 0 if held == "SUCCEEDED" else None)
+    if held == "FAILED" and (found.get("isTerminated") or found.get("isCancelled")):
+        return JobStatus("cancelled", code, detail)
+    return JobStatus("ended", code, detail)
+
+
+def streams_of(found: Mapping[str, Any]) -> Iterator[str]:
+    """The log streams of a job's attempts, oldest first."""
+    containers = [one.get("container") or {} for one in found.get("attempts", [])]
+    named = [str(one.get("logStreamName") or "") for one in (*containers, found.get("container") or {})]
+    yield from dict.fromkeys(filter(None, named))
+
+
+def _exit_code(found: Mapping[str, Any]) -> int | None:
+    code = _last_container(found).get("exitCode")
+    return None if code is None else of_container(int(code))
+
+
+def _last_container(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    now: Mapping[str, Any] = found.get("container") or {}
+    if "exitCode" in now or not found.get("attempts"):
+        return now
+    return found["attempts"][-1].get("container") or now

@@ -1,4 +1,4 @@
-"""Training jobs of Amazon SageMaker. See ``docs/launch/sagemaker.md``."""
+"""Jobs on Amazon SageMaker, and their states. See ``docs/launch/sagemaker.md``."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import JobHandle, JobStatus, Launch, LogPart
-from watchstep_launch.backends.aws import logs as aws_logs
-from watchstep_launch.backends.aws import sagemaker_source
+from watchstep_launch.backend import (
+    BackendDownError,
+    BackendError,
+    CredentialsExpiredError,
+    JobHandle,
+    JobNotFoundError,
+    JobState,
+    JobStatus,
+    Launch,
+    LogPart,
+    SubmissionRejectedError,
+)
+from watchstep_launch.backends.aws import calls as aws_logs
+from watchstep_launch.backends.aws import sagemaker_request
 from watchstep_launch.backends.aws.calls import (
     MARK,
     AwsCallError,
     identity_of,
     milliseconds,
+    of_container,
     region_of,
 )
-from watchstep_launch.backends.aws.sagemaker_request import START, fits, request, variables
-from watchstep_launch.backends.aws.sagemaker_settings import SageMakerSettings
-from watchstep_launch.backends.aws.sagemaker_states import status_of
-from watchstep_launch.errors import (
-    BackendDownError,
-    BackendError,
-    CredentialsExpiredError,
-    JobNotFoundError,
-    SubmissionRejectedError,
+from watchstep_launch.backends.aws.sagemaker_request import (
+    START_COMMAND,
+    SageMakerSettings,
+    fits,
+    request,
+    variables,
 )
 
 NAME = "sagemaker"
@@ -67,11 +76,11 @@ class SageMaker(SageMakerSettings):
         name = launch.name or f"watchstep-{randoms.token_hex(6)}"
         self._check_complete()
         given = variables(launch, self.secrets)
-        files = sagemaker_source.local_files(launch, self.source)
+        files = sagemaker_request.local_files(launch, self.source)
         words = [*self.entrypoint, *launch.command]
         by_s3 = bool(files) or self._needs_start or not fits(words)
         code = self._put(launch, name, files) if by_s3 else ""
-        asked = request(self, name, START if by_s3 else launch.command, given, code)
+        asked = request(self, name, START_COMMAND if by_s3 else launch.command, given, code)
         try:
             self.aws().call("sagemaker", "create_training_job", once=True, **asked)
         except AwsCallError as error:
@@ -180,7 +189,7 @@ class SageMaker(SageMakerSettings):
         """
         prefix = f"{(self.code_location or self.output_path or '').rstrip('/')}/{name}/code"
         bucket, _, key = prefix.removeprefix("s3://").partition("/")
-        objects = sagemaker_source.packed(launch, files, self.secrets, self._starts_again)
+        objects = sagemaker_request.packed(launch, files, self.secrets, self._starts_again)
         try:
             for each, data in objects.items():
                 self.aws().call("s3", "put_object", Bucket=bucket, Key=f"{key}/{each}", Body=data)
@@ -272,3 +281,46 @@ def _rejected(error: AwsCallError) -> SubmissionRejectedError:
         f"SageMaker took no job: {error}",
         hint.get(error.code, "correct the backend's settings or the launch"),
     )
+
+
+_WAITING = frozenset(("Starting", "Pending", "LaunchingMLInstances"))
+_OUT_OF_TIME = frozenset(("MaxRuntimeExceeded", "MaxWaitTimeExceeded"))
+_RAN = frozenset(("Training", "Uploading", "Interrupted", "Restarting"))
+
+_LAST_CODE = re.compile(r"exit code:?\s*(-?\d{1,9})\s*$", re.IGNORECASE)
+_SOME_CODE = re.compile(r"exit\s?code:?\s*(-?\d{1,9})", re.IGNORECASE)
+_MOST_REASON = 500
+
+
+def status_of(found: Mapping[str, Any]) -> JobStatus:
+    """How a job is, by what DescribeTrainingJob answers."""
+    held, second = str(found["TrainingJobStatus"]), str(found.get("SecondaryStatus", ""))
+    reason = " ".join(str(found.get("FailureReason", "")).split())
+    detail = f"{second or held}: {reason[:_MOST_REASON]}" if reason else second or held
+    if held == "Completed":
+        return JobStatus("ended", 0, detail)
+    if held == "Failed":
+        return JobStatus("ended", exit_code(reason), detail)
+    if held == "Stopped":
+        # Nobody asked for these stops: as with a time limit elsewhere, the job is over by itself.
+        return JobStatus("ended" if second in _OUT_OF_TIME else "cancelled", None, detail)
+    if held == "InProgress":
+        return JobStatus(_in_progress(found, second), None, detail)
+    return JobStatus({"Stopping": "running", "Deleting": "vanished"}.get(held, "unknown"), None, detail)  # type: ignore[arg-type]
+
+
+def exit_code(reason: str) -> int | None:
+    """The exit code that a failure's reason names; negative for a signal; None where it names none.
+
+    SageMaker has no field for it. What the container ended by stands last, ``…, exit code: 1``; its toolkit's
+    ``ExitCode 1`` stands first.
+    """
+    found = _LAST_CODE.search(reason) or _SOME_CODE.search(reason)
+    return None if found is None else of_container(int(found[1]))
+
+
+def _in_progress(found: Mapping[str, Any], second: str) -> JobState:
+    if second not in _WAITING:
+        return "running"
+    ran = any(one.get("Status") in _RAN for one in found.get("SecondaryStatusTransitions", []))
+    return "running" if ran else "queued"

@@ -10,25 +10,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import PrivateAttr
 
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import JobHandle, JobStatus, Launch, LogPart
-from watchstep_launch.backends.kubernetes import ending, states
-from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
+from watchstep_launch.backend import (
+    BackendDownError,
+    CredentialsExpiredError,
+    JobHandle,
+    JobNotFoundError,
+    JobStatus,
+    Launch,
+    LogPart,
+)
+from watchstep_launch.backends.kubernetes import states
 from watchstep_launch.backends.kubernetes.identity import (
     KubernetesIdentity,
+    KubernetesRefusedError,
     Resource,
     join_id,
     split_id,
 )
-from watchstep_launch.backends.kubernetes.logs import read_logs
-from watchstep_launch.backends.kubernetes.manifest import OURS
-from watchstep_launch.backends.kubernetes.objects import path_of, pods_of
-from watchstep_launch.backends.kubernetes.settings import KubernetesSettings
-from watchstep_launch.backends.kubernetes.submission import submit, taken
-from watchstep_launch.errors import (
-    BackendDownError,
-    CredentialsExpiredError,
-    JobNotFoundError,
-)
+from watchstep_launch.backends.kubernetes.manifest import OURS, KubernetesSettings
+from watchstep_launch.backends.kubernetes.states import kill, read_logs, stop
+from watchstep_launch.backends.kubernetes.submission import path_of, pods_of, submit, taken
 
 if TYPE_CHECKING:
     from watchstep_launch.backends.kubernetes.client import KubernetesClient
@@ -87,11 +88,11 @@ class Kubernetes(KubernetesSettings):
 
         A Job's pods stay, with output and exit codes; a TrainJob is suspended, which deletes them.
         """
-        return self._end(job, ending.stop)
+        return self._end(job, stop)
 
     def kill(self, job: JobHandle) -> JobStatus:
         """Delete the pods, with a second's grace. The Job or TrainJob itself stays, to say that it was ended."""
-        return self._end(job, ending.kill)
+        return self._end(job, kill)
 
     def jobs(self) -> list[JobHandle]:
         """Those in the namespace that launchers of Watchstep submitted, whoever ran them."""

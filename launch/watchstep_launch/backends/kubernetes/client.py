@@ -20,8 +20,8 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config import ConfigException
 
-from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
-from watchstep_launch.errors import BackendDownError, CredentialsExpiredError, MissingRightError
+from watchstep_launch.backend import BackendDownError, CredentialsExpiredError, MissingRightError
+from watchstep_launch.backends.kubernetes.identity import KubernetesRefusedError
 
 SECONDS = urllib3.Timeout(connect=4.0, read=6.0)
 """For one request. A submission without answer is looked for by three others, all within half a minute."""

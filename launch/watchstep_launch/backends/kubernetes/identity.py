@@ -1,4 +1,4 @@
-"""Which job of a cluster is meant."""
+"""A Kubernetes job's identity, and the API's refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from typing import Any, Literal
 
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import JobHandle
+
+
+class KubernetesRefusedError(Exception):
+    """The API server said no: ``code`` is HTTP's, ``reason`` Kubernetes' word for it, ``said`` its message."""
+
+    def __init__(self, code: int, reason: str, said: str) -> None:
+        super().__init__(said)
+        self.code = code
+        self.reason = reason
+        self.said = said[:500] or reason or f"HTTP {code}"
+
 
 Resource = Literal["Job", "TrainJob"]
 

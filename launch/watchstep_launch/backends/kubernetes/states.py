@@ -1,12 +1,25 @@
-"""How a job is, read from its object and its pods."""
+"""The states of Kubernetes jobs and pods, ending them, and their logs.
+
+A deleted pod takes its output and its exit code with it. A stop therefore gives each pod of a Job a deadline in the past: the kubelet
+sends SIGTERM, and SIGKILL after the pod's grace time, and the pod stays as failed. A Job without a running program gets a deadline
+itself. A TrainJob has neither: it is suspended, which deletes its pods, SIGTERM first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from watchstep_launch.backend import JobState, JobStatus
+from watchstep_launch.backend import LARGEST_PART, JobState, JobStatus, LogPart
+from watchstep_launch.backends.kubernetes.identity import KubernetesRefusedError, Resource
 from watchstep_launch.backends.kubernetes.manifest import CONTAINER
+from watchstep_launch.backends.kubernetes.submission import path_to
+
+if TYPE_CHECKING:
+    from watchstep_launch.backends.kubernetes.client import KubernetesClient
+
 
 ASKED = "watchstep.end"
 """Annotation of a job that was asked to end: ``stop`` or ``kill``."""
@@ -137,3 +150,169 @@ def _words_of(said: Object) -> str:
 def _shortened(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST_DETAIL else f"{line[: _LONGEST_DETAIL - 1]}…"
+
+
+_AT_ONCE = 1
+"""Seconds; the least that a deadline can be. A pod is deleted with so much grace, not with none: the API would forget at once
+one with none, though its program may still run."""
+
+_OVERTAKEN = frozenset((404, 409))
+"""It is gone, or another has its name, or it changed meanwhile: how it is then says the rest."""
+
+_INVALID = 422
+
+
+def stop(client: KubernetesClient, resource: Resource, job: Object, pods: Sequence[Object]) -> None:
+    """Have a job's programs asked to end, and none started again.
+
+    Raises:
+        BackendError, RefusedError: it could not be asked for.
+    """
+    if resource == "TrainJob":
+        _patch(client, resource, job, _asked("stop", suspend=True))
+        return
+    running = [pod for pod in pods if is_live(pod) and has_started(pod)]
+    if not running:
+        _end_job(client, job, "stop")
+        return
+    # None that fails from now on is replaced.
+    failed = int(job.get("status", {}).get("failed") or 0)
+    limit = min(failed, int(job["spec"].get("backoffLimit", failed)))
+    _patch(client, resource, job, _asked("stop", backoffLimit=limit))
+    for pod in pods:
+        if is_live(pod) and pod["spec"].get("activeDeadlineSeconds") != _AT_ONCE:
+            _patch(client, "Pod", pod, {"spec": {"activeDeadlineSeconds": _AT_ONCE}})
+
+
+def kill(client: KubernetesClient, resource: Resource, job: Object, pods: Sequence[Object]) -> None:
+    """Have a job's pods deleted, with a second's grace, and none started again.
+
+    Raises:
+        BackendError, RefusedError: it could not be asked for.
+    """
+    if resource == "TrainJob":
+        _patch(client, resource, job, _asked("kill", suspend=True))
+    else:
+        _end_job(client, job, "kill")
+    for pod in pods:
+        if is_live(pod):
+            _delete(client, "Pod", pod, _AT_ONCE)
+
+
+def _end_job(client: KubernetesClient, job: Object, how: Literal["stop", "kill"]) -> None:
+    if job["spec"].get("suspend"):
+        # A deadline does not run while it is suspended; a queue that suspended it lets it go when it is deleted.
+        _delete(client, "Job", job)
+    else:
+        _patch(client, "Job", job, _asked(how, activeDeadlineSeconds=_AT_ONCE))
+
+
+def _asked(how: Literal["stop", "kill"], **spec: object) -> Object:
+    return {"metadata": {"annotations": {ASKED: how}}, "spec": spec}
+
+
+def _patch(client: KubernetesClient, kind: str, found: Object, body: Object) -> None:
+    try:
+        client.patch(path_to(found, kind), found["metadata"]["uid"], body)
+    except KubernetesRefusedError as error:
+        # An attempt to change a UID, which is another object's, is no valid patch.
+        if error.code not in _OVERTAKEN and not (error.code == _INVALID and "metadata.uid" in error.said):
+            raise
+
+
+def _delete(client: KubernetesClient, kind: str, found: Object, grace_seconds: int | None = None) -> None:
+    try:
+        client.delete(path_to(found, kind), found["metadata"]["uid"], grace_seconds)
+    except KubernetesRefusedError as error:
+        if error.code not in _OVERTAKEN:
+            raise
+
+
+_STAMPED = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d) ?")
+_NOTHING_KEPT = frozenset((400, 404))
+"""The container has not begun, or the pod, or its output, is gone."""
+
+Place = tuple[str, int]
+"""Time of the last line that was given, and how many of that time were."""
+
+
+def read_logs(client: KubernetesClient, pods: Sequence[dict[str, Any]], cursor: str) -> LogPart:
+    """New lines of each pod, a megabyte or so at most, the pods in the order in which they were made.
+
+    A line that is not ended is given once its pod has. A kubelet keeps what it has not rotated away: the rest is lost.
+    """
+    places = _places(cursor)
+    data = b""
+    for pod in in_order(pods):
+        metadata = pod["metadata"]
+        if not has_started(pod) or len(data) >= LARGEST_PART:
+            continue
+        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
+        place = places.get(metadata["uid"], ("", 0))
+        query = {"container": container_of(pod), "timestamps": "true"}
+        if place[0]:
+            query["sinceTime"] = place[0]
+        try:
+            with client.stream(path, **query) as pieces:
+                part, place = _new_lines(pieces, place, LARGEST_PART - len(data), complete_only=is_live(pod))
+        except KubernetesRefusedError as error:
+            if error.code not in _NOTHING_KEPT:
+                raise
+            continue
+        data += part
+        if place[0]:
+            places[metadata["uid"]] = place
+    held = {str(pod["metadata"]["uid"]) for pod in pods}
+    kept = {uid: place for uid, place in places.items() if uid in held}
+    return LogPart(data, json.dumps(kept, separators=(",", ":")) if kept else cursor)
+
+
+def _new_lines(
+    pieces: Iterable[bytes], place: Place, largest: int, *, complete_only: bool
+) -> tuple[bytes, Place]:
+    """What comes behind a place. Lines of the same time are counted: two may have it."""
+    skipping = place[1]
+    time = place[0]
+    data = bytearray()
+    for line in _lines(pieces):
+        text = line
+        if stamp := _STAMPED.match(line):  # without one it is the rest of a line that the kubelet cut
+            text, time = line[stamp.end() :], stamp[0].decode().strip()
+        if _key(time) < _key(place[0]):
+            continue
+        if time == place[0] and skipping:
+            skipping -= 1
+            continue
+        if complete_only and not line.endswith(b"\n"):
+            break
+        data += text
+        place = (time, place[1] + 1 if time == place[0] else 1)
+        if len(data) >= largest:
+            break
+    return bytes(data), place
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (line + b"\n" for line in whole)
+    if rest:
+        yield rest
+
+
+def _key(time: str) -> tuple[str, str]:
+    """Orders times of one zone: fractions have as many digits as they need."""
+    stamp = _STAMPED.match(time.encode())
+    if stamp is None:
+        return "", ""
+    return stamp[1].decode(), (stamp[2] or b"").decode()
+
+
+def _places(cursor: str) -> dict[str, Place]:
+    try:
+        return {
+            str(uid): (str(time), int(count)) for uid, (time, count) in json.loads(cursor or "{}").items()
+        }
+    except (ValueError, TypeError, AttributeError):
+        return {}

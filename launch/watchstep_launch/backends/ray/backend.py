@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, PrivateAttr
 
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import BackendModel, JobHandle, JobState, JobStatus, Launch, LogPart
-from watchstep_launch.backends.log_file import LARGEST_PART
+from watchstep_launch.backend import (
+    LARGEST_PART,
+    BackendDownError,
+    BackendModel,
+    JobHandle,
+    JobNotFoundError,
+    JobState,
+    JobStatus,
+    Launch,
+    LogPart,
+    SubmissionRejectedError,
+)
 from watchstep_launch.backends.ray.submission import MARK, is_of, never_began, reason_in, request_of
-from watchstep_launch.errors import BackendDownError, JobNotFoundError, SubmissionRejectedError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails

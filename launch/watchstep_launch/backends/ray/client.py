@@ -8,8 +8,8 @@ import requests
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
+from watchstep_launch.backend import BackendDownError, CredentialsExpiredError
 from watchstep_launch.backends.ray.submission import reason_in
-from watchstep_launch.errors import BackendDownError, CredentialsExpiredError
 
 SECONDS = 20.0
 

@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from watchstep_launch.backend import Launch
-from watchstep_launch.errors import SubmissionRejectedError
+from watchstep_launch.backend import Launch, SubmissionRejectedError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails

@@ -1,8 +1,10 @@
-"""Jobs of a Slurm cluster, by its own commands. See ``docs/launch/slurm.md``."""
+"""Jobs of a Slurm cluster, by its own commands, and their batch scripts. See ``docs/launch/slurm.md``."""
 
 from __future__ import annotations
 
 import getpass
+import re
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,21 +13,113 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import BackendModel, JobHandle, JobStatus, Launch, LogPart
-from watchstep_launch.backends.log_file import read_part
-from watchstep_launch.backends.slurm import accounting
-from watchstep_launch.backends.slurm.accounting import MARK, JobRow
-from watchstep_launch.backends.slurm.commands import SILENT, CommandFailedError, run
-from watchstep_launch.backends.slurm.identity import SlurmIdentity
-from watchstep_launch.backends.slurm.owner import check_may_stop
-from watchstep_launch.backends.slurm.script import batch_script, check_environment
-from watchstep_launch.errors import (
+from watchstep_launch.backend import (
     BackendDownError,
     BackendError,
+    BackendModel,
     CredentialsExpiredError,
+    JobHandle,
     JobNotFoundError,
+    JobStatus,
+    Launch,
+    LogPart,
     SubmissionRejectedError,
+    read_part,
 )
+from watchstep_launch.backends.slurm import commands
+from watchstep_launch.backends.slurm.commands import MARK, SILENT, CommandFailedError, JobRow, run
+from watchstep_launch.backends.slurm.identity import SlurmIdentity, check_may_stop
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+_HEAD = """\
+#!/bin/bash
+# Written by Watchstep.
+asked=
+trap 'asked=1' TERM
+"""
+
+_FOR_ALL = """\
+export WATCHSTEP_RESTARTS="${SLURM_RESTART_COUNT:-0}"
+# srun takes these from its own variables, not from the job's.
+unset SLURM_EXPORT_ENV
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+"""
+
+_RANKS = """\
+export MASTER_ADDR="${MASTER_ADDR:-$(hostname)}"
+if [ -z "${MASTER_PORT:-}" ]; then
+    # Below what the kernel gives to connections, and not where somebody listens.
+    MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
+    while (exec 3<>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
+    export MASTER_PORT
+fi
+"""
+
+_OTHERS_SECONDS = 300
+"""So long the other tasks may go on once the first has ended: they may wait for it for ever, or save a checkpoint."""
+
+_TASK_RANKS = (
+    "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE={local}; "
+)
+_AGENT = "export PET_NNODES=$SLURM_NTASKS PET_NODE_RANK=$SLURM_PROCID PET_MASTER_ADDR=$MASTER_ADDR PET_MASTER_PORT=$MASTER_PORT; "
+
+_TAIL = """\
+[ -z "$asked" ] || exit 143
+{command}
+code=$?
+exit "$code"
+"""
+
+
+def batch_script(launch: Launch, tasks: int, tasks_per_node: int) -> str:
+    """The script. Arguments and values reach the command as they are.
+
+    With several tasks each finds ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT``, as ``torch.distributed`` reads them; with one to a node ``torchrun`` finds its nodes by the same.
+    ``MASTER_ADDR`` is the first node's hostname and the port, which follows from the job's id, is free there, unless
+    the environment has them.
+
+    Raises:
+        ConfigError: something of it no program can be given.
+    """
+    parts = [_HEAD, _exports(launch.environment), _FOR_ALL]
+    ranks = ""
+    if tasks > 1:
+        parts.append(_RANKS)
+        ranks = _TASK_RANKS.format(local=tasks_per_node) + (_AGENT if tasks_per_node == 1 else "")
+    task = ("bash", "-c", f'{ranks}exec "$@"', "watchstep-task", *launch.command)
+    for text in launch.command:
+        _check("an argument", text)
+    together = (f"--wait={_OTHERS_SECONDS}",) if tasks > 1 else ()
+    srun = ("srun", "--input=none", "--export=ALL", *together, *task)
+    parts.append(_TAIL.format(command=shlex.join(srun)))
+    return "".join(parts)
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """See that each variable can be set in a job.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for name, value in environment.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"environment variable {name!r}: Slurm's jobs cannot have it", "use letters, digits and '_'"
+            )
+        _check(f"environment variable {name}", value)
+
+
+def _exports(environment: Mapping[str, str]) -> str:
+    check_environment(environment)
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
+
+
+def _check(what: str, text: str) -> None:
+    if "\0" in text:
+        raise ConfigError(f"{what} has a zero byte: {text[:80]!r}", "leave it out")
+
 
 NAME = "slurm"
 _LOOKS = 3
@@ -98,10 +192,10 @@ class Slurm(BackendModel):
     def status(self, job: JobHandle) -> JobStatus:
         """How the job is: from the controller's memory, else from accounting, else "vanished"."""
         identity = SlurmIdentity.of(job)
-        for row in accounting.held_in_memory(f"--jobs={job.id}"):
+        for row in commands.held_in_memory(f"--jobs={job.id}"):
             if identity.means(row):
                 return row.status
-        if (found := identity.among_accounted(accounting.accounted(f"--jobs={job.id}"))) is not None:
+        if (found := identity.among_accounted(commands.accounted(f"--jobs={job.id}"))) is not None:
             return found.status
         return JobStatus(
             "vanished", detail="Slurm remembers it no more (MinJobAge), and no accounting has it"
@@ -132,12 +226,12 @@ class Slurm(BackendModel):
 
     def jobs(self) -> list[JobHandle]:
         """This user's, by their comment; with ``extra={"comment": …}`` a job is not among them."""
-        rows = accounting.held_in_memory(f"--user={getpass.getuser()}")
+        rows = commands.held_in_memory(f"--user={getpass.getuser()}")
         return [_handle(row) for row in rows if row.comment == MARK and not row.status.is_over]
 
     def find(self, name: str) -> JobHandle | None:
         """This user's job with this name: from the controller's memory, else from accounting."""
-        rows = accounting.known(f"--user={getpass.getuser()}", f"--name={name}")
+        rows = commands.known(f"--user={getpass.getuser()}", f"--name={name}")
         return _handle(rows[-1]) if rows else None
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
@@ -146,9 +240,9 @@ class Slurm(BackendModel):
         Raises:
             JobNotFoundError: there is none, or several.
         """
-        if not accounting.is_job_id(id):
+        if not commands.is_job_id(id):
             raise JobNotFoundError(f"job {id!r}: no job id of Slurm's", "give a number, as squeue shows it")
-        rows = accounting.known(f"--jobs={id}")
+        rows = commands.known(f"--jobs={id}")
         if not rows:
             raise JobNotFoundError(f"job {id!r}: Slurm knows none", "see squeue and sacct for their numbers")
         if len(rows) > 1:
@@ -161,7 +255,7 @@ class Slurm(BackendModel):
         Raises:
             BackendError: it is another user's.
         """
-        for row in accounting.held_in_memory(f"--jobs={job.id}"):
+        for row in commands.held_in_memory(f"--jobs={job.id}"):
             check_may_stop(row)
 
     def settled(self, job: JobHandle) -> JobHandle:
@@ -170,7 +264,7 @@ class Slurm(BackendModel):
         Raises:
             ConfigError: the identity is not one of Slurm's, or the id no job's number.
         """
-        if not accounting.is_job_id(job.id) or "_" in job.id:
+        if not commands.is_job_id(job.id) or "_" in job.id:
             raise ConfigError(
                 f"job {job.id!r}: no job id of Slurm's", "give its number, as reattach tells it"
             )
@@ -208,7 +302,7 @@ class Slurm(BackendModel):
         for look in range(_LOOKS):
             time.sleep(0.5 * look)
             try:
-                if rows := accounting.known(f"--jobs={job_id}"):
+                if rows := commands.known(f"--jobs={job_id}"):
                     return rows[-1]
             except (BackendDownError, CredentialsExpiredError) as error:
                 why = error
@@ -232,15 +326,15 @@ class Slurm(BackendModel):
 
     def _output_of(self, job: JobHandle) -> str:
         identity = SlurmIdentity.of(job)
-        rows = accounting.held_in_memory(f"--jobs={job.id}")
+        rows = commands.held_in_memory(f"--jobs={job.id}")
         return next((row.output for row in rows if identity.means(row)), "")
 
     def _ask(self, job: JobHandle) -> None:
-        rows = accounting.held_in_memory(f"--jobs={job.id}")
+        rows = commands.held_in_memory(f"--jobs={job.id}")
         if any(row.comment == MARK for row in rows):
             # Our script is told first: should it be about to start the program, it does not.
             self._cancel(job, "--state=RUNNING", "--signal=TERM", "--batch")
-        elif not accounting.has_steps(job.id):
+        elif not commands.has_steps(job.id):
             self._cancel(job, "--state=RUNNING", "--signal=TERM", "--full")
             return
         self._cancel(job, "--state=RUNNING", "--signal=TERM")

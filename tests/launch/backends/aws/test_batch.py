@@ -24,18 +24,18 @@ from watchstep.format.layout import CONTROL_DOCUMENT, run_prefix
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
 from watchstep.store.store import Store
 from watchstep.wrapper.environment import LAUNCHED
-from watchstep_launch.backend import JobHandle, Launch
-from watchstep_launch.backend_registry import open_backend
-from watchstep_launch.backends.aws.batch import AwsBatch
-from watchstep_launch.backends.aws.batch_request import definition_of, submission
-from watchstep_launch.backends.aws.batch_states import status_of, streams_of
-from watchstep_launch.errors import (
+from watchstep_launch.backend import (
     BackendDownError,
     BackendError,
     CredentialsExpiredError,
+    JobHandle,
     JobNotFoundError,
+    Launch,
     SubmissionRejectedError,
 )
+from watchstep_launch.backend_registry import open_backend
+from watchstep_launch.backends.aws.batch import AwsBatch, status_of, streams_of
+from watchstep_launch.backends.aws.batch_request import definition_of, submission
 
 NEVER = [{"onExitCode": str(code), "action": "EXIT"} for code in (EXIT_STOPPED, EXIT_TOMBSTONE)]
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:watchstep/token-a1b2c3"

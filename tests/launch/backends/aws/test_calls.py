@@ -15,11 +15,10 @@ from tests.launch.backends.aws.batch_stand_in import BatchStandIn
 from tests.launch.backends.aws.sagemaker_stand_in import SageMakerStandIn
 from tests.services.redis import free_port
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import JobHandle, Launch
+from watchstep_launch.backend import BackendDownError, CredentialsExpiredError, JobHandle, Launch
 from watchstep_launch.backends.aws.batch import AwsBatch
 from watchstep_launch.backends.aws.calls import AwsModel
 from watchstep_launch.backends.aws.sagemaker import SageMaker
-from watchstep_launch.errors import BackendDownError, CredentialsExpiredError
 
 SAGEMAKER_JOB = JobHandle(
     "sagemaker", "j", {"arn": f"arn:aws:sagemaker:{REGION}:{ACCOUNT}:training-job/j", "created": 1}

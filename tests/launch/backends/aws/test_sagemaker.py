@@ -34,17 +34,18 @@ from watchstep.format.layout import CONTROL_DOCUMENT, run_prefix
 from watchstep.stopping import EXIT_TOMBSTONE
 from watchstep.store.store import Store
 from watchstep.wrapper.environment import LAUNCHED
-from watchstep_launch.backend import JobHandle, JobStatus, Launch
-from watchstep_launch.backend_registry import open_backend
-from watchstep_launch.backends.aws.sagemaker import SageMaker
-from watchstep_launch.backends.aws.sagemaker_states import exit_code, status_of
-from watchstep_launch.errors import (
+from watchstep_launch.backend import (
     BackendDownError,
     BackendError,
     CredentialsExpiredError,
+    JobHandle,
     JobNotFoundError,
+    JobStatus,
+    Launch,
     SubmissionRejectedError,
 )
+from watchstep_launch.backend_registry import open_backend
+from watchstep_launch.backends.aws.sagemaker import SageMaker, exit_code, status_of
 
 EFS = {
     "DataSource": {
@@ -185,7 +186,7 @@ def test_what_sagemaker_would_not_take_is_named(
         SageMaker().submit(plain)
     with pytest.raises(SubmissionRejectedError, match="S3 took no code"):
         changed(bench, sagemaker, code_location="s3://nobodys", max_retry_attempts=1).backend.submit(plain)
-    monkeypatch.setattr("watchstep_launch.backends.aws.sagemaker_source.MOST_BYTES", 3)
+    monkeypatch.setattr("watchstep_launch.backends.aws.sagemaker_request.MOST_BYTES", 3)
     in_folder(bench.folder, "big.py", "1234")
     with pytest.raises(SubmissionRejectedError, match=r"at big\.py"):
         bench.backend.submit(replace(plain, command=("python", "big.py")))

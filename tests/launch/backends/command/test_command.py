@@ -11,15 +11,15 @@ from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests o
 from tests.launch.backends.backend_contract import Bench
 from tests.launch.backends.kubernetes import small_cluster
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import JobHandle, Launch
-from watchstep_launch.backend_registry import IN_SERVICE, open_backend
-from watchstep_launch.backends.command.backend import Command
-from watchstep_launch.backends.command.subprocess_run import words
-from watchstep_launch.errors import (
+from watchstep_launch.backend import (
     BackendDownError,
     CredentialsExpiredError,
+    JobHandle,
+    Launch,
     SubmissionRejectedError,
 )
+from watchstep_launch.backend_registry import IN_SERVICE, open_backend
+from watchstep_launch.backends.command.backend import Command, words
 
 STATES = {"RUNNING": "running", "ENDED": "ended", "VANISHED": "vanished"}
 

@@ -6,9 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from watchstep_launch.backend import JobHandle, Launch
+from watchstep_launch.backend import JobHandle, Launch, SubmissionRejectedError
 from watchstep_launch.backends.local.backend import Local
-from watchstep_launch.errors import SubmissionRejectedError
 
 
 def main() -> None:

@@ -15,16 +15,18 @@ from tests.launch.backends.kubernetes.double import Double, running_double
 from tests.services.jobs import eventually
 from tests.services.redis import free_port
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import JobHandle, JobStatus, Launch
-from watchstep_launch.backends.kubernetes import ending
-from watchstep_launch.backends.kubernetes.backend import Kubernetes
-from watchstep_launch.backends.kubernetes.objects import pods_of
-from watchstep_launch.errors import (
+from watchstep_launch.backend import (
     BackendDownError,
     CredentialsExpiredError,
+    JobHandle,
     JobNotFoundError,
+    JobStatus,
+    Launch,
     SubmissionRejectedError,
 )
+from watchstep_launch.backends.kubernetes import states
+from watchstep_launch.backends.kubernetes.backend import Kubernetes
+from watchstep_launch.backends.kubernetes.submission import pods_of
 
 SECONDS = 60.0
 SECRETS = {"WATCHSTEP_TOKEN": "s3cr3t"}
@@ -240,7 +242,7 @@ def test_a_job_that_a_queue_suspended_is_taken_back(double: Double, submit: Subm
     assert nothing_is_left(double)
 
 
-@pytest.mark.parametrize("how", [ending.stop, ending.kill])
+@pytest.mark.parametrize("how", [states.stop, states.kill])
 def test_a_later_job_with_the_name_is_left_alone_even_between_look_and_stop(
     double: Double, submit: Submit, tmp_path: Path, how: Callable[..., None]
 ) -> None:

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from kubernetes.config import incluster_config
 
 from tests.launch.backends.kubernetes.double import TOKEN, running_double
+from watchstep_launch.backend import BackendDownError
 from watchstep_launch.backends.kubernetes.backend import Kubernetes
-from watchstep_launch.errors import BackendDownError
 
 
 def certificate(folder: Path) -> Path:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep_launch.backends.kubernetes import logs as kubernetes_logs
-from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
-from watchstep_launch.backends.kubernetes.logs import read_logs
+from watchstep_launch.backends.kubernetes import states as kubernetes_logs
+from watchstep_launch.backends.kubernetes.identity import KubernetesRefusedError
+from watchstep_launch.backends.kubernetes.states import read_logs
 
 
 class Kept:

@@ -10,9 +10,8 @@ import pytest
 
 from tests.launch.backends.kubernetes.double import Double, running_double
 from tests.services.jobs import eventually
-from watchstep_launch.backend import JobHandle, JobStatus, Launch
+from watchstep_launch.backend import JobHandle, JobNotFoundError, JobStatus, Launch, SubmissionRejectedError
 from watchstep_launch.backends.kubernetes.backend import Kubernetes
-from watchstep_launch.errors import JobNotFoundError, SubmissionRejectedError
 
 SECONDS = 60.0
 WORKERS = 2

@@ -13,9 +13,8 @@ import pytest
 from tests.services.jobs import STUBBORN, WILLING, eventually, launch
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.platform.process import record_process
-from watchstep_launch.backend import ChecksOwner, JobHandle, Launch
+from watchstep_launch.backend import BackendError, ChecksOwner, JobHandle, Launch
 from watchstep_launch.backends.local.backend import Local, identity_of, job_of, job_of_pid
-from watchstep_launch.errors import BackendError
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ from watchstep.platform.process import (
     file_name,
     record_process,
 )
-from watchstep_launch.backend import JobHandle
+from watchstep_launch.backend import BackendError, JobHandle
 from watchstep_launch.backends.local.backend import Local, job_of
-from watchstep_launch.errors import BackendError
 
 ANOTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of another user")

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.services.redis import free_port
-from watchstep_launch.backend import JobHandle, Launch
-from watchstep_launch.backends.ray.backend import Ray
-from watchstep_launch.errors import (
+from watchstep_launch.backend import (
     BackendDownError,
     CredentialsExpiredError,
+    JobHandle,
+    Launch,
 )
+from watchstep_launch.backends.ray.backend import Ray
 
 JOB = JobHandle("ray", "some-job", {"started": 1})
 

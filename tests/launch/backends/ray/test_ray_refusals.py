@@ -12,9 +12,8 @@ import pytest
 from tests.launch.backends.backend_contract import WILLING, Bench
 from tests.launch.backends.ray.ray_cluster import RayCluster, running_ray
 from tests.services.jobs import eventually
-from watchstep_launch.backend import Launch
+from watchstep_launch.backend import JobNotFoundError, Launch, SubmissionRejectedError
 from watchstep_launch.backends.ray.backend import Ray
-from watchstep_launch.errors import JobNotFoundError, SubmissionRejectedError
 
 pytestmark = pytest.mark.slow
 

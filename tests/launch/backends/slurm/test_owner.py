@@ -15,7 +15,7 @@ from tests.launch.backends.slurm.slurm_cluster import SECONDS, SlurmCluster
 from tests.services.jobs import eventually
 from watchstep import Hook
 from watchstep_launch import Slurm
-from watchstep_launch.backends.slurm.owner import reads_as_over_others
+from watchstep_launch.backends.slurm.identity import reads_as_over_others
 
 NOBODY = 65534
 

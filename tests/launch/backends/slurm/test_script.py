@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import JobStatus, Launch
-from watchstep_launch.backends.slurm.accounting import JobRow, is_job_id, known, read_accounted
-from watchstep_launch.backends.slurm.backend import Slurm
+from watchstep_launch.backend import JobNotFoundError, JobStatus, Launch
+from watchstep_launch.backends.slurm.backend import Slurm, batch_script
+from watchstep_launch.backends.slurm.commands import JobRow, is_job_id, known, read_accounted
 from watchstep_launch.backends.slurm.identity import SlurmIdentity
-from watchstep_launch.backends.slurm.script import batch_script
-from watchstep_launch.errors import JobNotFoundError
 
 TELLS = "import json, os, sys; print(json.dumps([sys.argv[1:], {n: v for n, v in os.environ.items() if n.startswith('GIVEN_')}]))"
 

@@ -19,9 +19,8 @@ from watchstep.format.layout import CONTROL_DOCUMENT, run_prefix
 from watchstep.stopping import EXIT_TOMBSTONE
 from watchstep.store.store import Store
 from watchstep.wrapper.environment import LAUNCHED
-from watchstep_launch.backend import Launch
+from watchstep_launch.backend import BackendDownError, Launch, SubmissionRejectedError
 from watchstep_launch.backends.slurm.backend import Slurm
-from watchstep_launch.errors import BackendDownError, SubmissionRejectedError
 
 pytestmark = pytest.mark.slow
 
