@@ -9,6 +9,7 @@ from collections.abc import Callable
 import psutil
 
 from benchmarks.report import Report, arguments
+from benchmarks.service.announcements import add_announcement_figures
 from benchmarks.service.death import add_death_figures
 from benchmarks.service.embedded import add_embedded_figures, add_training_figures
 from benchmarks.service.growth import add_growth_figures
@@ -20,6 +21,7 @@ _PARTS: dict[str, Callable[..., None]] = {
     "training": add_training_figures,
     "death": add_death_figures,
     "growth": add_growth_figures,
+    "announcements": add_announcement_figures,
 }
 
 

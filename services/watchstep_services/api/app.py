@@ -42,6 +42,7 @@ from watchstep_services.api.streaming import Streams
 from watchstep_services.service.context import Service
 
 ROUTERS = (
+    announcements.router,  # by far the most frequent
     runs.router,
     projects.router,
     stores.router,
@@ -49,7 +50,6 @@ ROUTERS = (
     credentials.router,
     control.router,
     retention.router,
-    announcements.router,
     alerts.router,
     alerts.notification_state_router,
     silences.router,
@@ -99,14 +99,7 @@ def create_app(service: Service) -> FastAPI:
     routes = Routes((*own, *(route for router in ROUTERS for route in router.routes)))
     app.state.known_tokens = KnownTokens()
     limits = rate_limits(service.settings)
-    app.add_middleware(
-        Gate,
-        service=service,
-        routes=routes,
-        limits=limits,
-        known=app.state.known_tokens,
-        direct={announcements.announce: announcements.direct(service)},
-    )
+    app.add_middleware(Gate, service=service, routes=routes, limits=limits, known=app.state.known_tokens)
     app.add_middleware(PacedAnswers, unread=UnreadBytes(service.settings.unread_mb))
     app.add_middleware(Observed)
     return app

@@ -13,20 +13,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from watchstep.format.layout import run_prefix
 from watchstep_services.api.lookup import unknown_run
-from watchstep_services.api.middleware.direct import Direct
 from watchstep_services.api.middleware.policies import RoutePolicy, Routes, open_to_all, permits, policy_of
 from watchstep_services.api.middleware.rate_limits import RateLimits
 from watchstep_services.api.middleware.request_limits import check_head, check_length, limited
@@ -41,13 +38,6 @@ _IDENTITY = "watchstep.identity"
 _bearer = HTTPBearer(auto_error=False, description="A Watchstep token.")
 
 
-@dataclass(frozen=True)
-class _Admitted:
-    route: Route
-    policy: RoutePolicy
-    values: dict[str, Any]
-
-
 class Gate:
     """ASGI: lets a request through to its route, or answers why not.
 
@@ -57,7 +47,6 @@ class Gate:
         routes: all that there are.
         limits: how often may be asked.
         known: tokens that were looked up a moment ago.
-        direct: what answers the good requests of some endpoints.
     """
 
     def __init__(
@@ -67,14 +56,12 @@ class Gate:
         routes: Routes,
         limits: RateLimits,
         known: KnownTokens,
-        direct: Mapping[object, Direct[Any]],
     ) -> None:
         self._app = app
         self._service = service
         self._routes = routes
         self._limits = limits
         self._known = known
-        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -84,20 +71,14 @@ class Gate:
         if scope["type"] != "http":
             return  # nothing here speaks anything else; the server ends the connection
         try:
-            admitted = await self._admit(scope)
+            policy = await self._admit(scope)
         except Exception as error:  # noqa: BLE001 - no handler of the application stands around this
             await answer_to(Request(scope), error)(scope, receive, send)
             return
-        receive = limited(receive, admitted.policy.most_bytes)
-        direct = self._direct.get(admitted.route.endpoint)
-        if direct is None:
-            await self._app(scope, receive, send)
-        else:
-            scope["route"] = admitted.route
-            await direct.answer(scope, receive, send, admitted.values, self._app)
+        await self._app(scope, limited(receive, policy.most_bytes), send)
 
-    async def _admit(self, scope: Scope) -> _Admitted:
-        """Let a request in."""
+    async def _admit(self, scope: Scope) -> RoutePolicy:
+        """Check a request's head; returns the policy of its route."""
         check_head(scope)
         route, values, methods = self._routes.find(scope)
         endpoint = None if route is None else route.endpoint
@@ -121,8 +102,7 @@ class Gate:
         check_length(scope, policy.most_bytes)
         if route is not None:
             check_query(scope, route)
-        assert route is not None, "what has a policy is a route"
-        return _Admitted(route, policy, values)
+        return policy
 
     def _identify(self, scope: Scope, token: str, permission: Permission | None) -> AuthenticatedCaller:
         address = address_of(scope)
