@@ -15,6 +15,7 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch.names import Names, standing
+from watchstep.pytorch.observable import own_tensor
 from watchstep.pytorch.parameters.parameters import Parameters
 from watchstep.pytorch.probes.staging import OnTheWay, stacked
 
@@ -34,12 +35,13 @@ class _Buffer:
     @property
     def values(self) -> Tensor:
         """As it is now."""
-        values: Tensor = getattr(self.module, self.leaf)
+        values = own_tensor(self.module, self.leaf)
+        assert values is not None
         return values
 
     def learns(self, optimized: frozenset[int]) -> bool:
         """Whether one of the parameters that optimizers hold is the layer's scale, and it has a gradient."""
-        scale = self.module.weight
+        scale = own_tensor(self.module, "weight")
         return (
             isinstance(scale, Tensor)
             and scale.requires_grad
@@ -97,7 +99,7 @@ class Buffers:
             if not isinstance(module, _NormBase):
                 continue
             for leaf in _RUNNING:
-                values = getattr(module, leaf)
+                values = own_tensor(module, leaf)
                 if isinstance(values, Tensor) and standing(values, names.whole).records:
                     info = names.buffer(path, leaf, module, order)
                     place = standing(values, names.whole).weight
@@ -148,16 +150,20 @@ class Buffers:
 
 @torch.no_grad()
 def _affine_square(layer: _NormBase) -> Tensor:
-    """``mean(scale²) + mean(shift²)``, float32 of no dimensions: the mean square of what a layer makes of data with its statistics."""
+    """``mean(scale²) + mean(shift²)``, float32 of no dimensions: the mean square of a layer's output where its statistics fit the data.
+
+    NaN where the scale or shift is a shard, or is computed by a parametrization.
+    """
     statistic = next(
         values for values in (layer.running_var, layer.running_mean) if isinstance(values, Tensor)
     )
     total = torch.zeros((), device=statistic.device)
-    for parameter, of_none in ((layer.weight, 1.0), (layer.bias, 0.0)):
-        if parameter is None:
+    for name, of_none in (("weight", 1.0), ("bias", 0.0)):
+        parameter = own_tensor(layer, name)
+        if parameter is None and name in layer.__dict__["_parameters"]:
             total = total + of_none
-        elif type(parameter) in _PLAIN:
+        elif parameter is not None and type(parameter) in _PLAIN:
             total = total + parameter.float().square().mean()
-        else:  # of a shard nobody knows the mean
+        else:
             total = total + float("nan")
     return total

@@ -250,6 +250,8 @@ class GivenTensors:
             return
         since = session.schedule.now()
         tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        if tensor.is_nested:
+            tensor = tensor.values()  # the shape of a nested tensor has no numbers for its ragged dimensions
         info = TensorInfo(
             name=name,
             collections=(name_of_collection,),

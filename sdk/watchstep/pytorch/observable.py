@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001 - has no public name
 
@@ -53,3 +53,13 @@ class ModuleHook:
     def __reduce__(self) -> tuple[Any, ...]:
         # What the standard library has that takes anything and returns None.
         return getattr, (nullcontext(), "__exit__")
+
+
+def own_tensor(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter or buffer that a module stores under a name; None where it has none.
+
+    Reading the attribute instead would run a parametrization or property of the program, which may use random numbers.
+    """
+    stored = module.__dict__
+    tensor: Tensor | None = stored["_parameters"].get(name, stored["_buffers"].get(name))
+    return tensor

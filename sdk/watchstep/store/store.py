@@ -1,6 +1,6 @@
 """Object stores: a local folder, S3, GCS or Azure by URL, through obstore, behind one class.
 
-A `WriteGate` ends what a recording writes, for threads that may still wait in a request.
+A `WriteGate` ends the writes of a recording, including those of threads that may still wait in a request.
 """
 
 from __future__ import annotations
@@ -42,37 +42,40 @@ if TYPE_CHECKING:
 
 
 class WriteGate:
-    """Open until a recording has ended; from then on its stores write nothing. Thread-safe.
+    """A gate that is open until a recording has ended. After that its stores write nothing. Thread-safe.
 
-    A request that was sent before cannot be taken back: each thread of the recording has one under way at the most, and the store may
-    still do what it asks for.
+    A request that was sent before cannot be cancelled: each thread of the recording has at most one in progress, and the store may
+    still execute it.
     """
 
     def __init__(self) -> None:
         self._closed = False
 
     def close(self) -> None:
-        """Let nothing more be written. Waits for nothing; may be called again."""
+        """Prevent further writes. This does not wait, and may be called again."""
         self._closed = True
 
     def check(self, name: str) -> None:
-        """See that something may still be written.
+        """Check that the recording may still write.
 
         Args:
-            name: what is to be written, for the message.
+            name: Name of the object, for the message.
 
         Raises:
-            RecordingEndedError: the recording has ended.
+            RecordingEndedError: The recording has ended.
         """
         if self._closed:
             raise RecordingEndedError(
-                f"{name}: not written, for the recording has ended", "'watchstep sync' uploads what is left"
+                f"{name} was not written, because the recording has ended",
+                "'watchstep sync' uploads the remaining data",
             )
 
 
 _CLOUD_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
-_PART = 5 * 1024 * 1024  # S3's least; two at a time pass through a slow line before a request's time is up
-_MOST_PARTS = 9_000  # S3 takes 10,000
+_PART = (
+    5 * 1024 * 1024
+)  # the minimum of S3; two at a time pass through a slow connection within a request's timeout
+_MOST_PARTS = 9_000  # S3 accepts 10,000
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class ObjectEntry:
 
 
 class Store:
-    """Objects under one prefix. Keys are relative to it; objects are written whole and never changed.
+    """Objects under one prefix. Keys are relative to it; objects are written atomically and never changed.
 
     Thread-safe; obstore releases the GIL while it waits.
     """
@@ -115,19 +118,19 @@ class Store:
         access: S3Access | None = None,
         identity: StoreIdentity | None = None,
     ) -> Store:
-        """Open the store at a URL or a local path; nothing is read yet.
+        """Open the store at a URL or a local path, without a request.
 
         Args:
             url: ``s3://``, ``gs://``, ``az://``, ``file://`` or a path.
-            create: make a missing local folder, and its marker where an identity is given.
-            access: how a bucket on S3 is reached; as the environment says where it is left out.
-            identity: of a local store. Where it is known the folder is not made, and must be the same store, now and whenever
-                something is written to it or not found in it.
+            create: Create a missing local folder, and its marker if an identity is passed.
+            access: Access to a bucket on S3; by default from the environment.
+            identity: Identity of a local store. If it is known, the folder is not created, and must be the same store, now and whenever
+                an object is written or not found.
 
         Raises:
-            ConfigError: the URL is empty, its scheme is not one of these, or ``access`` is for another.
-            MissingStoreError: a local folder is missing, or another store than the known one.
-            StoreError: a local folder cannot be made.
+            ConfigError: The URL is empty, its scheme is not one of these, or ``access`` is for another scheme.
+            MissingStoreError: A local folder is missing, or is not the known store.
+            StoreError: A local folder cannot be created.
         """
         text = os.fspath(url)
         scheme = checked_scheme(text)
@@ -147,14 +150,15 @@ class Store:
         try:
             if create and not (identity is not None and identity.is_known):
                 folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+            reason = error.strerror if isinstance(error, OSError) else str(error)
             raise StoreError(
-                f"store {folder}: the folder cannot be made ({error.strerror})",
+                f"store {folder}: cannot create the folder ({reason})",
                 "name a folder that you may write to",
             ) from error
         if not folder.is_dir():
             raise MissingStoreError(
-                f"store {folder}: no such folder", "check the path, or make the folder first"
+                f"store {folder} does not exist", "check the path, or create the folder first"
             )
         if identity is not None:
             identity.attach(folder, create=create)
@@ -162,21 +166,21 @@ class Store:
 
     @property
     def is_local(self) -> bool:
-        """Whether the store is a folder on this machine."""
+        """Return whether the store is a folder on this machine."""
         return self.url.startswith("file:")
 
     @property
     def location(self) -> str:
-        """The URL of this prefix, or the path where the store is local; `Store.open` takes either."""
+        """The URL of this prefix, or the path for a local store. `Store.open` accepts both."""
         root = unquote(urlsplit(self.url).path) if self.is_local else self.url
         return f"{root}/{self._prefix}".rstrip("/")
 
     def child(self, prefix: str) -> Store:
-        """The same store seen from a prefix below this one."""
+        """Return the same store with a prefix below this one."""
         return self._seen_from(f"{self._prefix}{prefix.rstrip('/')}/", self._gate)
 
     def gated(self, gate: WriteGate) -> Store:
-        """The same store, which writes and deletes only as long as a gate is open."""
+        """Return the same store, which writes and deletes only while a gate is open."""
         return self._seen_from(self._prefix, gate)
 
     def _seen_from(self, prefix: str, gate: WriteGate | None) -> Store:
@@ -190,19 +194,19 @@ class Store:
         )
 
     def check_identity(self) -> None:
-        """See that a local store that was opened with an identity is still there, and the same.
+        """Check that a local store that was opened with an identity still exists and is the same.
 
         Raises:
-            MissingStoreError: it is not.
+            MissingStoreError: The store is missing, or another.
         """
         if self._identity is not None:
             self._identity.check()
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object whole, replacing one of the same key.
+        """Write an object atomically, and replace an object of the same key.
 
         Raises:
-            StoreError: it could not be written; nothing of it is visible.
+            StoreError: The object could not be written; no part of it is visible.
         """
         import obstore
 
@@ -214,10 +218,10 @@ class Store:
                 put_file(folder, name, (data,))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object only if the key is free; False where it was taken.
+        """Write an object only if the key does not exist. Returns False if it exists.
 
         Raises:
-            StoreError: it could not be written.
+            StoreError: The object could not be written.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -233,19 +237,19 @@ class Store:
         return True
 
     def create_in_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> bool:
-        """Write a large object from memory that stays where it is, only if the key is free; False where it was taken.
+        """Write a large object without a copy, only if the key does not exist. Returns False if it exists.
 
-        It becomes visible whole, when the last part has arrived. Of two that write one large object at the same
-        time the later one stays. A process that is killed leaves parts that no listing shows; a bucket's rule for
+        It becomes visible completely when the last part has arrived. Of two concurrent writers of one large object
+        the later one wins. A killed process leaves parts that no listing shows; a bucket's lifecycle rule for
         incomplete uploads removes them.
 
         Args:
-            key: relative to this store.
-            size: bytes of the object.
-            parts: its bytes in order; unchanged until this returns. An exception in here stops the upload.
+            key: Key relative to this store.
+            size: Size of the object in bytes.
+            parts: Its bytes in order; unchanged until this returns. An exception of the iterable stops the upload.
 
         Raises:
-            StoreError: it could not be written, or a part raised; nothing of it is visible.
+            StoreError: The object could not be written, or a part raised; no part of it is visible.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -256,7 +260,7 @@ class Store:
                 if self._identity is not None:
                     with self._written_folder(self._identity, key) as (folder, name):
                         return create_file(folder, name, parts)
-                if size <= part:  # one request, which makes sure by itself that the key is free
+                if size <= part:  # one request, which itself checks that the key does not exist
                     obstore.put(self._backend, self._prefix + key, b"".join(parts), mode="create")
                 elif self._is_taken(key):
                     return False
@@ -269,11 +273,11 @@ class Store:
 
     @contextlib.contextmanager
     def _writing(self, key: str) -> Iterator[None]:
-        """Translates what fails inside.
+        """Translate exceptions of the body.
 
         Raises:
-            AlreadyExistsError: obstore's, as it came.
-            StoreError: for all else.
+            AlreadyExistsError: obstore's exception, unchanged.
+            StoreError: Any other failure.
         """
         from obstore.exceptions import AlreadyExistsError
 
@@ -291,13 +295,13 @@ class Store:
 
     @contextlib.contextmanager
     def _written_folder(self, identity: StoreIdentity, key: str) -> Iterator[tuple[int, str]]:
-        """The folder of an object in a local store, made where it is missing, and the object's name in it.
+        """Yield the folder of an object in a local store, created if missing, and the object's name in it.
 
-        obstore would make the store itself where it is missing, too.
+        obstore would also create a missing store itself.
 
         Raises:
-            MissingStoreError: the store is not there, or another.
-            OSError: the folder cannot be made.
+            MissingStoreError: The store is missing, or another.
+            OSError: The folder cannot be created.
         """
         *parts, name = self._parts_of(key)
         with identity.opened() as root:
@@ -311,13 +315,14 @@ class Store:
         parts = (self._prefix + key).split("/")
         if any(part in {"", ".", ".."} or "\0" in part for part in parts):
             raise StoreError(
-                f"object {self._named(key)}: not a key", "use names between single slashes, and no '..'"
+                f"object {self._named(key)} has an invalid key",
+                "use names between single slashes, and no '..'",
             )
         return parts
 
     @contextlib.contextmanager
     def _reading(self, key: str) -> Iterator[str]:
-        """The path of an object in a folder, which is read within; translates what fails."""
+        """Yield the path of an object in a folder for reading; translate exceptions of the body."""
         self._parts_of(key)
         try:
             yield self._path(key)
@@ -332,16 +337,16 @@ class Store:
         return True
 
     def get(self, key: str, *, limit: int | None = None) -> bytes:
-        """Read an object whole.
+        """Read a complete object.
 
         Args:
-            key: relative to this store.
-            limit: refuse objects of more bytes than this, before memory is taken.
+            key: Key relative to this store.
+            limit: Maximum size in bytes. A larger object is rejected before memory is allocated.
 
         Raises:
-            NotFoundError: there is no such object.
-            FormatError: it is over the limit.
-            StoreError: it could not be read.
+            NotFoundError: The object does not exist.
+            FormatError: The object exceeds the limit.
+            StoreError: The object could not be read.
         """
         if self.is_local:
             with self._reading(key) as path, opened_object(path) as (file, size):
@@ -360,18 +365,18 @@ class Store:
         raise oversized(self._named(key), size, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read ``length`` bytes (at least 1) of an object from ``start``; fewer where the object ends before.
+        """Read ``length`` bytes (at least 1) of an object from ``start``; fewer if the object ends before.
 
         Raises:
-            NotFoundError: there is no such object.
-            StoreError: it could not be read, or ends at ``start`` or before.
+            NotFoundError: The object does not exist.
+            StoreError: The object could not be read, or ends at ``start`` or before.
         """
         if self.is_local:
             with self._reading(key) as path, opened_object(path) as (file, size):
                 if start < size:
                     return read_range(file, start, min(length, size - start))
             raise StoreError(
-                f"store {self.url}: cannot read {key!r} ({size} bytes, none from {start} on)",
+                f"store {self.url}: cannot read {key!r} ({size} bytes, no byte at {start})",
                 "read it anew: it may have changed",
             )
         import obstore
@@ -382,13 +387,13 @@ class Store:
             raise self._translated("read", key, error) from error
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Read several ranges (start, length) of an object at once; in a bucket, near ones by one request.
+        """Read several ranges (start, length) of an object at once. In a bucket, one request reads adjacent ranges.
 
-        A range has fewer bytes where the object ends before.
+        A range has fewer bytes if the object ends before.
 
         Raises:
-            NotFoundError: there is no such object.
-            StoreError: it could not be read.
+            NotFoundError: The object does not exist.
+            StoreError: The object could not be read.
         """
         if self.is_local:
             with self._reading(key) as path, opened_object(path) as (file, size):
@@ -408,11 +413,11 @@ class Store:
             raise self._translated("read", key, error) from error
 
     def size(self, key: str) -> int:
-        """Bytes of an object.
+        """Return the size of an object in bytes.
 
         Raises:
-            NotFoundError: there is no such object.
-            StoreError: the store did not answer.
+            NotFoundError: The object does not exist.
+            StoreError: The store is unreachable.
         """
         if self.is_local:
             with self._reading(key) as path:
@@ -425,10 +430,10 @@ class Store:
             raise self._translated("read", key, error) from error
 
     def entries(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """All objects whose key starts with whole path segments of ``prefix``, in no order. What is not a regular file is left out.
+        """Yield all objects with keys that start with the path segments of ``prefix``, in no order. Only regular files are included.
 
         Raises:
-            StoreError: the store did not answer.
+            StoreError: The store is unreachable.
         """
         import obstore
 
@@ -451,10 +456,10 @@ class Store:
             self.check_identity()
 
     def folders(self, prefix: str = "") -> list[str]:
-        """Names of the "folders" directly below a prefix, sorted. One that cannot be part of a key is left out and logged.
+        """Names of the "folders" directly below a prefix, sorted. A name that cannot be part of a key is omitted and logged.
 
         Raises:
-            StoreError: the store did not answer.
+            StoreError: The store is unreachable.
         """
         import obstore
 
@@ -473,7 +478,7 @@ class Store:
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in listing["common_prefixes"])
 
     def changed_ns(self, prefix: str) -> int:
-        """When objects directly below a prefix of a local store were last added or removed; 0 where there are none.
+        """Return when objects directly below a prefix of a local store were last added or removed; 0 without objects.
 
         Nanoseconds since the epoch, by the clock of the machine that has the folder.
         """
@@ -483,10 +488,10 @@ class Store:
             return 0
 
     def newest_ns(self, prefix: str = "") -> int:
-        """When the newest object below a prefix was written, in nanoseconds since the epoch by the store's clock; 0 where there are none.
+        """Return when the newest object below a prefix was written, in nanoseconds since the epoch by the store's clock; 0 without objects.
 
         Raises:
-            StoreError: the store did not answer.
+            StoreError: The store is unreachable.
         """
         import obstore
 
@@ -507,10 +512,10 @@ class Store:
             raise self._translated("list", prefix, error) from error
 
     def delete(self, key: str) -> None:
-        """Remove an object; a missing one is no error.
+        """Remove an object. A missing object is not an error.
 
         Raises:
-            StoreError: the store refused.
+            StoreError: The store refused the request.
         """
         import obstore
 
@@ -524,31 +529,31 @@ class Store:
                 raise translated from error
 
     def check_writable(self) -> None:
-        """Write and remove a small object, so that a bad store is told before training starts.
+        """Write and remove a small object, so that an unusable store is reported before training starts.
 
         Raises:
-            StoreError: with the store's own reason.
+            StoreError: The store refused; the message has its reason.
         """
         probe = f".watchstep-probe-{os.getpid()}"
         self.put(probe, b"")
         self.delete(probe)
 
     def _is_below_a_file(self, key: str) -> bool:
-        """Whether what was asked for would lie below an object: in a folder nothing can, in a bucket nothing does."""
+        """Return whether the key is below an object, which is impossible in a folder and does not occur in a bucket."""
         return self.is_local and refusal_of_folder(self._path(key), "list") == errno.ENOTDIR
 
     def _is_hidden(self, key: str, error: Exception) -> bool:
-        """Whether a refusal only says that there is no such object: who may list its folder can tell."""
+        """Return whether a refusal only means that the object does not exist, by listing its folder."""
         if not self._hides_missing or not is_denied(error):
             return False
         import obstore
 
         whole = self._prefix + key
         try:
-            # From just before it: the first page of names has it, if it is there.
+            # Start just before it: the first page of names contains it, if it exists.
             listing = obstore.list(self._backend, whole.rpartition("/")[0] or None, offset=whole[:-1])
             return all(str(meta["path"]) != whole for meta in next(iter(listing), []))
-        except Exception:  # noqa: BLE001 - it may not list either: then the refusal stands
+        except Exception:  # noqa: BLE001 - listing is also refused: the refusal remains
             return False
 
     def _named(self, key: str) -> str:
@@ -558,7 +563,7 @@ class Store:
         return f"{self.location}/{key}".rstrip("/")
 
     def _path_of(self, whole: str) -> str:
-        """In a folder, of a key with its prefix."""
+        """Return the path in a folder of a key with its prefix."""
         return f"{unquote(urlsplit(self.url).path)}/{whole}"
 
     def _translated(self, verb: Verb, key: str, error: Exception) -> StoreError:
@@ -571,23 +576,23 @@ class Store:
 
 
 def oversized(name: str, size: int, limit: int) -> FormatError:
-    """The error for an object over a reader's limit."""
+    """Return the error for an object over a reader's limit."""
     return FormatError(
-        f"object {name}: {size} bytes, over the limit of {limit}",
+        f"object {name} has {size} bytes, over the limit of {limit}",
         "nothing that Watchstep writes is so large: remove the object",
     )
 
 
 def checked_scheme(url: str) -> str:
-    """The scheme of a store's URL; empty for a path.
+    """Return the scheme of a store's URL; empty for a path.
 
     Raises:
-        ConfigError: there is no such store.
+        ConfigError: No store has this scheme.
     """
     scheme = urlsplit(url).scheme
     if not url or (scheme and scheme != "file" and scheme not in _CLOUD_SCHEMES):
         raise ConfigError(
-            f"store {url!r}: unknown scheme {scheme!r}" if url else "store: no URL given",
+            f"store {url!r} has unknown scheme {scheme!r}" if url else "store: no URL given",
             "use a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
         )
     return scheme
@@ -596,5 +601,5 @@ def checked_scheme(url: str) -> str:
 def _folder_of(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in {"", "localhost"} or not parts.path:
-        raise ConfigError(f"store {url!r}: no absolute path", "write file:///absolute/path, or a plain path")
+        raise ConfigError(f"store {url!r} has no absolute path", "use file:///absolute/path, or a plain path")
     return Path(unquote(parts.path))

@@ -112,3 +112,36 @@ def test_layers_on_two_devices(tmp_path: Path) -> None:
         rows = said(run, name)
         assert rows["affine_square"][0] == pytest.approx(1.0)
         assert set(rows["batches_tracked"]) == {0.0}
+
+
+class Noisy(nn.Module):
+    """A parametrization that uses random numbers each time it is read."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 0.01 * torch.randn_like(weight)
+
+
+def losses_of(store: Path | None) -> list[float]:
+    """Losses of a training with noise on the scale of its normalization layer, recorded or not."""
+    model = normalised()
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Noisy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = None if store is None else Hook(store, config=EVERY_STEP)
+    if hook is not None:
+        hook.watch(model, optimizer)
+    losses = []
+    for number, (x, y) in enumerate(batches(STEPS)):
+        model[1].train(number % 5 > 0)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if hook is not None:
+        hook.close()
+        assert not hook.health["faults"]
+    return losses
+
+
+def test_a_parametrization_of_the_scale_is_not_run(tmp_path: Path) -> None:
+    assert losses_of(tmp_path) == losses_of(None)

@@ -203,3 +203,18 @@ def test_what_is_nearly_a_built_in_name_is_refused() -> None:
         Cadence(every=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="mode"):
         Collection(modes={"test": None})  # type: ignore[dict-item]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_is_recorded_by_its_values(tmp_path: Path, layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), 3 * torch.ones(3)], layout=layout)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.log(loss=1.0)
+    hook.record({"nested": nested})
+    hook.step()
+    run = recorded(hook)
+    assert run.tensor("nested").statistics().select(["count", "max"]).to_pylist() == [
+        {"count": 5, "max": 3.0}
+    ]
+    assert run.losses().num_rows == 1

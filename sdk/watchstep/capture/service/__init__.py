@@ -1,1 +1,1 @@
-"""The service, as a recorder finds it, registers with it, and tells it of segments."""
+"""Locating the service, registration and announcements of segments."""

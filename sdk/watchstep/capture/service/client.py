@@ -1,7 +1,7 @@
-"""Requests of the SDK to the service: registrations, announcements, and credentials. Recording never needs them.
+"""Requests of the SDK to the service: registrations, announcements, and credentials. Recording works without them.
 
 After a failure the client pauses. ``traceparent`` (W3C) makes the service's trace continue the program's; it is written without a library.
-With ``WATCHSTEP_CREDENTIALS=service`` the service lends credentials that write one attempt and nothing else, and renews them as long as the
+With ``WATCHSTEP_CREDENTIALS=service`` the service lends credentials that write one attempt and nothing else, and renews them while the
 attempt runs. They are requested on the writer's thread and on obstore's, never on the training thread.
 """
 
@@ -38,7 +38,7 @@ HEADER = "traceparent"
 
 
 def current_span() -> str:
-    """The ``traceparent`` of this thread's current span; empty without one, or where OpenTelemetry was not loaded."""
+    """Return the ``traceparent`` of this thread's current span; empty without one, or if OpenTelemetry is not loaded."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return ""
@@ -47,19 +47,19 @@ def current_span() -> str:
         if not context.is_valid:
             return ""
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
-    except Exception:  # noqa: BLE001 - whatever somebody put in its place, recording goes on
+    except Exception:  # noqa: BLE001 - a replaced module must not affect recording
         return ""
 
 
 def new_trace() -> str:
-    """The ``traceparent`` of a trace that begins here. Takes nothing from the program's random generators."""
+    """Return the ``traceparent`` of a new trace. Does not use the program's random generators."""
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
 _FIRST_SECONDS = 1.0
-_LONGEST_SECONDS = 30.0
+_MAX_SECONDS = 30.0
 _PAUSED = frozenset((401, 403, 429, 502, 503, 504))
-_random = random.SystemRandom()  # the program's own generator stays as it is
+_random = random.SystemRandom()  # does not change the state of the program's generator
 
 
 def _jitter() -> float:
@@ -67,13 +67,13 @@ def _jitter() -> float:
 
 
 class ServicePause:
-    """The pause after a failure: what the service asks for, or else longer from failure to failure, 30 s at the most.
+    """The pause after a failure: as the service requests, or else increasing with each failure, at most 30 s.
 
-    Each is up to a quarter longer, at random: recorders that failed together must not return together.
+    Each pause is randomly up to a quarter longer, so that recorders that failed together do not return together.
 
     Args:
-        clock: seconds, growing.
-        jitter: the share that is added.
+        clock: monotonic time in seconds.
+        jitter: returns the added share.
     """
 
     def __init__(
@@ -85,49 +85,52 @@ class ServicePause:
         self._next = _FIRST_SECONDS
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the service should not be asked yet."""
+    def is_active(self) -> bool:
+        """Whether the service must not be contacted yet."""
         return self._clock() < self._until
 
     @property
-    def left(self) -> float:
-        """Seconds until it may be asked."""
+    def remaining(self) -> float:
+        """Seconds until the service may be contacted."""
         return max(0.0, self._until - self._clock())
 
-    def failed(self, error: ServiceError) -> None:
-        """The service refused, did not answer, or with something else.
+    def failed(self, error: ServiceError, *, repeats: bool = True) -> None:
+        """Record a failed request.
 
-        Of refusals, 401, 403 and 429 are about the caller, and 502 to 504 about a service that is starting; any other makes a
-        pause only if the answer names one.
+        Args:
+            error: the error.
+            repeats: whether the same request will be sent again. If not, only an answer with ``Retry-After``, or one about the caller or
+                a service that is starting (401, 403, 429, 502 to 504), causes a pause.
         """
         after = error.after_seconds if isinstance(error, ServiceRefusedError) else None
-        if isinstance(error, ServiceRefusedError) and after is None and error.status not in _PAUSED:
+        is_about_request = isinstance(error, ServiceRefusedError) and error.status not in _PAUSED
+        if not repeats and is_about_request and after is None:
             return
         pause = self._next if after is None else max(self._next, min(LONGEST_RETRY_AFTER, after))
         self._until = self._clock() + pause * (1.0 + self._jitter())
-        self._next = min(_LONGEST_SECONDS, 2 * self._next)
+        self._next = min(_MAX_SECONDS, 2 * self._next)
 
     def answered(self) -> None:
-        """The service took what it was told."""
+        """Record a successful request."""
         self._until, self._next = float("-inf"), _FIRST_SECONDS
 
     def hurry(self) -> None:
-        """The process is about to end: the service is asked once more at once."""
+        """Allow one more request at once, because the process is about to end."""
         self._until = float("-inf")
 
 
 _TIMEOUT_SECONDS = 5.0
-_LENDING_SECONDS = 30.0  # the service asks AWS meanwhile
-_LONGEST_PAUSE = 30.0
+_LENDING_SECONDS = 30.0  # the service sends requests to AWS meanwhile
+_MAX_PAUSE = 30.0
 _MAX_ANSWER = 4 * 1024 * 1024
 _MAX_ANSWER_MEMORY = 64 * 1024 * 1024
-_MEND = "check the URL, and that 'watchstep serve' runs there; recording goes on without it"
+_HINT = "check the URL, and that 'watchstep serve' runs there; recording continues without it"
 
 
 class ServiceClient:
-    """A few requests for one project, each sent once: whoever asks also waits between two tries, and may be told to end meanwhile.
+    """Requests for one project. Each is sent once: the caller waits between retries, and may be interrupted meanwhile.
 
-    Each takes five seconds at most, its answer's last byte included (30 for credentials); never called on the training thread.
+    Each takes at most five seconds, including its answer's last byte (30 for credentials). Never used on the training thread.
     """
 
     def __init__(
@@ -136,17 +139,17 @@ class ServiceClient:
         project: str,
         locate: Callable[[], ServiceAddress | None] | None = None,
     ) -> None:
-        """Nothing is asked yet.
+        """Create the client without sending requests.
 
         Args:
-            address: of the service; None where it is not known yet.
-            project: whose runs.
-            locate: says where the service answers now, when it does not at its address.
+            address: address of the service; None if unknown.
+            project: the project.
+            locate: returns the service's current address, if it does not answer at the known one.
         """
-        # Announcements come from a thread of their own, on which the program has no span.
+        # Announcements are sent by a separate thread, on which the program has no span.
         self._parent = current_span()
         self.pause_seconds = 0.0
-        """What the last answer asked for between two announcements; the service lags where it is not 0."""
+        """Pause between announcements that the last answer requested; not 0 if the service lags."""
         self._locate = locate
         self._runs = f"/v1/projects/{segment(project)}/runs"
         self._transport: Transport | None = None
@@ -155,52 +158,52 @@ class ServiceClient:
 
     @property
     def is_located(self) -> bool:
-        """Whether there is an address to ask."""
+        """Whether an address is known."""
         return self._transport is not None
 
     def move(self, address: ServiceAddress) -> bool:
-        """Ask at another address from now on; whether it is another."""
+        """Use another address from now on. Returns whether it differs."""
         if self._transport is not None and self._transport.address == address:
             return False
         self._transport = Transport(address, _TIMEOUT_SECONDS, bounds_request=True, tries=1)
         return True
 
     def register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a run known, with its rules and job.
+        """Register a run, with its rules and job.
 
         Args:
             registration: the body of ``POST /v1/projects/{project}/runs``.
 
         Raises:
-            ServiceError: the service refused, or did not answer.
+            ServiceError: the service refuses, or does not answer.
         """
         return self._post(self._runs, registration)
 
     def credentials(self, run: str, attempt: str) -> dict[str, Any]:
-        """Credentials that write one attempt.
+        """Request credentials that write one attempt.
 
         Returns:
             The answer of ``POST …/attempts/{attempt}/credentials``.
 
         Raises:
-            ServiceError: the service refused, or did not answer.
+            ServiceError: the service refuses, or does not answer.
         """
-        named = f"{segment(run)}/attempts/{segment(attempt)}"
-        return self._post(f"{self._runs}/{named}/credentials", {}, seconds=_LENDING_SECONDS)
+        path = f"{segment(run)}/attempts/{segment(attempt)}"
+        return self._post(f"{self._runs}/{path}/credentials", {}, seconds=_LENDING_SECONDS)
 
     def announce(
         self, run: str, key: SegmentKey, health: Mapping[str, Any], *, urgent: bool = False
     ) -> ControlDocument:
-        """Say that a segment lies on the store.
+        """Announce that a segment is on the store.
 
-        What follows from it belongs to one trace: that of this thread's current span, or of the one in which the client
-        was made, or else a new one.
+        The service's work for it belongs to one trace: that of this thread's current span, or of the one in which the client
+        was created, or else a new one.
 
         Returns:
             The control document of the run.
 
         Raises:
-            ServiceError: the service refused, or did not answer.
+            ServiceError: the service refuses, or does not answer.
         """
         body = {
             "attempt": key.writer.attempt,
@@ -217,7 +220,7 @@ class ServiceClient:
         try:
             control = ControlDocument.from_data(answer["control"])
         except (KeyError, FormatError) as error:
-            raise ServiceError(f"{self._name}: no control document in its answer", _MEND) from error
+            raise ServiceError(f"{self._name}: its answer has no control document", _HINT) from error
         self.pause_seconds = _pause(answer.get("pause_seconds"))
         return control
 
@@ -245,74 +248,76 @@ class ServiceClient:
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None, seconds: float
     ) -> dict[str, Any]:
         if self._transport is None:
-            raise UnreachableError("service: none is known yet", _MEND)
+            raise UnreachableError("the service's address is not known yet", _HINT)
         content, _ = self._transport.fetch(
-            "POST", path, None, body, headers, seconds=seconds, repeatable=True, most=_MAX_ANSWER
+            "POST", path, None, body, headers, seconds=seconds, repeatable=True, max_bytes=_MAX_ANSWER
         )
         try:
             data = parse_json(content, _MAX_ANSWER_MEMORY)
         except (ValueError, RecursionError) as error:
-            raise ServiceError(f"{self._name}: its answer is no JSON ({error})", _MEND) from error
+            raise ServiceError(f"{self._name}: its answer is not valid JSON ({error})", _HINT) from error
         if not isinstance(data, dict):
-            raise ServiceError(f"{self._name}: an answer of another form", _MEND)
+            raise ServiceError(f"{self._name}: its answer is not a JSON object", _HINT)
         return data
 
     def _has_moved(self) -> bool:
-        """Whether the service answers elsewhere, or with another token, since it was started again."""
+        """Whether the service has another address or token since it was restarted."""
         address = self._locate() if self._locate is not None else None
         return address is not None and self.move(address)
 
 
-def _pause(asked: Any) -> float:
-    """Seconds, where an answer holds a number of them; no answer can hold a recorder up for long."""
-    return float(min(asked, _LONGEST_PAUSE)) if type(asked) in (int, float) and asked > 0 else 0.0
+def _pause(requested: Any) -> float:
+    """Return the requested pause in seconds, 0 if it is invalid. The maximum keeps a service from blocking a recorder for long."""
+    return float(min(requested, _MAX_PAUSE)) if type(requested) in (int, float) and requested > 0 else 0.0
 
 
 CREDENTIALS = "WATCHSTEP_CREDENTIALS"
 SERVICE = "service"
-_PAUSE = 30.0
-"""After the service refused to renew, while those that are held still count."""
+_RENEWAL_PAUSE = 30.0
+"""Pause after the service refused to renew credentials that are still valid."""
 
 
 class LentCredentials:
-    """What obstore asks when those that it has are about to expire. Thread-safe.
+    """Credential provider for obstore, which calls it when credentials are about to expire. Thread-safe.
 
     Attributes:
-        answer: the service's, as it came last.
+        answer: the service's last answer.
     """
 
     def __init__(self, service: ServiceClient, run: str, attempt: str) -> None:
-        """Ask for the first.
+        """Request the first credentials.
 
         Raises:
             ServiceError: the service refuses, or does not answer.
         """
-        self._ask: Callable[[], dict[str, Any]] = functools.partial(service.credentials, run, attempt)
+        self._request: Callable[[], dict[str, Any]] = functools.partial(service.credentials, run, attempt)
         self._lock = threading.Lock()
-        self._again_at = 0.0
-        self.answer = self._ask()
+        self._next_request_at = 0.0
+        self.answer = self._request()
         self._settings: dict[str, Any] | None = _of(self.answer)
 
     def __call__(self) -> Mapping[str, Any]:
-        """Those that were asked for just now, or new ones; the old, as long as they count, where there are none.
+        """Return new credentials; the previous ones if there are none and they are still valid.
 
         Raises:
-            ServiceError: the service refuses, or does not answer, and the old ones have expired.
+            ServiceError: the service refuses, or does not answer, and the previous ones have expired.
         """
         with self._lock:
             settings, self._settings = self._settings, None
             if settings is not None:
-                return settings  # the first, just asked for
-            old = _of(self.answer)
-            if time.monotonic() < self._again_at and old["expires_at"] > datetime.now(timezone.utc):
-                return old
+                return settings  # the first ones, just requested
+            previous = _of(self.answer)
+            if time.monotonic() < self._next_request_at and previous["expires_at"] > datetime.now(
+                timezone.utc
+            ):
+                return previous
             try:
-                self.answer = self._ask()
+                self.answer = self._request()
             except ServiceError:
-                self._again_at = time.monotonic() + _PAUSE
-                if old["expires_at"] <= datetime.now(timezone.utc):
+                self._next_request_at = time.monotonic() + _RENEWAL_PAUSE
+                if previous["expires_at"] <= datetime.now(timezone.utc):
                     raise
-                return old
+                return previous
             return _of(self.answer)
 
 
@@ -324,20 +329,20 @@ def open_recorded(
     *,
     identity: StoreIdentity | None = None,
 ) -> Store:
-    """The store that a recorder writes to; with lent credentials where the environment asks for them.
+    """Open the store that a recorder writes to, with lent credentials if the environment requests them.
 
-    Where the service lends none, the program's own are used, if it has any, and that is told.
+    If the service lends none, the program's own are used, if it has any, and a fault is reported.
 
     Args:
-        url: of the store.
+        url: URL of the store.
         names: project, run and attempt.
-        service: where to ask; the environment's where it is left out.
-        on_fault: hears what went wrong, once.
-        identity: of the store, where it is a folder; remembered from the first time that it is opened.
+        service: client of the service; by default the environment's service.
+        on_fault: called once with an error of lending.
+        identity: identity of a local store; remembered from the first time that it is opened.
 
     Raises:
-        ConfigError: the URL or a variable cannot be used.
-        StoreError: there are no credentials, or a local folder cannot be made.
+        ConfigError: the URL or a variable is invalid.
+        StoreError: there are no credentials, or a local folder cannot be created.
     """
     if not lent():
         return Store.open(url, create=True, identity=identity)
@@ -347,7 +352,7 @@ def open_recorded(
         if checked_scheme(url) in {"s3", "s3a"} and not _has_own():
             raise StoreError(
                 f"store {url}: no credentials: {error.what}",
-                f"{error.hint}; or give the program its own, and unset {CREDENTIALS}",
+                f"{error.hint}; or give the program its own credentials, and unset {CREDENTIALS}",
             ) from error
         if on_fault is not None:
             on_fault("credentials", error)
@@ -355,41 +360,43 @@ def open_recorded(
 
 
 def lent() -> bool:
-    """Whether the service is to lend credentials.
+    """Whether the service is requested to lend credentials.
 
     Raises:
-        ConfigError: the variable has another value.
+        ConfigError: the variable is invalid.
     """
     value = os.environ.get(CREDENTIALS, "")
     if value not in {"", SERVICE}:
-        raise ConfigError(f"{CREDENTIALS}={value!r}", f"set {SERVICE!r}, or unset it")
+        raise ConfigError(f"invalid {CREDENTIALS}={value!r}", f"set {SERVICE!r}, or unset it")
     return value == SERVICE
 
 
 def _open_lent(url: str, names: tuple[str, str, str], service: ServiceClient | None) -> Store:
     project, run, attempt = names
     if checked_scheme(url) not in {"s3", "s3a"}:
-        raise ServiceError(f"store {url}: no bucket on S3; none are lent for it", f"unset {CREDENTIALS}")
+        raise ServiceError(
+            f"store {url} is not an S3 bucket: credentials are lent for S3 only", f"unset {CREDENTIALS}"
+        )
     if service is None:
         address = ServiceAddress.from_environment()
         if address is None:
-            raise ServiceError(f"{CREDENTIALS}={SERVICE}: no service is named", "set WATCHSTEP_SERVICE")
+            raise ServiceError(f"{CREDENTIALS}={SERVICE}: no service is configured", "set WATCHSTEP_SERVICE")
         service = ServiceClient(address, project)
     credentials = LentCredentials(service, run, attempt)
     registered = str(credentials.answer.get("store", url)).rstrip("/")
     if registered != url.rstrip("/"):
         raise ServiceError(
-            f"project {project!r} lies at {registered}, not at {url}", "set WATCHSTEP_STORE to it"
+            f"the store of project {project!r} is {registered}, not {url}", "set WATCHSTEP_STORE to it"
         )
     region, endpoint = (str(credentials.answer.get(name, "")) for name in ("region", "endpoint"))
     return Store.open(url, access=S3Access(credentials, region, endpoint, hides_missing=True))
 
 
 def _of(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The service's answer as obstore takes it.
+    """Convert the service's answer to obstore's format.
 
     Raises:
-        ServiceError: it is another.
+        ServiceError: the answer is invalid.
     """
     try:
         expires = datetime.fromisoformat(str(answer["expires_at"]).replace("Z", "+00:00"))
@@ -401,12 +408,12 @@ def _of(answer: Mapping[str, Any]) -> dict[str, Any]:
         }
     except (KeyError, ValueError) as error:
         raise ServiceError(
-            "the service's answer holds no credentials", "see that it is of this version"
+            "the service's answer has no credentials", "check that the service has the same version"
         ) from error
 
 
 def _has_own() -> bool:
-    """Whether the program has credentials of its own."""
+    """Whether the program has its own credentials."""
     try:
         import boto3
     except ImportError:

@@ -1,6 +1,6 @@
-"""Where a service is found: by its URL, or by the note that ``watchstep serve`` leaves on this machine.
+"""Locating a service: by its URL, or by the note that ``watchstep serve`` writes on this machine.
 
-A service of this machine has another port and other tokens after each restart, so its note is read again whenever it does
+A service on this machine has another port and other tokens after each restart, so its note is read again whenever it does
 not answer.
 """
 
@@ -29,11 +29,11 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class FoundService:
-    """A service to register with, and what the program may use of it.
+    """A service, with addresses for registration and for recording.
 
     Attributes:
-        operator: registers the run and binds its job.
-        recorder: for the program itself, which may announce and no more.
+        operator: for registering the run and binding its job.
+        recorder: for the program itself, which may only announce.
     """
 
     operator: ServiceAddress
@@ -42,14 +42,14 @@ class FoundService:
 
 @dataclass(frozen=True)
 class ServiceNote:
-    """What ``watchstep serve`` leaves in its home for the programs and commands of its user.
+    """What ``watchstep serve`` writes to its home for programs and commands of its user.
 
     Attributes:
-        url: of the API.
-        operator_token: may do everything.
-        recorder_token: may register and announce runs.
+        url: URL of the API.
+        operator_token: token with all permissions.
+        recorder_token: token that may register and announce runs.
         store: the store that the service watches, as a URL or a path.
-        process: of the service.
+        process: the service's process.
     """
 
     url: str
@@ -60,21 +60,21 @@ class ServiceNote:
 
     @classmethod
     def read(cls, home: Path) -> ServiceNote | None:
-        """The note in a home; None where there is none.
+        """Read the note in a home; None if there is none.
 
-        A home may lie in a store that other users write to. Whoever writes the note receives the run's registration and can stop
-        the run, so that only a note of this user or of root is read; a link, a pipe, a device and a large file are not.
+        A home may be in a store that other users write to. The writer of the note receives the run's registration and can stop
+        the run, so only notes of this user or of root are read; links, pipes, devices and large files are not.
 
         Raises:
-            ConfigError: the note cannot be read, belongs to another user, or has another form.
+            ConfigError: the note cannot be read, belongs to another user, or is invalid.
         """
-        place = home / SERVICE_NOTE
+        path = home / SERVICE_NOTE
         try:
-            return cls._parse(read_owned_file(place, {os.geteuid(), _ROOT}, max_bytes=_MAX_BYTES))
+            return cls._parse(read_owned_file(path, {os.geteuid(), _ROOT}, max_bytes=_MAX_BYTES))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
-            raise _unusable(place, error) from error
+            raise _unusable(path, error) from error
 
     @classmethod
     def _parse(cls, data: bytes) -> ServiceNote:
@@ -85,8 +85,8 @@ class ServiceNote:
         )
         for part in (url, operator, recorder):
             if not part.isprintable():
-                raise ValueError("the URL or a token has characters that cannot be sent")
-        _ = urlsplit(ServiceAddress.checked(url, "").url).port  # ValueError where it is not a valid one
+                raise ValueError("the URL or a token contains characters that cannot be sent")
+        _ = urlsplit(ServiceAddress.checked(url, "").url).port  # ValueError if it is invalid
         local_folder(store)
         process = ProcessIdentity(**note["process"])
         if not (
@@ -94,36 +94,36 @@ class ServiceNote:
             and isinstance(process.boot, str)
             and isinstance(process.host, str)
         ):
-            raise ValueError("process: not the identity of a process")
+            raise ValueError("process is not the identity of a process")
         return cls(url, operator, recorder, store, process)
 
 
 def _text(note: Any, name: str) -> str:
     value = note[name]
     if not isinstance(value, str):
-        raise TypeError(f"{name}: not a text")
+        raise TypeError(f"{name} is not a string")
     return value
 
 
-def _unusable(place: Path, error: Exception) -> ConfigError:
+def _unusable(path: Path, error: Exception) -> ConfigError:
     if isinstance(error, ConfigError):
         reason = error.what
     else:
         reason = (error.strerror or "") if isinstance(error, OSError) else repr(error)
     return ConfigError(
-        f"{place}: the note of a service cannot be used ({reason[:200]})",
-        "remove it, or name the service by --service or WATCHSTEP_SERVICE",
+        f"{path}: the note of a service is invalid ({reason[:200]})",
+        "remove it, or name the service with --service or WATCHSTEP_SERVICE",
     )
 
 
 @dataclass(frozen=True)
 class ServiceLocation:
-    """Where to look for a service, now and again.
+    """Where to look for a service, now and later.
 
     Attributes:
-        url: of a service that was named; its token is in ``WATCHSTEP_TOKEN``. Empty for one of this machine.
-        homes: where a service of this machine may have left its note.
-        store_url: the store that it has to watch.
+        url: URL of a named service, with its token in ``WATCHSTEP_TOKEN``. Empty for a service on this machine.
+        homes: homes in which a service on this machine may have written its note.
+        store_url: the store that it must watch.
     """
 
     url: str
@@ -132,25 +132,25 @@ class ServiceLocation:
 
     @classmethod
     def of(cls, url: str, store_url: str) -> ServiceLocation:
-        """The service that is named, by an argument or the environment, or else one of this machine.
+        """Return the location of the service named by an argument or the environment, or else of one on this machine.
 
         Raises:
-            ConfigError: the URL is none.
+            ConfigError: the URL is invalid.
         """
         named = ServiceAddress.checked(url, "") if url else ServiceAddress.from_environment()
         try:
             homes = [absolute_path(os.environ.get(HOME) or "~/.watchstep")]
         except ConfigError:
-            homes = []  # of a user without a home folder: no service can have one there
+            homes = []  # the user has no home folder, and therefore no service in it
         if (folder := local_folder(store_url)) is not None:
             homes.insert(0, folder / ".watchstep")
         return cls(named.url if named else "", () if named else tuple(map(str, homes)), store_url)
 
     def find(self) -> FoundService | None:
-        """The service as it is there now; None where none is.
+        """Return the current service; None if there is none.
 
         Raises:
-            ConfigError: no home has one, and a note cannot be used.
+            ConfigError: no home has a service, and a note is invalid.
         """
         if self.url:
             named = ServiceAddress.checked(self.url, os.environ.get(TOKEN, ""))
@@ -160,9 +160,7 @@ class ServiceLocation:
             try:
                 if (service := service_at(Path(home), self.store_url)) is not None:
                     return service
-            except (
-                ConfigError
-            ) as error:  # whoever may write to the store must not hide the service of the other home
+            except ConfigError as error:  # a writer to the store must not hide the service of the other home
                 refused = refused or error
         if refused is not None:
             raise refused
@@ -170,19 +168,19 @@ class ServiceLocation:
 
 
 def find_service(url: str, store_url: str) -> FoundService | None:
-    """The service named, or the one on this machine that watches the store; None where there is none.
+    """Return the named service, or the one on this machine that watches the store; None if there is none.
 
     Raises:
-        ConfigError: the URL is none, or the service's own note cannot be used.
+        ConfigError: the URL or the service's note is invalid.
     """
     return ServiceLocation.of(url, store_url).find()
 
 
 def service_at(home: Path, store_url: str) -> FoundService | None:
-    """The service of a home, where one runs and watches the store.
+    """Return the service of a home, if it runs and watches the store.
 
     Raises:
-        ConfigError: its note cannot be used.
+        ConfigError: its note is invalid.
     """
     note = ServiceNote.read(home)
     if note is None:
@@ -199,13 +197,13 @@ def service_at(home: Path, store_url: str) -> FoundService | None:
 
 
 def make_home(home: Path) -> None:
-    """Make the folder of a service, for its user alone, or see that the one there is not another user's.
+    """Create a private folder for a service, or check that the existing one does not belong to another user.
 
-    A home may lie in a store that other users write to. Whoever owns it can exchange what the service keeps there: its database, its key, and the
-    commands that stop jobs. Root may serve from the folder of any user, as in a container with a mounted folder.
+    A home may be in a store that other users write to. Its owner can replace what the service keeps there: its database, its key, and the
+    commands that stop jobs. Root may serve from any user's folder, as in a container with a mounted folder.
 
     Raises:
-        ConfigError: it cannot be made, is no folder, or belongs to another user.
+        ConfigError: it cannot be created, is not a folder, or belongs to another user.
     """
     user = os.geteuid()
     try:
@@ -213,21 +211,21 @@ def make_home(home: Path) -> None:
         owner = home.stat().st_uid
     except OSError as error:
         raise ConfigError(
-            f"home {home}: the folder cannot be made ({error.strerror})",
-            "name a folder that you may write to, in WATCHSTEP_HOME or as the store",
+            f"home {home}: the folder cannot be created ({error.strerror})",
+            "use a writable folder as WATCHSTEP_HOME or as the store",
         ) from error
     if user != _ROOT and owner not in {user, _ROOT}:
         raise ConfigError(
             f"home {home}: the folder belongs to another user ({owner})",
-            "remove it, or start 'watchstep serve' with a WATCHSTEP_HOME of your own",
+            "remove it, or start 'watchstep serve' with your own WATCHSTEP_HOME",
         )
 
 
 def local_folder(store_url: str) -> Path | None:
-    """The folder of a store on this machine; None for a bucket.
+    """Return the folder of a store on this machine; None for a bucket.
 
     Raises:
-        ConfigError: there is no such store.
+        ConfigError: the URL is invalid.
     """
     scheme = checked_scheme(store_url)
     if scheme == "file":
@@ -236,10 +234,10 @@ def local_folder(store_url: str) -> Path | None:
 
 
 def is_same_store(candidate: str, other: str) -> bool:
-    """Whether two URLs or paths name the same store, also by way of ``..`` and symbolic links.
+    """Whether two URLs or paths name the same store, including ``..`` and symbolic links.
 
     Raises:
-        ConfigError: one of them names no store.
+        ConfigError: one of them is invalid.
     """
     return _resolved(candidate) == _resolved(other)
 

@@ -1,19 +1,16 @@
-"""Background reports to the service: the registration that ``watchstep run`` could not make, and announcements of segments.
+"""Background reports to the service: a registration that ``watchstep run`` could not make, and announcements of segments.
 
-What ``watchstep run`` could not do when it started the program, and the recorder does in the background.
-
-The launch hands it over by the environment: a registration that no service took (rules, the job), rules that no store took,
-and whether a tombstone was looked for. One thread of the first rank registers, and ends when that is done::
+The launch passes a pending registration in the environment: a registration that no service accepted (rules, the job), rules that no
+store accepted, and whether a tombstone was checked. One thread of the first rank registers, and ends when that is done::
 
     waiting ──service found, 2xx──▶ done
        ▲ │
-       └─┴─no service, no answer, 401, 403, 429, 5xx: again after a pause
+       └─┴─no service, no answer, 401, 403, 429, 5xx: retry after a pause
          └─any other refusal: given up, in health
 
-Telling the service of segments, on a thread of its own: neither writing nor training waits for an answer.
-
-One request names one segment. The answers hold the control document, which is heard here first. What the service is not told of it finds
-by listing the store, for the number of a later segment shows the gap: while it is slow, the newest is enough.
+Segments are announced by a separate thread, so that neither writing nor training waits for an answer. One request names one segment.
+Answers contain the control document. The service discovers unannounced segments by listing the store, because the number of a later
+segment shows the gap: while the service is slow, announcing the newest is enough.
 """
 
 from __future__ import annotations
@@ -41,24 +38,24 @@ from watchstep.platform.process import join_until
 from watchstep.platform.transport import ServiceAddress, ServiceRefusedError, UnreachableError
 
 LAUNCH = "WATCHSTEP_LAUNCH"
-_MOST_BYTES = 100_000  # Linux takes 128 KiB for a variable
+_MAX_BYTES = 100_000  # Linux limits a variable to 128 KiB
 _JOIN_SECONDS = 1.0
 _JOB_REFUSED = {HTTPStatus.FORBIDDEN, HTTPStatus.UNPROCESSABLE_ENTITY}
-"""What a service answers where it takes the run and not its job."""
+"""Answers of a service that accepts the run but not its job."""
 
 
 @dataclass(frozen=True)
 class LaunchState:
-    """What a launch hands over to the recorder.
+    """State that a launch passes to the recorder.
 
     Attributes:
-        location: where a service of this machine may be found; None for one that was named, and where nothing is left to do.
-        run: of the registration; empty where there is none left.
-        attempt: of the registration: the one that the job is.
-        job: the job to bind; None where the token of the launch may not.
-        rules: for the registration, and for the run's document where the store did not take it.
-        verified: whether a tombstone was looked for.
-        warned: the user was told that the service does not answer, or refuses the token.
+        location: where to look for a service on this machine; None for a named one, and if nothing is left to do.
+        run: the run to register; empty if none is left.
+        attempt: the attempt of the registration, which is the job's.
+        job: the job to bind; None if the launch's token may not bind it.
+        rules: rules for the registration, and for the run's document if the store did not accept it.
+        verified: whether a tombstone was checked.
+        warned: the user was warned that the service does not answer, or refuses the token.
     """
 
     location: ServiceLocation | None = None
@@ -70,25 +67,25 @@ class LaunchState:
     warned: bool = False
 
     def encode(self) -> str:
-        """As the value of an environment variable.
+        """Encode as the value of an environment variable.
 
         Raises:
-            FormatError: it is too large for one.
+            FormatError: it is too large.
         """
         text = base64.b64encode(zlib.compress(json.dumps(asdict(self), default=str).encode())).decode()
-        if len(text) > _MOST_BYTES:
+        if len(text) > _MAX_BYTES:
             raise FormatError(
-                f"rules: {len(text)} bytes, over the {_MOST_BYTES} that can wait for a service",
+                f"the rules have {len(text)} bytes, more than the {_MAX_BYTES} that can wait for a service",
                 "start the program again when the service answers, or use fewer rules",
             )
         return text
 
     @classmethod
     def decode(cls, text: str) -> LaunchState:
-        """Read what `encode` gave.
+        """Parse the result of `encode`.
 
         Raises:
-            FormatError: it is something else.
+            FormatError: the text is invalid.
         """
         try:
             data = json.loads(zlib.decompress(base64.b64decode(text)))
@@ -97,15 +94,15 @@ class LaunchState:
                 location = ServiceLocation(location["url"], tuple(location["homes"]), location["store_url"])
             return replace(cls(**data), location=location, rules=tuple(data["rules"]))
         except (ValueError, KeyError, TypeError, zlib.error) as error:
-            raise FormatError(f"{LAUNCH}: not of 'watchstep run' ({error!r})", "unset it") from error
+            raise FormatError(f"{LAUNCH} was not set by 'watchstep run' ({error!r})", "unset it") from error
 
     @classmethod
     def from_environment(
         cls, health: RecorderHealth, variables: Mapping[str, str] = os.environ
     ) -> LaunchState:
-        """What the launch of this program left; nothing where there was none. A variable of another form is a fault in health.
+        """Return the state that the launch of this program passed; empty without one. An invalid variable is a fault in health.
 
-        Of what the launch has warned, nothing is logged again.
+        Faults of which the launch has warned are not logged again.
         """
         text = variables.get(LAUNCH, "")
         if not text:
@@ -121,9 +118,9 @@ class LaunchState:
         return state
 
     def recorder_address(self, health: RecorderHealth) -> ServiceAddress | None:
-        """Where a service of this machine answers now, for the recorder; None where none is found, or one was named.
+        """Return the current recorder address of a service on this machine; None if there is none, or one was named.
 
-        A note of a service that is damaged, or another user's, is a fault in health.
+        An invalid note of a service, or another user's, is a fault in health.
         """
         try:
             service = self.location.find() if self.location is not None and not self.location.url else None
@@ -140,7 +137,7 @@ def _is_outage(error: BaseException) -> bool:
 
 
 class RunRegistration:
-    """Registers a run in the background, for as long as its recording goes on."""
+    """Registers a run in the background while its recording runs."""
 
     def __init__(
         self,
@@ -150,14 +147,14 @@ class RunRegistration:
         control: ControlReader,
         health: RecorderHealth,
     ) -> None:
-        """Nothing is asked yet.
+        """Create the registration without starting it.
 
         Args:
-            state: what is to be registered.
-            project: of the run.
-            client: what announces later; it is told where the service is.
-            control: told of the document in the answer.
-            health: says what is still to be done, and what failed.
+            state: what to register.
+            project: the run's project.
+            client: client for announcements, which receives the service's address.
+            control: receives the control document of the answer.
+            health: reports what is pending, and failures.
         """
         assert state.location is not None
         self._location = state.location
@@ -170,27 +167,25 @@ class RunRegistration:
         self._thread = threading.Thread(target=self._work, name="watchstep-register", daemon=True)
 
     def start(self) -> None:
-        """Register until it is done, or `close`."""
+        """Register until it succeeds, or until `close`."""
         self._health.note("registration", "the service does not know this run's job and rules yet")
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more. Waits for nothing."""
+        """Stop registering. Does not block."""
         self._ended.set()
 
     def join(self, is_late: Callable[[], bool]) -> None:
-        """Wait for what is being asked, until it is late."""
+        """Wait for a request in progress, until ``is_late`` returns True."""
         join_until(self._thread, is_late, _JOIN_SECONDS)
 
     def _work(self) -> None:
         pause = ServicePause()
-        while not self._ended.wait(pause.left):
+        while not self._ended.wait(pause.remaining):
             try:
                 service = self._location.find()
                 if service is None:
-                    pause.failed(
-                        UnreachableError("service: none watches the store", "start 'watchstep serve'")
-                    )
+                    pause.failed(UnreachableError("no service watches the store", "start 'watchstep serve'"))
                     continue
                 self._register(service)
             except ServiceRefusedError as error:
@@ -222,7 +217,7 @@ class Registered:
 
     Attributes:
         data: the answer.
-        job_refusal: why the job was not bound; None where it was, or where there is none.
+        job_refusal: why the job was not bound; None if it was, or if there is none.
     """
 
     data: dict[str, Any]
@@ -237,10 +232,10 @@ def register(
     rules: tuple[dict[str, Any], ...],
     job: dict[str, Any] | None,
 ) -> Registered:
-    """Make a run known with its rules, and bind its job; without the job where the token may only record. Safe to repeat.
+    """Register a run with its rules, and bind its job; without the job if the token may only record. Safe to repeat.
 
     Raises:
-        RefusedError: the service refuses.
+        ServiceRefusedError: the service refuses.
         UnreachableError: it does not answer.
     """
     client = ServiceClient(operator, project)
@@ -257,7 +252,7 @@ def register(
 
 
 def control_in(answer: dict[str, Any]) -> ControlDocument:
-    """The control document in the answer to a registration.
+    """Return the control document in the answer to a registration.
 
     Raises:
         ServiceError: there is none.
@@ -266,13 +261,13 @@ def control_in(answer: dict[str, Any]) -> ControlDocument:
         return ControlDocument.from_data(answer["control"])
     except (KeyError, FormatError) as error:
         raise ServiceError(
-            "service: no control document in its answer", "see that it is of this version"
+            "the service's answer has no control document", "check that the service has the same version"
         ) from error
 
 
-_MOST_WAITING = 64
+_MAX_QUEUED = 64
 _SLOW_SECONDS = 1.0
-"""After an answer that took so long, of the segments that wait only the newest is announced."""
+"""Answer time after which only the newest waiting segment is announced."""
 _LOCATING_SECONDS = 1.0
 
 
@@ -287,14 +282,14 @@ class Announcer:
         health: RecorderHealth,
         is_urgent: Callable[[], bool],
     ) -> None:
-        """Nothing is announced yet.
+        """Create the announcer without announcements.
 
         Args:
-            service: where to announce.
+            service: client of the service.
             registration: ``run`` and ``rules`` to register the run with, once and before anything else.
-            control: told of the document in each answer.
-            health: for faults; told to the service with each segment.
-            is_urgent: whether the service shall evaluate before other runs.
+            control: receives the control document of each answer.
+            health: counts faults, and is reported to the service with each segment.
+            is_urgent: whether the service should evaluate the run before others.
         """
         self._service = service
         self._registration = registration
@@ -310,32 +305,32 @@ class Announcer:
         self._cost: Callable[[float], None] | None = None
 
     @property
-    def is_left_alone(self) -> bool:
-        """Whether the service has refused, and is not to be asked yet."""
-        return self._pause.goes_on
+    def is_paused(self) -> bool:
+        """Whether the service has refused, and must not be contacted yet."""
+        return self._pause.is_active
 
     def report_cost(self, report: Callable[[float], None]) -> None:
-        """Tell of the processor time of each request, in seconds."""
+        """Set a callback for the processor seconds of each request."""
         self._cost = report
 
     def announce(self, key: SegmentKey) -> None:
-        """Have the service told of a segment. Never waits; of too many the oldest are left out."""
+        """Queue the announcement of a segment. Never blocks; if there are too many, the oldest are skipped."""
         with self._changed:
             self._waiting.append(key)
-            self._skip(_MOST_WAITING)
+            self._skip(_MAX_QUEUED)
             if self._thread is None and not self._closing:
                 self._thread = threading.Thread(target=self._work, name="watchstep-announcer", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def hurry(self) -> None:
-        """The process is about to end: ask once more at once."""
+        """Retry at once, because the process is about to end."""
         with self._changed:
             self._pause.hurry()
             self._changed.notify_all()
 
     def close(self, is_late: Callable[[], bool]) -> None:
-        """Announce what waits, and end where the service refuses or does not answer; wait for that until it is late."""
+        """Announce waiting segments until the service refuses or does not answer, or ``is_late`` returns True."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -354,12 +349,12 @@ class Announcer:
                 self._cost(time.thread_time() - cpu)
 
     def _next(self) -> SegmentKey | None:
-        """Wait for a segment that can be announced now; None where it is time to end."""
+        """Wait for a segment that can be announced now; None if it is time to end."""
         with self._changed:
-            while not (self._waiting and self._service.is_located and not self._pause.goes_on):
+            while not (self._waiting and self._service.is_located and not self._pause.is_active):
                 if self._closing:
                     return None
-                pause = self._pause.left or _LOCATING_SECONDS
+                pause = self._pause.remaining or _LOCATING_SECONDS
                 self._changed.wait(pause if self._waiting else None)
             return self._waiting[0]
 
@@ -369,13 +364,14 @@ class Announcer:
             self._health.count("skipped_announcements")
 
     def _announced(self, key: SegmentKey) -> bool:
-        """Whether the service needs to hear of a segment no more: it was told, or would refuse it again."""
+        """Whether a segment needs no further announcement: it was announced, or would be refused again."""
         try:
             self._announce(key)
         except ServiceError as error:
             self._health.fault("service", error)
-            self._pause.failed(error)
-            return isinstance(error, ServiceRefusedError) and error.is_final and self._registered
+            dropped = isinstance(error, ServiceRefusedError) and error.is_final and self._registered
+            self._pause.failed(error, repeats=not dropped)
+            return dropped
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach the program
             self._health.fault("service", error)
             self._pause.failed(UnreachableError(str(error), ""))

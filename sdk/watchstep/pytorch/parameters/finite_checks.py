@@ -30,6 +30,7 @@ from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel
 from watchstep.pytorch.gate import GradientGate, any_is_nonfinite, any_is_nonfinite_on_host
 from watchstep.pytorch.names import NamedParameter, Names, bases_of, dtype_name, standing
+from watchstep.pytorch.observable import own_tensor
 from watchstep.pytorch.parameters.parameters import Updated
 
 _SUFFIX = ":finite_check"
@@ -187,7 +188,7 @@ class FiniteChecks:
             since = self._schedule.now()
             written = [*self._written(optimizer, updated), *self._current_buffers()]
             self._record([*written, *self._changed_buffers(step)], step)
-            self._schedule.asked(since)
+            self._schedule.report_extra(since)
 
     def has_damage(self, optimizer: Optimizer, updated: Updated) -> bool | None:
         """Whether a parameter or its state is non-finite that was finite at the start; None where that lies on a device."""
@@ -198,7 +199,7 @@ class FiniteChecks:
             return None
         since = self._schedule.now()
         damaged = any_is_nonfinite_on_host([checked.values for checked in written])
-        self._schedule.asked(since)
+        self._schedule.report_extra(since)
         return damaged
 
     def check_buffers(self, step: int) -> None:
@@ -206,7 +207,7 @@ class FiniteChecks:
         if (self._buffers or self._own) and self._is_due(step):
             since = self._schedule.now()
             self._record([*self._current_buffers(), *self._changed_buffers(step)], step)
-            self._schedule.asked(since)
+            self._schedule.report_extra(since)
 
     def _is_due(self, step: int) -> bool:
         return step == self._due or 0 <= self._follow_up <= step
@@ -226,7 +227,7 @@ class FiniteChecks:
             checked.values for checked in written if not (checked.on_host and checked.key in self._starts)
         ]
         nonfinite = gate.has_nonfinite(usual)
-        self._schedule.asked(since)
+        self._schedule.report_extra(since)
         return nonfinite
 
     def _record(self, written: Sequence[_Checked], step: int) -> None:
@@ -311,7 +312,7 @@ class FiniteChecks:
         for order, (path, module) in enumerate(self._names.model.named_modules()):
             if isinstance(module, _NormBase):
                 for leaf in ("running_mean", "running_var"):
-                    values = getattr(module, leaf)
+                    values = own_tensor(module, leaf)
                     if isinstance(values, Tensor) and (stands := standing(values, self._names.whole)).records:
                         info = _described(self._names.buffer(path, leaf, module, order))
                         yield module, leaf, info, stands.weight
@@ -350,7 +351,7 @@ class FiniteChecks:
 
     def _current_buffers(self) -> Iterable[_Checked]:
         for module, leaf, info, place in self._buffers:
-            values = getattr(module, leaf)
+            values = own_tensor(module, leaf)
             if isinstance(values, Tensor):
                 yield _Checked((id(module), leaf), info, place, values)
 

@@ -154,7 +154,7 @@ def test_the_pause_after_a_refusal() -> None:
     def lasts() -> float:
         """Seconds until the service may be asked again."""
         began = now[0]
-        while pause.goes_on:
+        while pause.is_active:
             now[0] += 0.5
         return now[0] - began
 
@@ -168,8 +168,12 @@ def test_the_pause_after_a_refusal() -> None:
     refused(429, 1e9)
     assert lasts() == 300
     pause.answered()
-    refused(500, None)
-    assert lasts() == 0, "which says nothing of who asks"
+    pause.failed(ServiceRefusedError(422, "", "no", "", None), repeats=False)
+    assert lasts() == 0, "the next request may be accepted"
+    for status, expected in ((500, 1), (404, 2), (302, 4)):
+        refused(status, None)
+        assert lasts() == expected, "the same request is sent again"
+    pause.answered()
     for error in (
         UnreachableError("no answer", ""),
         ServiceRefusedError(503, "", "starts", ""),
@@ -179,17 +183,18 @@ def test_the_pause_after_a_refusal() -> None:
         assert lasts() == 1, "a service that starts, or none of Watchstep's"
         pause.answered()
     refused(503, 3.0)
-    assert pause.goes_on
+    assert pause.is_active
     pause.hurry()
-    assert not pause.goes_on
+    assert not pause.is_active
 
 
+@pytest.mark.parametrize("status", [401, 500, 404, 302])
 def test_a_service_that_refuses_is_left_alone_while_a_loss_is_nan(
-    service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
     monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
-    service.refuses = (401, "")
+    service.refuses = (status, "")
     began = time.monotonic()
     with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
         record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
@@ -252,9 +257,9 @@ def record_until(hook: Hook, done: Callable[[], object]) -> None:
         (b'{"status":"ok"}', "no control document"),
         (b'{"control":null}', "no control document"),
         (b'{"control":7}', "no control document"),
-        (b"[]", "another form"),
-        (b"[" * 100_000 + b"]" * 100_000, "no JSON"),
-        (b"[" + b"[]," * 600_000 + b"[]]", "no JSON"),
+        (b"[]", "not a JSON object"),
+        (b"[" * 100_000 + b"]" * 100_000, "not valid JSON"),
+        (b"[" + b"[]," * 600_000 + b"[]]", "not valid JSON"),
     ],
 )
 def test_an_answer_of_another_form_is_an_error_of_the_service(

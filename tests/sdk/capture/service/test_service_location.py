@@ -78,7 +78,7 @@ def link_to_a_valid_note(place: Path) -> None:
 @pytest.mark.parametrize("make", [pipe, folder, sparse, link_to_a_valid_note])
 def test_only_a_small_regular_file_is_read(store: Path, make: Callable[[Path], None]) -> None:
     make(place_of(store))
-    with pytest.raises(ConfigError, match="the note of a service cannot be used"):
+    with pytest.raises(ConfigError, match="the note of a service is invalid"):
         find_service("", store.as_uri())
 
 
@@ -106,7 +106,7 @@ def test_only_a_small_regular_file_is_read(store: Path, make: Callable[[Path], N
 )
 def test_a_damaged_note_is_a_configuration_error(store: Path, content: str) -> None:
     place_of(store).write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"service\.json: the note of a service cannot be used"):
+    with pytest.raises(ConfigError, match=r"service\.json: the note of a service is invalid"):
         find_service("", store.as_uri())
 
 
