@@ -1,8 +1,9 @@
-"""Phase b, first half: find and read the segments that an evaluation judges. No transaction is open meanwhile."""
+"""The first phase of an evaluation: find and read its segments. No transaction is open meanwhile."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,7 @@ from watchstep.format import segment
 from watchstep.format.block import Block, BlockMemory
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.format.segment import check_steps
+from watchstep.format.tensors import MAX_WORD_BYTES, TensorInfo
 from watchstep.store.store import Store
 from watchstep_rules.engine.history import canonical
 from watchstep_services.core.settings import nanoseconds
@@ -19,7 +21,7 @@ from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.evaluation import inbox as cursors
 from watchstep_services.evaluation.inbox import (
     Gap,
-    GapPatience,
+    GapTimeout,
     Inbox,
     InboxEntry,
     Plan,
@@ -34,37 +36,40 @@ from watchstep_services.service.context import Service
 from watchstep_services.service.judging import lookback
 
 SLICE_SECONDS = 5.0
-"""After so long an evaluation reads no more: whatever a run has waiting, the others wait for one slice of it."""
+"""Time after which an evaluation reads no more, so that runs with much to read do not delay the others."""
 
 LARGE_ROWS = 100_000
-"""After so many rows an evaluation reads no more. Where each of them is a finding, this takes some 0.4 GB and ten seconds."""
+"""Rows after which an evaluation reads no more. If each row is a finding, this takes about 0.4 GB and ten seconds."""
+
+NAME_BYTES = 16 * 1024 * 1024
+"""Limit of the names of an attempt's tensors together: 200,000 names of 80 bytes. Rule states repeat each name several times."""
 
 _MOST_ERRORS = 3
-"""Writers of an attempt of which the store fails to give a segment, before it is asked for no more of them."""
+"""Writers of an attempt with store errors, after which no more of its segments are read."""
 
 _MOST_ABSENT = 32
-"""Look-ups of absent segments in one evaluation: so many of writers that were read before, and so many of others."""
+"""Limit of look-ups of absent segments in one evaluation, separately for writers that were read before and for others."""
 
 _ABSENT_SECONDS = 1.0
-"""How long these may take, for each of the two."""
+"""Time limit of these look-ups, separately for the two kinds of writers."""
 
 
 @dataclass
 class Collected:
-    """What was read of one attempt.
+    """Segments of one attempt that were read.
 
     Attributes:
-        attempt: its name; empty where there was nothing to read.
-        cursor: after these segments.
-        blocks: rows of each segment that was read, in journal order.
-        corrupt: segments that are there and cannot be read, and why.
-        missing: gaps that were given up.
-        waiting: gaps that still hold something up.
-        more: there is more to read at once.
-        attempts: rows of the run's attempts, by name, as they were when the segments were looked for.
+        attempt: name of the attempt; empty if there was nothing to read.
+        cursor: the cursor after these segments.
+        blocks: rows of each segment, in journal order.
+        corrupt: segments that exist and cannot be read, and why.
+        missing: gaps that have timed out.
+        waiting: gaps that still block segments.
+        more: more segments can be read at once.
+        attempts: rows of the run's attempts by name, as of the look-up of the segments.
         calm: at that time no alert of the run fired, and its last evaluation had not failed.
-        failing: attempts whose last evaluation failed, as it was at that time.
-        failed: attempt → why some of its segments could not be read now; the next evaluation tries again.
+        failing: attempts with a failed last evaluation at that time.
+        failed: attempt → why some of its segments could not be read now; the next evaluation retries.
     """
 
     attempt: str
@@ -81,16 +86,16 @@ class Collected:
 
     @property
     def is_large(self) -> bool:
-        """Whether judging these rows may take much memory and time."""
+        """Whether evaluating these rows may take much memory and time."""
         return sum(len(block) for _, block in self.blocks) >= LARGE_ROWS
 
 
 @dataclass
 class AbsentLookups:
-    """Look-ups of one evaluation that found no segment. Anybody who may announce can cause them, in any number.
+    """Look-ups of absent segments in one evaluation. Any client that may announce can cause any number of them.
 
-    A writer of which a segment was read has at most one next segment, and is looked up beyond the limit of the others: made-up
-    writers delay no real one of which the service knows.
+    A writer with a segment that was read has at most one next segment, and has a limit of its own: made-up writers
+    do not delay writers that the service has read.
     """
 
     _seconds: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
@@ -98,12 +103,12 @@ class AbsentLookups:
 
     @property
     def seconds(self) -> float:
-        """How long they took."""
+        """Time that the look-ups took."""
         return sum(self._seconds.values())
 
     @property
     def limited(self) -> bool:
-        """Whether a limit is reached, so that segments may have been left out."""
+        """Whether a limit was reached, so that segments may have been left out."""
         return any(self.full(of_known_writer=known) for known in (False, True))
 
     def full(self, *, of_known_writer: bool) -> bool:
@@ -113,14 +118,14 @@ class AbsentLookups:
         )
 
     def add(self, seconds: float, *, of_known_writer: bool) -> None:
-        """Count one."""
+        """Count a look-up."""
         self._count[of_known_writer] += 1
         self._seconds[of_known_writer] += seconds
 
 
 @dataclass(frozen=True)
 class RunSource:
-    """The store seen from the run, what is asked before a segment of it is read, and how many were not there."""
+    """The run's store, the guard that is called before a segment is read, and the look-ups of absent segments."""
 
     store: Store
     guard: ReadingGuard
@@ -128,7 +133,7 @@ class RunSource:
 
 
 def collect(service: Service, claim: Claim, source: RunSource) -> Collected:
-    """Read what can be read, up to the limits of the settings.
+    """Read segments, up to the limits of the settings.
 
     Raises:
         FencedError: another worker has taken the run.
@@ -142,7 +147,7 @@ def collect(service: Service, claim: Claim, source: RunSource) -> Collected:
         collected.waiting += tuple(absent)
         if _may_list(service, claim, collected.waiting):
             read = [entry.key for entry, _ in collected.blocks]
-            # What was left out is looked up next, without those that the listing shows to be absent.
+            # Segments that were left out are looked up next, except those that the listing shows to be absent.
             listing = discover(service, claim.run_id, claim, read, forget_at_once=source.absent.limited)
             collected.more |= listing.fresh
     return collected
@@ -151,14 +156,14 @@ def collect(service: Service, claim: Claim, source: RunSource) -> Collected:
 def _first_there(
     service: Service, claim: Claim, source: RunSource, plan: Plan, inbox: Inbox
 ) -> tuple[Collected, list[Gap]]:
-    """Read the first attempt of which something is there, and say what is not.
+    """Read the first attempt that has segments, and report the absent ones.
 
-    Announcements are hearsay: those of which nothing is there hold up no other attempt, and make none of which no more is
-    known than that somebody announced it. Attempts that are known come first, and those that failed last: whatever is wrong
-    with one attempt, or with its objects, keeps no other from its turn.
+    Announcements are not trusted: absent segments do not block other attempts, and an attempt that is known only from
+    an announcement is not created. Known attempts are read first, and failing ones last, so that a fault of one attempt
+    or its objects does not block the others.
 
     Raises:
-        StoreError: nothing at all could be read.
+        StoreError: no segment could be read.
     """
     began = time.monotonic()
     chosen: Collected | None = None
@@ -186,7 +191,7 @@ def _first_there(
     assert chosen is not None
     if errors and not (chosen.blocks or chosen.corrupt):
         raise next(iter(errors.values()))
-    # Gaps that are given up are taken once nothing is left to read.
+    # Timed-out gaps are skipped once no segment is left to read.
     chosen.more |= bool(plan.trailing and (chosen.blocks or chosen.corrupt))
     chosen.failed = {attempt: error.what for attempt, error in errors.items()}
     if not (chosen.blocks or chosen.corrupt or chosen.attempt in inbox.attempts):
@@ -216,12 +221,12 @@ def _without_segments(claim: Claim, plan: Plan, inbox: Inbox) -> Collected:
 
 def _plan(service: Service, claim: Claim) -> tuple[Plan, Inbox]:
     gap_ns = nanoseconds(service.settings.gap_seconds)
-    plan, inbox = _load_plan(service, claim, GapPatience(claim.now_ns, gap_ns, listed=False))
+    plan, inbox = _load_plan(service, claim, GapTimeout(claim.now_ns, gap_ns, listed=False))
     if not plan.waiting or not _may_list(service, claim, plan.waiting):
         return plan, inbox
-    # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
+    # A lost announcement leaves the same gap as a lost segment; only a listing distinguishes the two.
     listing = discover(service, claim.run_id, claim)
-    return _load_plan(service, claim, GapPatience(claim.now_ns, gap_ns, listed=listing.complete))
+    return _load_plan(service, claim, GapTimeout(claim.now_ns, gap_ns, listed=listing.complete))
 
 
 def _may_list(service: Service, claim: Claim, gaps: tuple[Gap, ...]) -> bool:
@@ -233,25 +238,24 @@ def _may_list(service: Service, claim: Claim, gaps: tuple[Gap, ...]) -> bool:
     return listing_due(service, claim.place, claim.run_id, listed_ns, claim.now_ns)
 
 
-def _load_plan(service: Service, claim: Claim, patience: GapPatience) -> tuple[Plan, Inbox]:
+def _load_plan(service: Service, claim: Claim, timeout: GapTimeout) -> tuple[Plan, Inbox]:
     inbox = open_inbox(service.database, claim.run_id)
     ends = {name: row.ends for name, row in inbox.attempts.items()}
-    return make_plan(cursors.decode(claim.cursor), inbox.entries, ends, patience), inbox
+    return make_plan(cursors.decode(claim.cursor), inbox.entries, ends, timeout), inbox
 
 
 def _read_all(
     service: Service, claim: Claim, source: RunSource, entries: list[InboxEntry], collected: Collected
 ) -> tuple[list[Gap], StoreError | None]:
-    """Read in order.
+    """Read segments in order.
 
     Returns:
-        The gaps that segments leave which were announced and are not there, or were not looked up, and the first error of the
-        store. A writer with a segment that cannot be read is left, and the others are read; after some such errors it is the
-        store that fails.
+        Gaps of announced segments that are absent or were not looked up, and the first store error. A writer with an
+        unreadable segment is skipped and the others are read; after `_MOST_ERRORS` such writers, reading ends.
     """
     size, renewed = 0, time.monotonic()
     began = renewed
-    loaded = service.remembered.get((claim.run_id, collected.attempt), claim.epoch)
+    loaded = service.rule_states.get((claim.run_id, collected.attempt), claim.epoch)
     histograms = loaded is None or lookback(loaded).histograms
     absent: dict[WriterId, Gap] = {}
     errors: dict[WriterId, StoreError] = {}
@@ -259,7 +263,7 @@ def _read_all(
     most = 1 if source.guard.is_careful else service.settings.max_segments
     for entry in entries:
         writer = entry.key.writer
-        # What is not there does not count: else made-up announcements keep what is from its turn.
+        # Absent segments do not count, so that made-up announcements do not use up the limit.
         read = len(collected.blocks) + len(collected.corrupt)
         full = read >= most or size >= service.settings.max_bytes or collected.is_large
         if full or time.monotonic() - began >= SLICE_SECONDS:
@@ -273,7 +277,7 @@ def _read_all(
         if source.absent.full(of_known_writer=writer in collected.cursor):
             absent[writer] = _left_out(entry)
             continue
-        asked = time.monotonic()
+        began_look_up = time.monotonic()
         try:
             source.guard.check(entry.key)
             data, block = _read(source.store, entry.key, histograms=histograms)
@@ -281,15 +285,15 @@ def _read_all(
             size += max(0, memory.of(block) - len(data))
             collected.blocks.append((entry, block))
         except NotFoundError:
-            source.absent.add(time.monotonic() - asked, of_known_writer=writer in collected.cursor)
+            source.absent.add(time.monotonic() - began_look_up, of_known_writer=writer in collected.cursor)
             absent[writer] = _left_out(entry)
             continue
         except StoreError as error:
             errors[writer] = error
             continue
-        except MemoryError as error:  # it says nothing of the segment, which is read again
+        except MemoryError as error:  # not a fault of the segment, which is read again
             errors[writer] = StoreError(
-                f"segment {entry.key.path}: memory is short ({error})", "give the evaluator more memory"
+                f"segment {entry.key.path}: out of memory ({error})", "give the evaluator more memory"
             )
             continue
         except FormatError as error:
@@ -299,7 +303,7 @@ def _read_all(
 
 
 def _read(run_store: Store, key: SegmentKey, *, histograms: bool) -> tuple[bytes, Block]:
-    """A segment's bytes and rows. What cannot be decoded is fetched once more: the damage may be that of one answer.
+    """Read a segment's bytes and rows. If decoding fails it is fetched once more, because one answer may be damaged.
 
     Raises:
         NotFoundError, StoreError: it cannot be fetched.
@@ -335,6 +339,37 @@ def _advance(collected: Collected, key: SegmentKey) -> None:
     collected.cursor[key.writer] = max(following, key.seq + 1)
 
 
+def reject_new_tensors(collected: Collected, catalogue: Sequence[TensorInfo]) -> None:
+    """Reject segments whose new tensors exceed `NAME_BYTES` with those of the attempt; they count as corrupt.
+
+    Without a limit, a recorder that names new tensors in every segment grows rule states and the row cache without end.
+
+    Args:
+        collected: segments that were read; rejected ones move from ``blocks`` to ``corrupt``.
+        catalogue: tensors of the attempt's earlier rows.
+    """
+    most = len(catalogue) + sum(len(block.catalogue) for _, block in collected.blocks)
+    if most * MAX_WORD_BYTES <= NAME_BYTES:
+        return  # no names can exceed the limit
+    names = {info.name for info in catalogue}
+    size = sum(map(len, names))
+    accepted: list[tuple[InboxEntry, Block]] = []
+    for entry, block in collected.blocks:
+        new = {info.name for info in block.catalogue} - names
+        added = sum(map(len, new))
+        if new and size + added > NAME_BYTES:
+            problem = (
+                f"segment {entry.key.path}: names {len(new)} new tensors in {added} bytes; the attempt's names have {size} bytes, "
+                f"and {NAME_BYTES} are allowed"
+            )
+            collected.corrupt.append((entry, problem))
+            continue
+        names |= new
+        size += added
+        accepted.append((entry, block))
+    collected.blocks = accepted
+
+
 def fetch(run_store: Store, key: SegmentKey) -> bytes:
     """A segment's bytes.
 
@@ -347,21 +382,21 @@ def fetch(run_store: Store, key: SegmentKey) -> bytes:
 
 
 def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
-    """A segment's rows in canonical order, over a catalogue sorted by name; with their histograms, or without.
+    """Decode a segment's rows, in canonical order and with a catalogue sorted by name, with or without histograms.
 
     Raises:
-        FormatError: the bytes are no whole segment, or hold steps that its name does not say, or ranks that are not followed.
+        FormatError: the segment is damaged, or contains steps outside its name or ranks above the limit.
     """
     block = segment.decode(data, key.path, histograms=histograms)
     with segment.whole(key.path):
         check_steps(block.step, key.first, key.last)
         if len(block) and int(block.worker.max()) >= MOST_RANKS:
-            raise ValueError(f"holds rank {block.worker.max()}: ranks below {MOST_RANKS} are followed")
+            raise ValueError(f"contains rank {block.worker.max()}; ranks below {MOST_RANKS} are supported")
     return canonical(block)
 
 
 def spans_of_ranks(block: Block) -> list[list[int]]:
-    """Of each rank with rows: rank, first step, last step, rows. By these they are found again after a compaction."""
+    """Rank, first step, last step and rows of each rank, by which the rows are found in a compacted run."""
     if not len(block):
         return []
     order = np.argsort(block.worker, kind="stable")

@@ -1,33 +1,38 @@
-"""Phase b, second half: every rule config of a run over the rows that arrived."""
+"""The second phase of an evaluation: evaluate every rule config of a run on the new rows."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
+from watchstep.errors import RuleError
 from watchstep.format.block import Block
 from watchstep_rules.baseline import with_baseline
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Transition
 from watchstep_rules.engine.history import over_one_catalogue
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, failed, judge_set
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, Prepared
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs
 from watchstep_rules.rule import Finding
 from watchstep_services.db.models import RuleConfigRow
 
+STATE_CHARACTERS = 64 * 1024 * 1024
+"""Limit of the rule states of one attempt together, as JSON. They are stored in one transaction."""
+
 FINDINGS_KEPT = 1000
-"""Findings of one rule config on one attempt that are kept; the rest are counted."""
+"""Limit of stored findings of one rule config on one attempt; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rule config of a run with what it remembers, also as the text that is kept; no config where its data is no longer valid.
+    """A rule config of a run with its rule state, parsed and as stored text.
 
-    ``reported_health`` is the health that was last reported; None where nothing is kept of the attempt yet.
+    ``config`` is None if its data is not valid. ``reported_health`` is the last reported health; None if the attempt
+    has no stored state yet.
     """
 
     row: RuleConfigRow
@@ -40,9 +45,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Judged:
-    """What one rule config said; its memory also as the JSON text that is kept, and whether that is another than before.
+    """The result of one rule config: its new state, parsed and as JSON text, and whether it differs from the stored one.
 
-    Of its findings the first `FINDINGS_KEPT`, for no more are stored of a rule config, and how many there are.
+    ``findings`` are the first `FINDINGS_KEPT` findings, because no more are stored; ``finding_count`` is the number of all.
     """
 
     row: RuleConfigRow
@@ -51,25 +56,25 @@ class Judged:
     state: str
     findings: list[Finding]
     transitions: list[Transition]
-    found: int = 0
+    finding_count: int = 0
     seconds: float = 0.0
     changed: bool = True
     reported_health: str | None = None
     problem: str = ""
 
     def committed(self, reported_health: str | None) -> Loaded:
-        """What the next evaluation loads, once this is committed and a health was reported."""
+        """The config and state that the next evaluation loads, once the result is committed and a health was reported."""
         return Loaded(self.row, self.config, self.memory, self.problem, self.state, reported_health)
 
 
 @dataclass(frozen=True)
 class LostContext:
-    """Segments whose rows cannot be read any more.
+    """Segments with rows that cannot be read any more.
 
     Attributes:
-        segments: how many.
-        last_step: the last step that one of them held.
-        problem: what is wrong with the last of them.
+        segments: number of segments.
+        last_step: the last step of any of them.
+        problem: the problem with the last of them.
     """
 
     segments: int
@@ -78,32 +83,30 @@ class LostContext:
 
     @property
     def summary(self) -> str:
-        """What is reported of the rules that needed these rows."""
-        return (
-            f"judged without the earlier rows of {self.segments} segments that cannot be read: {self.problem}"
-        )
+        """The problem in the health of the rules that needed these rows."""
+        return f"evaluated without the earlier rows of {self.segments} segments that cannot be read: {self.problem}"
 
 
 def load_config(
     row: RuleConfigRow, memory: str | None, reported_health: str | None = None, *, baseline: str | None = None
 ) -> Loaded:
-    """A rule config from the database, with the attempt's baseline. One that this version cannot read is told as the rule's health."""
-    held = memory_of(memory)
+    """Load a rule config from its row, with the attempt's baseline. If this version cannot read it, the rule's health reports it."""
+    parsed = memory_of(memory)
     try:
         config = with_baseline(_config_of(json.dumps(row.data, sort_keys=True)), baseline)
-        return Loaded(row, config, held, "", memory or "", reported_health)
-    except Exception as error:  # noqa: BLE001 - one that cannot be read must not stop the others
-        return Loaded(row, None, held, str(error).replace("\n", " ")[:500], memory or "", reported_health)
+        return Loaded(row, config, parsed, "", memory or "", reported_health)
+    except Exception as error:  # noqa: BLE001 - an unreadable config must not affect the others
+        return Loaded(row, None, parsed, str(error).replace("\n", " ")[:500], memory or "", reported_health)
 
 
 @functools.lru_cache(maxsize=4096)
 def _config_of(data: str) -> RuleConfig:
-    """Most runs have the same few rule configs: each is checked once, and what follows from it is worked out once."""
+    """Parse a config. Most runs have the same few configs, so each is validated and prepared once."""
     return RuleConfig.model_validate(json.loads(data))
 
 
 def memory_of(text: str | None) -> RuleMemory:
-    """What a rule config remembers; nothing where it is damaged or of an earlier version: it begins anew."""
+    """Parse a rule state; an empty, damaged or outdated one begins anew."""
     if not text:
         return RuleMemory()
     try:
@@ -113,79 +116,106 @@ def memory_of(text: str | None) -> RuleMemory:
 
 
 def lookback(configs: Iterable[Loaded]) -> Lookback:
-    """How many earlier rows of each series the rules need that look back on it, and whether with their histograms."""
-    return Lookback.of(held.config for held in configs if held.config is not None)
+    """The lookback of all rules: earlier rows of each series, and whether histograms are needed."""
+    return Lookback.of(loaded.config for loaded in configs if loaded.config is not None)
 
 
 def judge_all(
     configs: list[Loaded], history: Block, arrived: Block, progress: JudgingProgress
 ) -> list[Judged]:
-    """Judge with every rule config; a rule that fails says so in its health and stops no other."""
-    rows = Prepared(*over_one_catalogue(history, arrived), progress)
-    remembered = [(held.config, held.memory) for held in configs if held.config is not None]
-    verdicts = iter(judge_set(remembered, rows))
-    return [_unreadable(held) if held.config is None else _judged(held, next(verdicts)) for held in configs]
+    """Evaluate every rule config. A failing rule reports it in its health and does not affect the others."""
+    rows = RuleInputs(*over_one_catalogue(history, arrived), progress)
+    readable = [(loaded.config, loaded.memory) for loaded in configs if loaded.config is not None]
+    verdicts = iter(judge_set(readable, rows))
+    judged = [
+        _unreadable(loaded) if loaded.config is None else _judged(loaded, next(verdicts))
+        for loaded in configs
+    ]
+    return _limit_states(configs, judged)
 
 
-def _judged(held: Loaded, verdict: Verdict) -> Judged:
-    if verdict.memory is held.memory and held.state:
+def _limit_states(configs: Sequence[Loaded], judged: list[Judged]) -> list[Judged]:
+    """Discard the largest new states where all exceed `STATE_CHARACTERS`. These rules keep their previous state, with an error."""
+    total = sum(len(entry.state) for entry in judged)
+    limited = list(judged)
+    for position in sorted(range(len(judged)), key=lambda position: -len(judged[position].state)):
+        if total <= STATE_CHARACTERS:
+            break
+        loaded, entry = configs[position], judged[position]
+        if not entry.changed:
+            continue
+        error = RuleError(
+            f"rule state of {len(entry.state)} characters; {STATE_CHARACTERS} are allowed for all rules of an attempt",
+            "record fewer tensors, or give the rule config a scope in 'tensors'",
+        )
+        limited[position] = _failed(loaded, error)
+        total += len(limited[position].state) - len(entry.state)
+    return limited
+
+
+def _judged(loaded: Loaded, verdict: Verdict) -> Judged:
+    if verdict.memory is loaded.memory and loaded.state:
         return Judged(
-            held.row,
-            held.config,
-            held.memory,
-            held.state,
+            loaded.row,
+            loaded.config,
+            loaded.memory,
+            loaded.state,
             [],
             [],
             seconds=verdict.seconds,
             changed=False,
-            reported_health=held.reported_health,
+            reported_health=loaded.reported_health,
         )
     try:
         state = verdict.memory.model_dump_json()
         findings = list(verdict.findings[:FINDINGS_KEPT])  # built here, outside of the transaction
-    except Exception as error:  # noqa: BLE001 - what cannot be kept is its rule's fault, and must not stop the others
-        memory = failed(held.memory, error)
-        return Judged(
-            held.row,
-            held.config,
-            memory,
-            memory.model_dump_json(),
-            [],
-            [],
-            reported_health=held.reported_health,
-        )
+    except Exception as error:  # noqa: BLE001 - a state that cannot be stored must not affect the other rules
+        return _failed(loaded, error)
     return Judged(
-        held.row,
-        held.config,
+        loaded.row,
+        loaded.config,
         verdict.memory,
         state,
         findings,
         verdict.transitions,
         len(verdict.findings),
         verdict.seconds,
-        reported_health=held.reported_health,
+        reported_health=loaded.reported_health,
     )
 
 
-def _unreadable(held: Loaded) -> Judged:
-    memory = held.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": held.problem})
+def _failed(loaded: Loaded, error: Exception) -> Judged:
+    memory = failed(loaded.memory, error)
     return Judged(
-        held.row,
+        loaded.row,
+        loaded.config,
+        memory,
+        memory.model_dump_json(),
+        [],
+        [],
+        reported_health=loaded.reported_health,
+    )
+
+
+def _unreadable(loaded: Loaded) -> Judged:
+    memory = loaded.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": loaded.problem})
+    return Judged(
+        loaded.row,
         None,
         memory,
         memory.model_dump_json(),
         [],
         [],
-        reported_health=held.reported_health,
-        problem=held.problem,
+        reported_health=loaded.reported_health,
+        problem=loaded.problem,
     )
 
 
 def report_lost_context(judged: list[Judged], lost: LostContext, watermark: int) -> list[Judged]:
-    """Set the health of the rule configs that needed earlier rows which cannot be read; what they found stays.
+    """Set the health of rule configs that needed earlier rows which cannot be read; their findings remain.
 
     Args:
-        judged: what the rule configs said without these rows.
+        judged: results without these rows.
         lost: the rows.
         watermark: the watermark before this evaluation.
     """
@@ -199,7 +229,7 @@ def _needed(judged: Judged, lost: LostContext, watermark: int) -> bool:
     if config is None or memory.health is RuleHealth.ERROR:
         return False
     rule, params = config.implementation, config.parameters
-    # A rule in error gets no ticks: one that watches the clock needs them more than this report.
+    # A rule in error gets no ticks, which a rule that evaluates the clock needs more than this report.
     if rule.clock:
         return False
     waits = rule.merged(params) != "per_worker"
@@ -210,6 +240,6 @@ def _needed(judged: Judged, lost: LostContext, watermark: int) -> bool:
 def _reported(judged: Judged, lost: LostContext, watermark: int) -> Judged:
     problem = lost.summary
     if lost.last_step > watermark:
-        problem += f"; steps after {watermark} among them were not judged"
+        problem += f"; steps after {watermark} among them were not evaluated"
     memory = judged.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": problem[:500]})
     return replace(judged, memory=memory, state=memory.model_dump_json(), changed=True)
