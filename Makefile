@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Runs a suite in two processes, writes its report to $CI_REPORTS or reports/, and holds it to its budget of processor time.
+# Runs a suite in some processes, writes its report to $CI_REPORTS or reports/, and holds it to its budget of processor time.
 SUITE := $(BIN)/python -m tests.suite
 
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-laws test-faults test-life lint bench bench-service docs wheel lock clean
+.PHONY: demo test test-slow test-laws test-faults test-life lint bench bench-service docs client wheel lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -68,6 +68,16 @@ $(DOCS)/.installed: requirements/docs.txt
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --clean --strict
 	@echo "build/docs/index.html; search needs a server: python -m http.server -d build/docs"
+
+# A client from docs/openapi.json, into build/client: no warning, and no operation left out. Its generator has an environment of its own.
+CLIENT := build/client-env
+$(CLIENT)/.installed: requirements/client.txt
+	$(PYTHON) -m venv $(CLIENT)
+	$(CLIENT)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/client.txt
+	touch $@
+
+client: $(CLIENT)/.installed
+	$(CLIENT)/bin/python infra/client.py
 
 # Wheels for x86-64 and AArch64 Linux in dist/, their platform tags checked. The compiler for both is installed for it alone.
 wheel: $(STAMP)

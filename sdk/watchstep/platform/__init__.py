@@ -1,1 +1,1 @@
-"""What the machine and its network provide: processes, folders, HTTP."""
+"""Facilities of the machine and its network: processes, folders, HTTP."""

@@ -31,16 +31,16 @@ _log = logging.getLogger(__name__)
 
 
 def absolute_path(path: str | os.PathLike[str]) -> Path:
-    """A path as a user writes it: with ``~`` expanded, from the working directory where it is relative.
+    """Return a user's path as an absolute path, with ``~`` expanded.
 
     Raises:
-        ConfigError: it begins with ``~`` and the home folder is not known, or it is relative and the working directory is gone.
+        ConfigError: The path begins with ``~`` and the home folder is unknown, or it is relative and the working directory no longer exists.
     """
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:
         raise ConfigError(
-            f"path {os.fspath(path)}: the home folder of user {os.geteuid()} is not known", "set HOME"
+            f"path {os.fspath(path)}: the home folder of user {os.geteuid()} is unknown", "set HOME"
         ) from error
     except OSError as error:
         raise ConfigError(
@@ -50,10 +50,10 @@ def absolute_path(path: str | os.PathLike[str]) -> Path:
 
 
 def usable_folders(path: str) -> list[str]:
-    """Names of the folders in a folder, sorted, without those with control characters, of which the log tells once.
+    """Return the names of the folders in a folder, sorted. Names with control characters are omitted and logged once.
 
     Raises:
-        OSError: the folder cannot be listed.
+        OSError: The folder cannot be listed.
     """
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if entry.is_dir()]
@@ -64,7 +64,7 @@ def usable_folders(path: str) -> list[str]:
 
 
 def is_usable(name: str) -> bool:
-    """Whether a name can be part of a key."""
+    """Return whether a name can be part of a key."""
     return not any(unicodedata.category(character) in {"Cc", "Cs"} for character in name)
 
 
@@ -74,19 +74,19 @@ def _log_unusable(path: str, name: str) -> None:
 
 
 _OTHERS = 0o077
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is opened in it is checked
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - everything opened in it is checked
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass
 class PrivateFolder:
-    """An open directory that this user owns and nobody else may enter. `close` it.
+    """An open directory that this user owns and no other user may enter. Callers must `close` it.
 
     Attributes:
-        path: for messages.
-        descriptor: of the directory; -1 once it is closed.
-        refused: why the places before it were not used; empty for the first.
+        path: Path for messages.
+        descriptor: Descriptor of the directory; -1 after it is closed.
+        refused: Reasons why earlier candidates were not used; empty for the first.
     """
 
     path: Path
@@ -95,10 +95,10 @@ class PrivateFolder:
 
     @classmethod
     def open(cls) -> PrivateFolder:
-        """The user's folder on this machine; it is created where it is missing.
+        """Open the user's folder on this machine, and create it if missing.
 
         Raises:
-            OSError: no place can be used; the message names each.
+            OSError: No candidate can be used. The message lists each.
         """
         refused: list[str] = []
         for place in _places():
@@ -109,18 +109,18 @@ class PrivateFolder:
         raise PermissionError("; ".join(refused) or "this system has no temporary folder")
 
     def child(self, name: str) -> PrivateFolder:
-        """A folder in this one; it is created where it is missing.
+        """Open a folder in this one, and create it if missing.
 
         Raises:
-            OSError: it cannot be created, or is not this user's alone.
+            OSError: The folder cannot be created, or is accessible to other users.
         """
         return PrivateFolder(self.path / name, _opened_in(self.descriptor, name, self.path / name))
 
     def open_file(self, name: str) -> int:
-        """The descriptor of a regular file in it, for reading and writing; it is created where it is missing.
+        """Open a regular file in this folder for reading and writing, create it if missing, and return its descriptor.
 
         Raises:
-            OSError: it cannot be opened, or is no regular file.
+            OSError: The file cannot be opened, or is not a regular file.
         """
         handle = os.open(name, _FILE, 0o600, dir_fd=self.descriptor)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -129,18 +129,18 @@ class PrivateFolder:
         return handle
 
     def inode(self, name: str) -> int:
-        """The inode of a file in it.
+        """Return the inode of a file in this folder.
 
         Raises:
-            OSError: there is none.
+            OSError: The file does not exist.
         """
         return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_ino
 
     def remove_file(self, name: str) -> None:
-        """Remove a file; a missing one is no error.
+        """Remove a file. A missing file is not an error.
 
         Raises:
-            OSError: it cannot be removed.
+            OSError: The file cannot be removed.
         """
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
@@ -153,7 +153,7 @@ class PrivateFolder:
 
 
 def cache_folder() -> Path | None:
-    """The user's cache folder; None where it cannot be written or is not absolute."""
+    """Return the user's cache folder; None if it is not writable or not absolute."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - it never raises
     if cache.is_absolute() and os.access(cache if cache.is_dir() else cache.parent, os.W_OK):
         return cache
@@ -161,7 +161,7 @@ def cache_folder() -> Path | None:
 
 
 def temporary_folder() -> Path | None:
-    """The folder for temporary files; None where no folder can be written."""
+    """Return the folder for temporary files; None if no folder is writable."""
     try:
         return Path(tempfile.gettempdir())
     except OSError:
@@ -179,12 +179,12 @@ def _places() -> Iterator[Path]:
 
 
 def _is_runtime_folder(path: str) -> bool:
-    """Whether the variable names what the XDG specification asks for.
+    """Return whether the variable is a folder as required by the XDG specification.
 
-    `su`, `sudo` and batch systems pass on the variable of another user, or of another machine: that is no fault to report.
+    `su`, `sudo` and batch systems pass on the variable of another user or machine. This is not reported as a problem.
     """
     try:
-        facts = os.stat(path)  # noqa: PTH116 - beside the other calls of its kind
+        facts = os.stat(path)  # noqa: PTH116 - like the other calls
     except (OSError, ValueError):
         return False
     return os.path.isabs(path) and _is_private(facts)  # noqa: PTH117 - as above
@@ -207,7 +207,7 @@ def _opened_in(parent: int, name: str, path: Path) -> int:
     if not _is_private(facts):
         os.close(handle)
         raise PermissionError(
-            f"{path} is not this user's alone (owner {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):04o})"
+            f"{path} is accessible to other users or owned by another (owner {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):04o})"
         )
     return handle
 

@@ -1,7 +1,7 @@
-"""Processes: an identity that survives the reuse of process ids, the record that makes a process a job, and bounded joins of threads. Linux only.
+"""Processes: an identity that survives the reuse of process ids, the record that declares a process a job, and bounded joins of threads. Linux only.
 
-A service requires the record before it sends a signal. A record is a file of the process's own user, so no other user
-can make one, except root. It names the process by pid, start time, boot and uid, so it is not valid for a later process
+A service requires the record before it sends a signal. A record is a file owned by the process's user, so no other user
+can create one, except root. It identifies the process by pid, start time, boot and uid, so it is not valid for a later process
 with the same pid.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.platform.folders import absolute_path
 
-_START_TIME = 19  # fields of /proc/PID/stat after the command, counted from 0; proc(5) numbers it 22
+_START_TIME = 19  # index among the fields of /proc/PID/stat after the command, from 0; number 22 in proc(5)
 _STATE = 0
 
 
@@ -31,10 +31,10 @@ class ProcessIdentity:
     """A process of one boot of one host.
 
     Attributes:
-        pid: its process id.
-        start_ticks: when it started, in clock ticks since boot; kept by exec.
-        boot: the kernel's id of that boot.
-        host: the host's name, for people.
+        pid: Process id.
+        start_ticks: Start time in clock ticks since boot, which exec does not change.
+        boot: The kernel's id of the boot.
+        host: Name of the host, for users.
     """
 
     pid: int
@@ -44,17 +44,17 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """The process that has this id now.
+        """Return the current process with this id.
 
         Raises:
-            NotFoundError: there is none.
-            ConfigError: the system has no /proc.
+            NotFoundError: No such process is running.
+            ConfigError: The system has no /proc.
         """
-        boot = boot_id()  # first, so that a system without /proc is told as one
+        boot = boot_id()  # first, so that a missing /proc is reported as such
         return cls(pid, int(_stat(pid)[_START_TIME]), boot, socket.gethostname())
 
     def is_running(self) -> bool:
-        """Whether this very process still runs on this host; a zombie does not."""
+        """Return whether this process still runs on this host. A zombie does not."""
         try:
             fields = _stat(self.pid)
         except NotFoundError:
@@ -67,7 +67,7 @@ class ProcessIdentity:
 
 
 def pid_namespace() -> str:
-    """The kernel's name of the PID namespace in which this process sees process ids; empty where it tells none."""
+    """Return the kernel's name of this process's PID namespace; empty if it is unknown."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -75,16 +75,16 @@ def pid_namespace() -> str:
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot.
+    """Return the kernel's id of this boot.
 
     Raises:
-        ConfigError: the system has no /proc.
+        ConfigError: The system has no /proc.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
         raise ConfigError(
-            f"processes cannot be told apart on this system ({error.strerror})",
+            f"processes cannot be identified on this system ({error.strerror})",
             "run local jobs on Linux, or leave out the stop action",
         ) from error
 
@@ -93,7 +93,7 @@ def _stat(pid: int) -> list[str]:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise NotFoundError(f"process {pid}: not running", "it has ended already") from error
+        raise NotFoundError(f"process {pid} is not running", "it may have ended already") from error
     return text.rpartition(")")[2].split()
 
 
@@ -105,12 +105,12 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """A process that a launcher declared to be a job.
+    """A process that a launcher declared a job.
 
     Attributes:
-        identity: of the process.
-        uid: of the process's user when the record was written.
-        log: file with its output; empty for a process that was not started with one.
+        identity: Identity of the process.
+        uid: Uid of the process when the record was written.
+        log: File with its output; empty for a process without one.
     """
 
     identity: ProcessIdentity
@@ -121,7 +121,7 @@ class ProcessRecord:
         """Write the record into a folder that no other user can write to.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: The folder cannot be written.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = folder.stat()
@@ -138,10 +138,10 @@ class ProcessRecord:
 
     @classmethod
     def parse(cls, text: str) -> ProcessRecord:
-        """Read what `write` wrote.
+        """Parse a record of `write`.
 
         Raises:
-            ValueError: it has another form.
+            ValueError: The text has another form.
         """
         try:
             data: dict[str, Any] = json.loads(text)
@@ -151,25 +151,25 @@ class ProcessRecord:
 
 
 def default_folder() -> Path:
-    """The folder of this user's records: `WATCHSTEP_JOBS`, or ``~/.watchstep/jobs``.
+    """Return the folder of this user's records: `WATCHSTEP_JOBS`, or ``~/.watchstep/jobs``.
 
     Raises:
-        ConfigError: the variable is not set, and the user has no home folder.
+        ConfigError: The variable is not set, and the user has no home folder.
     """
     return absolute_path(os.environ.get(FOLDER) or "~/.watchstep/jobs")
 
 
 def file_name(identity: ProcessIdentity) -> str:
-    """The name of a process's record in its folder."""
+    """Return the file name of a process's record."""
     return f"{identity.pid}-{identity.start_ticks}-{identity.boot[:8]}.json"
 
 
 def record_process(pid: int, folder: Path | None = None) -> ProcessRecord:
-    """Declare a running process to be a job; a record that exists already stays as it is.
+    """Declare a running process a job. An existing record is not changed.
 
     Raises:
-        ConfigError: the record cannot be written.
-        NotFoundError: the process is not running.
+        ConfigError: The record cannot be written.
+        NotFoundError: The process is not running.
     """
     place = default_folder() if folder is None else folder
     identity = ProcessIdentity.of(pid)
@@ -183,22 +183,22 @@ def record_process(pid: int, folder: Path | None = None) -> ProcessRecord:
         record.write(place)
     except OSError as error:
         raise ConfigError(
-            f"job record in {place}: cannot be written ({error.strerror})",
+            f"cannot write a job record in {place} ({error.strerror})",
             f"set {FOLDER} to a folder that you can write, for the launcher and the service",
         ) from error
     return record
 
 
 def trusted_record(identity: ProcessIdentity, uid: int, folders: list[Path]) -> ProcessRecord:
-    """The record of a process in the first of several folders that has a valid one.
+    """Return the record of a process from the first folder with a valid one.
 
     Args:
-        identity: of the process.
-        uid: of the process's user now.
-        folders: where to look; the folder of the process's user, ``~/.watchstep/jobs``, is looked at as well.
+        identity: Identity of the process.
+        uid: Current uid of the process.
+        folders: Folders to search, in addition to ``~/.watchstep/jobs`` of the process's user.
 
     Raises:
-        ConfigError: no folder has a valid record.
+        ConfigError: No folder has a valid record.
     """
     problems = []
     for folder in dict.fromkeys([*folders, *_folder_of_user(uid)]):
@@ -209,39 +209,39 @@ def trusted_record(identity: ProcessIdentity, uid: int, folders: list[Path]) -> 
         except OSError as error:
             problems.append(f"{folder} cannot be read ({error.strerror})")
         except ValueError as error:
-            problems.append(f"the one in {folder} is not valid: {error}")
+            problems.append(f"the record in {folder} is not valid: {error}")
     raise ConfigError(
-        f"process {identity.pid} of user {user_name(uid)}: no valid job record ({'; '.join(problems)})",
+        f"process {identity.pid} of user {user_name(uid)} has no valid job record ({'; '.join(problems)})",
         f"start it with 'watchstep run' or an Estimator, or run 'watchstep attach --job local:{identity.pid}' as"
         f" {user_name(uid)}, with the same {FOLDER} as the service",
     )
 
 
 def user_of(pid: int) -> int:
-    """The uid of a process.
+    """Return the uid of a process.
 
     Raises:
-        NotFoundError: the process is not running.
-        ConfigError: it runs with several uids, or the id is a thread's.
+        NotFoundError: The process is not running.
+        ConfigError: The process runs with several uids, or the id is of a thread.
     """
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise NotFoundError(f"process {pid}: not running", "it has ended already") from error
+        raise NotFoundError(f"process {pid} is not running", "it may have ended already") from error
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
     if int(fields["Tgid"]) != pid:
-        raise ConfigError(f"process {pid}: is a thread", f"name its process, {fields['Tgid'].strip()}")
+        raise ConfigError(f"process {pid} is a thread", f"use its process, {fields['Tgid'].strip()}")
     real, effective, saved, _ = (int(word) for word in fields["Uid"].split())
     if not real == effective == saved:
         raise ConfigError(
-            f"process {pid}: runs with several uids (real {real}, effective {effective}, saved {saved})",
+            f"process {pid} runs with several uids (real {real}, effective {effective}, saved {saved})",
             "a job runs as one user",
         )
     return real
 
 
 def user_name(uid: int) -> str:
-    """The name of a user; the number where there is no name."""
+    """Return the name of a user, or the number if there is no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -256,11 +256,11 @@ def _folder_of_user(uid: int) -> list[Path]:
 
 
 def _read(identity: ProcessIdentity, uid: int, folder: Path) -> ProcessRecord:
-    """Read a record through descriptors, so that what is checked is what is read.
+    """Read a record through descriptors, so that the checked file is the one that is read.
 
     Raises:
-        OSError: it is not there, or cannot be read.
-        ValueError: another user could have written it, or it is another process's.
+        OSError: The record does not exist, or cannot be read.
+        ValueError: Another user could have written the record, or it is of another process.
     """
     above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -300,12 +300,12 @@ _LOOK_SECONDS = 0.05
 def join_until(
     thread: threading.Thread | None, is_late: Callable[[], bool], longest: float = float("inf")
 ) -> None:
-    """Wait for a thread to end. None, one that has not started and the calling thread are not waited for.
+    """Wait for a thread to end. Returns at once for None, a thread that has not started, and the calling thread.
 
     Args:
-        thread: which.
-        is_late: whether to wait no longer; asked often.
-        longest: seconds to wait at most.
+        thread: The thread.
+        is_late: Returns whether to stop waiting. It is called often.
+        longest: Maximum time to wait in seconds.
     """
     if thread is None or thread is threading.current_thread():
         return

@@ -1,12 +1,12 @@
-"""HTTP requests to a service: pooled connections, retries with jitter, ``Retry-After``. The client and the recorder use it.
+"""HTTP requests to a service: pooled connections, retries with jitter, ``Retry-After``. Used by the client and the recorder.
 
-A request is sent again only if that cannot do its work twice:
+A request is retried only if a retry cannot repeat its effect:
 
 ==================================  ==================================================================
-no connection was made              always: nothing was sent
+no connection was made              always, because nothing was sent
 the connection broke, 502           GET, PUT and DELETE; POST only with an ``Idempotency-Key``, or if it is repeatable
-429, 503, 504                       the same; after the time that the answer names, if it names one
-no answer in time, any other        never
+429, 503, 504                       the same, after the time in the response, if any
+no response in time, any other      never
 ==================================  ==================================================================
 """
 
@@ -55,45 +55,45 @@ _MOST_IDLE = 8
 _PASSING = frozenset((429, 502, 503, 504))
 _KEY = "Idempotency-Key"
 _HINT = "check the URL, and that 'watchstep serve' runs there"
-_random = random.SystemRandom()  # the program's own generator stays as it is
+_random = random.SystemRandom()  # the program's own generator is not changed
 
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """Where the service answers, and the token to show it."""
+    """URL of the service, and the token for it."""
 
     url: str
     token: str = ""
 
     @classmethod
     def from_environment(cls) -> ServiceAddress | None:
-        """The service that ``WATCHSTEP_SERVICE`` names, if it names one.
+        """Return the service in ``WATCHSTEP_SERVICE``, or None if it is not set.
 
         Raises:
-            ConfigError: it is no http or https URL.
+            ConfigError: It is not an http or https URL.
         """
         url = os.environ.get(SERVICE, "")
         return cls.checked(url, os.environ.get(TOKEN, "")) if url else None
 
     @classmethod
     def checked(cls, url: str, token: str) -> ServiceAddress:
-        """An address.
+        """Return a validated address.
 
         Raises:
-            ConfigError: it is no http or https URL.
+            ConfigError: It is not an http or https URL.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"service {url!r}: no http or https URL", "use the URL that 'watchstep serve' prints"
+                f"service {url!r} is not an http or https URL", "use the URL that 'watchstep serve' prints"
             )
         return cls(url.rstrip("/"), token)
 
 
 class UnreachableError(ServiceError):
-    """There was no answer.
+    """There was no response.
 
     Attributes:
-        timed_out: whether the service took too long after it had received the request.
+        timed_out: Whether the response took too long after the service had received the request.
     """
 
     def __init__(self, what: str, hint: str, *, timed_out: bool = False) -> None:
@@ -102,12 +102,12 @@ class UnreachableError(ServiceError):
 
 
 class ServiceRefusedError(ServiceError):
-    """The service refused.
+    """The service refused a request.
 
     Attributes:
-        status: of its answer.
-        type: what kind of problem; ``urn:watchstep:problem:…``, empty where the answer is not of a Watchstep service.
-        after_seconds: when the service may be asked again, if it said so.
+        status: Status of the response.
+        type: Type of the problem, ``urn:watchstep:problem:…``; empty if the response is not from a Watchstep service.
+        after_seconds: Time in seconds until a retry, if the service specified it.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class ServiceRefusedError(ServiceError):
 
     @property
     def is_denial(self) -> bool:
-        """Whether the token is refused."""
+        """Return whether the token was refused."""
         return self.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
 
     @property
     def is_final(self) -> bool:
-        """Whether the same request will be refused again: a Watchstep service has read it, and it is wrong."""
+        """Return whether the same request will be refused again, because a Watchstep service found it invalid."""
         return bool(self.type) and 400 <= self.status < 500 and self.status not in _RETRIED_LATER
 
 
@@ -133,18 +133,18 @@ _RETRIED_LATER = frozenset((401, 403, 408, 429))
 
 
 class MissingError(ServiceRefusedError, NotFoundError):
-    """There is no such thing."""
+    """The requested object does not exist."""
 
 
 class Transport:
-    """Sends requests to one service. Thread-safe; a forked child has connections of its own.
+    """Sends requests to one service. Thread-safe; a forked child has its own connections.
 
     Args:
-        address: of the service.
-        timeout: seconds that it may be silent.
-        bounds_request: whether the seconds bound a request as a whole: its connection, headers and body.
-        tries: how often a request is sent at most; 1 never waits between tries.
-        wait: waits for seconds.
+        address: Address of the service.
+        timeout: Timeout of the service in seconds.
+        bounds_request: Whether the timeout applies to the whole request: its connection, headers and body.
+        tries: Maximum number of tries; 1 never waits between tries.
+        wait: Function that waits for a number of seconds.
     """
 
     def __init__(
@@ -170,18 +170,20 @@ class Transport:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """One request; its answer, read from JSON, None where it is empty.
+        """Send a request, and return its response decoded from JSON; None if it is empty.
 
         Raises:
-            MissingError: there is no such thing.
-            RefusedError: it is refused.
-            ServiceError: the service does not answer.
+            MissingError: The requested object does not exist.
+            RefusedError: The service refused the request.
+            ServiceError: The service does not respond.
         """
         content, _ = self.fetch(method, path, query, body, headers)
         try:
             return json.loads(content) if content else None
         except (ValueError, RecursionError) as error:
-            raise ServiceError(f"{self.address.url}: its answer is no JSON ({error})", _HINT) from error
+            raise ServiceError(
+                f"{self.address.url} sent a response that is not JSON ({error})", _HINT
+            ) from error
 
     def fetch(  # noqa: PLR0913 - the parts of a request, and its bounds
         self,
@@ -193,19 +195,19 @@ class Transport:
         *,
         seconds: float | None = None,
         repeatable: bool = False,
-        most: int = _MAX_ANSWER,
+        max_bytes: int = _MAX_ANSWER,
     ) -> tuple[bytes, Mapping[str, str]]:
-        """As `call`; the answer's bytes and its headers, named in lower case.
+        """Send a request like `call`, and return the response's bytes and its headers with lower-case names.
 
         Args:
             method: GET, POST, PUT or DELETE.
-            path: below the service's URL.
-            query: names and values; those that are None are left out.
-            body: sent as JSON.
-            headers: added to the usual ones.
-            seconds: instead of the transport's.
-            repeatable: a POST that may be done twice, and needs no key for it.
-            most: bytes of the answer.
+            path: Path below the service's URL.
+            query: Names and values. Values of None are omitted.
+            body: Content, sent as JSON.
+            headers: Additional headers.
+            seconds: Timeout instead of the transport's.
+            repeatable: Whether a POST may be repeated without an idempotency key.
+            max_bytes: Maximum size of the response in bytes.
         """
         sent = dict(headers or {})
         if method == "POST" and not repeatable:
@@ -213,9 +215,9 @@ class Transport:
         for attempt in range(1, self._tries + 1):
             try:
                 with self.open(method, path, query, body, sent, seconds=seconds, repeatable=True) as answer:
-                    content = _read(answer, most)
-                    if len(content) > most:
-                        raise ServiceError(f"{path}: over {most} bytes", "ask for less")
+                    content = _read(answer, max_bytes)
+                    if len(content) > max_bytes:
+                        raise ServiceError(f"{path}: over {max_bytes} bytes", "ask for less")
                     return content, {name.lower(): value for name, value in answer.headers.items()}
             except ServiceRefusedError as error:
                 if error.status not in _PASSING or attempt == self._tries:
@@ -240,25 +242,27 @@ class Transport:
         seconds: float | None = None,
         repeatable: bool | None = None,
     ) -> Iterator[BaseHTTPResponse]:
-        """One request without another try; its answer, to be read within the block.
+        """Send a request without retries, and yield its response, which must be read within the block.
 
         Args:
-            method: as `fetch`.
-            path: as `fetch`.
-            query: as `fetch`.
-            body: as `fetch`.
-            headers: as `fetch`.
-            seconds: as `fetch`.
-            repeatable: whether it may come twice, where the service closes a connection that it had kept; all but POST if left out.
+            method: As for `fetch`.
+            path: As for `fetch`.
+            query: As for `fetch`.
+            body: As for `fetch`.
+            headers: As for `fetch`.
+            seconds: As for `fetch`.
+            repeatable: Whether the request may be repeated if the service has closed a kept connection; by default all but POST.
 
         Raises:
-            MissingError, RefusedError, ServiceError: as `call`.
+            MissingError, RefusedError, ServiceError: As for `call`.
         """
         from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
         from urllib3.exceptions import TimeoutError as AnyTimeoutError
 
-        asked = {name: value for name, value in (query or {}).items() if value is not None and value != ()}
-        url = f"{self.address.url}{path}" + (f"?{urlencode(asked, doseq=True)}" if asked else "")
+        parameters = {
+            name: value for name, value in (query or {}).items() if value is not None and value != ()
+        }
+        url = f"{self.address.url}{path}" + (f"?{urlencode(parameters, doseq=True)}" if parameters else "")
         sent = {"Accept": JSON, "Authorization": f"Bearer {self.address.token}", **(headers or {})}
         data = None if body is None else json.dumps(body, default=str).encode()
         if data is not None:
@@ -274,30 +278,30 @@ class Transport:
         except HTTPError as error:
             unsent = isinstance(error, NewConnectionError | ConnectTimeoutError)
             raise UnreachableError(
-                f"service {self.address.url}: no answer ({_described(error)})",
+                f"service {self.address.url} does not respond ({_described(error)})",
                 _HINT,
                 timed_out=isinstance(error, AnyTimeoutError) and not unsent,
             ) from error
         except (OSError, ValueError) as error:
             raise UnreachableError(
-                f"service {self.address.url}: no answer ({_described(error)})", _HINT
+                f"service {self.address.url} does not respond ({_described(error)})", _HINT
             ) from error
         finally:
             if answer is not None:
-                answer.close()  # the connection of one that was read to its end is kept
+                answer.close()  # the connection of a completely read response is kept
 
 
 class _Connections:
-    """The connections of this process to one address.
+    """Connections of this process to one address.
 
-    Without a lock, so that a child which is forked at any moment can use it.
+    There is no lock, so that a child that is forked at any moment can use it.
 
     Args:
-        bounds_request: as `Transport`.
+        bounds_request: As for `Transport`.
     """
 
     def __init__(self, *, bounds_request: bool) -> None:
-        import urllib3  # noqa: F401 - here and not while something is sent: that may be when the process ends
+        import urllib3  # noqa: F401 - here and not during a request, which may be at the end of the process
 
         self._bounds_request = bounds_request
         self._managers: dict[tuple[int, str], PoolManager] = {}
@@ -312,10 +316,10 @@ class _Connections:
         *,
         repeatable: bool,
     ) -> BaseHTTPResponse:
-        """Send a request; again, where the service had closed the connection meanwhile and the request may come twice.
+        """Send a request. Repeat it if the service had closed the connection and the request is repeatable.
 
         Raises:
-            urllib3.exceptions.HTTPError: there is no answer.
+            urllib3.exceptions.HTTPError: There is no response.
         """
         from urllib3 import Timeout
         from urllib3.exceptions import ProtocolError
@@ -338,14 +342,14 @@ class _Connections:
 
     def _manager(self, url: str) -> PoolManager:
         key = (os.getpid(), _proxy_of(url))
-        # Those of a parent stay in the dictionary: their sockets are its own.
+        # Connections of a parent process stay in the dictionary, because it owns their sockets.
         return self._managers.get(key) or self._managers.setdefault(
             key, _manager_by(key[1], bounds_request=self._bounds_request)
         )
 
 
 class _IdleConnections:
-    """The queue of a connection pool, last in first out. It has no lock that a fork could leave locked."""
+    """Queue of a connection pool, last in first out, without a lock that a fork could leave locked."""
 
     def __init__(self, maxsize: int) -> None:
         self._items: deque[Any] = deque()
@@ -358,19 +362,19 @@ class _IdleConnections:
         self._items.append(item)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ARG002 - as above
-        """Take the connection that was used last."""
+        """Return the most recently used connection."""
         try:
             return self._items.pop()
         except IndexError:
             raise Empty from None
 
     def qsize(self) -> int:
-        """How many there are."""
+        """Return the number of connections."""
         return len(self._items)
 
 
 class _BoundedResponse(http.client.HTTPResponse):
-    """A response that ends by the socket's timeout as a whole: by itself, a socket's timeout bounds each read of a few bytes."""
+    """A response with the socket's timeout for the whole response. A socket's own timeout applies to each read of a few bytes."""
 
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)
@@ -391,14 +395,14 @@ class _DeadlineReader(io.RawIOBase):
         self._deadline = deadline
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int | None:
-        """Read what has come.
+        """Read the available bytes.
 
         Raises:
-            TimeoutError: nothing came until the deadline.
+            TimeoutError: No bytes arrived before the deadline.
         """
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
@@ -407,7 +411,7 @@ class _DeadlineReader(io.RawIOBase):
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Release the socket."""
         self._raw.close()
         super().close()
 
@@ -443,7 +447,7 @@ def _manager_by(proxy: str, *, bounds_request: bool) -> PoolManager:
 
 
 def _proxy_of(url: str) -> str:
-    """The proxy that the environment names for a URL; empty for none."""
+    """Return the proxy for a URL in the environment; empty without one."""
     parts, named = urlsplit(url), urllib.request.getproxies()
     proxy = named.get(parts.scheme) or named.get("all") or ""
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
@@ -451,19 +455,19 @@ def _proxy_of(url: str) -> str:
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-def _read(answer: BaseHTTPResponse, most: int) -> bytes:
+def _read(answer: BaseHTTPResponse, max_bytes: int) -> bytes:
     """An answer's content, and one byte more than the most where it is longer."""
-    return answer.read(most + 1)
+    return answer.read(max_bytes + 1)
 
 
 def pause_seconds(tries: int, after: float | None = None) -> float:
-    """How long to wait after a try that failed: what the service asked for, or longer from try to try; never two alike.
+    """Return the seconds to wait after a failed try: the service's time, or an exponential backoff, with jitter.
 
-    Programs that met the same failure at the same time would otherwise come back at the same time.
+    Without jitter, programs with a simultaneous failure would retry simultaneously.
 
     Args:
-        tries: how many have failed.
-        after: the seconds that the service named, if it did.
+        tries: Number of failed tries.
+        after: The time in seconds that the service specified, if any.
     """
     if after is not None:
         return min(LONGEST_RETRY_AFTER, after) * _random.uniform(1.0, 1.1)
@@ -471,7 +475,7 @@ def pause_seconds(tries: int, after: float | None = None) -> float:
 
 
 def retry_after(value: str, now: datetime | None = None) -> float | None:
-    """The seconds of a ``Retry-After`` header, which holds them or a date; None where it holds neither."""
+    """Return the seconds of a ``Retry-After`` header with seconds or a date; None for any other value."""
     text = value.strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])
@@ -485,12 +489,12 @@ def retry_after(value: str, now: datetime | None = None) -> float | None:
 
 
 def segment(name: str) -> str:
-    """One part of a path."""
+    """Quote a name as one segment of a path."""
     return quote(name, safe="")
 
 
 def _described(error: BaseException) -> str:
-    """The reason, without the library's own words before it."""
+    """Return the reason without the library's prefix."""
     text = str(error)
     return text.partition("Failed to establish a new connection: ")[2] or text or type(error).__name__
 

@@ -145,7 +145,7 @@ def as_cloud_event(notification: Notification, title: str, text: str) -> dict[st
         "specversion": "1.0",
         "id": notification.id,
         "source": notification.run_url,
-        "type": f"watchstep.notification.{notification.status}",
+        "type": f"io.watchstep.notification.{notification.status}",
         "subject": subject,
         "time": rfc3339(notification.at_ns),
         "datacontenttype": "application/json",

@@ -9,19 +9,19 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 EventType = Literal[
-    "watchstep.run.started",
-    "watchstep.run.ended",
-    "watchstep.run.restart_allowed",
-    "watchstep.alert.firing",
-    "watchstep.alert.revised",
-    "watchstep.alert.resolved",
-    "watchstep.alert.acknowledged",
-    "watchstep.stop.requested",
-    "watchstep.stop.done",
-    "watchstep.stop.would_have",
-    "watchstep.rule.error",
-    "watchstep.rule.no_data",
-    "watchstep.rule.ok",
+    "io.watchstep.run.started",
+    "io.watchstep.run.ended",
+    "io.watchstep.run.restart_allowed",
+    "io.watchstep.alert.firing",
+    "io.watchstep.alert.revised",
+    "io.watchstep.alert.resolved",
+    "io.watchstep.alert.acknowledged",
+    "io.watchstep.stop.requested",
+    "io.watchstep.stop.done",
+    "io.watchstep.stop.would_have",
+    "io.watchstep.rule.error",
+    "io.watchstep.rule.no_data",
+    "io.watchstep.rule.ok",
 ]
 MEDIA_TYPE = "application/cloudevents+json"
 _NANOSECONDS = 1_000_000_000

@@ -11,8 +11,9 @@ import gzip
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -31,6 +32,13 @@ from watchstep_services.api.schemas.problems import TYPES
 
 DOCUMENT = "/openapi.json"
 PAGE = "/docs"
+_SCRIPT, _STYLES, _ICON = "swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png"
+ASSETS = {
+    f"{PAGE}/{_SCRIPT}": "text/javascript",
+    f"{PAGE}/{_STYLES}": "text/css",
+    f"{PAGE}/{_ICON}": "image/png",
+}
+"""The files of Swagger UI that the page loads, and their media types. `fastapi-swagger` ships them as released on npm."""
 
 
 @dataclass(frozen=True)
@@ -38,36 +46,54 @@ class _Document:
     plain: bytes
     packed: bytes
     tag: str
+    media_type: str
 
 
 def install_document(app: FastAPI) -> None:
-    """Add both addresses to an application that has none of its own."""
-    lock = threading.Lock()
-    made: list[_Document] = []
-    page = get_swagger_ui_html(openapi_url=DOCUMENT, title=f"{app.title} - Swagger UI")
-
-    def make() -> None:
-        with lock:
-            if not made:
-                made.append(_document(app))
-
-    @open_to_all(counted=True)
-    async def openapi(request: Request) -> Response:
-        if not made:
-            await run_in_threadpool(make)  # takes a second of CPU
-        return _answer(made[0], request)
+    """Add both addresses, and those of the page's assets, to an application that has none of its own."""
+    page = get_swagger_ui_html(
+        openapi_url=DOCUMENT,
+        title=f"{app.title} - Swagger UI",
+        swagger_js_url=f"{PAGE}/{_SCRIPT}",
+        swagger_css_url=f"{PAGE}/{_STYLES}",
+        swagger_favicon_url=f"{PAGE}/{_ICON}",
+    )
 
     @open_to_all(counted=True)
     async def swagger_ui_html(_request: Request) -> HTMLResponse:
         return page
 
-    app.add_route(DOCUMENT, openapi, include_in_schema=False)
+    _add_document(app, DOCUMENT, lambda: _document(bytes(JSONResponse(app.openapi()).body), _JSON))
     app.add_route(PAGE, swagger_ui_html, include_in_schema=False)
+    for path, media_type in ASSETS.items():
+        _add_asset(app, path, media_type)
 
 
-def _document(app: FastAPI) -> _Document:
-    plain = bytes(JSONResponse(app.openapi()).body)
-    return _Document(plain, gzip.compress(plain, mtime=0), hashlib.sha256(plain).hexdigest()[:32])
+def _add_asset(app: FastAPI, path: str, media_type: str) -> None:
+    file = resources.files("fastapi_swagger") / "resources" / path.rpartition("/")[2]
+    _add_document(app, path, lambda: _document(file.read_bytes(), media_type))
+
+
+def _add_document(app: FastAPI, path: str, make: Callable[[], _Document]) -> None:
+    lock = threading.Lock()
+    made: list[_Document] = []
+
+    def make_once() -> None:
+        with lock:
+            if not made:
+                made.append(make())
+
+    @open_to_all(counted=True)
+    async def document(request: Request) -> Response:
+        if not made:
+            await run_in_threadpool(make_once)  # takes up to a second of CPU
+        return _answer(made[0], request)
+
+    app.add_route(path, document, include_in_schema=False)
+
+
+def _document(plain: bytes, media_type: str) -> _Document:
+    return _Document(plain, gzip.compress(plain, mtime=0), hashlib.sha256(plain).hexdigest()[:32], media_type)
 
 
 def _answer(document: _Document, request: Request) -> Response:
@@ -78,7 +104,7 @@ def _answer(document: _Document, request: Request) -> Response:
         return Response(None, 304, headers)
     if packed:
         headers["content-encoding"] = "gzip"
-    return _InParts(document.packed if packed else document.plain, 200, headers, "application/json")
+    return _InParts(document.packed if packed else document.plain, 200, headers, document.media_type)
 
 
 def _takes_gzip(accepted: str) -> bool:

@@ -51,7 +51,7 @@ _WORDS: dict[str, str] = {
     "Range": "bytes=0-4095",
     "description": "Gradients of a layer are close to zero.",
     "summary": "Gradients of a layer are close to zero.",
-    "type": "watchstep.alert.firing",
+    "type": "io.watchstep.alert.firing",
     "title": "NotFound",
     "env": "WATCHSTEP_RECEIVER_ONCALL",
     "detail": "run vision/resnet50-17: not known",

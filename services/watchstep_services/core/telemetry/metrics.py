@@ -51,11 +51,27 @@ ANNOUNCEMENTS = Counter(
     ["result"],
     registry=REGISTRY,
 )
-RECORDER_COUNTS = Counter(
-    "watchstep_recorder",
-    "What recorders say of themselves when they announce: rows and objects written, dropped, spilled; faults.",
-    ["kind"], registry=REGISTRY,
+RECORDER_ROWS = Counter(
+    "watchstep_recorder_rows",
+    "Rows that recorders report: `written`, `dropped`, or `spilled` to disk; spilled rows are usually written later.",
+    ["outcome"], registry=REGISTRY,
 )  # fmt: skip
+RECORDER_OBJECTS = Counter(
+    "watchstep_recorder_objects",
+    "Objects that recorders report: `written`, `dropped`, `spilled` to disk, or `unwritten` at the end of the process.",
+    ["outcome"], registry=REGISTRY,
+)  # fmt: skip
+RECORDER_BYTES = Counter(
+    "watchstep_recorder_bytes", "Bytes of objects that recorders report as written.", registry=REGISTRY
+)
+RECORDER_SNAPSHOTS = Counter(
+    "watchstep_recorder_snapshots", "Snapshots that recorders report: `written` or `dropped`.", ["outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
+RECORDER_DROPPED_STEPS = Counter(
+    "watchstep_recorder_dropped_steps", "Steps that recorders report as dropped.", registry=REGISTRY
+)
+RECORDER_FAULTS = Counter("watchstep_recorder_faults", "Faults that recorders report.", registry=REGISTRY)
 EVALUATIONS = Counter(
     "watchstep_evaluations",
     "Evaluations: `committed`; `idle`: nothing to judge; `busy`: another worker had the run; `fenced`: another took it "
@@ -110,7 +126,7 @@ HINTS_DROPPED = Counter(
     registry=REGISTRY,
 )  # fmt: skip
 CONNECTIONS = Gauge(
-    "watchstep_database_connections", "Connections to the database: `open`, and `in_use` of them.", ["state"],
+    "watchstep_database_connections", "Open connections to the database: `in_use` or `idle`.", ["state"],
     registry=REGISTRY, multiprocess_mode="livesum",
 )  # fmt: skip
 CONNECTION_FAILURES = Counter(
@@ -118,16 +134,24 @@ CONNECTION_FAILURES = Counter(
     registry=REGISTRY,
 )  # fmt: skip
 
-# The counters of a recorder's health that are told; others would make a label of whatever a recorder sends.
-RECORDER_KINDS = (
-    "rows", "objects", "bytes", "snapshots", "dropped_rows", "dropped_steps", "dropped_objects", "dropped_snapshots",
-    "spilled_rows", "spilled_objects", "unwritten_objects", "faults",
-)  # fmt: skip
+# The counts of a recorder's health that are exported. A label for any other count would be a name that a recorder sends.
+RECORDER_COUNTS: dict[str, Counter] = {
+    "rows": RECORDER_ROWS.labels("written"),
+    "dropped_rows": RECORDER_ROWS.labels("dropped"),
+    "spilled_rows": RECORDER_ROWS.labels("spilled"),
+    "objects": RECORDER_OBJECTS.labels("written"),
+    "dropped_objects": RECORDER_OBJECTS.labels("dropped"),
+    "spilled_objects": RECORDER_OBJECTS.labels("spilled"),
+    "unwritten_objects": RECORDER_OBJECTS.labels("unwritten"),
+    "bytes": RECORDER_BYTES,
+    "snapshots": RECORDER_SNAPSHOTS.labels("written"),
+    "dropped_snapshots": RECORDER_SNAPSHOTS.labels("dropped"),
+    "dropped_steps": RECORDER_DROPPED_STEPS,
+    "faults": RECORDER_FAULTS,
+}
 
 for _outcome in ("committed", "idle", "busy", "fenced", "failed"):
     EVALUATIONS.labels(_outcome)
-for _kind in RECORDER_KINDS:
-    RECORDER_COUNTS.labels(_kind)
 for _result in ("fresh", "known"):
     ANNOUNCEMENTS.labels(_result)
 for _result in ("read", "corrupt", "missing"):
@@ -148,7 +172,7 @@ def timed(histogram: Histogram) -> Iterator[None]:
     histogram.observe(time.perf_counter() - began)
 
 
-def recorder_said(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def count_recorder_report(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Count what a recorder's counters grew by since it last announced.
 
     Args:
@@ -156,17 +180,17 @@ def recorder_said(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         now: the health that it sends.
     """
     earlier, later = _counts(before), _counts(now)
-    for kind in RECORDER_KINDS:
+    for kind, counter in RECORDER_COUNTS.items():
         # A recorder that began anew counts from nought.
         grown = later[kind] - (earlier[kind] if earlier[kind] <= later[kind] else 0)
         if grown > 0:
-            RECORDER_COUNTS.labels(kind).inc(grown)
+            counter.inc(grown)
 
 
 def _counts(health: Mapping[str, Any]) -> dict[str, int]:
     counts = health.get("counts")
     held = counts if isinstance(counts, Mapping) else {}
-    return {kind: _whole(held.get(kind)) for kind in RECORDER_KINDS}
+    return {kind: _whole(held.get(kind)) for kind in RECORDER_COUNTS}
 
 
 def _whole(value: object) -> int:

@@ -2,6 +2,9 @@
 
 A trace is carried from one process to the next as W3C's ``traceparent``: in the announcement's header, and from then on in
 rows of the database, which outlive every message. Without ``OTEL_EXPORTER_OTLP_ENDPOINT`` nothing is imported, kept or sent.
+
+Spans of HTTP requests follow OpenTelemetry's semantic conventions, with the attributes of these. All other attributes have the
+prefix ``watchstep.``.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span, Tracer, TracerProvider
@@ -23,6 +27,15 @@ if TYPE_CHECKING:
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 TRACEPARENT = "traceparent"
 MAX_LINKS = 32
+
+SpanKind = Literal["internal", "server", "client"]
+Attributes = Mapping[str, str | int]
+
+ERROR_TYPE = "error.type"
+HTTP_METHODS = frozenset(
+    {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "QUERY"}
+)
+"""Methods that a span names; every other is `_OTHER`."""
 
 _FORM = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}")
 _current: ContextVar[str] = ContextVar("watchstep_traceparent", default="")
@@ -60,9 +73,9 @@ def stop() -> None:
     """Send what was not sent yet, and end."""
     global _started
     with _lock:
-        held, _started = _started, None
-    if held is not None and held[0] == os.getpid():
-        held[1].shutdown()
+        started, _started = _started, None
+    if started is not None and started[0] == os.getpid():
+        started[1].shutdown()
 
 
 def checked(traceparent: str | None) -> str:
@@ -80,12 +93,26 @@ def current_trace_id() -> str:
     return _current.get()[3:35]
 
 
+@dataclass(frozen=True)
+class RequestSpan:
+    """What makes a span that of an HTTP request.
+
+    Attributes:
+        kind: server for a request that is answered, client for one that is sent.
+        attributes: of OpenTelemetry's semantic conventions.
+    """
+
+    kind: Literal["server", "client"]
+    attributes: Attributes
+
+
 @contextmanager
 def span(
     name: str,
     parent: str = "",
-    attributes: Mapping[str, str | int] | None = None,
+    attributes: Attributes | None = None,
     *,
+    request: RequestSpan | None = None,
     links: Sequence[str] = (),
     began_ns: int | None = None,
 ) -> Iterator[Spanned]:
@@ -94,7 +121,8 @@ def span(
     Args:
         name: of few values.
         parent: a ``traceparent``; what is being done now, where empty.
-        attributes: of any value.
+        attributes: of Watchstep, named without the prefix; of any value.
+        request: of an HTTP request; None for internal work.
         links: other traces that led here.
         began_ns: where it began before the block, nanoseconds since the epoch.
     """
@@ -102,37 +130,64 @@ def span(
     if tracer is None:
         yield Spanned(None)
         return
-    held = _begin(tracer, name, parent or current(), attributes or {}, (links, began_ns or time.time_ns()))
-    spanned = Spanned(held)
-    token = _current.set(_written(held))
+    kind: SpanKind = "internal" if request is None else request.kind
+    given = {**(request.attributes if request else {}), **_named(attributes or {})}
+    open_span = _begin(tracer, name, parent or current(), (kind, given), (links, began_ns or time.time_ns()))
+    spanned = Spanned(open_span, kind)
+    token = _current.set(_written(open_span))
     try:
         yield spanned
     except BaseException as error:
-        held.record_exception(error)
-        _fail(held, f"{type(error).__name__}: {error}")
+        spanned.raised(error)
         raise
     finally:
         _current.reset(token)
         if not spanned.dropped:
-            held.end()
+            open_span.end()
 
 
 class Spanned:
-    """What a block may say of its span."""
+    """Attributes and status of the span of a block."""
 
-    def __init__(self, held: Span | None) -> None:
-        self._held = held
+    def __init__(self, span: Span | None, kind: SpanKind = "internal") -> None:
+        self._span = span
+        self._kind = kind
+        self._failed = False
         self.dropped = False
 
-    def say(self, **attributes: str | int) -> None:
-        """Add attributes."""
-        if self._held is not None:
-            self._held.set_attributes(_named(attributes))
+    def annotate(self, **attributes: str | int) -> None:
+        """Add attributes of Watchstep."""
+        if self._span is not None:
+            self._span.set_attributes(_named(attributes))
 
-    def fail(self, why: str) -> None:
-        """Mark it as failed."""
-        if self._held is not None:
-            _fail(self._held, why)
+    def describe(self, conventional: Attributes, name: str = "") -> None:
+        """Add attributes of OpenTelemetry's semantic conventions, and rename the span if a name is given."""
+        if self._span is not None:
+            self._span.set_attributes(dict(conventional))
+            if name:
+                self._span.update_name(name)
+
+    def fail(self, error_type: str, message: str = "") -> None:
+        """Mark it as failed.
+
+        Args:
+            error_type: of few values: the name of an exception, a status, or a result.
+            message: the status's description.
+        """
+        self._failed = True
+        if self._span is not None:
+            self._span.set_attributes({ERROR_TYPE: error_type})
+            _fail(self._span, message)
+
+    def raised(self, error: BaseException) -> None:
+        """Mark it as failed by an exception. The span of a sent request keeps no message, which may quote the other side."""
+        if self._span is None or (self._kind == "client" and self._failed):
+            return
+        message = ""
+        if self._kind != "client":
+            self._span.record_exception(error)
+            message = f"{type(error).__name__}: {error}"
+        self.fail(_qualified(type(error)), message)
 
     def drop(self) -> None:
         """Nothing worth telling happened: it is not sent."""
@@ -162,10 +217,10 @@ def _provider(role: str) -> TracerProvider:
 
 
 def _tracer() -> Tracer | None:
-    held = _started
-    if held is None or held[0] != os.getpid():
+    started = _started
+    if started is None or started[0] != os.getpid():
         return None
-    tracer: Any = held[1].get_tracer("watchstep")
+    tracer: Any = started[1].get_tracer("watchstep")
     return tracer  # type: ignore[no-any-return]
 
 
@@ -173,17 +228,18 @@ def _begin(
     tracer: Tracer,
     name: str,
     parent: str,
-    attributes: Mapping[str, str | int],
+    described: tuple[SpanKind, Attributes],
     more: tuple[Sequence[str], int],
 ) -> Span:
     from opentelemetry import trace
 
+    kind, attributes = described
     links, began_ns = more
-    held: Any = tracer.start_span(
+    open_span: Any = tracer.start_span(
         name,
         context=_context(parent),
-        kind=trace.SpanKind.INTERNAL,
-        attributes=_named(attributes),
+        kind=trace.SpanKind[kind.upper()],
+        attributes=attributes,
         links=[
             trace.Link(trace.get_current_span(_context(link)).get_span_context())
             for link in list(dict.fromkeys(links))[:MAX_LINKS]
@@ -191,7 +247,7 @@ def _begin(
         ],
         start_time=began_ns,
     )
-    return held  # type: ignore[no-any-return]
+    return open_span  # type: ignore[no-any-return]
 
 
 def _context(traceparent: str) -> Any:
@@ -202,16 +258,20 @@ def _context(traceparent: str) -> Any:
     return TraceContextTextMapPropagator().extract({TRACEPARENT: traceparent}, Context())
 
 
-def _written(held: Span) -> str:
-    context = held.get_span_context()
+def _written(open_span: Span) -> str:
+    context = open_span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+def _named(attributes: Attributes) -> dict[str, str | int]:
     return {f"watchstep.{name}": value for name, value in attributes.items()}
 
 
-def _fail(held: Span, why: str) -> None:
+def _qualified(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _fail(open_span: Span, why: str) -> None:
     from opentelemetry.trace import Status, StatusCode
 
-    held.set_status(Status(StatusCode.ERROR, why[:500]))
+    open_span.set_status(Status(StatusCode.ERROR, why[:500]))
