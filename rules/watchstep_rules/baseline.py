@@ -18,7 +18,7 @@ from watchstep.format.documents import parse_json
 from watchstep.format.layout import baseline_document
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading import queries
-from watchstep.reading.columns import Columns, Want
+from watchstep.reading.columns import Columns, Selection
 from watchstep.reading.run import Run
 from watchstep.store.store import Store
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
@@ -111,7 +111,7 @@ def _judged_rows(columns: Columns) -> NDArray[np.intp]:
 
 
 def _columns_by_phase(run: Run) -> Iterator[tuple[int, Columns]]:
-    first, last = run.index.reach()
+    first, last = run.index.step_range()
     for phase in range(MAX_PHASES):
         start, end = 2**phase - 1, 2 ** (phase + 1) - 2
         if start > last or end < first:
@@ -132,7 +132,7 @@ def _phase_columns(run: Run, start: int, end: int) -> Columns:
 
 
 def _read(run: Run, first: int, last: int) -> Columns:
-    want = Want((), None, first, last)
+    want = Selection((), None, first, last)
     return run.index.consistently(lambda: queries.columns_of(run.index, ("mean", "rms"), want, merge=True))
 
 

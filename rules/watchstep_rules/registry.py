@@ -192,14 +192,14 @@ RULES: dict[str, AnyRule] = {
 }
 
 KINDS: dict[str, AnyRule] = {rule.name: rule for rule in (Sql(), Python())}
-"""Rules that are what their parameters say: a query, a program. They judge nothing by themselves."""
+"""Kinds of custom rules, which are defined by their parameters: a query or a program."""
 
 
 def find_rule(name: str) -> AnyRule:
-    """The rule, or kind of rule, of that name.
+    """The rule, or kind of custom rule, with a name.
 
     Raises:
-        RuleError: there is none.
+        RuleError: no rule has this name.
     """
     rule = RULES.get(name) or KINDS.get(name)
     if rule is None:

@@ -23,20 +23,20 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, Mode, TensorInfo
 
-Merge = Literal["per_worker", "sealed"]
+Merge = Literal["per_worker", "watermark"]
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
-"""The least severe first."""
+"""Severities, the least severe first."""
 
 
 class Params(BaseModel):
-    """Parameters of a rule. Unknown names are refused; the JSON schema drives API, CLI and forms."""
+    """Base class of a rule's parameters. Unknown names are rejected. API, CLI and forms use the JSON schema."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class State(BaseModel):
-    """What a rule remembers between blocks, at most 128 bytes a tensor, kept as JSON."""
+    """Base class of a rule's state between blocks: at most 128 bytes per tensor, stored as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -47,20 +47,19 @@ S = TypeVar("S", bound=State)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rule must be given.
+    """The input that a rule needs.
 
     Attributes:
-        collections: it judges tensors of these; the default scope; empty for all.
-        roles: narrowed to these roles; empty for all.
-        probes: extra columns that capture must add.
-        about: roles that findings are about; the others are evidence, which a rule config's ``tensors`` does not narrow.
-            Empty for all.
-        evidence: collections whose tensors are evidence as well, whatever their role.
-        metrics: metrics of the recorder that are evidence as well, of any watched model: given whatever the scope.
-        evidence_rows: earlier rows of evidence that the context holds, of each series; None for as many as the lookback. A
-            rule that looks back far on losses, and remembers what it needs of all weights, keeps most rows from being kept.
-        histograms: it looks into the rows' histograms. Where no rule of a run does they are not read: to look into them is
-            an error then.
+        collections: collections of the tensors to judge; the default scope. Empty for all.
+        roles: roles of the tensors to judge. Empty for all.
+        probes: probes that the recorder must add.
+        about: roles that findings are about. Tensors of other roles are evidence, which the ``tensors`` of a rule config does not
+            restrict. Empty for all.
+        evidence: collections of tensors that are also evidence, whatever their role.
+        metrics: metrics of the recorder that are also evidence, of any watched model, whatever the scope.
+        evidence_rows: number of earlier rows of each evidence series in the context; None for the rule's lookback. A rule with a long
+            lookback on losses that stores what it needs of all weights sets this, so that most rows need not be kept.
+        histograms: whether the rule reads histograms. If no rule of a run does, histograms are not read, and access is an error.
     """
 
     collections: tuple[str, ...]
@@ -78,7 +77,7 @@ class Needs:
         return bool(self.about or self.evidence or self.metrics)
 
     def is_evidence(self, info: TensorInfo) -> bool:
-        """Whether a tensor is only held beside those that are judged."""
+        """Whether a tensor is evidence, not judged itself."""
         by_role = bool(self.about) and info.role not in self.about
         return (
             by_role
@@ -87,38 +86,38 @@ class Needs:
         )
 
     def earlier_rows(self, info: TensorInfo, lookback: int) -> int:
-        """How many earlier rows of a tensor's series the context holds, by the rule's lookback."""
+        """Number of earlier rows of a tensor's series in the context, given the rule's lookback."""
         if self.evidence_rows is None or not self.is_evidence(info):
             return lookback
         return min(self.evidence_rows, lookback)
 
 
 def is_metric(info: TensorInfo, name: str) -> bool:
-    """Whether a tensor is a metric of the recorder's with this name, of any watched model."""
+    """Whether a tensor is a metric of the recorder with this name, of any watched model."""
     return info.role == "metric" and (info.name == name or info.name.endswith(f".{name}"))
 
 
 class Advice(NamedTuple):
-    """What is said with a finding of what usually causes it, and what to try; each the likeliest first."""
+    """Usual causes of a finding and remedies, the likeliest first."""
 
     usual_causes: tuple[str, ...]
     what_to_try: tuple[str, ...]
 
 
 class Rule(ABC, Generic[P, S]):
-    """A check over statistics. A subclass is one small file; instances hold nothing.
+    """A check over statistics. Subclasses are stateless; their state is passed to `evaluate`.
 
     Attributes:
-        name: how users call it.
-        summary: one line for lists.
-        version: grows when the state's meaning changes; older state is rebuilt from lookback.
-        needs: what it judges.
-        merge: ``per_worker``: rows are judged as each worker's arrive, and NaN never waits for a dead rank;
-            ``sealed``: a step is judged once, when all live workers passed it, with disjoint shards merged.
-        clock: it is judged at every stored tick, also where no row came: a rule about silence.
-        usual_causes: what most often makes it fire, the likeliest first; said with a finding, and never as certain.
-        what_to_try: against each of these, in the same order of likelihood.
-        cannot_distinguish: sound trainings that it may take for a fault, and faults that it may miss, by their nature.
+        name: the rule's name.
+        summary: a one-line description.
+        version: incremented when the meaning of the state changes; an older state is rebuilt from the lookback.
+        needs: the input that the rule needs.
+        merge: ``per_worker``: rows are judged as they arrive from each worker, so that NaN never waits for a dead rank.
+            ``watermark``: a step is judged once, when all live workers passed it, with disjoint shards merged.
+        clock: whether the rule is evaluated at every stored tick even without new rows: a rule about missing rows.
+        usual_causes: what most often makes the rule fire, the likeliest first; shown with a finding as general knowledge.
+        what_to_try: remedies for these causes, in the same order of likelihood.
+        cannot_distinguish: healthy trainings that the rule may report, and faults that it may miss, by its nature.
     """
 
     name: ClassVar[str]
@@ -137,52 +136,52 @@ class Rule(ABC, Generic[P, S]):
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Take ``params_type`` and ``state_type`` from the type arguments: ``class Loud(Rule[LoudParams, State])``.
 
-        A rule without type arguments has no parameters and no state.
+        A rule without type arguments has neither parameters nor state.
         """
         super().__init_subclass__(**arguments)
         for base in cls.__dict__.get("__orig_bases__", ()):
             generic = get_origin(base)
             if isinstance(generic, type) and issubclass(generic, Rule):
                 parameters = getattr(generic, "__parameters__", ())
-                given = dict(zip(parameters, get_args(base), strict=True))
+                arguments_by_name = dict(zip(parameters, get_args(base), strict=True))
                 declared = generic.type_arguments or parameters  # a rule may have a generic base class
-                cls.type_arguments = tuple(given.get(name, name) for name in declared)
+                cls.type_arguments = tuple(arguments_by_name.get(name, name) for name in declared)
         arguments_of = cls.type_arguments or (Params, State)
         for name, argument in zip(("params_type", "state_type"), arguments_of, strict=True):
             if name not in cls.__dict__:
                 setattr(cls, name, argument.__bound__ if isinstance(argument, TypeVar) else argument)
 
     def lookback(self, params: P) -> int:
-        """How many earlier rows of each series (tensor, worker, mode) the context must hold."""
+        """Number of earlier rows of each series (tensor, worker, mode) that the context must contain."""
         return 0
 
     def needed(self, params: P) -> Needs:
-        """What it must be given, with these parameters."""
+        """The input that the rule needs with these parameters."""
         return self.needs
 
     def merged(self, params: P) -> Merge:
-        """How it takes workers, with these parameters."""
+        """The value of ``merge`` with these parameters."""
         return self.merge
 
     def due_ns(self, params: P, state: S) -> int | None:
-        """When it wants a tick though no row comes, nanoseconds since the epoch; None where it waits for rows."""
+        """When the rule needs a tick without new rows, nanoseconds since the epoch; None if it waits for rows."""
         return None
 
     def problem(self, state: S) -> str:
-        """Which rows it could not judge though it went on, and why; nothing where it judged all. Told as its health."""
+        """Which rows the rule could not judge, and why; empty if it judged all. Reported as the rule's health."""
         return ""
 
     def conclusive(self, params: P, block: Block) -> NDArray[np.bool_]:
-        """Which rows can show that the rule's condition does not hold; bool, shape (n,).
+        """Rows that can show that the rule's condition is false; bool, shape (n,).
 
-        A row without a finding counts towards the resolution of an alert, and ends a streak of findings, only where it is
-        conclusive. The others count for nothing, as if they had not come. A row's own figures decide, and no other row. By default a
-        row is conclusive where its tensor has a finite element.
+        A row without a finding ends a streak of findings and counts towards the resolution of an alert only if it is conclusive. Other
+        rows are ignored. The result for a row depends only on that row. By default a row is conclusive if its tensor has a finite
+        element.
         """
         return block.statistics.finite > 0
 
     def advice(self, finding: Finding) -> Advice:
-        """The usual causes and what to try, the likeliest for this finding first."""
+        """Usual causes and remedies, the likeliest for this finding first."""
         return Advice(self.usual_causes, self.what_to_try)
 
     @abstractmethod
@@ -192,14 +191,14 @@ class Rule(ABC, Generic[P, S]):
         """Judge a block.
 
         Args:
-            params: as configured.
-            state: as the last call returned it; a new one at the start of an attempt.
-            context: the last ``lookback`` rows of each series before the block; of evidence as ``needs`` say.
-            block: rows not judged before, steps ascending within each series; whole steps if ``sealed``.
+            params: the configured parameters.
+            state: the state that the last call returned; a new one at the start of an attempt.
+            context: the last ``lookback`` rows of each series before the block; for evidence, as ``needs`` specifies.
+            block: rows that were not judged before, steps ascending within each series; whole steps if ``merge`` is ``watermark``.
             now: the stored clock tick of this evaluation, nanoseconds since the epoch.
 
         Returns:
-            The state for the next call, and findings in the order of the rows; as `FindingRows` where there may be very many.
+            The state for the next call, and findings in the order of the rows; a `FindingRows` if there may be very many.
         """
 
 
@@ -210,26 +209,25 @@ _PHASES = {"weight": 0, "bias": 0, "input": 1, "output": 1, "loss": 2, "gradient
 
 
 class Finding(BaseModel):
-    """One hit of a rule.
+    """A row that meets a rule's condition.
 
     Attributes:
         rule: the rule's name.
-        step: the step that was judged.
-        mode: its mode.
-        worker: the rank whose row was judged; the number of the replica where shards were merged.
+        step: the step of the row.
+        mode: the mode of the step.
+        worker: the rank of the row; the number of the replica if shards were merged.
         tensor: the tensor's name; empty for a finding about the run as a whole.
-        module: path of the module that owns it, empty where none does.
+        module: path of the tensor's module; empty if it has none.
         module_type: the module's class.
-        role: what the tensor is to it: weight, gradient, output, loss, …
-        value: what was seen.
-        threshold: what it was held against.
-        message: both in words, with the unit.
-        time_ns: when the row was taken, nanoseconds since the epoch.
-        cause_rank: orders the findings of one step by the way data flows: weights, forward, loss, backward.
-        upstream: tensors that data came through before, and that were seen to be bad at this step, though they are no finding by
-            themselves; the message tells of them.
-        origin: of NaN and infinity, the output that was the first in the order of execution to hold some, as far as outputs of this
-            step, mode and worker were recorded; empty where none did, or where only the input was bad.
+        role: the tensor's role in its module: weight, gradient, output, loss, …
+        value: the measured value.
+        threshold: the threshold.
+        message: value and threshold as text, with the unit.
+        time_ns: the time of the row, nanoseconds since the epoch.
+        cause_rank: orders the findings of one step by data flow: weights, forward, loss, backward.
+        upstream: earlier tensors in the data flow that were bad at this step but have no finding of their own; the message names them.
+        origin: for NaN and infinity, the first output in the order of execution that contains them, among the recorded outputs of this
+            step, mode and worker; empty if there is none, or if only the input was bad.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -252,13 +250,13 @@ class Finding(BaseModel):
 
     @field_validator("message")
     @classmethod
-    def _can_be_kept(cls, value: str) -> str:
-        """Databases take no NUL in a text, and a rule of a user's own may say anything."""
+    def _without_nul(cls, value: str) -> str:
+        """Replace NUL, which databases reject, and which a custom rule may write."""
         return value.replace("\0", "\ufffd")
 
 
 def cause_rank(info: TensorInfo) -> tuple[int, int]:
-    """Where a tensor stands in one step's flow of data; what is lower can be the cause of what is higher.
+    """The position of a tensor in the data flow of a step; a lower rank can be the cause of a higher one.
 
     A step reads its weights, computes outputs in module order, then the loss, then gradients in reverse module order.
     """
@@ -267,11 +265,11 @@ def cause_rank(info: TensorInfo) -> tuple[int, int]:
 
 
 Likelihood = tuple[int, tuple[int, int], int]
-"""Step, cause rank and worker: what is lower is the likelier cause."""
+"""Step, cause rank and worker; a lower value is the likelier cause."""
 
 
 def likelihood(finding: Finding) -> Likelihood:
-    """Orders findings: what comes first is the likelier cause. By step, then as data flows, then by rank."""
+    """The sort key of a finding as a cause, the likeliest first: by step, data flow and rank."""
     return finding.step, finding.cause_rank, finding.worker
 
 
@@ -298,15 +296,15 @@ def finding_at(rule: str, block: Block, row: int, *, value: float, threshold: fl
 def finding_of_run(
     rule: str, step: int, now: int, *, value: float, threshold: float, message: str
 ) -> Finding:
-    """A finding about the run as a whole, which no row shows.
+    """A finding about the run as a whole, without a row.
 
     Args:
         rule: the rule's name.
-        step: the last step that was seen.
+        step: the last recorded step.
         now: the tick of the evaluation, nanoseconds since the epoch.
-        value: what was seen.
-        threshold: what it was held against.
-        message: both in words.
+        value: the measured value.
+        threshold: the threshold.
+        message: value and threshold as text.
     """
     return Finding(
         rule=rule,
@@ -329,10 +327,10 @@ class Hits:
     """Rows with a finding, in columns of shape (n,).
 
     Attributes:
-        rows: places in the block, ascending.
-        values: what was seen in each.
-        thresholds: what it was held against.
-        is_first: findings that come before all others of their phase as data flows; None for none.
+        rows: indices in the block, ascending.
+        values: the measured values.
+        thresholds: the thresholds.
+        is_first: findings that precede all others of their phase in the data flow; None if there are none.
     """
 
     rows: NDArray[np.intp]
@@ -344,13 +342,13 @@ class Hits:
         return len(self.rows)
 
     def take(self, places: NDArray[np.intp]) -> Hits:
-        """Some of them, in that order."""
+        """The hits at some indices, in that order."""
         is_first = None if self.is_first is None else self.is_first[places]
         return Hits(self.rows[places], self.values[places], self.thresholds[places], is_first)
 
 
 class FindingRows(Sequence[Finding]):
-    """n findings, one for each of some rows of a block; equal to any sequence of the same findings."""
+    """n findings in columns, each for a row of a block; equal to any sequence of the same findings."""
 
     def __init__(
         self,
@@ -360,26 +358,26 @@ class FindingRows(Sequence[Finding]):
         words: Callable[[int, float, float], str],
         finish: Callable[[Finding, int], Finding] | None = None,
     ) -> None:
-        """Take columns; nothing is built yet.
+        """Store the columns; no finding is built yet.
 
         Args:
             rule: the rule's name.
             block: the judged rows.
-            hits: those with a finding.
-            words: the message, by row of the block, value and threshold.
-            finish: what more is said of a finding, by its row of the block; it leaves ``cause_rank`` as it is.
+            hits: the rows with a finding.
+            words: returns the message, given row of the block, value and threshold.
+            finish: adds to a built finding, given its row of the block; it must not change ``cause_rank``.
         """
         self._rule, self._block, self._hits = rule, block, hits
         self._words, self._finish = words, finish
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """The step of each, shape (n,)."""
+        """The step of each finding, shape (n,)."""
         steps: NDArray[np.int64] = self._block.step[self._hits.rows]
         return steps
 
     def series(self) -> tuple[list[tuple[str, int, str]], NDArray[np.int64]]:
-        """Tensor, worker and mode of each series, in the order in which they come first; and of each finding which it is, shape (n,)."""
+        """Tensor, worker and mode of each series, in order of first occurrence; and the series index of each finding, shape (n,)."""
         block, rows = self._block, self._hits.rows
         key = block.series_key()[rows]
         _, first, which = np.unique(key, return_index=True, return_inverse=True)
@@ -393,12 +391,12 @@ class FindingRows(Sequence[Finding]):
         return named, place[which]
 
     def likelihood(self, place: int) -> Likelihood:
-        """That of one finding, as `watchstep_rules.rule.likelihood` gives it; the finding is not built."""
+        """The `watchstep_rules.rule.likelihood` of one finding, without building it."""
         row = int(self._hits.rows[place])
         return int(self._block.step[row]), self._rank(place), int(self._block.worker[row])
 
     def take(self, places: NDArray[np.intp]) -> FindingRows:
-        """Some of them, in that order."""
+        """The findings at some indices, in that order."""
         return FindingRows(self._rule, self._block, self._hits.take(places), self._words, self._finish)
 
     def __len__(self) -> int:
@@ -433,7 +431,7 @@ class FindingRows(Sequence[Finding]):
             return NotImplemented
         return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
 
-    __hash__ = None  # type: ignore[assignment]  # as of a list
+    __hash__ = None  # type: ignore[assignment]  # unhashable, like a list
 
     def __repr__(self) -> str:
         return f"FindingRows({self._rule!r}, {len(self)} findings)"
@@ -454,12 +452,12 @@ def steps_of(findings: Sequence[Finding]) -> NDArray[np.int64]:
 
 
 def likelihood_of(findings: Sequence[Finding], place: int) -> Likelihood:
-    """The likelihood of one of some findings."""
+    """The likelihood of one finding."""
     return findings.likelihood(place) if isinstance(findings, FindingRows) else likelihood(findings[place])
 
 
 def taken(findings: Sequence[Finding], places: NDArray[np.intp]) -> Sequence[Finding]:
-    """Some findings, in that order."""
+    """The findings at some indices, in that order."""
     if isinstance(findings, FindingRows):
         return findings.take(places)
     return [findings[place] for place in places.tolist()]

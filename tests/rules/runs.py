@@ -15,7 +15,7 @@ from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block, concatenate
 from watchstep.format.tensors import Mode, Placement
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import Phase, Transition, as_told
+from watchstep_rules.engine.alert import Phase, Transition, coalesce
 from watchstep_rules.engine.judge import RuleMemory, judge
 from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_rules.rule import Finding
@@ -50,7 +50,7 @@ class Said:
     def told(self) -> list[Transition]:
         """What people are told: when it fired, with what it came to name, and when that was over."""
         said = (Phase.FIRING, Phase.RESOLVED)
-        return [change for change in as_told(self.transitions) if change.phase in said]
+        return [change for change in coalesce(self.transitions) if change.phase in said]
 
 
 def follow(

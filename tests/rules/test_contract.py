@@ -25,7 +25,7 @@ from watchstep_rules.rule import AnyRule, Finding, Params, Rule, State
 
 BYTES_PER_TENSOR = 128
 OF_OTHER_ROWS = re.compile(
-    r"; the input held|; first non-finite output|; weights of|; all \d+ recorded"
+    r"; the input contained|; first non-finite output|; weights of|; all \d+ recorded"
     r"|; the gradient scaler skipped|; the optimizer did not apply|; the update of|; no optimizer step"
 )
 every_rule = pytest.mark.parametrize("name", sorted(RULES))
@@ -153,7 +153,7 @@ def test_a_rule_says_what_it_is_and_what_it_takes(name: str) -> None:
     assert not rule.summary.endswith(".")
     assert rule.__doc__
     assert rule.needs.collections or rule.clock  # silence is no tensor's
-    assert rule.merge in ("per_worker", "sealed")
+    assert rule.merge in ("per_worker", "watermark")
     schema = rule.params_type.model_json_schema()
     assert schema["additionalProperties"] is False
     for described in schema.get("properties", {}).values():

@@ -15,7 +15,7 @@ from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues, NonFiniteValuesParams
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine import alert
-from watchstep_rules.engine.alert import AlertMemory, Seals, advance
+from watchstep_rules.engine.alert import AlertMemory, Watermarks, advance
 from watchstep_rules.engine.streaks import JudgedRows
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule import FindingRows, Hits, likelihood
@@ -37,12 +37,14 @@ def test_an_alert_over_columns_is_that_over_a_list(
         memories = AlertMemory(), AlertMemory()
         state, context = rule.state_type(), Block.empty()
         parts = [part for worker in (0, 1) for part in segments(random, worker, frozenset())]
-        for seal, block in enumerate([*parts, concatenate(parts)]):
+        for watermark, block in enumerate([*parts, concatenate(parts)]):
             state, findings = rule.evaluate(rule.params_type(), state, context, block, 0)
             assert isinstance(findings, FindingRows)
-            seals = Seals(seal - 1, seal)
-            one, said = advance(memories[0], timing, JudgedRows.of(block), findings, seals=seals)
-            other, told = advance(memories[1], timing, JudgedRows.of(block), list(findings), seals=seals)
+            watermarks = Watermarks(watermark - 1, watermark)
+            one, said = advance(memories[0], timing, JudgedRows.of(block), findings, watermarks=watermarks)
+            other, told = advance(
+                memories[1], timing, JudgedRows.of(block), list(findings), watermarks=watermarks
+            )
             assert (one, said) == (other, told)
             memories = one, other
             assert [findings.likelihood(place) for place in range(len(findings))] == list(

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class JudgingOrder(str, Enum):
-    """In which order rows were judged: as the service did, or by their steps, all workers at once."""
+    """The order in which rows are evaluated: as in the service's journal, or by step with all workers at once."""
 
     JOURNAL = "journal"
     STEPS = "steps"
@@ -56,14 +56,14 @@ class JudgingOrder(str, Enum):
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """What rule configs say of one attempt.
+    """The results of rule configs on one attempt.
 
     Attributes:
-        attempt: its name.
-        order: in which rows were judged.
-        notes: what stands against this being what a live run would have said.
-        rows: rows that were judged.
-        outcomes: one for each rule config, in their order.
+        attempt: the name of the attempt.
+        order: the order in which rows were evaluated.
+        notes: reasons why a live run may have given other results.
+        rows: number of rows that were evaluated.
+        outcomes: one outcome for each rule config, in their order.
     """
 
     attempt: str
@@ -75,13 +75,13 @@ class AttemptOutcome:
 
 @dataclass(frozen=True)
 class BacktestOutcome:
-    """What rule configs say of a run.
+    """The results of rule configs on a run.
 
     Attributes:
-        location: its path or URL.
-        project: its project.
-        run: its id.
-        attempts: oldest first.
+        location: the path or URL of the run.
+        project: the project of the run.
+        run: the id of the run.
+        attempts: outcomes of the attempts, oldest first.
         damaged: segments that could not be read, and why.
     """
 
@@ -93,10 +93,10 @@ class BacktestOutcome:
 
 
 def backtest(rows: Block, configs: Sequence[RuleConfig]) -> list[ReplayOutcome]:
-    """Judge all rows of one attempt at once; all findings are kept.
+    """Evaluate all rows of one attempt at once; all findings are kept.
 
     Args:
-        rows: in canonical order, as `watchstep.Run.rows` gives them.
+        rows: the rows in canonical order, as `watchstep.Run.rows` returns them.
         configs: the rule configs.
     """
     replay = Replay([configs], sys.maxsize)
@@ -106,14 +106,14 @@ def backtest(rows: Block, configs: Sequence[RuleConfig]) -> list[ReplayOutcome]:
 
 
 def backtest_run(run: str | os.PathLike[str] | Run, configs: Sequence[RuleConfig]) -> BacktestOutcome:
-    """Judge each attempt of a run; rows are read a part at a time.
+    """Evaluate rule configs on each attempt of a run; rows are read in parts.
 
     Args:
-        run: as `watchstep.open_run` takes it, or gives it.
+        run: a location as for `watchstep.open_run`, or an open run.
         configs: the rule configs.
 
     Raises:
-        NotFoundError: there is no run.
+        NotFoundError: the run does not exist.
         StoreError: the store cannot be read.
     """
     return backtest_sets(run, [configs])[0]
@@ -122,17 +122,17 @@ def backtest_run(run: str | os.PathLike[str] | Run, configs: Sequence[RuleConfig
 def backtest_sets(
     run: str | os.PathLike[str] | Run, rule_sets: Sequence[Sequence[RuleConfig]]
 ) -> list[BacktestOutcome]:
-    """Judge each attempt of a run by several sets of rule configs; rows are read once for all.
+    """Evaluate several sets of rule configs on each attempt of a run; rows are read once.
 
     Args:
-        run: as of `backtest_run`.
-        rule_sets: each as the rules of a run.
+        run: a location as for `watchstep.open_run`, or an open run.
+        rule_sets: sets of rule configs; each is evaluated like the rules of a run.
 
     Returns:
         An outcome for each set.
 
     Raises:
-        NotFoundError, StoreError: as `backtest_run`.
+        NotFoundError, StoreError: as for `backtest_run`.
     """
     opened = run if isinstance(run, Run) else open_run(run)
     judged = [_attempt(recorded, rule_sets) for recorded in recorded_attempts(opened, opened.store)]
@@ -150,7 +150,7 @@ def backtest_sets(
 
 
 def _attempt(recorded: Recorded, rule_sets: Sequence[Sequence[RuleConfig]]) -> list[AttemptOutcome]:
-    """By each set. Where the journal does not lead to the end, all is judged anew without it."""
+    """The outcomes of each set. If the journal cannot be replayed to its end, the attempt is evaluated again without it."""
     pinned = [configs_of_attempt(rule_set, recorded.store, recorded.attempt) for rule_set in rule_sets]
     sets = [configs for configs, _ in pinned]
     notes: list[str] = []
@@ -171,13 +171,13 @@ def _attempt(recorded: Recorded, rule_sets: Sequence[Sequence[RuleConfig]]) -> l
 
 @dataclass(frozen=True)
 class FirstAlert:
-    """Where a variation's alert began to fire first.
+    """The first firing of an alert in a variation.
 
     Attributes:
-        attempt: in which attempt.
-        step: at which step.
-        config: which rule config.
-        tensor: of which tensor; empty for the run as a whole.
+        attempt: the attempt.
+        step: the step.
+        config: the rule config.
+        tensor: the tensor; empty for the run as a whole.
     """
 
     attempt: str
@@ -188,11 +188,11 @@ class FirstAlert:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A run that was judged.
+    """A run that was evaluated.
 
     Attributes:
-        outcome: by the rules as they are.
-        fired: of each variation where it fired first and told somebody; None where it did not.
+        outcome: the outcome of the rules as they are.
+        fired: the first firing of each variation that was not inhibited; None if there was none.
     """
 
     outcome: BacktestOutcome
@@ -201,7 +201,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Failed:
-    """A run that could not be judged: the thing, and what to do about it."""
+    """A run that could not be evaluated: the error and a hint."""
 
     location: str
     what: str
@@ -210,11 +210,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class Task:
-    """What is judged of each run.
+    """What to evaluate on each run.
 
     Attributes:
         configs: the rules as they are.
-        variations: further sets.
+        variations: further sets of rule configs.
     """
 
     configs: tuple[RuleConfig, ...]
@@ -224,12 +224,12 @@ class Task:
 def backtest_many(
     locations: Sequence[str], task: Task, jobs: int | None = None
 ) -> Iterator[Replayed | Failed]:
-    """Judge many runs; results come as they are ready.
+    """Run the backtests of many runs; yields each result when it is complete.
 
     Args:
-        locations: of the runs, as `watchstep.open_run` takes them.
-        task: what is judged.
-        jobs: processes; as many as there are cores where it is left out. One judges in this process.
+        locations: locations of the runs, as for `watchstep.open_run`.
+        task: what to evaluate.
+        jobs: number of processes; the number of cores by default. With 1, backtests run in this process.
     """
     processes = min(jobs or os.cpu_count() or 1, len(locations))
     if processes <= 1:
@@ -244,26 +244,28 @@ def backtest_many(
 
 
 def judge_run(location: str, task: Task, store: Store | None = None) -> Replayed | Failed:
-    """Judge one run.
+    """Run the backtest of one run.
 
     Args:
-        location: as `watchstep.open_run` takes it.
-        task: what is judged.
-        store: seen from the run, where it is not to be opened by its location.
+        location: the location of the run, as for `watchstep.open_run`.
+        task: what to evaluate.
+        store: the store, rooted at the run; by default it is opened by its location.
     """
     try:
         sets = [task.configs, *(variation.configs for variation in task.variations)]
         outcomes = backtest_sets(location if store is None else open_run(store), sets)
     except WatchstepError as error:
         return Failed(location, error.what, error.hint)
-    except Exception as error:  # noqa: BLE001 - told with the run's name; the others go on
+    except Exception as error:  # noqa: BLE001 - reported with the run's name; other runs continue
         return Failed(location, f"run {location}: {type(error).__name__}: {error}", "report this as a bug")
     damaged = outcomes[0].damaged
     if damaged and not any(attempt.rows for attempt in outcomes[0].attempts):
         segment, why = next(iter(damaged.items()))
         what = f"run {location}: none of its {len(damaged)} segments can be read; {segment}: {why}"
-        return Failed(location, what, "bring its segments back, or leave the run out")
-    fired = [_first(outcome, one) for outcome, one in zip(outcomes[1:], task.variations, strict=True)]
+        return Failed(location, what, "restore its segments, or exclude the run")
+    fired = [
+        _first(outcome, variation) for outcome, variation in zip(outcomes[1:], task.variations, strict=True)
+    ]
     return Replayed(outcomes[0], tuple(fired))
 
 
@@ -273,25 +275,25 @@ def _result(done: Future[Replayed | Failed], location: str) -> Replayed | Failed
     except BrokenProcessPool:
         return Failed(
             location,
-            f"run {location}: a process that judged runs died",
-            "use fewer --jobs: memory may be short",
+            f"run {location}: a backtest process died",
+            "use fewer --jobs: the machine may be out of memory",
         )
 
 
 def _first(outcome: BacktestOutcome, variation: Variation) -> FirstAlert | None:
     for attempt in outcome.attempts:
-        seen = [
+        alerts = [
             FirstAlert(
                 attempt.attempt,
                 change.step,
-                told.config.name,
+                rule.config.name,
                 change.finding.tensor if change.finding else "",
             )
-            for told in attempt.outcomes
-            if told.config.name in variation.judged
-            for change in told.fired
+            for rule in attempt.outcomes
+            if rule.config.name in variation.judged
+            for change in rule.fired
             if not change.inhibited_by
         ]
-        if seen:
-            return min(seen, key=lambda fired: fired.step)
+        if alerts:
+            return min(alerts, key=lambda alert: alert.step)
     return None

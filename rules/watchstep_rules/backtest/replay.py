@@ -1,4 +1,4 @@
-"""Replay: judge recorded rows again, evaluation by evaluation, as the service does.
+"""Replay: evaluate recorded rows again, evaluation by evaluation, as the service does.
 
 Rows come from segments in the order of the journal, or by their steps if there is no journal. Memory is bounded in both cases.
 """
@@ -17,45 +17,45 @@ from watchstep.format import segment
 from watchstep.format.block import Block, concatenate
 from watchstep.format.journal import JournalEvaluation, JournalSegment
 from watchstep.format.layout import JOURNALS, SEGMENTS, SegmentKey
-from watchstep.reading.columns import Want
+from watchstep.reading.columns import Selection
 from watchstep.reading.index import RunIndex, prefetch, readers_of
 from watchstep.reading.run import Run
 from watchstep.reading.run_documents import count_parts, read_journal
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import Phase, Transition, as_told
+from watchstep_rules.engine.alert import Phase, Transition, coalesce
 from watchstep_rules.engine.history import History, canonical, joined, over_one_catalogue, trimmed
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, judge_set
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, Prepared
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs
 from watchstep_rules.rule import Finding
 
 ROWS = 500_000
-"""Rows that are read at once, about: some 250 MB."""
+"""Approximate number of rows that are read at once: about 250 MB."""
 
-_HELD = 2
-"""Ranges that are kept: the one that is being read, and one for a worker that is late."""
+_CACHED_RANGES = 2
+"""Ranges that are cached: the current one, and one for a late worker."""
 
 
 class StepReader:
-    """Reads an attempt by ranges of steps, wherever its rows lie. Not thread-safe."""
+    """Reads an attempt by ranges of steps, from whichever objects contain its rows. Not thread-safe."""
 
     def __init__(self, index: RunIndex, attempt: str) -> None:
         self._index, self._attempt = index, attempt
         objects = [located.object for located in index.objects(attempt)]
-        self.first = min((held.first for held in objects), default=0)
-        self.last = max((held.last for held in objects), default=-1)
+        self.first = min((entry.first for entry in objects), default=0)
+        self.last = max((entry.last for entry in objects), default=-1)
         steps = self.last - self.first + 1
-        self._width = max(1, ROWS * steps // max(1, sum(held.rows for held in objects)))
-        self._held: OrderedDict[int, Block] = OrderedDict()
+        self._width = max(1, ROWS * steps // max(1, sum(entry.rows for entry in objects)))
+        self._cached: OrderedDict[int, Block] = OrderedDict()
 
     def chunks(self, first: int = 0) -> Iterator[tuple[Block, int]]:
-        """(rows in canonical order, their last step) of one range of steps after the other, from a step on."""
+        """Yield (rows in canonical order, their last step) for consecutive ranges of steps, starting at ``first``."""
         for start in range(max(first, self.first), self.last + 1, self._width):
             last = min(self.last, start + self._width - 1)
             yield self._read(start, last).ordered(), last
 
     def rows_of(self, rank: int, first: int, last: int) -> Block:
-        """Rows of one rank, in canonical order, from a first step to a last."""
+        """Rows of one rank at steps ``first`` to ``last``, in canonical order."""
         parts = []
         for number in range(first // self._width, last // self._width + 1):
             block = self._range(number)
@@ -64,26 +64,26 @@ class StepReader:
         return concatenate(parts).ordered()
 
     def _range(self, number: int) -> Block:
-        if number not in self._held:
-            while len(self._held) >= _HELD:
-                self._held.popitem(last=False)
-            self._held[number] = self._read(number * self._width, (number + 1) * self._width - 1)
-        self._held.move_to_end(number)
-        return self._held[number]
+        if number not in self._cached:
+            while len(self._cached) >= _CACHED_RANGES:
+                self._cached.popitem(last=False)
+            self._cached[number] = self._read(number * self._width, (number + 1) * self._width - 1)
+        self._cached.move_to_end(number)
+        return self._cached[number]
 
     def _read(self, first: int, last: int) -> Block:
-        want = Want((), None, first, last)
+        want = Selection((), None, first, last)
         return self._index.consistently(lambda: concatenate(self._index.blocks(self._attempt, want)))
 
 
-NO_JOURNAL = "no service has left a journal; all workers are taken to have been in time"
+NO_JOURNAL = "the attempt has no journal of a service; all workers are treated as being on time"
 
 
 class OrderLostError(Exception):
-    """The order in which rows were judged is not known any more.
+    """The order in which rows were evaluated is no longer known.
 
     Args:
-        what: why, in a few words.
+        what: the reason, in a few words.
     """
 
     def __init__(self, what: str) -> None:
@@ -97,8 +97,8 @@ class Recorded:
 
     Attributes:
         run: the run.
-        store: seen from the run.
-        attempt: its name.
+        store: the store, rooted at the run.
+        attempt: the name of the attempt.
     """
 
     run: Run
@@ -108,7 +108,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class _Rest:
-    """Rows from a first step on; of each rank those after a step."""
+    """Rows from step ``first`` on, and of each rank in ``after`` those after its step."""
 
     first: int
     after: dict[int, int]
@@ -118,14 +118,14 @@ _ALL = _Rest(0, {})
 
 
 def recorded_attempts(run: Run, store: Store) -> list[Recorded]:
-    """Attempts with rows, oldest first; then those that a service only waited for."""
+    """Attempts with rows, oldest first, then attempts that have only a journal."""
     written = run.attempts
-    waited_for = sorted(set(store.folders(JOURNALS)) - set(written))
-    return [Recorded(run, store, attempt) for attempt in (*written, *waited_for)]
+    without_rows = sorted(set(store.folders(JOURNALS)) - set(written))
+    return [Recorded(run, store, attempt) for attempt in (*written, *without_rows)]
 
 
 def arrivals_by_steps(recorded: Recorded, rest: _Rest = _ALL) -> Iterator[Arrival]:
-    """Rows by their steps, all workers at once, each arrival sealed at once; the clock is that of the newest row.
+    """Arrivals by step, all workers at once. The watermark passes each arrival at once; the clock is the time of the newest row.
 
     Args:
         recorded: the attempt.
@@ -147,14 +147,14 @@ def _is_after(block: Block, after: dict[int, int]) -> np.ndarray[tuple[int], np.
 
 
 def arrivals_of_journal(recorded: Recorded, notes: list[str]) -> Iterator[Arrival]:
-    """What each evaluation was given, in the journal's order; rows that no service judged come last.
+    """The arrivals of each evaluation, in the journal's order, then the rows that the service did not evaluate.
 
     Args:
         recorded: the attempt.
-        notes: what stands against this being all that was judged is added.
+        notes: differences from the live run are appended.
 
     Raises:
-        OrderLostError: there is no journal, it is damaged, or rows are not to be told apart any more.
+        OrderLostError: there is no journal, it is damaged, or the rows of a missing segment cannot be identified.
         StoreError: the store cannot be read.
     """
     if not count_parts(recorded.store, recorded.attempt):
@@ -165,20 +165,20 @@ def arrivals_of_journal(recorded: Recorded, notes: list[str]) -> Iterator[Arriva
         for arrival in _replayed(recorded, fetcher):
             yield arrival
     except FormatError as error:
-        raise OrderLostError(f"{error.what}; rows are taken by their steps") from error
+        raise OrderLostError(f"{error.what}; rows are evaluated in the order of their steps") from error
     later_rows = 0
     for later in arrivals_by_steps(recorded, fetcher.rest()):
         later_rows += sum(len(block) for block in later.blocks)
-        sealed = max(arrival.sealed, later.sealed)
-        yield Arrival(max(arrival.clock_ns, later.clock_ns), sealed, later.blocks)
+        watermark = max(arrival.watermark, later.watermark)
+        yield Arrival(max(arrival.clock_ns, later.clock_ns), watermark, later.blocks)
     if later_rows:
         notes.append(
-            f"{later_rows} rows after the journal's end, not judged by the service, are taken by their steps"
+            f"{later_rows} rows after the end of the journal, which the service did not evaluate, are evaluated in the order of their steps"
         )
 
 
 def _replayed(recorded: Recorded, fetcher: _Fetcher) -> Iterator[Arrival]:
-    """Segments are fetched a few ahead, across evaluations."""
+    """Segments are prefetched across evaluations."""
 
     def items() -> Iterator[JournalEvaluation | JournalSegment]:
         for evaluation in read_journal(recorded.store, recorded.attempt):
@@ -194,94 +194,96 @@ def _replayed(recorded: Recorded, fetcher: _Fetcher) -> Iterator[Arrival]:
             yield Arrival(item.at_ns, item.watermark, tuple(blocks), item.ended)
             blocks = []
             continue
-        block = fetcher.found_again(item) if isinstance(item, JournalSegment) else item
-        fetcher.note(block)
+        block = fetcher.rows_of_missing(item) if isinstance(item, JournalSegment) else item
+        fetcher.record(block)
         blocks.append(block)
 
 
 class _Fetcher:
-    """Segments as they were judged: their own objects, or their rows in what a compaction made of them."""
+    """Reads segments as they were evaluated: from their own objects, or their rows from compacted segments."""
 
     def __init__(self, recorded: Recorded) -> None:
         self._store = recorded.store
-        self._there = {entry.key for entry in recorded.store.entries(f"{SEGMENTS}{recorded.attempt}/")}
-        self._unread = set(self._there)
+        self._existing = {entry.key for entry in recorded.store.entries(f"{SEGMENTS}{recorded.attempt}/")}
+        self._unread = set(self._existing)
         self._reader = StepReader(recorded.run.index, recorded.attempt)
         self._reached: dict[int, int] = {}
 
-    def note(self, block: Block) -> None:
-        """Rows that have been judged."""
+    def record(self, block: Block) -> None:
+        """Record rows as evaluated."""
         for rank in map(int, np.unique(block.worker)):
             last = int(block.step[block.worker == rank].max())
             self._reached[rank] = max(self._reached.get(rank, -1), last)
 
     def rest(self) -> _Rest:
-        """Rows that no evaluation was given: of each rank those after its last step that was judged."""
+        """Rows that no evaluation received: those of each rank after its last evaluated step."""
         starts = [min(self._reached.values(), default=-1) + 1]
         for path in self._unread:
-            with suppress(FormatError):  # another's object below stats/, which no reader reads
+            with suppress(FormatError):  # a foreign object below stats/, which no reader reads
                 starts.append(SegmentKey.parse(path).first)
         return _Rest(min(starts), self._reached)
 
-    def fetched(self, held: JournalSegment) -> Block | JournalSegment:
-        """A segment's rows; the segment where its object is gone."""
-        path = held.key.path
+    def fetched(self, entry: JournalSegment) -> Block | JournalSegment:
+        """The rows of a segment, or the segment itself if its object is missing."""
+        path = entry.key.path
         self._unread.discard(path)
-        if path not in self._there:
-            return held
+        if path not in self._existing:
+            return entry
         try:
             return canonical(segment.decode(self._store.get(path, limit=segment.MAX_BYTES), path))
         except NotFoundError:
-            return held
+            return entry
 
-    def found_again(self, held: JournalSegment) -> Block:
-        """The rows of a segment that is gone, by their ranks and steps."""
-        if held.ranks is None:
-            raise OrderLostError(f"segment {held.key.path} is gone; rows are taken by their steps")
+    def rows_of_missing(self, entry: JournalSegment) -> Block:
+        """The rows of a segment whose object is missing, found by rank and step."""
+        if entry.ranks is None:
+            raise OrderLostError(
+                f"segment {entry.key.path} is missing; rows are evaluated in the order of their steps"
+            )
         parts = []
-        for rank in held.ranks:
+        for rank in entry.ranks:
             rows = self._reader.rows_of(rank.rank, rank.first, rank.last)
             if len(rows) != rank.rows:
                 raise OrderLostError(
-                    f"segment {held.key.path} is gone, and {len(rows)} of its {rank.rows} rows of rank "
-                    f"{rank.rank} are found; rows are taken by their steps"
+                    f"segment {entry.key.path} is missing, and only {len(rows)} of its {rank.rows} rows of rank "
+                    f"{rank.rank} were found; rows are evaluated in the order of their steps"
                 )
             parts.append(rows)
         return canonical(concatenate(parts))
 
 
 FINDINGS_KEPT = 1000
-"""Findings of one rule config on one attempt that are kept; the rest are counted. The service keeps as many."""
+"""Limit of findings that are kept of one rule config on one attempt; the rest are counted. The service has the same limit."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one evaluation is given.
+    """The input of one evaluation.
 
     Attributes:
-        clock_ns: its tick, nanoseconds since the epoch.
-        sealed: the last sealed step after it; -1 for none.
+        clock_ns: the tick of the evaluation, nanoseconds since the epoch.
+        watermark: the watermark of the evaluation; -1 for none.
         blocks: rows that arrived, each block in canonical order.
-        ended: no row came, and the attempt had ended.
+        ended: whether no row arrived and the attempt had ended.
     """
 
     clock_ns: int
-    sealed: int
+    watermark: int
     blocks: tuple[Block, ...] = ()
     ended: bool = False
 
 
 @dataclass(frozen=True)
 class ReplayOutcome:
-    """What one rule config says of an attempt.
+    """The results of one rule config on an attempt.
 
     Attributes:
         config: the rule config.
-        findings: the first of them, in the order of the rows.
-        found: how many there were.
-        transitions: changes of its alert.
-        health: whether it could be evaluated.
-        problem: why not.
+        findings: the first findings, in the order of the rows.
+        found: the total number of findings.
+        transitions: transitions of the alert.
+        health: whether the rule config could be evaluated.
+        problem: why it could not.
     """
 
     config: RuleConfig
@@ -293,12 +295,12 @@ class ReplayOutcome:
 
     @property
     def fired(self) -> list[Transition]:
-        """When the alert began to fire, each time, with what it came to name as the cause."""
-        return [change for change in as_told(self.transitions) if change.phase is Phase.FIRING]
+        """Each transition to firing, with the last cause that the alert named."""
+        return [change for change in coalesce(self.transitions) if change.phase is Phase.FIRING]
 
 
-class _Told:
-    """What one rule config has said so far."""
+class _RuleProgress:
+    """The state and results of one rule config so far."""
 
     def __init__(self, config: RuleConfig) -> None:
         self.config = config
@@ -307,7 +309,7 @@ class _Told:
         self.found = 0
         self.transitions: list[Transition] = []
 
-    def take(self, verdict: Verdict, kept: int) -> None:
+    def add(self, verdict: Verdict, kept: int) -> None:
         self.memory = verdict.memory
         self.found += len(verdict.findings)
         self.findings += verdict.findings[: max(0, kept - len(self.findings))]
@@ -321,39 +323,39 @@ class _Told:
 
 
 class Replay:
-    """One attempt, judged by sets of rule configs. Of earlier rows it keeps what the service keeps."""
+    """Evaluates one attempt by sets of rule configs. It keeps the same earlier rows as the service."""
 
     def __init__(self, rule_sets: Sequence[Sequence[RuleConfig]], findings_kept: int | None = None) -> None:
         """Begin an attempt.
 
         Args:
-            rule_sets: each is judged as the rules of a run are: an alert may keep others of its set quiet.
-            findings_kept: of each rule config, `FINDINGS_KEPT` where it is left out; the rest are counted.
+            rule_sets: each set is evaluated like the rules of a run; inhibition acts within a set.
+            findings_kept: limit of findings kept of each rule config; `FINDINGS_KEPT` by default. The rest are counted.
         """
-        self._sets = [[_Told(config) for config in configs] for configs in rule_sets]
-        self._kept = FINDINGS_KEPT if findings_kept is None else findings_kept
-        self._reach = Lookback.of(config for configs in rule_sets for config in configs)
+        self._sets = [[_RuleProgress(config) for config in configs] for configs in rule_sets]
+        self._findings_kept = FINDINGS_KEPT if findings_kept is None else findings_kept
+        self._lookback = Lookback.of(config for configs in rule_sets for config in configs)
         self._history = History.empty()
         self._position = 0
-        self._sealed = -1
+        self._watermark = -1
         self.rows = 0
-        """Rows that have come so far."""
+        """Number of rows evaluated so far."""
 
     def evaluate(self, arrival: Arrival) -> None:
-        """Judge what came."""
+        """Run one evaluation."""
         parts = list(enumerate(arrival.blocks, self._position))
         arrived = joined(parts, History.empty()).block
-        progress = JudgingProgress(self._sealed, arrival.sealed, arrival.clock_ns, arrival.ended)
-        rows = Prepared(*over_one_catalogue(self._history.block, arrived), progress)
+        progress = JudgingProgress(self._watermark, arrival.watermark, arrival.clock_ns, arrival.ended)
+        rows = RuleInputs(*over_one_catalogue(self._history.block, arrived), progress)
         for rule_set in self._sets:
-            verdicts = judge_set([(told.config, told.memory) for told in rule_set], rows)
-            for told, verdict in zip(rule_set, verdicts, strict=True):
-                told.take(verdict, self._kept)
-        self._history = trimmed(joined(parts, self._history), self._reach, arrival.sealed)
+            verdicts = judge_set([(rule.config, rule.memory) for rule in rule_set], rows)
+            for rule, verdict in zip(rule_set, verdicts, strict=True):
+                rule.add(verdict, self._findings_kept)
+        self._history = trimmed(joined(parts, self._history), self._lookback, arrival.watermark)
         self._position += len(parts)
-        self._sealed = arrival.sealed
+        self._watermark = arrival.watermark
         self.rows += len(arrived)
 
     def outcomes(self) -> list[list[ReplayOutcome]]:
-        """What each rule config of each set said, in their order."""
-        return [[told.outcome() for told in rule_set] for rule_set in self._sets]
+        """The results of each rule config of each set, in their order."""
+        return [[rule.outcome() for rule in rule_set] for rule_set in self._sets]

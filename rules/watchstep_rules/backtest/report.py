@@ -1,4 +1,4 @@
-"""What a backtest found as data, for files and the API."""
+"""Results of backtests as JSON data, for files and the API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from watchstep_rules.backtest.backtest import (
 from watchstep_rules.backtest.sweep import Setting, Variation
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition
-from watchstep_rules.engine.explanation import RunName, say
+from watchstep_rules.engine.explanation import RunName, event_message
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule import Finding
 
@@ -28,12 +28,12 @@ SCHEMA_VERSION = 1
 def report(
     results: Iterable[Replayed | Failed], variations: Sequence[Variation], findings: int = 100
 ) -> dict[str, Any]:
-    """All results, by the runs' locations.
+    """All results as data, sorted by the location of the run.
 
     Args:
-        results: as `watchstep_rules.backtest.backtest.backtest_many` gives them.
-        variations: of the sweeps.
-        findings: so many of each rule config on each attempt are listed; the rest are counted.
+        results: results of `watchstep_rules.backtest.backtest.backtest_many`.
+        variations: variations of the sweeps.
+        findings: limit of findings listed for each rule config on each attempt; the rest are counted.
     """
     ordered = sorted(results, key=location_of)
     tested = [result for result in ordered if isinstance(result, Replayed)]
@@ -46,21 +46,21 @@ def report(
 
 
 def read_report(data: dict[str, Any]) -> tuple[list[Replayed | Failed], list[Variation]]:
-    """What `report` was given; of variations their settings alone.
+    """The inverse of `report`; variations contain only their settings.
 
     Raises:
-        ValueError, KeyError, TypeError: it is no report.
+        ValueError, KeyError, TypeError: the data are not a report.
     """
-    results = [result_from_data(held) for held in (*data["runs"], *data["failed"])]
-    varied = [
+    results = [result_from_data(result) for result in (*data["runs"], *data["failed"])]
+    variations = [
         Variation(
-            tuple(_setting(name, value) for name, value in held["settings"].items()),
-            bool(held["current"]),
+            tuple(_setting(name, value) for name, value in variation["settings"].items()),
+            bool(variation["current"]),
             (),
         )
-        for held in data["sweep"]
+        for variation in data["sweep"]
     ]
-    return sorted(results, key=location_of), varied
+    return sorted(results, key=location_of), variations
 
 
 def _setting(name: str, value: Any) -> Setting:
@@ -69,62 +69,62 @@ def _setting(name: str, value: Any) -> Setting:
 
 
 def result_as_data(result: Replayed | Failed, findings: int = 100) -> dict[str, Any]:
-    """One run's result; so many findings of each rule config on each attempt."""
+    """The result of one run as data, with at most ``findings`` findings for each rule config on each attempt."""
     if isinstance(result, Failed):
         return {"location": result.location, "what": result.what, "hint": result.hint}
     fired = [None if first is None else vars(first) for first in result.fired]
     return {**_run(result.outcome, findings), "fired": fired}
 
 
-def result_from_data(held: dict[str, Any]) -> Replayed | Failed:
-    """What `result_as_data` was given, with as many findings.
+def result_from_data(data: dict[str, Any]) -> Replayed | Failed:
+    """The inverse of `result_as_data`, with the listed findings.
 
     Raises:
-        ValueError, KeyError, TypeError: it is none.
+        ValueError, KeyError, TypeError: the data are not a result.
     """
-    if "what" in held:
-        return Failed(str(held["location"]), str(held["what"]), str(held["hint"]))
+    if "what" in data:
+        return Failed(str(data["location"]), str(data["what"]), str(data["hint"]))
     attempts = [
         AttemptOutcome(
             str(attempt["attempt"]),
             JudgingOrder(attempt["order"]),
             tuple(map(str, attempt["notes"])),
             int(attempt["rows"]),
-            [_outcome_from(one) for one in attempt["rules"]],
+            [_outcome_from(outcome) for outcome in attempt["rules"]],
         )
-        for attempt in held["attempts"]
+        for attempt in data["attempts"]
     ]
     outcome = BacktestOutcome(
-        str(held["location"]), str(held["project"]), str(held["run"]), attempts, dict(held["damaged"])
+        str(data["location"]), str(data["project"]), str(data["run"]), attempts, dict(data["damaged"])
     )
-    return Replayed(outcome, tuple(None if first is None else FirstAlert(**first) for first in held["fired"]))
+    return Replayed(outcome, tuple(None if first is None else FirstAlert(**first) for first in data["fired"]))
 
 
-def _outcome_from(held: dict[str, Any]) -> ReplayOutcome:
+def _outcome_from(data: dict[str, Any]) -> ReplayOutcome:
     return ReplayOutcome(
-        RuleConfig.model_validate(held["rule_config"]),
-        [Finding.model_validate(finding) for finding in held["findings"]],
-        int(held["found"]),
-        [_transition_from(change) for change in held["transitions"]],
-        RuleHealth(held["health"]),
-        str(held["problem"]),
+        RuleConfig.model_validate(data["rule_config"]),
+        [Finding.model_validate(finding) for finding in data["findings"]],
+        int(data["found"]),
+        [_transition_from(change) for change in data["transitions"]],
+        RuleHealth(data["health"]),
+        str(data["problem"]),
     )
 
 
-def _transition_from(held: dict[str, Any]) -> Transition:
+def _transition_from(data: dict[str, Any]) -> Transition:
     return Transition(
-        phase=Phase(held["phase"]),
-        step=int(held["step"]),
-        finding=None if held["finding"] is None else Finding.model_validate(held["finding"]),
-        since_step=int(held["since_step"]),
-        since_ns=int(held["since_ns"]),
-        inhibited_by=str(held["inhibited_by"]),
-        revised=bool(held.get("revised", False)),
+        phase=Phase(data["phase"]),
+        step=int(data["step"]),
+        finding=None if data["finding"] is None else Finding.model_validate(data["finding"]),
+        since_step=int(data["since_step"]),
+        since_ns=int(data["since_ns"]),
+        inhibited_by=str(data["inhibited_by"]),
+        revised=bool(data.get("revised", False)),
     )
 
 
 def location_of(result: Replayed | Failed) -> str:
-    """Of the run."""
+    """The location of the run."""
     return result.location if isinstance(result, Failed) else result.outcome.location
 
 
@@ -170,7 +170,7 @@ def _transition(config: RuleConfig, change: Transition, name: RunName) -> dict[s
         "since_ns": change.since_ns,
         "inhibited_by": change.inhibited_by,
         "revised": change.revised,
-        "message": say(config, change, name) if change.finding else "",
+        "message": event_message(config, change, name) if change.finding else "",
         "finding": json.loads(change.finding.model_dump_json()) if change.finding else None,
     }
 
@@ -178,7 +178,9 @@ def _transition(config: RuleConfig, change: Transition, name: RunName) -> dict[s
 def _variation(place: int, variation: Variation, tested: Sequence[Replayed]) -> dict[str, Any]:
     fired = [(result.outcome.location, result.fired[place]) for result in tested]
     return {
-        "settings": {f"{one.config}.{one.parameter}": one.value for one in variation.settings},
+        "settings": {
+            f"{setting.config}.{setting.parameter}": setting.value for setting in variation.settings
+        },
         "current": variation.current,
         "fired": [{"location": location, **vars(first)} for location, first in fired if first is not None],
     }

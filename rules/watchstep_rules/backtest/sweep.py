@@ -1,4 +1,4 @@
-"""Sweeps: the same rules with other values of a parameter, to see which value fires in which runs."""
+"""Sweeps: the same rules with other values of a parameter, to compare which values fire in which runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_rules.rule_files.yaml_source import data_of
 
 MOST_VARIATIONS = 200
-"""Of a grid; each is judged over all rows."""
+"""Limit of variations in a grid; each one is evaluated over all rows."""
 
 _VALUES = 7
 _TWO_DECADES = 100.0
@@ -26,12 +26,12 @@ _LARGEST = 2**63
 
 @dataclass(frozen=True)
 class Setting:
-    """One parameter at one value.
+    """A value of one parameter.
 
     Attributes:
         config: name of the rule config.
-        parameter: of its rule; ``for`` for the steps that a finding must last.
-        value: what it is set to.
+        parameter: parameter of its rule, or ``for``: the number of steps that a finding must last.
+        value: the value.
     """
 
     config: str
@@ -48,8 +48,8 @@ class Sweep:
     """One parameter at several values.
 
     Attributes:
-        settings: in the order of the values; the present one is among them.
-        current: the present value.
+        settings: settings in the order of the values, including the current value.
+        current: the current value.
     """
 
     settings: tuple[Setting, ...]
@@ -61,9 +61,9 @@ class Variation:
     """A set of rules with some parameters set.
 
     Attributes:
-        settings: which, one of each sweep.
-        current: all are as they are now.
-        configs: the rule configs that are judged: those that are set, and those that may keep them quiet.
+        settings: one setting of each sweep.
+        current: whether all settings have their current values.
+        configs: the rule configs to evaluate: those with a setting, and those that may inhibit them.
     """
 
     settings: tuple[Setting, ...]
@@ -79,15 +79,14 @@ class Variation:
 def parse_sweep(text: str, configs: Sequence[RuleConfig]) -> Sweep:
     """Read ``[config.]parameter=values``; values are ``a,b,c``, or a range ``from:to`` or ``from:to:number``.
 
-    A range over two decades or more is spaced geometrically, another one evenly. The present value is added to what is
-    asked for.
+    A range over two decades or more is spaced geometrically, any other range evenly. The current value is always added.
 
     Args:
-        text: as on the command line.
+        text: the text of the command line option.
         configs: the rule configs.
 
     Raises:
-        RuleError: there is no such parameter, several rule configs have it, or a value cannot be used.
+        RuleError: no rule config or several have the parameter, or a value is not valid for it.
     """
     name, equals, values = text.partition("=")
     if not equals or not name or not values:
@@ -108,7 +107,7 @@ def parse_sweep(text: str, configs: Sequence[RuleConfig]) -> Sweep:
 
 
 def variations(configs: Sequence[RuleConfig], sweeps: Sequence[Sweep]) -> list[Variation]:
-    """All combinations of the values of some sweeps; none without a sweep.
+    """All combinations of the values of the sweeps; empty without a sweep.
 
     Raises:
         RuleError: there are more than `MOST_VARIATIONS`, or one parameter is swept twice.
@@ -118,35 +117,35 @@ def variations(configs: Sequence[RuleConfig], sweeps: Sequence[Sweep]) -> list[V
     named = [(sweep.settings[0].config, sweep.settings[0].parameter) for sweep in sweeps]
     if len(set(named)) < len(named):
         raise RuleError(
-            f"sweeps of {named[0][0]}.{named[0][1]}: one is enough", "give all values in one sweep"
+            f"{named[0][0]}.{named[0][1]} is swept more than once", "give all values in one sweep"
         )
     number = math.prod(len(sweep.settings) for sweep in sweeps)
     if number > MOST_VARIATIONS:
         raise RuleError(
-            f"sweeps: {number} combinations, {MOST_VARIATIONS} at the most",
-            "give fewer values, or sweep one by one",
+            f"sweeps: {number} combinations, over the limit of {MOST_VARIATIONS}",
+            "give fewer values, or sweep one parameter at a time",
         )
-    made = []
+    result = []
     for settings in itertools.product(*(sweep.settings for sweep in sweeps)):
         current = all(_same(s.value, sweep.current) for s, sweep in zip(settings, sweeps, strict=True))
-        made.append(Variation(settings, current, _needed(_all_set(configs, settings), settings)))
-    return made
+        result.append(Variation(settings, current, _needed(_all_set(configs, settings), settings)))
+    return result
 
 
 def _find(name: str, configs: Sequence[RuleConfig]) -> tuple[RuleConfig, str]:
     head, _, parameter = name.rpartition(".")
     named = [config for config in configs if not head or config.name == head]
     if not named:
-        known = ", ".join(config.name for config in configs)
-        raise RuleError(f"sweep {name!r}: no rule config is named {head!r}", f"use one of {known}")
-    found = [config for config in named if parameter in _parameters(config)]
-    if not found:
-        known = ", ".join(sorted({each for config in named for each in _parameters(config)}))
-        raise RuleError(f"sweep {name!r}: there is no parameter {parameter!r}", f"use one of {known}")
-    if len(found) > 1:
-        several = ", ".join(f"{config.name}.{parameter}" for config in found)
-        raise RuleError(f"sweep {name!r}: several rules have it", f"name one: {several}")
-    return found[0], parameter
+        names = ", ".join(config.name for config in configs)
+        raise RuleError(f"sweep {name!r}: no rule config is named {head!r}", f"use one of {names}")
+    matching = [config for config in named if parameter in _parameters(config)]
+    if not matching:
+        names = ", ".join(sorted({name for config in named for name in _parameters(config)}))
+        raise RuleError(f"sweep {name!r}: no rule has a parameter {parameter!r}", f"use one of {names}")
+    if len(matching) > 1:
+        names = ", ".join(f"{config.name}.{parameter}" for config in matching)
+        raise RuleError(f"sweep {name!r}: several rules have this parameter", f"use one of {names}")
+    return matching[0], parameter
 
 
 def _parameters(config: RuleConfig) -> list[str]:
@@ -167,7 +166,7 @@ def _range(text: str, values: str) -> list[Any]:
     possible = len(parts) <= 3 and math.isfinite(first) and math.isfinite(last)
     if not possible or not 2 <= number <= MOST_VARIATIONS or number != int(number):
         raise RuleError(
-            f"sweep {text!r}: {values!r} is no range",
+            f"sweep {text!r}: {values!r} is not a valid range",
             f"write FROM:TO or FROM:TO:NUMBER, with 2 to {MOST_VARIATIONS} values",
         )
     number = int(number)
@@ -187,10 +186,10 @@ def _number(text: str) -> float:
 
 
 def _scalar(sweep: str, text: str) -> Any:
-    """A number, a word or a truth value, as in YAML; but ``1e-6`` is a number too.
+    """A number, string or boolean, as in YAML; ``1e-6`` is a number too.
 
     Raises:
-        RuleError: it is none of them.
+        RuleError: the text is none of these.
     """
     for read in (int, float, data_of):
         try:
@@ -203,8 +202,8 @@ def _scalar(sweep: str, text: str) -> Any:
             break
         return value
     raise RuleError(
-        f"sweep {sweep[:100]!r}: {text[:100]!r} is no value",
-        "give numbers, words or true and false, with ',' between them",
+        f"sweep {sweep[:100]!r}: {text[:100]!r} is not a valid value",
+        "give numbers, strings, true or false, separated by ','",
     )
 
 
@@ -224,26 +223,26 @@ def _set(config: RuleConfig, setting: Setting) -> RuleConfig:
         return config.model_copy(update={"params": params})
     except ValidationError as error:
         raise RuleError(
-            f"sweep: {setting} cannot be: {error.errors()[0]['msg']}", "give values that the rule takes"
+            f"sweep: {setting} is not valid: {error.errors()[0]['msg']}", "give values that the rule accepts"
         ) from error
 
 
 def _all_set(configs: Sequence[RuleConfig], settings: Sequence[Setting]) -> list[RuleConfig]:
-    made = list(configs)
+    result = list(configs)
     for setting in settings:
-        made = [_set(config, setting) if config.name == setting.config else config for config in made]
-    return made
+        result = [_set(config, setting) if config.name == setting.config else config for config in result]
+    return result
 
 
 def _needed(configs: Sequence[RuleConfig], settings: Sequence[Setting]) -> tuple[RuleConfig, ...]:
-    """Those that are set, and all that may keep them quiet, through others too."""
+    """The rule configs with a setting, and all that may inhibit them, directly or through others."""
     needed = {setting.config for setting in settings}
     while True:
         targets = [config for config in configs if config.name in needed]
         sources = {
             config.name
             for config in configs
-            if any(target.called(name) for target in targets for name in config.inhibits)
+            if any(target.matches_name(name) for target in targets for name in config.inhibits)
         }
         if sources <= needed:
             return tuple(config for config in configs if config.name in needed)

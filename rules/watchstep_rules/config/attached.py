@@ -19,23 +19,23 @@ from watchstep_rules.rule import Params, Severity
 
 
 def element_probes(configs: Iterable[RuleConfig]) -> tuple[str, ...]:
-    """Names of the probes with arguments that some configs need, each once; as `CaptureConfig.probes` takes them."""
+    """Distinct names of the probes with arguments that rule configs need, as for `CaptureConfig.probes`."""
     needed = (probe for config in configs for probe in config.implementation.needed(config.parameters).probes)
     return tuple(dict.fromkeys(probe for probe in needed if parsed(probe) is not None))
 
 
-_Given = ParamSpec("_Given")
+_Arguments = ParamSpec("_Arguments")
 
 _DEFAULT_SEVERITY = {config.rule: {"severity": config.severity} for config in DEFAULT_RULES}
-"""A rule that is attached is as severe as by default."""
+"""An attached rule has the severity of the default rules."""
 
 
 @dataclass(frozen=True)
 class AttachedRule:
-    """A rule config that is being written. Every method gives a new one; each raises `RuleError` for what cannot be.
+    """A builder of a rule config. Each method returns a new builder and raises `RuleError` if a value is not valid.
 
     Attributes:
-        config: as it stands.
+        config: the rule config.
     """
 
     config: RuleConfig
@@ -45,77 +45,77 @@ class AttachedRule:
         return self._with_action({"kind": "stop"})
 
     def snapshot(self) -> AttachedRule:
-        """Have the workers take the full tensors of their next step when the alert fires."""
+        """Take a snapshot of the workers' next step when the alert fires."""
         return self._with_action({"kind": "snapshot"})
 
     def notify(self, receiver: str) -> AttachedRule:
-        """Tell a receiver of the service, by its name."""
+        """Notify a receiver of the service, by its name."""
         return self._with_action({"kind": "notify", "receiver": receiver})
 
     def webhook(self, url: str) -> AttachedRule:
-        """Post the event to an address."""
+        """Post the event to a URL."""
         return self._with_action({"kind": "webhook", "url": url})
 
     def dry_run(self) -> AttachedRule:
-        """Judge and show the alert, but stop nothing and tell nobody."""
+        """Evaluate and display the alert, but do not stop, notify or inhibit."""
         return self._with(dry_run=True)
 
     def named(self, name: str) -> AttachedRule:
-        """Give the config a name of its own: a rule that is attached twice needs one."""
+        """Set the name of the rule config. A rule that is attached twice needs distinct names."""
         return self._with(name=name)
 
     def severe(self, severity: Severity) -> AttachedRule:
-        """How bad it is."""
+        """Set the severity."""
         return self._with(severity=severity)
 
     def labelled(self, **labels: str) -> AttachedRule:
-        """Add words of your own, given with each event."""
+        """Add labels, which each event contains."""
         return self._with(labels={**self.config.labels, **labels})
 
-    def saying(self, message: str) -> AttachedRule:
-        """What an event says, with ``{fields}``."""
+    def with_message(self, message: str) -> AttachedRule:
+        """Set the message of events, with ``{fields}``."""
         return self._with(message=message)
 
     def on(
         self, collection: str | None = None, *, include: str | None = None, exclude: str | None = None
     ) -> AttachedRule:
-        """Judge only tensors of a collection, and whose names patterns take in and leave out."""
+        """Restrict the rule to tensors of a collection, and to names that match ``include`` and not ``exclude``."""
         return self._with(tensors={"collection": collection, "include": include, "exclude": exclude})
 
     def lasting(self, *, steps: int = 1, seconds: float = 0.0) -> AttachedRule:
-        """Fire only after so many judged steps, and so long, with findings in a row."""
+        """Fire only after consecutive findings over this many judged steps and seconds."""
         return self._with(**{"for": {"steps": steps, "seconds": seconds}})
 
     def inhibiting(self, *names: str) -> AttachedRule:
-        """Keep these rule configs, or rules, quiet while this one's alert fires."""
+        """Inhibit these rule configs, or rules, while this alert fires."""
         return self._with(inhibits=names)
 
     def _with_action(self, action: dict[str, str]) -> AttachedRule:
-        held = self.config.as_data()["actions"]
-        return self if action in held else self._with(actions=[*held, action])
+        actions = self.config.as_data()["actions"]
+        return self if action in actions else self._with(actions=[*actions, action])
 
     def _with(self, **changes: Any) -> AttachedRule:
         return _attached({**self.config.as_data(), **changes})
 
 
-def attachable(rule: str, params: Callable[_Given, Params]) -> Callable[_Given, AttachedRule]:
-    """A function that makes a config of a rule, and takes what the rule's parameters take.
+def attachable(rule: str, params: Callable[_Arguments, Params]) -> Callable[_Arguments, AttachedRule]:
+    """A function that creates a config of a rule from the rule's parameters.
 
     Args:
-        rule: its name.
+        rule: the name of the rule.
         params: the class of its parameters.
     """
 
-    def attach(*args: _Given.args, **given: _Given.kwargs) -> AttachedRule:
+    def attach(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> AttachedRule:
         try:
-            checked = params(*args, **given)
+            checked = params(*args, **kwargs)
         except ValidationError as error:
-            raise _refused(rule, error) from error
-        written = checked.model_dump(mode="json", exclude_unset=True)
-        return _attached({"rule": rule, "params": written, **_DEFAULT_SEVERITY.get(rule, {})})
+            raise _invalid(rule, error) from error
+        set_params = checked.model_dump(mode="json", exclude_unset=True)
+        return _attached({"rule": rule, "params": set_params, **_DEFAULT_SEVERITY.get(rule, {})})
 
     attach.__name__ = attach.__qualname__ = rule
-    attach.__doc__ = f"Attach rule {rule}. Raises `RuleError` where a parameter cannot be used."
+    attach.__doc__ = f"Attach rule {rule}. Raises `RuleError` if a parameter is not valid."
     return attach
 
 
@@ -123,10 +123,10 @@ def _attached(data: dict[str, Any]) -> AttachedRule:
     try:
         return AttachedRule(RuleConfig.model_validate(data))
     except ValidationError as error:
-        raise _refused(str(data["rule"]), error) from error
+        raise _invalid(str(data["rule"]), error) from error
 
 
-def _refused(rule: str, error: ValidationError) -> RuleError:
+def _invalid(rule: str, error: ValidationError) -> RuleError:
     first = error.errors()[0]
-    place = ".".join(map(str, first["loc"])) or "parameters"
-    return RuleError(f"rule {rule}, {place}: {first['msg']}", f"see 'watchstep rules show {rule}'")
+    field = ".".join(map(str, first["loc"])) or "parameters"
+    return RuleError(f"rule {rule}, {field}: {first['msg']}", f"see 'watchstep rules show {rule}'")

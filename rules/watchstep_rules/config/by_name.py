@@ -1,4 +1,4 @@
-"""Every built-in rule by its name, as a function of its parameters: ``nan_or_inf().stop()``."""
+"""Every built-in rule as a function of its parameters: ``nan_or_inf().stop()``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules that judge a run when its owner names none."""
+"""The default rules, which evaluate a run without rules of its own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FOLLOW_FROM_NAN = (
     "overfit",
     "unlike_earlier_runs",
 )
-"""Where a number is no number any more, what is said of sizes and progress at that step says nothing new."""
+"""Rules about magnitudes and progress: at a step with NaN or infinity their findings add nothing."""
 
 _LOSSES = KeepFiring(steps=100)
-"""As long as the patience of rules about losses: after that they look at none of the losses that they fired for."""
+"""The patience of rules about losses: afterwards their windows contain none of the losses that they fired for."""
 _LAYERS = KeepFiring(steps=10)
-"""Records of a layer or parameter; figures near a limit cross it often, and one fault should be one alert."""
+"""Records of a layer or parameter. Values near a threshold cross it often, and one fault should be one alert."""
 _VALUES = KeepFiring(steps=50)
-"""A finite loss among hundreds that are not is no end of them."""
+"""A single finite loss among hundreds that are not finite does not end an episode."""
 
 DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(
@@ -83,24 +83,24 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="gradients_cease", severity="warning", keep_firing=_LAYERS),
     RuleConfig(rule="hyperparameter_jump", severity="warning", keep_firing=_LAYERS),
 )
-"""Only damage stops a job by default: a training does not come back from NaN in what it learns."""
+"""Only damage stops a job by default: a training does not recover from NaN in its parameters."""
 
 _MACHINE = (
-    "it is of the machine, not of what is learnt: a small model, a busy laptop and a slow disk are no faults"
+    "it concerns the machine, not the training: a small model, a busy laptop or a slow disk is not a fault"
 )
 _AMAZONS = "Amazon's criterion, for the preset sagemaker"
 
 OFF_BY_DEFAULT: dict[str, str] = {
     "stalled_training": "a healthy program may pause for any time",
-    "all_zero": "biases, branches and adapters begin so",
-    "unchanged_tensor": "inputs of a training on one batch, frozen weights",
+    "all_zero": "biases, branches and adapters may start at zero",
+    "unchanged_tensor": "it fires on inputs of a training on one batch, and on frozen weights",
     "tensor_variance": "needs bounds",
-    "weight_update_ratio": "a schedule that ends at zero, weights that begin tiny",
-    "overtraining": "a training that has converged",
-    "input_image_mean": "a network with normalisation learns from such images",
-    "number_format_headroom": "says whether a format would do, of a training in any",
-    "gradient_norm_spike": "small batches, which clipping is there for",
-    "learning_rate_scale": "fine-tuning with several rates",
+    "weight_update_ratio": "it fires on a schedule that ends at zero, and on weights that start tiny",
+    "overtraining": "it fires on a training that has converged",
+    "input_image_mean": "a network with normalization learns from such images",
+    "number_format_headroom": "it assesses a number format, whatever format the training uses",
+    "gradient_norm_spike": "it fires on small batches, which clipping handles",
+    "learning_rate_scale": "it fires on fine-tuning with several learning rates",
     "similar_across_runs": "needs a reference",
     "low_gpu_utilization": _MACHINE,
     "batch_size": _MACHINE,
@@ -112,8 +112,8 @@ OFF_BY_DEFAULT: dict[str, str] = {
     "step_outlier": _MACHINE,
     "initialization_time": _MACHINE,
     "data_loader": _MACHINE,
-    "confusion": "before it has learnt a model confuses all classes",
-    "token_ratio": "padding is no fault",
+    "confusion": "an untrained model confuses all classes",
+    "token_ratio": "padding is not a fault",
     "tree_depth": "deep trees may be wanted",
     "feature_importance": "one feature may explain it all",
     "sagemaker_all_zero": _AMAZONS,
@@ -150,4 +150,4 @@ OFF_BY_DEFAULT: dict[str, str] = {
     "sagemaker_vanishing_gradient": _AMAZONS,
     "sagemaker_weight_update_ratio": _AMAZONS,
 }
-"""Rules that judge only where somebody names them, and why: on some healthy training they would raise an alarm."""
+"""Rules that are off by default, and why: each would fire on some healthy training."""

@@ -1,7 +1,7 @@
 """Message templates of rule configs: text with ``{field}`` placeholders from a fixed list.
 
 A field is looked up by its name. There are no attributes, indices, conversions or formats, so a template cannot reach anything that is
-not listed here. ``{{`` and ``}}`` stand for braces. `one_line` and `lines` reject control characters and unpaired surrogates in texts that are
+not listed here. ``{{`` and ``}}`` are literal braces. `one_line` and `lines` reject control characters and unpaired surrogates in texts that are
 displayed, sent in headers and stored in a database.
 """
 
@@ -18,42 +18,42 @@ _TEXT_CONTROLS = frozenset("\n\t\r")
 
 
 def one_line(value: str) -> str:
-    """A text without control characters.
+    """Check that a text has no control characters; returns the text.
 
     Raises:
-        ValueError: it has one.
+        ValueError: the text has a control character.
     """
     return _without_controls(value, frozenset())
 
 
 def lines(value: str) -> str:
-    """A text without control characters, but for tabs and ends of lines.
+    """Check that a text has no control characters except tabs and line breaks; returns the text.
 
     Raises:
-        ValueError: it has another.
+        ValueError: the text has another control character.
     """
     return _without_controls(value, _TEXT_CONTROLS)
 
 
 def _without_controls(value: str, allowed: frozenset[str]) -> str:
-    for place, character in enumerate(value):
+    for index, character in enumerate(value):
         if unicodedata.category(character) in {"Cc", "Cs"} and character not in allowed:
-            raise ValueError(f"{value!r} has a control character at place {place + 1}: leave it out")
+            raise ValueError(f"{value!r} has a control character at position {index + 1}: remove it")
     return value
 
 
 ONE_LINE = r"^[^\u0000-\u001f\u007f-\u009f]*$"
-"""`one_line` as a JSON schema says it."""
+"""`one_line` as a pattern for JSON schemas."""
 
 LINES = r"^[^\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f]*$"
-"""`lines` as a JSON schema says it."""
+"""`lines` as a pattern for JSON schemas."""
 
 
-def can_be_kept(data: Any) -> None:
-    """See that data of any form can be kept as JSON in any database.
+def check_storable(data: Any) -> None:
+    """Check that data can be stored as JSON in any database.
 
     Raises:
-        ValueError: some text has a NUL or half a surrogate pair, or some number is not finite or has over 64 bits.
+        ValueError: a text has a NUL or an unpaired surrogate, or a number is not finite or has more than 64 bits.
     """
     waiting = [data]
     while waiting:
@@ -63,11 +63,11 @@ def can_be_kept(data: Any) -> None:
         elif isinstance(value, list | tuple):
             waiting += value
         elif isinstance(value, str) and ("\0" in value or not _is_whole(value)):
-            raise ValueError(f"{value[:100]!r} has a NUL or half a surrogate pair in it: leave it out")
+            raise ValueError(f"{value[:100]!r} contains a NUL or an unpaired surrogate: remove it")
         elif isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{value} is no number that can be kept: write a finite one, or leave it out")
+            raise ValueError(f"{value} is not a finite number: use a finite one, or omit it")
         elif isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
-            raise ValueError("a number over 64 bits: write a smaller one")
+            raise ValueError("a number has more than 64 bits: use a smaller one")
 
 
 def _is_whole(text: str) -> bool:
@@ -79,10 +79,10 @@ def _is_whole(text: str) -> bool:
 
 
 MOST_CHARACTERS = 1000
-"""Of a template."""
+"""Limit of characters in a template."""
 
 MOST_FILLED = 4000
-"""Of a message; what is longer is cut."""
+"""Limit of characters in a message; a longer message is truncated."""
 
 LABEL = "label."
 """``{label.team}`` is the config's label ``team``."""
@@ -94,40 +94,40 @@ FIELDS: dict[str, str] = {
     "project": "the run's project",
     "run": "the run's id",
     "attempt": "the attempt",
-    "step": "the step that was judged",
-    "mode": "its mode",
+    "step": "the step of the finding",
+    "mode": "the mode of the step",
     "worker": "the rank",
     "tensor": "the tensor's name; 'the run' for a finding about the run as a whole",
-    "module": "path of its module",
+    "module": "path of the tensor's module",
     "module_type": "the module's class",
-    "role": "what the tensor is to its module",
-    "value": "what was seen, in four digits",
-    "threshold": "what it was held against, in four digits",
+    "role": "the tensor's role in its module",
+    "value": "the measured value, in four digits",
+    "threshold": "the threshold, in four digits",
     "message": "the finding's own message",
     "since_step": "the first step of the findings that made the alert fire",
 }
-"""What may stand in a template, beside the labels."""
+"""Fields of a template, in addition to the labels."""
 
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def check(text: str, labels: Mapping[str, str] | None, fields: Mapping[str, str] = FIELDS) -> None:
-    """See that every field of a template is known.
+    """Check that every field of a template is defined.
 
     Args:
         text: the template.
-        labels: the only ones that may be named; None for any.
-        fields: what else may.
+        labels: labels that the template may use; None for any.
+        fields: other fields that it may use.
 
     Raises:
-        ValueError: one is not, or a brace stands alone.
+        ValueError: a field is not defined, or a brace is not paired.
     """
-    for found in _PART.finditer(text):
-        if found[0] in ("{{", "}}"):
+    for match in _PART.finditer(text):
+        if match[0] in ("{{", "}}"):
             continue
-        field = found[1]
+        field = match[1]
         if field is None:
-            raise ValueError(f"a brace stands alone at character {found.start() + 1}: write {found[0] * 2}")
+            raise ValueError(f"unpaired brace at character {match.start() + 1}: write {match[0] * 2}")
         label = field.removeprefix(LABEL) if field.startswith(LABEL) else None
         if field in fields or (label and (labels is None or label in labels)):
             continue
@@ -136,17 +136,17 @@ def check(text: str, labels: Mapping[str, str] | None, fields: Mapping[str, str]
 
 
 def fill(text: str, values: Mapping[str, str], most: int = MOST_FILLED) -> str:
-    """A message from a template that was checked.
+    """Fill a checked template.
 
     Args:
         text: the template.
-        values: what stands for each field, labels with their prefix; one that is missing is a dash.
-        most: characters of the message; what is longer is cut.
+        values: values of the fields, labels with their prefix; a missing value is replaced by a dash.
+        most: limit of characters; a longer message is truncated.
     """
 
-    def part(found: re.Match[str]) -> str:
-        if found[1] is None:
-            return found[0][:1]
-        return values.get(found[1], "-")
+    def part(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0][:1]
+        return values.get(match[1], "-")
 
     return _PART.sub(part, text)[:most]

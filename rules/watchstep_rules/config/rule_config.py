@@ -24,7 +24,7 @@ from pydantic import (
 from watchstep.errors import RuleError
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config import message_template
-from watchstep_rules.config.message_template import LINES, ONE_LINE, can_be_kept, lines, one_line
+from watchstep_rules.config.message_template import LINES, ONE_LINE, check_storable, lines, one_line
 from watchstep_rules.custom.python_rule import with_source
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_rules.rule import AnyRule, Needs, Params, Severity, is_metric
@@ -37,7 +37,7 @@ _MOST_INHIBITED = 100
 _MOST_ACTIONS = 16
 
 NAME_LENGTH = 128
-"""Characters of a rule config's name, at the most."""
+"""Limit of characters in a rule config's name."""
 
 Name = Annotated[
     str,
@@ -71,13 +71,13 @@ ReceiverName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9
 
 @dataclass(frozen=True)
 class Timing:
-    """How long findings last before an alert fires, and how long a series is clean before it is resolved.
+    """How long findings must last before an alert fires, and how long a series must be clean before it is resolved.
 
     Attributes:
-        hold_steps: so many judged steps with findings in a row,
-        hold_ns: and so many nanoseconds from the first of them to the last.
-        keep_steps: so many judged steps without,
-        keep_ns: and so many nanoseconds from the first of them to the last.
+        hold_steps: consecutive judged steps with findings before the alert fires.
+        hold_ns: nanoseconds from the first to the last of these steps.
+        keep_steps: consecutive judged steps without findings before the alert is resolved.
+        keep_ns: nanoseconds from the first to the last of these steps.
     """
 
     hold_steps: int = 1
@@ -97,20 +97,20 @@ class StopAction(_Model):
 
 
 class SnapshotAction(_Model):
-    """Have the workers take the full tensors of their next step."""
+    """Take a snapshot of the workers' next step."""
 
     kind: Literal["snapshot"] = "snapshot"
 
 
 class WebhookAction(_Model):
-    """Post the event as a CloudEvent to an address."""
+    """Post the event as a CloudEvent to a URL."""
 
     kind: Literal["webhook"] = "webhook"
     url: Address
 
 
 class NotifyAction(_Model):
-    """Tell a receiver of the service, by its name; who that is, the service's own settings say."""
+    """Notify a receiver by its name; receivers are defined in the service."""
 
     kind: Literal["notify"] = "notify"
     receiver: ReceiverName
@@ -144,23 +144,25 @@ WrittenAction = Annotated[
 
 
 def _hint(name: str) -> str:
-    """What to write for the name of a rule that there is not; empty where nothing is like it."""
+    """A suggestion for an unknown rule name; empty if no name is similar."""
     for rule in RULES.values():
         if getattr(rule.params_type, "amazon", "") == name:
-            return f"Amazon's rule of that name is {rule.name}"
+            return f"Amazon's rule of this name is {rule.name}"
     close = difflib.get_close_matches(name, {**RULES, **KINDS}, n=1)
     return f"did you mean {close[0]}?" if close else ""
 
 
 class TensorScope(_Model):
-    """Which tensors a rule config judges. What is left out does not narrow."""
+    """The tensors that a rule config judges. An omitted field does not restrict them."""
 
     collection: Word | None = Field(None, description="Only tensors of this collection.")
     include: Pattern | None = Field(
-        None, description="Only names that this regular expression, in RE2's syntax, matches from the start."
+        None,
+        description="Only tensors with names that this regular expression (RE2 syntax) matches from the start.",
     )
     exclude: Pattern | None = Field(
-        None, description="Not names that this regular expression, in RE2's syntax, matches from the start."
+        None,
+        description="No tensors with names that this regular expression (RE2 syntax) matches from the start.",
     )
 
     @field_validator("include", "exclude")
@@ -170,8 +172,8 @@ class TensorScope(_Model):
             tensor_selection.check(value)
         return value
 
-    def holds(self, info: TensorInfo, needs: Needs) -> bool:
-        """Whether a rule with these needs is given a tensor: one that it judges and that is in scope, or evidence."""
+    def selects(self, info: TensorInfo, needs: Needs) -> bool:
+        """Whether a rule with these needs receives a tensor: it is in scope, or it is evidence."""
         if any(is_metric(info, name) for name in needs.metrics):
             return True
         evidence = needs.is_evidence(info)
@@ -188,74 +190,78 @@ class TensorScope(_Model):
 
 
 class MinimumDuration(_Model):
-    """How long a finding must last before the alert fires; both, where both are given."""
+    """How long findings must last before the alert fires. If both are set, both must be reached."""
 
-    steps: int = Field(1, ge=1, le=_MOST_STEPS, description="So many judged steps of one tensor in a row.")
+    steps: int = Field(
+        1, ge=1, le=_MOST_STEPS, description="Consecutive judged steps of one tensor with findings."
+    )
     seconds: float = Field(
         0.0,
         ge=0,
         le=_LONGEST_SECONDS,
-        description="So long from the first of them, by the clock of its rows.",
+        description="Seconds since the first of these steps, by the time of its rows.",
     )
 
 
 class KeepFiring(_Model):
-    """How long every tensor that made an alert fire must be clean before it is resolved."""
+    """How long every tensor that made an alert fire must be clean before the alert is resolved."""
 
     steps: int = Field(
-        1, ge=1, le=_MOST_STEPS, description="So many judged steps of one tensor without a finding."
+        1, ge=1, le=_MOST_STEPS, description="Consecutive judged steps of one tensor without a finding."
     )
     seconds: float = Field(
         0.0,
         ge=0,
         le=_LONGEST_SECONDS,
-        description="So long from the first of them, by the clock of its rows.",
+        description="Seconds since the first of these steps, by the time of its rows.",
     )
 
 
-def _nanoseconds(lasting: MinimumDuration | KeepFiring) -> int:
-    return round(lasting.seconds * 1e9)
+def _nanoseconds(duration: MinimumDuration | KeepFiring) -> int:
+    return round(duration.seconds * 1e9)
 
 
 class RuleConfig(_Model):
-    """One rule as it runs."""
+    """A rule with its parameters, scope, severity and actions."""
 
     rule: Name = Field(description="The rule's name.")
     name: Annotated[str, StringConstraints(max_length=NAME_LENGTH), AfterValidator(one_line)] = Field(
         "",
         json_schema_extra={"pattern": ONE_LINE},
-        description="The config's own name; the rule's where it is left out.",
+        description="The name of the rule config; the rule's name by default.",
     )
     params: dict[str, Any] = Field(
         default_factory=dict, validate_default=True, description="The rule's parameters."
     )
-    tensors: TensorScope = Field(TensorScope(), description="Which tensors it judges.")
-    hold: MinimumDuration = Field(MinimumDuration(), alias="for", description="How long a finding must last.")
+    tensors: TensorScope = Field(TensorScope(), description="The tensors that the rule judges.")
+    hold: MinimumDuration = Field(
+        MinimumDuration(), alias="for", description="How long findings must last before the alert fires."
+    )
     keep_firing: KeepFiring | None = Field(
         None,
-        description="How long without findings before the alert is resolved; as long as 'for' if left out.",
+        description="How long without findings before the alert is resolved; the value of 'for' by default.",
     )
     severity: Severity = Field(
         "warning",
-        description="How bad it is. Alerts of severity info are notes: they stop nothing, notify nobody and inhibit nothing.",
+        description="The severity of alerts. Alerts of severity info are notes: they do not stop, notify or inhibit.",
     )
     labels: dict[LabelName, Word] = Field(
-        default_factory=dict, max_length=_MOST_LABELS, description="Words of your own, given with each event."
+        default_factory=dict, max_length=_MOST_LABELS, description="Labels, which each event contains."
     )
     message: Message | None = Field(
         None,
-        description="What an event says, with {fields}; the finding's own message if left out.",
+        description="The message of events, with {fields}; the finding's message by default.",
     )
     actions: tuple[WrittenAction, ...] = Field(
-        (), max_length=_MOST_ACTIONS, description="What follows when the alert fires."
+        (), max_length=_MOST_ACTIONS, description="Actions when the alert fires."
     )
     dry_run: bool = Field(
-        False, description="Judge and show the alert, but stop nothing, tell nobody and inhibit nothing."
+        False, description="Evaluate and display the alert, but do not stop, notify or inhibit."
     )
     inhibits: tuple[Name, ...] = Field(
         (),
         max_length=_MOST_INHIBITED,
-        description="Rule configs, or rules, that are quiet while this one's alert fires.",
+        description="Rule configs, or rules, that are inhibited while this alert fires.",
     )
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -272,7 +278,7 @@ class RuleConfig(_Model):
     @field_validator("params")
     @classmethod
     def _are_of_the_rule(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        can_be_kept(value)
+        check_storable(value)
         if "rule" in info.data:
             value = with_source(info.data["rule"], value)
             find_rule(info.data["rule"]).params_type.model_validate(value, context=info.context)
@@ -302,8 +308,8 @@ class RuleConfig(_Model):
             causes.append("inhibits")
         if causes:
             raise ValueError(
-                f"severity info with {', '.join(causes)}: an alert of severity info is a note, which stops, notifies and inhibits "
-                "nothing; use severity warning or critical"
+                f"severity info with {', '.join(causes)}: an alert of severity info is a note, which does not stop, notify or inhibit; "
+                "use severity warning or critical"
             )
         return self
 
@@ -315,12 +321,12 @@ class RuleConfig(_Model):
 
     @property
     def implementation(self) -> AnyRule:
-        """The rule."""
+        """The rule object."""
         return find_rule(self.rule)
 
     @property
     def parameters(self) -> Params:
-        """The rule's parameters, checked, with defaults filled in."""
+        """The validated parameters of the rule, with defaults filled in."""
         rule, checked = self._checked
         return checked if rule is self.implementation else self._check()
 
@@ -333,14 +339,14 @@ class RuleConfig(_Model):
         return checked
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RuleConfig:
-        """As pydantic's; what was worked out from the parameters is not copied."""
+        """Like pydantic's, but without the cached parameters."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("_checked", None)
         return copied
 
     @property
     def timing(self) -> Timing:
-        """``for`` and ``keep_firing``, as an alert takes them."""
+        """``for`` and ``keep_firing`` as `Timing`."""
         keep = self.keep_firing or self.hold
         return Timing(self.hold.steps, _nanoseconds(self.hold), keep.steps, _nanoseconds(keep))
 
@@ -351,27 +357,27 @@ class RuleConfig(_Model):
 
     @property
     def takes_snapshot(self) -> bool:
-        """Whether full tensors are taken when an alert of this config fires."""
+        """Whether a snapshot is taken when an alert of this config fires."""
         return not self.dry_run and any(isinstance(action, SnapshotAction) for action in self.actions)
 
     @property
     def webhooks(self) -> tuple[str, ...]:
-        """Addresses to which its events are posted."""
+        """URLs to which events are posted."""
         return tuple(str(action.url) for action in self.actions if isinstance(action, WebhookAction))
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Names of the receivers that are told."""
+        """Names of the receivers that are notified."""
         return tuple(action.receiver for action in self.actions if isinstance(action, NotifyAction))
 
-    def called(self, name: str) -> bool:
-        """Whether it goes by a name: its own, or its rule's."""
+    def matches_name(self, name: str) -> bool:
+        """Whether a name is the name of this rule config or of its rule."""
         return name in (self.name, self.rule)
 
     def without_inhibits(self) -> RuleConfig:
-        """The same, but it keeps no other quiet: what a recorder may ask for. Whether it stops, the service decides."""
+        """A copy without ``inhibits``, which recorders may not set. Whether it may stop the job is decided by the service."""
         return self.model_copy(update={"inhibits": ()})
 
     def as_data(self) -> dict[str, Any]:
-        """A JSON-ready form that reads back as the same config."""
+        """JSON-ready data that validates to an equal rule config."""
         return self.model_dump(mode="json", by_alias=True)

@@ -84,21 +84,21 @@ def _loads(server: _Server, setup: dict[str, Any], outgoing: int) -> bool:
     try:
         server.load(setup)
     except BaseException as error:  # noqa: BLE001 - whatever a program raises is an answer
-        _tell(outgoing, {"error": program.told(error)})
+        _reply(outgoing, {"error": program.error_text(error)})
         return False
-    _tell(outgoing, {})
+    _reply(outgoing, {})
     return True
 
 
 def _answer(server: _Server, request: dict[str, Any], parts: list[bytearray], outgoing: int) -> None:
     try:
         for document, payload in server.answers(request, parts):
-            _tell(outgoing, document, payload)
+            _reply(outgoing, document, payload)
     except BaseException as error:  # noqa: BLE001 - whatever a program raises is an answer
-        _tell(outgoing, {"error": program.told(error)})
+        _reply(outgoing, {"error": program.error_text(error)})
 
 
-def _tell(outgoing: int, document: dict[str, Any], payload: bytes = b"") -> None:
+def _reply(outgoing: int, document: dict[str, Any], payload: bytes = b"") -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     retire = document.get("retire") is True or used.ru_utime + used.ru_stime > CPU_SECONDS / 2
     write_blocking(outgoing, pack({**document, "retire": retire}, [payload] if payload else ()))

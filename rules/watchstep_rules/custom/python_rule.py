@@ -36,8 +36,8 @@ from watchstep_rules.custom.sandbox.protocol import (
 from watchstep_rules.rule import Finding, Merge, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_elements
 
-NOT_FROM_RECORDERS = "a recorder may not bring one; give its rule file to the service"
-"""Who records must not be able to run programs where runs are judged."""
+NOT_FROM_RECORDERS = "a recorder may not upload one; add its rule file to the service"
+"""Recorders must not be able to run programs where runs are evaluated."""
 
 _folder: ContextVar[Path | None] = ContextVar("_folder", default=None)
 _refusal: ContextVar[str] = ContextVar("_refusal", default="")
@@ -45,7 +45,7 @@ _refusal: ContextVar[str] = ContextVar("_refusal", default="")
 
 @contextmanager
 def sources_from(folder: str | Path) -> Iterator[None]:
-    """In the ``with`` block, a config's ``file`` is one below or beside this folder, and is read."""
+    """In the ``with`` block, the ``file`` of a rule config is relative to this folder, and is read."""
     token = _folder.set(Path(folder))
     try:
         yield
@@ -55,7 +55,7 @@ def sources_from(folder: str | Path) -> Iterator[None]:
 
 @contextmanager
 def no_programs(reason: str) -> Iterator[None]:
-    """In the ``with`` block, no config may be a Python rule, for the reason given; empty for none."""
+    """In the ``with`` block, Python rules are rejected for a reason; an empty reason allows them."""
     token = _refusal.set(reason)
     try:
         yield
@@ -64,10 +64,10 @@ def no_programs(reason: str) -> Iterator[None]:
 
 
 def with_source(rule: str, params: dict[str, Any]) -> dict[str, Any]:
-    """A rule's parameters, with the source of the file where it is a Python rule that names one.
+    """A rule's parameters with the source of the file, if it is a Python rule with a file.
 
     Raises:
-        ValueError: it is a Python rule, and may not be one here; or its file cannot be read.
+        ValueError: Python rules are rejected here, or the file cannot be read.
     """
     if rule != Python.name:
         return params
@@ -87,7 +87,7 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"file {path}: cannot be read ({error})") from error
     if len(text) > MAX_SOURCE:
-        raise ValueError(f"file {path}: over {MAX_SOURCE} characters")
+        raise ValueError(f"file {path}: over the limit of {MAX_SOURCE} characters")
     return text
 
 
@@ -110,7 +110,7 @@ _Words = tuple[str, ...]
 
 
 class RuleDescription(BaseModel):
-    """What a class says of itself, with some parameters. It comes from the child, and is held to bounds."""
+    """The declarations of a class for given parameters. They come from the child process and are validated."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=False)
 
@@ -132,18 +132,20 @@ class PythonParams(Params):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
-    file: str = Field("", max_length=500, description="The file of the class, beside the rule file.")
+    file: str = Field("", max_length=500, description="The file of the class, relative to the rule file.")
     source: str = Field(
-        "", max_length=MAX_SOURCE, description="The file's text; put in when the rule file is loaded."
+        "", max_length=MAX_SOURCE, description="The text of the file; set when the rule file is loaded."
     )
     module: str = Field(
-        "", max_length=200, description="Instead of a file: a module of a package that is installed."
+        "", max_length=200, description="A module of an installed package, instead of a file."
     )
-    class_name: str = Field(alias="class", pattern=r"^[A-Za-z_]\w{0,199}$", description="The class.")
-    params: dict[str, Any] = Field(default_factory=dict, description="The class's own parameters.")
-    memory_mb: int = Field(512, ge=64, le=16384, description="Memory that it may take, in MiB.")
+    class_name: str = Field(
+        alias="class", pattern=r"^[A-Za-z_]\w{0,199}$", description="The name of the class."
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="The parameters of the class.")
+    memory_mb: int = Field(512, ge=64, le=16384, description="Limit of memory, in MiB.")
     seconds: float = Field(
-        10.0, gt=0, le=300, description="Seconds that it may take for 20,000 rows, or a step that has more."
+        10.0, gt=0, le=300, description="Limit of seconds for 20,000 rows, or for a step with more rows."
     )
 
     _about: RuleDescription = PrivateAttr()
@@ -152,12 +154,12 @@ class PythonParams(Params):
     @model_validator(mode="after")
     def _can_be_run(self) -> PythonParams:
         if self.module and (self.source or self.file):
-            raise ValueError("give a file or a module, not both")
+            raise ValueError("set file or module, not both")
         if not self.module and not self.source:
             raise ValueError(
-                f"the source of {self.file!r} is not there: it is put in when a rule file is loaded from its folder"
+                f"the source of {self.file!r} is missing: it is set when a rule file is loaded from its folder"
                 if self.file
-                else "give a file or a module"
+                else "set file or module"
             )
         try:
             self._about, self._isolation = described(self.program, json.dumps(self.params, sort_keys=True))
@@ -167,22 +169,22 @@ class PythonParams(Params):
 
     @property
     def program(self) -> SandboxedRule:
-        """What the child runs."""
+        """The program that the child process runs."""
         return SandboxedRule(self.class_name, self.file, self.source, self.module, self.memory_mb)
 
     @property
     def about(self) -> RuleDescription:
-        """What the class says of itself."""
+        """The declarations of the class."""
         return self._about
 
     @property
     def isolation(self) -> Isolation:
-        """How far the process was shut in that said it."""
+        """The isolation of the process that returned the declarations."""
         return self._isolation
 
 
 class PythonState(State):
-    """The class's own state, its version, what it could not judge, and how far its process was shut off at the last."""
+    """State of `Python`: the state of the class, its version, its problem, and the isolation of its last process."""
 
     version: int = 0
     data: dict[str, Any] | None = None
@@ -191,45 +193,45 @@ class PythonState(State):
 
 
 class Python(Rule[PythonParams, PythonState]):
-    """Fires where a class of yours says so: a `watchstep_rules.Rule`, with the same contract as the built-in ones.
+    """Fires for the findings of a custom class: a `watchstep_rules.Rule`, with the same contract as built-in rules.
 
-    The class is run in a child process without network, files, environment or programs, bounded in memory and time. The
-    service never imports it. Its ``needs``, ``merge`` and ``lookback`` hold; rules that watch the clock are built in only.
+    The class runs in a child process without network, files, environment or programs, with limits of memory and time. The service never
+    imports it. Its ``needs``, ``merge`` and ``lookback`` apply; only built-in rules may watch the clock.
     """
 
     name = "python"
-    summary = "a class of yours says so"
+    summary = "a custom Python class reports findings"
     needs = Needs(collections=())
-    merge = "sealed"
+    merge = "watermark"
 
     def lookback(self, params: PythonParams) -> int:
-        """The class's."""
+        """The lookback of the class."""
         return params.about.lookback
 
     def needed(self, params: PythonParams) -> Needs:
-        """The class's."""
+        """The needs of the class."""
         about = params.about
         return Needs(about.collections, about.roles, about.probes, histograms=about.histograms)
 
     def merged(self, params: PythonParams) -> Merge:
-        """The class's."""
+        """The merge mode of the class."""
         return params.about.merge
 
     def problem(self, state: PythonState) -> str:
-        """The class's."""
+        """The problem of the class."""
         return state.problem
 
     def conclusive(self, params: PythonParams, block: Block) -> NDArray[np.bool_]:
-        """Rows of tensors with elements: which values the rule's source looks at is not known."""
+        """Rows of tensors with elements, because the values that the class uses are not known."""
         return has_elements(block)
 
     def evaluate(
         self, params: PythonParams, state: PythonState, context: Block, block: Block, now: int
     ) -> tuple[PythonState, list[Finding]]:
-        """Ask the child, in parts of whole steps: split invariance lets any block be sent in parts.
+        """Send the block to the child process in parts of whole steps, which split invariance allows.
 
         Raises:
-            RuleError: the class failed, took more than it may, or says what cannot be.
+            RuleError: the class failed, exceeded a limit, or returned an invalid result.
         """
         findings: list[Finding] = []
         POOL.check_memory(params.program.called, params.memory_mb)
@@ -248,7 +250,7 @@ class Python(Rule[PythonParams, PythonState]):
                 seconds = min(params.seconds, rule_time_left())
                 if seconds <= 0:
                     raise out_of_time(params.program.called)
-                reply = child.ask(request, (to_bytes(context), to_bytes(part)), seconds, _REPLY)
+                reply = child.request(request, (to_bytes(context), to_bytes(part)), seconds, _REPLY)
                 state = _state(params, reply.document, child.isolation)
                 findings.extend(_findings(params, reply.payload, part))
                 context = concatenate([context, part]).tail(params.about.lookback)
@@ -256,32 +258,32 @@ class Python(Rule[PythonParams, PythonState]):
 
 
 def described(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolation]:
-    """What a class says of itself; its parameters are checked as well. And how far its process is shut in.
+    """The declarations of a class, and the isolation of its process; the parameters of the class are also checked.
 
-    A child is asked once. What it said is kept, without the program: a config is checked often, and must not fail
-    when it is read for the hundredth time because no child can be started at that moment.
+    The result is cached without the program: a config is checked often, and reading it must not fail because no child process can be
+    started at that moment.
 
     Raises:
-        RuleError: it cannot be run, or says what cannot be.
+        RuleError: the class cannot run, or its declarations are not valid.
         ConfigError: the setting for Python rules is not known.
     """
     key = sha256(repr((program, params)).encode()).hexdigest()
-    known = _DESCRIBED.get(key)
-    if known is None:
-        known = _ask(program, params)
+    description = _DESCRIBED.get(key)
+    if description is None:
+        description = _describe(program, params)
         if len(_DESCRIBED) >= _MOST_DESCRIBED:
             _DESCRIBED.clear()
-        _DESCRIBED[key] = known
-    return known
+        _DESCRIBED[key] = description
+    return description
 
 
-def _ask(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolation]:
+def _describe(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolation]:
     _check_demand(program)
     with POOL.child(program, "checks") as child:
-        said = child.ask({"ask": "describe", "params": json.loads(params)}, (), _DESCRIBE_SECONDS).document
+        reply = child.request({"ask": "describe", "params": json.loads(params)}, (), _DESCRIBE_SECONDS)
         isolation = child.isolation
     try:
-        about = RuleDescription.model_validate(said)
+        about = RuleDescription.model_validate(reply.document)
     except ValidationError as error:
         first = error.errors()[0]
         raise _impossible(program, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -291,17 +293,17 @@ def _ask(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolatio
 
 
 def _check_demand(program: SandboxedRule) -> None:
-    """Where Python rules are refused, no process is started to find that out."""
+    """Check whether Python rules are allowed without starting a process."""
     refused = why_not(Isolation(rlimits=True, no_new_privs=True, landlock=1, seccomp=True))
     if refused:
         raise RuleError(f"{program.called}: {refused}", "see docs/guides/python-rules.md, 'Isolation'")
 
 
 def _parts(block: Block, merge: Merge) -> list[Block]:
-    """The block in parts of some thousand rows: of whole steps, of one worker's where each is taken by itself."""
+    """The block in parts of some thousand rows: whole steps, of a single worker for ``per_worker`` rules."""
     if len(block) <= _MAX_ROWS:
         return [block]
-    if merge == "sealed":
+    if merge == "watermark":
         block = block.take(np.argsort(block.step, kind="stable"))
     changes = np.diff(block.step) != 0
     if merge == "per_worker":
@@ -316,26 +318,26 @@ def _parts(block: Block, merge: Merge) -> list[Block]:
     return parts
 
 
-def _state(params: PythonParams, said: dict[str, Any], isolation: Isolation) -> PythonState:
-    data, version = said.get("state"), said.get("version")
+def _state(params: PythonParams, document: dict[str, Any], isolation: Isolation) -> PythonState:
+    data, version = document.get("state"), document.get("version")
     if not isinstance(data, dict) or type(version) is not int or not 0 <= version <= MAX_VERSION:
         raise _impossible(params.program, "its state is no mapping with a version")
     _check_state(params.program, data)
     if len(json.dumps(data)) > MAX_STATE:
         raise _impossible(params.program, f"its state is larger than {MAX_STATE} bytes")
-    problem = kept(str(said.get("problem") or "")[:_MAX_MESSAGE])
+    problem = kept(str(document.get("problem") or "")[:_MAX_MESSAGE])
     return PythonState(version=version, data=data, problem=problem, isolation=isolation)
 
 
 def _check_state(program: SandboxedRule, data: dict[str, Any]) -> None:
-    """All of it must read back as it is: databases keep no halves of characters, and JSON no NaN."""
+    """Check that the state can be stored: databases reject unpaired surrogates, and JSON has no NaN."""
     waiting: list[Any] = [data]
     while waiting:
         match waiting.pop():
-            case dict() as held:
-                waiting += [*held, *held.values()]
-            case list() as held:
-                waiting += held
+            case dict() as mapping:
+                waiting += [*mapping, *mapping.values()]
+            case list() as items:
+                waiting += items
             case str() as text if text != kept(text):
                 raise _impossible(program, "its state has a text with half a character, or a zero")
             case float() as number if not math.isfinite(number):
@@ -345,16 +347,16 @@ def _check_state(program: SandboxedRule, data: dict[str, Any]) -> None:
 
 
 def _findings(params: PythonParams, payload: bytearray, block: Block) -> list[Finding]:
-    """The findings, each at a row of the block; what describes the row is the block's own."""
+    """The findings, each at a row of the block. The description of the row is taken from the block."""
     try:
-        found = unpack_findings(payload, len(block))
+        entries = unpack_findings(payload, len(block))
     except ValueError as error:
         raise _impossible(params.program, str(error)) from error
     return [
         finding_at(
             Python.name, block, entry.row, value=entry.value, threshold=entry.threshold, message=entry.message
         )
-        for entry in found
+        for entry in entries
     ]
 
 

@@ -43,12 +43,21 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from watchstep_rules.config.rule_config import Timing
-from watchstep_rules.engine.streaks import NONE, Change, ClockTick, JudgedRows, Known, Streak, Streaks, follow
+from watchstep_rules.engine.streaks import (
+    NONE,
+    Change,
+    ClockTick,
+    JudgedRows,
+    OpenSeries,
+    Streak,
+    Streaks,
+    follow,
+)
 from watchstep_rules.rule import Finding, Likelihood, likelihood, steps_of, taken
 
 
 class Phase(str, Enum):
-    """Where an alert stands."""
+    """The phase of an alert."""
 
     INACTIVE = "inactive"
     PENDING = "pending"
@@ -57,60 +66,60 @@ class Phase(str, Enum):
 
 
 class FiringSpan(NamedTuple):
-    """Steps at which an alert fired: from the first, until one that is not among them; None while it fires."""
+    """Steps at which an alert fired: from ``first`` to before ``until``; ``until`` is None while it fires."""
 
     first: int
     until: int | None
 
 
-class Quiet(NamedTuple):
-    """Of an alert that fires and nobody is told of: which rule config inhibits it, and a step at which one does."""
+class InhibitedBy(NamedTuple):
+    """Why a firing alert does not notify: the rule config that inhibits it, and a step at which it does."""
 
     by: str
     step: int
 
 
-class Mark(NamedTuple):
-    """A step at which a series comes to be bad or clean, or has been so for long enough."""
+class QueuedChange(NamedTuple):
+    """A step at which a series becomes bad or clean, or has been so for long enough."""
 
     step: int
     series: str
     bad: bool
-    enough: bool
+    long_enough: bool
 
 
 class LikelyCause(NamedTuple):
-    """What may have made an alert fire at the finding's step: the likeliest of those that could, and its streak."""
+    """The likeliest finding that could have made an alert fire at its step, and its streak."""
 
     finding: Finding
     since: Streak
 
 
 class AlertMemory(BaseModel):
-    """What is kept of an alert between blocks.
+    """The state of an alert between blocks; stored as JSON.
 
-    A series is a tensor@worker/mode. Streaks are of rows as they came, up to the newest; what follows from them for the alert
-    waits until their step is sealed.
+    A series is ``tensor@worker/mode``. Streaks cover all rows that arrived; their effects on the alert are queued until the watermark
+    passes their step.
 
     Attributes:
-        phase: where it stands, as it was said; it may fire before the step is sealed at which it does.
-        finding: that of the likeliest cause, among those that came up to the step at which it fired.
-        fired_at: that step.
-        since: the streak of findings that it is the last of.
-        hits: of each series with a finding at its last judged step, the streak of findings.
-        clean: of other series that matter, the streak without; of none where one that fires had a finding last.
-        last: of each of these, its last judged step.
-        waiting: changes of series at steps that are not sealed, by step.
-        causes: of each of these steps at which it could fire, why.
-        bad: series with findings as of the last sealed step.
-        firing: those that make it fire as of then.
-        settled: of these the ones that have been clean for long enough.
-        reached: the last step at which one of these changed.
-        closed: the last step of the episodes that are over; -1 for none.
-        ahead: the last step that was gone through though it was not sealed, for too much waited; -1 for none.
-        over: of each series whose late rows are of such an episode, the last step that was sealed when they came.
-        fired: of one that inhibits others, when it fired, as far as it matters to steps that are not sealed yet.
-        quiet: of one that fires and is inhibited, by what.
+        phase: the reported phase. The alert may fire before the watermark passes the step.
+        finding: the likeliest cause among the findings up to the step at which the alert fired.
+        fired_at: the step at which the alert fired.
+        since: the streak that ends with ``finding``.
+        hits: streaks of findings, of series with a finding at their last judged step.
+        clean: clean streaks of the other followed series. A firing series with a finding at its last step has an empty streak.
+        last: the last judged step of each series in ``hits`` and ``clean``.
+        waiting: queued changes of series at steps after the watermark, by step.
+        causes: for each queued step at which the alert could fire, the cause.
+        bad: series with findings as of the watermark.
+        firing: series that make the alert fire as of the watermark.
+        settled: firing series that have been clean for long enough.
+        reached: the last step at which ``firing`` or ``settled`` changed.
+        closed: the last step of closed episodes; -1 if there are none.
+        ahead: the last step that was applied before the watermark passed it because the queue was full; -1 if there is none.
+        over: for each series with late rows of a closed episode, the watermark when they arrived.
+        fired: for a source of inhibition, when it fired, as far as steps after the watermark need it.
+        quiet: for an alert that fires and is inhibited, by which rule config.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -122,7 +131,7 @@ class AlertMemory(BaseModel):
     hits: dict[str, Streak] = Field(default_factory=dict)
     clean: dict[str, Streak] = Field(default_factory=dict)
     last: dict[str, int] = Field(default_factory=dict)
-    waiting: tuple[Mark, ...] = ()
+    waiting: tuple[QueuedChange, ...] = ()
     causes: tuple[LikelyCause, ...] = ()
     bad: tuple[str, ...] = ()
     firing: tuple[str, ...] = ()
@@ -132,17 +141,17 @@ class AlertMemory(BaseModel):
     ahead: int = -1
     over: dict[str, int] = Field(default_factory=dict)
     fired: tuple[FiringSpan, ...] = ()
-    quiet: Quiet | None = None
+    quiet: InhibitedBy | None = None
 
     @property
     def follows(self) -> bool:
-        """Whether there are series whose next rows matter, also without a finding."""
+        """Whether the alert follows any series, so that their next rows count even without a finding."""
         return bool(self.hits or self.clean)
 
     @model_validator(mode="before")
     @classmethod
     def _of_before(cls, data: Any) -> Any:
-        """Earlier versions did not wait for seals: all that they knew of a series counted at once."""
+        """Read states of earlier versions, which did not wait for the watermark: each streak took effect at once."""
         if isinstance(data, dict) and "firing" not in data:
             return {**data, "bad": tuple(data.get("hits", ())), "firing": tuple(data.get("clean", ()))}
         return data
@@ -150,16 +159,16 @@ class AlertMemory(BaseModel):
 
 @dataclass(frozen=True)
 class Transition:
-    """A change of phase, or of what an alert that fires names as the cause.
+    """A change of an alert's phase, or of the cause that a firing alert names.
 
     Attributes:
-        phase: the new one.
-        step: at which it came; of one that is revised, at which it fired, as far as is known now.
-        finding: the likeliest cause of what made the alert fire; None before it did.
-        since_step: the first step of the streak that made it fire; of one that has not fired, ``step``.
-        since_ns: when that was, nanoseconds since the epoch, by the clock of the row; 0 where it has not fired.
-        inhibited_by: the rule config that keeps it quiet; empty where somebody is told.
-        revised: it fired before, and names a likelier cause now.
+        phase: the new phase.
+        step: the step of the change; for a revision, the corrected step at which the alert fired.
+        finding: the likeliest cause of the firing; None before it fires.
+        since_step: the first step of the streak that made the alert fire; ``step`` if it has not fired.
+        since_ns: the time of that step's row, nanoseconds since the epoch; 0 if the alert has not fired.
+        inhibited_by: the rule config that inhibits notification; empty if notifications are sent.
+        revised: whether the alert fired before and now names a likelier cause.
     """
 
     phase: Phase
@@ -171,83 +180,85 @@ class Transition:
     revised: bool = False
 
 
-class Seals(NamedTuple):
-    """The last step that was sealed before this evaluation, and the last that is now; -1 for none."""
+class Watermarks(NamedTuple):
+    """The watermarks before this evaluation and now: the last step that all live workers passed; -1 for none."""
 
     before: int
     now: int
 
 
-ALL = Seals(-1, 1 << 62)
-"""Where nobody waits for anybody: each row is all that will ever come of its step."""
+UNBOUNDED = Watermarks(-1, 1 << 62)
+"""No worker is waited for: each row is the last one of its step."""
 
 
 MOST_WAITING = 10_000
-"""Changes that wait for seals, half a megabyte as JSON; beyond that the earliest do not wait any longer."""
+"""Limit of queued changes, half a megabyte as JSON. Beyond it the earliest are applied before the watermark passes them."""
 
 
-class Life:
-    """One pass over what changes in an evaluation."""
+class AlertStateMachine:
+    """Applies the changes of one evaluation to an alert: `add` each block's streaks, `apply_watermark`, then read `memory`."""
 
-    def __init__(self, memory: AlertMemory, timing: Timing, seals: Seals) -> None:
+    def __init__(self, memory: AlertMemory, timing: Timing, watermarks: Watermarks) -> None:
         self._before = memory
         self._timing = timing
-        self._sealed = seals.now
-        self._seals = Seals(max(seals.before, memory.ahead), max(seals.now, memory.ahead))
+        self._watermark = watermarks.now
+        self._watermarks = Watermarks(max(watermarks.before, memory.ahead), max(watermarks.now, memory.ahead))
         self._phase, self._finding, self._since = memory.phase, memory.finding, memory.since
         self._fired_at, self._reached, self._closed = memory.fired_at, memory.reached, memory.closed
         self._hits, self._clean, self._last = dict(memory.hits), dict(memory.clean), dict(memory.last)
         self._bad, self._firing = set(memory.bad), set(memory.firing)
         self._settled, self._over = set(memory.settled), dict(memory.over)
         self._waiting = list(memory.waiting)
-        self._newest = {mark.series: mark for mark in memory.waiting}
-        self._causes = {cause.finding.step: _Suspect.of(cause) for cause in memory.causes}
+        self._newest = {queued.series: queued for queued in memory.waiting}
+        self._causes = {cause.finding.step: _CauseCandidate.of(cause) for cause in memory.causes}
         self._tick: Change | None = None
         self.transitions: list[Transition] = []
 
-    def known(self) -> Known:
-        """The series that matter, as they stand."""
-        return Known(self._hits, self._clean, self._last)
+    def open_series(self) -> OpenSeries:
+        """The current state of the followed series."""
+        return OpenSeries(self._hits, self._clean, self._last)
 
-    def take(self, streaks: Streaks) -> None:
-        """Take in what rows do to series; nothing comes of it yet."""
+    def add(self, streaks: Streaks) -> None:
+        """Queue the changes of a block; late ones are applied at once."""
         changes = streaks.changes
-        if streaks.ticked:
+        if streaks.has_tick:
             *changes, self._tick = changes
         late: list[Change] = []
-        for change in self._that_count(changes, streaks, late):
-            (late.append if change.step <= self._seals.before else self._wait)(change)
-        self._judge_late(late)
+        for change in self._relevant(changes, streaks, late):
+            (late.append if change.step <= self._watermarks.before else self._queue)(change)
+        self._apply_late(late)
         for series, end in streaks.ends.items():
-            of, other = (self._hits, self._clean) if end.bad else (self._clean, self._hits)
-            of[series] = end.streak
+            current, other = (self._hits, self._clean) if end.bad else (self._clean, self._hits)
+            current[series] = end.streak
             other.pop(series, None)
             self._last[series] = end.step
-        for change in streaks.behind:
-            self._flash(change)
+        for change in streaks.out_of_order:
+            self._apply_out_of_order(change)
 
-    def settle(self) -> None:
-        """Go through the steps that are sealed now, in their order, and see what the others may make fire already."""
+    def apply_watermark(self) -> None:
+        """Apply the queued steps up to the watermark in order, then fire for later steps where a cause is known."""
         self._waiting.sort(key=_step)
-        beyond = len(self._waiting) - MOST_WAITING
-        if beyond > 0:
-            self._seals = self._seals._replace(now=max(self._seals.now, self._waiting[beyond - 1].step))
-        due = [mark for mark in self._waiting if mark.step <= self._seals.now]
+        excess = len(self._waiting) - MOST_WAITING
+        if excess > 0:
+            self._watermarks = self._watermarks._replace(
+                now=max(self._watermarks.now, self._waiting[excess - 1].step)
+            )
+        due = [queued for queued in self._waiting if queued.step <= self._watermarks.now]
         self._waiting = self._waiting[len(due) :]
         self._revise()
-        for step, marks in groupby(due, key=_step):
-            self._judge(step, list(marks))
-        self._judge_tick()
-        self._causes = {step: one for step, one in self._causes.items() if step > self._seals.now}
+        for step, changes in groupby(due, key=_step):
+            self._apply_step(step, list(changes))
+        self._apply_tick()
+        self._causes = {step: cause for step, cause in self._causes.items() if step > self._watermarks.now}
         if self._causes and self._phase is not Phase.FIRING:
             self._fire(min(self._causes))
 
     def memory(self) -> AlertMemory:
-        """What to keep, in an order that does not depend on how the rows came."""
-        matter = self._firing | self._bad | {mark.series for mark in self._waiting}
+        """The state to store, in an order that does not depend on the order of arrival."""
+        followed = self._firing | self._bad | {queued.series for queued in self._waiting}
         clean = {
             series: NONE if series in self._hits else self._clean.get(series, NONE)
-            for series in sorted(matter)
+            for series in sorted(followed)
             if series not in self._hits or series in self._firing
         }
         hits = {series: self._hits[series] for series in sorted(self._hits)}
@@ -267,103 +278,101 @@ class Life:
                 "settled": tuple(sorted(self._settled)),
                 "reached": self._reached,
                 "closed": self._closed,
-                "ahead": self._seals.now if self._seals.now > self._sealed else -1,
+                "ahead": self._watermarks.now if self._watermarks.now > self._watermark else -1,
                 "over": {name: self._over[name] for name in sorted(self._over)},
             }
         )
 
-    def _is_over(self, step: int) -> bool:
-        """Whether a row that comes now is of an episode that was over before."""
-        return step <= min(self._closed, self._seals.before)
+    def _is_closed(self, step: int) -> bool:
+        """Whether a row of this step that arrives now belongs to a closed episode."""
+        return step <= min(self._closed, self._watermarks.before)
 
-    def _that_count(
-        self, changes: Sequence[Change], streaks: Streaks, late: list[Change]
-    ) -> Iterator[Change]:
-        """Changes in the order of the rows, but for those of what is over; in place of these the next row that is not."""
-        queue = [(change.row, change.line, change) for change in changes]
+    def _relevant(self, changes: Sequence[Change], streaks: Streaks, late: list[Change]) -> Iterator[Change]:
+        """Yield changes in row order. A change in a closed episode is replaced by the first later row of its streak outside of it."""
+        queue = [(change.row, change.index, change) for change in changes]
         heapify(queue)
         while queue:
             change = heappop(queue)[2]
-            if late and _place(change) != _place(late[0]):
-                self._judge_late(late)
-            if not self._is_of_what_is_over(change):
+            if late and _step_and_worker(change) != _step_and_worker(late[0]):
+                self._apply_late(late)
+            if not self._is_in_closed_episode(change):
                 yield change
-            elif change.enough:
-                later = streaks.beyond(change, self._over[change.series])
+            elif change.long_enough:
+                later = streaks.first_after(change, self._over[change.series])
                 if later is not None:
                     del self._over[change.series]
-                    heappush(queue, (later.row, later.line, later))
+                    heappush(queue, (later.row, later.index, later))
 
-    def _is_of_what_is_over(self, change: Change) -> bool:
+    def _is_in_closed_episode(self, change: Change) -> bool:
         series = change.series
         if not change.bad:
             self._over.pop(series, None)
             return False
-        if self._is_over(change.step):
-            if change.enough:
-                self._over.setdefault(series, self._seals.before)
+        if self._is_closed(change.step):
+            if change.long_enough:
+                self._over.setdefault(series, self._watermarks.before)
             return True
         if change.step <= self._over.get(series, -1):
             return True
         self._over.pop(series, None)
         return False
 
-    def _judge_late(self, changes: list[Change]) -> None:
-        """Rows of a sealed step, of one worker: they say what they say when they come, in the order in which they do."""
+    def _apply_late(self, changes: list[Change]) -> None:
+        """Apply changes of one worker at a step behind the watermark, in order of arrival."""
         if not changes:
             return
         for change in changes:
-            self._suspect(change)
+            self._record_cause(change)
         self._revise()
-        self._judge(changes[0].step, [_mark(change) for change in changes])
+        self._apply_step(changes[0].step, [_queued(change) for change in changes])
         self._causes.pop(changes[0].step, None)
         changes.clear()
 
-    def _wait(self, change: Change) -> None:
-        mark = _mark(change)
-        newest = self._newest.get(mark.series)
-        stands = self._stands(mark.series) if newest is None else (newest.bad, newest.enough)
-        if stands != (mark.bad, mark.enough):
-            self._waiting.append(mark)
-            self._newest[mark.series] = mark
-            self._suspect(change)
+    def _queue(self, change: Change) -> None:
+        queued = _queued(change)
+        newest = self._newest.get(queued.series)
+        status = self._status(queued.series) if newest is None else (newest.bad, newest.long_enough)
+        if status != (queued.bad, queued.long_enough):
+            self._waiting.append(queued)
+            self._newest[queued.series] = queued
+            self._record_cause(change)
 
-    def _stands(self, series: str) -> tuple[bool, bool]:
-        """Whether a series is bad as of the last sealed step, and for long enough, as far as that matters."""
+    def _status(self, series: str) -> tuple[bool, bool]:
+        """Whether a series is bad as of the watermark, and whether its streak is long enough to fire or to resolve."""
         bad = series in self._bad
         return bad, series in (self._firing if bad else self._settled)
 
-    def _suspect(self, change: Change) -> None:
-        if not change.bad or not change.enough:
+    def _record_cause(self, change: Change) -> None:
+        if not change.bad or not change.long_enough:
             return
-        known, rank = self._causes.get(change.step), change.likelihood
-        if known is None or rank < known.likelihood:
-            self._causes[change.step] = _Suspect(rank, change)
+        likeliest, rank = self._causes.get(change.step), change.likelihood
+        if likeliest is None or rank < likeliest.likelihood:
+            self._causes[change.step] = _CauseCandidate(rank, change)
 
-    def _flash(self, change: Change) -> None:
-        """A finding of a row that came after later ones of its series: bad at that step, and then as it is by now."""
+    def _apply_out_of_order(self, change: Change) -> None:
+        """Apply a finding that arrived after later rows of its series: bad at its step, then back to the current state."""
         series = change.series
-        if not change.enough or self._is_over(change.step):
+        if not change.long_enough or self._is_closed(change.step):
             return
-        if change.step <= self._seals.before:
-            self._judge_late([change])
+        if change.step <= self._watermarks.before:
+            self._apply_late([change])
         else:
-            self._waiting.append(Mark(change.step, series, bad=True, enough=True))
-            self._suspect(change)
+            self._waiting.append(QueuedChange(change.step, series, bad=True, long_enough=True))
+            self._record_cause(change)
         if series not in self._hits:
             lasted = self._clean[series].steps >= self._timing.keep_steps and not self._timing.keep_ns
-            mark = Mark(self._last[series], series, bad=False, enough=lasted)
-            if mark.step <= self._seals.before:
-                self._judge(mark.step, [mark])
+            queued = QueuedChange(self._last[series], series, bad=False, long_enough=lasted)
+            if queued.step <= self._watermarks.before:
+                self._apply_step(queued.step, [queued])
             else:
-                self._waiting.append(mark)
-                self._newest[series] = mark
+                self._waiting.append(queued)
+                self._newest[series] = queued
 
-    def _judge(self, step: int, marks: Sequence[Mark]) -> None:
-        """All that is known of a sealed step."""
+    def _apply_step(self, step: int, changes: Sequence[QueuedChange]) -> None:
+        """Apply all changes of one step."""
         fired = bool(self._firing)
-        for mark in marks:
-            self._note(mark)
+        for queued in changes:
+            self._update_series(queued)
         if self._firing:
             if not fired:
                 self._reached = step
@@ -372,60 +381,60 @@ class Life:
                 self._close()
         elif self._bad and self._phase in (Phase.INACTIVE, Phase.RESOLVED):
             if step > self._closed or self._tick is not None:
-                self._go(Phase.PENDING, step)
+                self._enter(Phase.PENDING, step)
         elif not self._bad and self._phase is Phase.PENDING:
-            self._go(Phase.INACTIVE, step)
+            self._enter(Phase.INACTIVE, step)
 
-    def _note(self, mark: Mark) -> None:
-        series, before = mark.series, (mark.series in self._firing, mark.series in self._settled)
-        if mark.bad:
+    def _update_series(self, queued: QueuedChange) -> None:
+        series, before = queued.series, (queued.series in self._firing, queued.series in self._settled)
+        if queued.bad:
             self._bad.add(series)
             self._settled.discard(series)
-            if mark.enough:
+            if queued.long_enough:
                 self._firing.add(series)
         else:
             self._bad.discard(series)
-            if mark.enough and series in self._firing:
+            if queued.long_enough and series in self._firing:
                 self._settled.add(series)
             else:
                 self._settled.discard(series)
         if before != (series in self._firing, series in self._settled):
-            self._reached = max(self._reached, mark.step)
+            self._reached = max(self._reached, queued.step)
 
-    def _judge_tick(self) -> None:
+    def _apply_tick(self) -> None:
         change = self._tick
         if change is None:
             return
         if change.bad:
-            self._causes[change.step] = _Suspect(change.likelihood, change)
-        mark = Mark(change.step, change.series, change.bad, change.enough)
-        self._judge(change.step, [mark])
+            self._causes[change.step] = _CauseCandidate(change.likelihood, change)
+        queued = QueuedChange(change.step, change.series, change.bad, change.long_enough)
+        self._apply_step(change.step, [queued])
 
     def _fire(self, step: int) -> None:
-        """It fires for what makes it fire at a step; where it was said before that it does, that was said of this."""
+        """Enter FIRING for the cause at a step; no effect if the alert already fires."""
         if self._phase is Phase.FIRING:
             return
-        self._blame(self._causes[step].cause())
+        self._set_cause(self._causes[step].cause())
         self._fired_at = step
-        self._go(Phase.FIRING, step)
+        self._enter(Phase.FIRING, step)
 
     def _close(self) -> None:
-        """The episode is over, and with it the steps up to this one."""
+        """Close the episode and its steps."""
         self._closed = max(self._closed, self._reached)
         self._firing, self._settled = set(), set()
-        self._go(Phase.RESOLVED, self._reached)
+        self._enter(Phase.RESOLVED, self._reached)
         if self._bad:
-            self._go(Phase.PENDING, self._reached)
+            self._enter(Phase.PENDING, self._reached)
 
     def _revise(self) -> None:
-        """Rows of another worker, or late ones, may hold what made the alert fire where it was seen first."""
-        told, likeliest = self._finding, min(self._causes.values(), key=_likelihood, default=None)
-        if self._phase is not Phase.FIRING or likeliest is None or told is None:
+        """Revise a firing alert if rows of another worker, or late rows, show a likelier cause."""
+        reported, likeliest = self._finding, min(self._causes.values(), key=_likelihood, default=None)
+        if self._phase is not Phase.FIRING or likeliest is None or reported is None:
             return
-        if likeliest.likelihood < likelihood(told):
+        if likeliest.likelihood < likelihood(reported):
             first = likeliest.cause()
-            fired_at = told.step if self._fired_at < 0 else self._fired_at
-            self._blame(first)
+            fired_at = reported.step if self._fired_at < 0 else self._fired_at
+            self._set_cause(first)
             self._fired_at = min(fired_at, first.finding.step)
             since = first.since
             self.transitions.append(
@@ -434,10 +443,10 @@ class Life:
                 )
             )
 
-    def _blame(self, cause: LikelyCause) -> None:
+    def _set_cause(self, cause: LikelyCause) -> None:
         self._finding, self._since = cause
 
-    def _go(self, phase: Phase, step: int) -> None:
+    def _enter(self, phase: Phase, step: int) -> None:
         self._phase = phase
         if phase in (Phase.FIRING, Phase.RESOLVED):
             since = self._since
@@ -446,35 +455,36 @@ class Life:
             self.transitions.append(Transition(phase, step, None, step, 0))
 
 
-def _mark(change: Change) -> Mark:
-    return Mark(change.step, change.series, change.bad, change.enough)
+def _queued(change: Change) -> QueuedChange:
+    return QueuedChange(change.step, change.series, change.bad, change.long_enough)
 
 
-def _place(change: Change) -> tuple[int, str]:
-    """The step, and the worker and mode."""
+def _step_and_worker(change: Change) -> tuple[int, str]:
+    """The step of a change, and ``worker/mode`` of its series."""
     return change.step, change.series.rpartition("@")[2]
 
 
-def _step(mark: Mark) -> int:
-    return mark.step
+def _step(queued: QueuedChange) -> int:
+    return queued.step
 
 
-class _Suspect(NamedTuple):
-    """What may be named as a cause; its finding is built where it is."""
+class _CauseCandidate(NamedTuple):
+    """A possible cause. Its finding is built only if the alert names it."""
 
     likelihood: Likelihood
-    by: Change | LikelyCause
+    source: Change | LikelyCause
 
     @classmethod
-    def of(cls, cause: LikelyCause) -> _Suspect:
+    def of(cls, cause: LikelyCause) -> _CauseCandidate:
         return cls(likelihood(cause.finding), cause)
 
     def cause(self) -> LikelyCause:
-        return self.by if isinstance(self.by, LikelyCause) else LikelyCause(self.by.finding, self.by.since)
+        source = self.source
+        return source if isinstance(source, LikelyCause) else LikelyCause(source.finding, source.since)
 
 
-def _likelihood(suspect: _Suspect) -> Likelihood:
-    return suspect.likelihood
+def _likelihood(candidate: _CauseCandidate) -> Likelihood:
+    return candidate.likelihood
 
 
 PART_ROWS = 1 << 16
@@ -486,31 +496,30 @@ def advance(
     rows: JudgedRows,
     findings: Sequence[Finding],
     tick: ClockTick | None = None,
-    seals: Seals = ALL,
+    watermarks: Watermarks = UNBOUNDED,
 ) -> tuple[AlertMemory, list[Transition]]:
-    """Follow an alert over a judged block. Where there are no findings and were none, this costs nothing.
+    """Advance an alert over a judged block. Returns at once if there are no findings and the alert follows no series.
 
-    Findings about the run as a whole count once for each step that the block holds; of a rule that watches the clock
-    they count at the tick: its alert is firing while the last evaluation said so, and for ``hold_ns`` before, and
-    resolved by one that says nothing.
+    Findings about the run as a whole count once for each step in the block. For a rule that watches the clock they count at the tick:
+    its alert fires once evaluations have had a finding for ``hold_ns``, and resolves at an evaluation without one.
 
     Args:
-        memory: as the last call returned it.
+        memory: the state that the last call returned.
         timing: ``for`` and ``keep_firing``.
-        rows: the judged rows, in the order in which they were judged; empty where only a seal moved on.
-        findings: what the rule said of them.
-        tick: of a rule that watches the clock; its block may be empty.
-        seals: which steps are sealed.
+        rows: the judged rows, in the order in which they were judged; empty if only the watermark moved.
+        findings: the rule's findings for these rows.
+        tick: the tick of a rule that watches the clock; its block may be empty.
+        watermarks: the watermarks before and after this evaluation.
     """
     if not findings and not memory.follows:
         return memory, []
-    life = Life(memory, timing, seals)
+    machine = AlertStateMachine(memory, timing, watermarks)
     for part in _parts(rows, findings, tick):
-        known = life.known()
-        if part.findings or known.hits or known.clean:
-            life.take(follow(part.rows, part.findings, known, timing, part.tick))
-    life.settle()
-    return life.memory(), life.transitions
+        series = machine.open_series()
+        if part.findings or series.hits or series.clean:
+            machine.add(follow(part.rows, part.findings, series, timing, part.tick))
+    machine.apply_watermark()
+    return machine.memory(), machine.transitions
 
 
 @dataclass(frozen=True)
@@ -521,7 +530,7 @@ class _Part:
 
 
 def _parts(rows: JudgedRows, findings: Sequence[Finding], tick: ClockTick | None) -> Iterator[_Part]:
-    """A long block in parts of whole steps, so that only those near findings are looked at."""
+    """Split a long block into parts of whole steps, so that `follow` runs only on parts near findings."""
     if len(rows) <= PART_ROWS:
         yield _Part(rows, findings, tick)
         return
@@ -537,22 +546,22 @@ def _parts(rows: JudgedRows, findings: Sequence[Finding], tick: ClockTick | None
         part = rows.part(slice(start, end))
         first = np.searchsorted(steps, part.step.min(), side="left")
         after = np.searchsorted(steps, part.step.max(), side="right")
-        held = taken(others, order[first:after])
+        of_part = taken(others, order[first:after])
         last = end == len(rows)
-        yield _Part(part, [*held, *about_run] if last else held, tick if last else None)
+        yield _Part(part, [*of_part, *about_run] if last else of_part, tick if last else None)
 
 
-def as_told(transitions: Iterable[Transition]) -> list[Transition]:
-    """Changes with each revision taken into the firing before it, where that is among them.
+def coalesce(transitions: Iterable[Transition]) -> list[Transition]:
+    """Merge each revision into the firing before it, if that is among the transitions.
 
-    A firing that was revised says what the last revision says. Of revisions of one that is not among them the last is left, as a
-    revision.
+    A merged firing has the content of its last revision. Revisions of a firing that is not among the transitions are merged into the
+    last of them, which remains a revision.
     """
-    told: list[Transition] = []
+    coalesced: list[Transition] = []
     for change in transitions:
-        if change.revised and told and told[-1].phase is Phase.FIRING:
-            before = told[-1]
-            told[-1] = replace(change, inhibited_by=before.inhibited_by, revised=before.revised)
+        if change.revised and coalesced and coalesced[-1].phase is Phase.FIRING:
+            before = coalesced[-1]
+            coalesced[-1] = replace(change, inhibited_by=before.inhibited_by, revised=before.revised)
         else:
-            told.append(change)
-    return told
+            coalesced.append(change)
+    return coalesced

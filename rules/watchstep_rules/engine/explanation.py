@@ -18,16 +18,16 @@ _INDENT = " " * 10
 
 
 class Explanation(BaseModel):
-    """An alert, explained.
+    """The explanation of an alert.
 
     Attributes:
-        title: which rule, how severe, at which step.
-        seen: what the rule saw, with the figures.
-        where: the tensor, its module, the module's class, its role; the rank and mode.
-        against: the value, and what it was held against.
-        since: since when findings follow each other.
-        usual_causes: what most often makes this rule find such a thing, the likeliest first; not what did so here.
-        what_to_try: against each of these.
+        title: the rule, severity and step.
+        seen: the finding's message, with the measured values.
+        where: the tensor, its module, the module's class and its role; the rank and mode.
+        against: the value and the threshold.
+        since: the first step of consecutive findings.
+        usual_causes: the usual causes of such a finding, the likeliest first; not a diagnosis of this run.
+        what_to_try: remedies for these causes.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -45,7 +45,7 @@ class Explanation(BaseModel):
         return "\n".join(self.as_lines())
 
     def as_lines(self) -> list[str]:
-        """The lines of the block, for a terminal. Names in them come from programs, and may hold ends of lines."""
+        """The lines of the block, for a terminal. Names in them come from user programs and may contain line breaks."""
         lines = [
             self.title,
             f"  seen    {self.seen}",
@@ -63,7 +63,7 @@ class Explanation(BaseModel):
 
 @dataclass(frozen=True)
 class RunName:
-    """Which attempt of which run."""
+    """Identifies an attempt of a run."""
 
     project: str
     run: str
@@ -71,11 +71,11 @@ class RunName:
 
 
 def explain(config: RuleConfig, transition: Transition) -> Explanation:
-    """Explain an alert that fires, or did.
+    """Explain an alert that fires or fired.
 
     Args:
-        config: whose alert.
-        transition: to firing or resolved; it has a finding.
+        config: the rule config of the alert.
+        transition: a transition to firing or resolved, with a finding.
     """
     finding, rule = _finding_of(transition), config.implementation
     advice = rule.advice(finding)
@@ -84,7 +84,7 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
         title=f"{name} ({config.severity}) {transition.phase.value} at step {transition.step}",
         seen=finding.message,
         where=_where(finding),
-        against=f"{finding.value:.4g}, held against {finding.threshold:.4g}",
+        against=f"{finding.value:.4g}, threshold {finding.threshold:.4g}",
         since=_since(config, transition),
         usual_causes=tuple(map(sentence, advice.usual_causes)),
         what_to_try=tuple(map(sentence, advice.what_to_try)),
@@ -92,14 +92,15 @@ def explain(config: RuleConfig, transition: Transition) -> Explanation:
 
 
 def sentence(words: str) -> str:
-    """Words of a rule's author as a sentence; names of functions and variables at its head stay as they are."""
-    head = words.partition(" ")[0]
-    begun = words if any(letter in head for letter in "._(") else words[:1].upper() + words[1:]
-    return begun if begun.endswith((".", "!", "?")) else begun + "."
+    """Capitalize and punctuate an author's text; a leading name of a function or variable is left unchanged."""
+    first_word = words.partition(" ")[0]
+    is_name = any(letter in first_word for letter in "._(")
+    text = words if is_name else words[:1].upper() + words[1:]
+    return text if text.endswith((".", "!", "?")) else text + "."
 
 
-def say(config: RuleConfig, transition: Transition, run: RunName) -> str:
-    """What an event says: the config's own message, or the finding's."""
+def event_message(config: RuleConfig, transition: Transition, run: RunName) -> str:
+    """The message of an event: the rule config's own message, or the finding's."""
     finding = _finding_of(transition)
     if config.message is None:
         return finding.message
@@ -127,29 +128,29 @@ def say(config: RuleConfig, transition: Transition, run: RunName) -> str:
 
 
 def _finding_of(transition: Transition) -> Finding:
-    assert transition.finding is not None  # what fires or is resolved has one
+    assert transition.finding is not None  # firing and resolved transitions have a finding
     return transition.finding
 
 
 def _where(finding: Finding) -> str:
     if not finding.tensor:
         return "the run as a whole"
-    what = finding.tensor
+    tensor = finding.tensor
     if finding.module:
-        what += f": {finding.role or 'tensor'} of module {finding.module} ({finding.module_type})"
+        tensor += f": {finding.role or 'tensor'} of module {finding.module} ({finding.module_type})"
     elif finding.role:
-        what += f": a {finding.role}"
-    return f"{what}; worker {finding.worker}, mode {finding.mode}"
+        tensor += f": a {finding.role}"
+    return f"{tensor}; worker {finding.worker}, mode {finding.mode}"
 
 
 def _since(config: RuleConfig, transition: Transition) -> str:
     finding = _finding_of(transition)
     since = f"step {transition.since_step}"
     if finding.step == transition.since_step:
-        return f"{since}, the first that was seen"
-    lasted = (
+        return f"{since}, the first finding"
+    duration = (
         f"{config.hold.steps} judged steps in a row" if config.hold.steps > 1 else "judged steps in a row"
     )
     if config.hold.seconds:
-        lasted += f" and {config.hold.seconds:g} s"
-    return f"{since}, up to step {finding.step} when it had lasted for {lasted}"
+        duration += f" and {config.hold.seconds:g} s"
+    return f"{since}, up to step {finding.step} when it had lasted for {duration}"

@@ -75,36 +75,36 @@ _STAGES: tuple[tuple[str, ...], ...] = (
     ),
     ("scaler_skips", "non_finite_values", "nan_or_inf"),
 )
-"""Rules by the way in which faults spread, the most upstream first."""
+"""Rules by stage, in the order in which faults spread, the most upstream first."""
 
 _STAGE = {rule: stage for stage, rules in enumerate(_STAGES) for rule in rules}
 _DATA, _GRADIENTS, _NUMBERS, _OF_RUN = 1, 3, len(_STAGES) - 1, len(_STAGES)
 
 _EXACT = frozenset({"hyperparameter_jump"})
-"""Rules whose onset is the step of the fault itself: it is no cause of what began before."""
+"""Rules whose onset is exactly the step of the fault, so that it cannot be the cause of an earlier onset."""
 
-_SILENCE_SAYS = {
+_EVIDENCE_AGAINST = {
     "hyperparameter_jump": "no recorded hyperparameter jumped",
     "replica_divergence": "the recorded replicas agree",
     "exploding_gradient": "no recorded gradient explodes",
     "loss_spike": "no recorded loss has a spike",
     "lost_progress": "no recorded loss lost its progress",
-    "nan_or_inf": "no recorded update applied NaN or infinity, and no recorded parameter came to hold it",
+    "nan_or_inf": "no recorded update applied NaN or infinity, and no recorded parameter contains it",
 }
-"""What it says that a rule judged rows of the attempt and never fired; in the order of the flow."""
+"""What follows if a rule judged rows of the attempt and never fired, in the order of data flow."""
 
 
 class Onset(BaseModel):
-    """Where an alert begins.
+    """The onset of an alert.
 
     Attributes:
         config: number of the rule config.
-        name: its name.
-        rule: its rule.
-        severity: its severity.
-        step: the first step of the findings that made it fire.
-        finding: what it names as the cause.
-        check: what to try first, by the rule.
+        name: name of the rule config.
+        rule: the rule.
+        severity: the severity.
+        step: the first step of the findings that made the alert fire.
+        finding: the finding that the alert names as the cause.
+        check: the first remedy that the rule suggests.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -120,24 +120,24 @@ class Onset(BaseModel):
 
 @dataclass(frozen=True)
 class OnsetChanges:
-    """What happened to the onsets of one alert: those that became known, with the change that says so, and those taken back."""
+    """Changes of the onsets of one alert: new onsets with their transitions, and onsets that no longer apply."""
 
     added: dict[int, Transition] = field(default_factory=dict)
     removed: set[int] = field(default_factory=set)
 
 
 class IncidentSummary(BaseModel):
-    """An incident in words.
+    """The summary of an incident.
 
     Attributes:
-        id: of the attempt and the first onset. An earlier onset that becomes known later changes it.
+        id: derived from the attempt and the first onset. An earlier onset that becomes known later changes it.
         first_step: the first onset.
         last_step: the last onset.
-        alerts: names of the rule configs whose alerts form it, the most upstream first.
-        cause: the one among them that is the likeliest cause.
-        message: what that one found.
-        check_first: what to check first; empty where its rule gives no advice.
-        against: what was recorded and speaks against other causes, as of the evaluation that changed the incident last.
+        alerts: names of the rule configs with alerts in the incident, the most upstream first.
+        cause: the rule config with the likeliest cause.
+        message: the finding's message of the cause.
+        check_first: what to check first; empty if the rule gives no advice.
+        against: recorded evidence against other causes, as of the evaluation that last changed the incident.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -166,11 +166,11 @@ class IncidentSummary(BaseModel):
 
 
 def onset_changes(transitions: Iterable[Transition], begun: int | None) -> OnsetChanges:
-    """The onsets of an alert through its changes; a revision moves the onset of the episode that is under way.
+    """Changes of an alert's onsets through its transitions; a revision moves the onset of the current episode.
 
     Args:
-        transitions: what happened to the alert, in order.
-        begun: the onset of the episode that was under way before; None for none.
+        transitions: transitions of the alert, in order.
+        begun: the onset of the current episode before these transitions; None if there is none.
     """
     changes = OnsetChanges()
     for change in transitions:
@@ -187,31 +187,31 @@ def onset_changes(transitions: Iterable[Transition], begun: int | None) -> Onset
 
 
 def unaffected_before(step: int) -> int:
-    """Incidents whose last onset is before the returned step stay as they are when onsets change from ``step`` on."""
+    """The step before which incidents must end to remain unchanged if onsets change from ``step`` on."""
     return step - NEAR_STEPS
 
 
 def incidents_of(onsets: Iterable[Onset]) -> list[tuple[Onset, ...]]:
-    """The incidents that onsets of one attempt form, by step; those of one incident by step, too."""
-    found: list[list[Onset]] = []
+    """Group the onsets of one attempt into incidents, both sorted by step."""
+    incidents: list[list[Onset]] = []
     configs: set[int] = set()
     extended = 0
     for onset in sorted(onsets, key=_by_step):
-        if not found or onset.step > extended + NEAR_STEPS:
-            found.append([])
+        if not incidents or onset.step > extended + NEAR_STEPS:
+            incidents.append([])
             configs = set()
-        found[-1].append(onset)
+        incidents[-1].append(onset)
         if onset.config not in configs:
             configs.add(onset.config)
             extended = onset.step
-    return [tuple(members) for members in found]
+    return [tuple(members) for members in incidents]
 
 
 def cause_of(incident: Sequence[Onset]) -> Onset:
     """The likeliest cause of an incident.
 
     Args:
-        incident: its onsets, as `incidents_of` returns them; at least one.
+        incident: the onsets of the incident, as `incidents_of` returns them; at least one.
     """
     first = incident[0].step
     early = takewhile(lambda onset: onset.step <= first + AT_ONCE_STEPS, incident)
@@ -219,17 +219,17 @@ def cause_of(incident: Sequence[Onset]) -> Onset:
 
 
 def incident_id(project: str, run: str, attempt: str, first_step: int) -> str:
-    """The id of the incident of an attempt that begins at a step."""
+    """The id of an attempt's incident that begins at a step."""
     text = json.dumps([project, run, attempt, first_step], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
 def summarize(identity: str, incident: Sequence[Onset], silent: Collection[str]) -> IncidentSummary:
-    """An incident in words.
+    """Summarize an incident.
 
     Args:
-        identity: its id.
-        incident: its onsets, as `incidents_of` returns them; at least one.
+        identity: the id of the incident.
+        incident: the onsets of the incident, as `incidents_of` returns them; at least one.
         silent: rules that judged rows of the attempt and never fired on it.
     """
     cause = cause_of(incident)
@@ -244,7 +244,9 @@ def summarize(identity: str, incident: Sequence[Onset], silent: Collection[str])
         message=cause.finding.message,
         check_first=cause.check,
         against=tuple(
-            f"{says} ({rule})" for rule, says in _SILENCE_SAYS.items() if rule in silent and rule not in fired
+            f"{evidence} ({rule})"
+            for rule, evidence in _EVIDENCE_AGAINST.items()
+            if rule in silent and rule not in fired
         ),
     )
 

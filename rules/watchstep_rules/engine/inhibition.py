@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import AlertMemory, FiringSpan, Phase, Quiet, Transition
+from watchstep_rules.engine.alert import AlertMemory, FiringSpan, InhibitedBy, Phase, Transition
 
 MOST_INTERVALS = 64
-"""Of firing that are kept of a source, the latest; more than one matters only while it is ahead of the seals."""
+"""Limit of firing spans that are kept of a source, the latest; more than one is needed only while it is ahead of the watermark."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rule config's alert did in an evaluation."""
+class AlertUpdate:
+    """The transitions of one rule config's alert in an evaluation, and its new state."""
 
     config: RuleConfig
     memory: AlertMemory
@@ -30,45 +30,49 @@ class Told:
 
 
 def can_be_inhibited(config: RuleConfig) -> bool:
-    """Whether a rule config waits for seals, and so for others."""
+    """Whether a rule config waits for the watermark, and therefore for other rule configs."""
     rule = config.implementation
-    return rule.merged(config.parameters) == "sealed" and not rule.clock
+    return rule.merged(config.parameters) == "watermark" and not rule.clock
 
 
 def inhibitions(configs: Sequence[RuleConfig]) -> list[tuple[int, int]]:
-    """Which rule config inhibits which, by their places; those that go round in a circle are left out."""
+    """Pairs (source, target) of indices of rule configs; pairs within a cycle are left out."""
     edges = _edges(configs)
-    of = _circle_of(len(configs), edges)
-    return [(source, target) for source, target in edges if of[source] != of[target]]
+    component = _components(len(configs), edges)
+    return [(source, target) for source, target in edges if component[source] != component[target]]
 
 
-def circles(configs: Sequence[RuleConfig]) -> list[list[int]]:
-    """Rule configs that inhibit each other, at once or through others, by their places."""
-    of = _circle_of(len(configs), _edges(configs))
+def cycles(configs: Sequence[RuleConfig]) -> list[list[int]]:
+    """Groups of rule configs that inhibit each other, directly or through others, by their indices."""
+    components = _components(len(configs), _edges(configs))
     members: dict[int, list[int]] = {}
-    for place, circle in enumerate(of):
-        members.setdefault(circle, []).append(place)
-    return [circle for circle in members.values() if len(circle) > 1]
+    for index, component in enumerate(components):
+        members.setdefault(component, []).append(index)
+    return [indices for indices in members.values() if len(indices) > 1]
 
 
 def _edges(configs: Sequence[RuleConfig]) -> list[tuple[int, int]]:
-    sources = [(place, one) for place, one in enumerate(configs) if one.inhibits and not one.dry_run]
+    sources = [
+        (index, config) for index, config in enumerate(configs) if config.inhibits and not config.dry_run
+    ]
     if not sources:
         return []
-    called: dict[str, set[int]] = {}
-    for place, one in enumerate(configs):
-        if can_be_inhibited(one):
-            called.setdefault(one.name, set()).add(place)
-            called.setdefault(one.rule, set()).add(place)
+    targets: dict[str, set[int]] = {}
+    for index, config in enumerate(configs):
+        if can_be_inhibited(config):
+            targets.setdefault(config.name, set()).add(index)
+            targets.setdefault(config.rule, set()).add(index)
     return [
         (source, target)
-        for source, one in sources
-        for target in sorted({place for name in one.inhibits for place in called.get(name, ())} - {source})
+        for source, config in sources
+        for target in sorted(
+            {index for name in config.inhibits for index in targets.get(name, ())} - {source}
+        )
     ]
 
 
-def _circle_of(number: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """For each place the circle that it is in, by a number; strongly connected components, after Kosaraju."""
+def _components(number: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """The strongly connected component of each node, by Kosaraju's algorithm."""
     onward: list[list[int]] = [[] for _ in range(number)]
     back: list[list[int]] = [[] for _ in range(number)]
     for source, target in edges:
@@ -79,67 +83,70 @@ def _circle_of(number: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     for start in range(number):
         if not seen[start]:
             finished += _walk(start, onward, seen)
-    circle = [-1] * number
+    component = [-1] * number
     seen = [False] * number
     for start in reversed(finished):
         if not seen[start]:
-            for place in _walk(start, back, seen):
-                circle[place] = start
-    return circle
+            for node in _walk(start, back, seen):
+                component[node] = start
+    return component
 
 
 def _walk(start: int, following: list[list[int]], seen: list[bool]) -> list[int]:
-    """All places that can be reached and were not seen, each after those that it leads to."""
+    """All nodes that can be reached and were not seen, each after its successors."""
     finished = []
     seen[start] = True
     path = [(start, iter(following[start]))]
     while path:
         rest = path[-1][1]
-        ahead = next((one for one in rest if not seen[one]), None)
-        if ahead is None:
+        successor = next((node for node in rest if not seen[node]), None)
+        if successor is None:
             finished.append(path.pop()[0])
         else:
-            seen[ahead] = True
-            path.append((ahead, iter(following[ahead])))
+            seen[successor] = True
+            path.append((successor, iter(following[successor])))
     return finished
 
 
-def inhibit(told: Sequence[Told], sealed: int) -> list[Told]:
-    """Keep quiet what only follows from something else.
+def inhibit(updates: Sequence[AlertUpdate], watermark: int) -> list[AlertUpdate]:
+    """Mark transitions of alerts that only follow from another firing alert as inhibited.
 
     Args:
-        told: what the alerts of all rule configs of an attempt did in this evaluation.
-        sealed: the last step that is sealed.
+        updates: the updates of all rule configs of an attempt in this evaluation.
+        watermark: the last step that all live workers passed.
 
     Returns:
-        The same, in the same order. Transitions that nobody is told of name the rule config that inhibits them; one to
-        *firing* is added where it ends, at the step at which it does.
+        The updates in the same order. An inhibited transition names the rule config that inhibits it. A transition to *firing* is added
+        at the step at which the inhibition ends.
     """
-    edges = inhibitions([one.config for one in told])
-    fired = {source: _fired(told[source]) for source, _ in edges}
-    of: dict[int, list[tuple[str, FiringSpan]]] = {}
+    edges = inhibitions([update.config for update in updates])
+    fired = {source: _fired(updates[source]) for source, _ in edges}
+    sources_of: dict[int, list[tuple[str, FiringSpan]]] = {}
     for source, target in edges:
-        of.setdefault(target, []).extend((told[source].config.name, interval) for interval in fired[source])
+        spans = sources_of.setdefault(target, [])
+        spans.extend((updates[source].config.name, interval) for interval in fired[source])
     result = []
-    for place, one in enumerate(told):
-        sources = of.get(place, [])
-        kept = [
-            interval for interval in fired.get(place, ()) if interval.until is None or interval.until > sealed
+    for index, update in enumerate(updates):
+        sources = sources_of.get(index, [])
+        needed = [
+            interval
+            for interval in fired.get(index, ())
+            if interval.until is None or interval.until > watermark
         ]
-        memory = one.memory
-        if memory.fired or kept:
-            memory = memory.model_copy(update={"fired": tuple(kept[-MOST_INTERVALS:])})
-        if (sources and one.transitions) or memory.quiet is not None:
-            result.append(_followed(replace(one, memory=memory), sources, sealed))
+        memory = update.memory
+        if memory.fired or needed:
+            memory = memory.model_copy(update={"fired": tuple(needed[-MOST_INTERVALS:])})
+        if (sources and update.transitions) or memory.quiet is not None:
+            result.append(_inhibited(replace(update, memory=memory), sources, watermark))
         else:
-            result.append(one if memory is one.memory else replace(one, memory=memory))
+            result.append(update if memory is update.memory else replace(update, memory=memory))
     return result
 
 
-def _fired(one: Told) -> list[FiringSpan]:
-    """When a source fired: what it remembers, and what is new."""
-    intervals = list(one.memory.fired)
-    for change in one.transitions:
+def _fired(update: AlertUpdate) -> list[FiringSpan]:
+    """The firing spans of a source, from its state and its new transitions."""
+    intervals = list(update.memory.fired)
+    for change in update.transitions:
         if change.phase is Phase.FIRING and not change.revised:
             intervals.append(FiringSpan(change.step, None))
         elif change.phase is Phase.FIRING and intervals:
@@ -152,14 +159,14 @@ def _fired(one: Told) -> list[FiringSpan]:
 _Sources = Sequence[tuple[str, FiringSpan]]
 
 
-def _followed(one: Told, sources: _Sources, sealed: int) -> Told:
-    """A target's alert through its changes."""
-    quiet = one.memory.quiet
+def _inhibited(update: AlertUpdate, sources: _Sources, watermark: int) -> AlertUpdate:
+    """Apply the firing spans of its sources to the transitions of a target."""
+    quiet = update.memory.quiet
     transitions: list[Transition] = []
-    for change in one.transitions:
+    for change in update.transitions:
         if change.phase is Phase.FIRING and not change.revised:
             by = next((name for name, interval in sources if _covers(interval, change.step)), "")
-            quiet = Quiet(by, change.step) if by else None
+            quiet = InhibitedBy(by, change.step) if by else None
         elif change.phase is Phase.RESOLVED and quiet is not None:
             free = _free(quiet.step, sources)[0]
             if free is not None and free < change.step:
@@ -171,13 +178,16 @@ def _followed(one: Told, sources: _Sources, sealed: int) -> Told:
             quiet = None
     if quiet is not None:
         free, reached = _free(quiet.step, sources)
-        if free is not None and free <= sealed:
-            since = one.memory.since
-            transitions.append(Transition(Phase.FIRING, free, one.memory.finding, since.first, since.time_ns))
+        if free is not None and free <= watermark:
+            since = update.memory.since
+            transitions.append(
+                Transition(Phase.FIRING, free, update.memory.finding, since.first, since.time_ns)
+            )
             quiet = None
         else:
-            quiet = Quiet(quiet.by, reached)
-    return replace(one, memory=one.memory.model_copy(update={"quiet": quiet}), transitions=transitions)
+            quiet = InhibitedBy(quiet.by, reached)
+    memory = update.memory.model_copy(update={"quiet": quiet})
+    return replace(update, memory=memory, transitions=transitions)
 
 
 def _covers(interval: FiringSpan, step: int) -> bool:
@@ -185,7 +195,7 @@ def _covers(interval: FiringSpan, step: int) -> bool:
 
 
 def _free(step: int, sources: _Sources) -> tuple[int | None, int]:
-    """The first step from one on at which no source fires, None if that is not known yet; and the last one before."""
+    """The first step from ``step`` on at which no source fires, or None if it is not known yet; and the last step before it."""
     reached = step
     while True:
         ends = [interval.until for _, interval in sources if _covers(interval, step)]

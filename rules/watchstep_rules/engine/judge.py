@@ -1,6 +1,6 @@
-"""Judging: rule configs over the rows that arrived, with scope, rule, alert and inhibition.
+"""Evaluation of rule configs over the rows that arrived: scope, rule, alert and inhibition.
 
-`judge_set` judges with all rule configs of a run: each one independently (`judge_prepared`), then inhibition between them.
+`judge_set` evaluates all rule configs of a run: each one independently (`judge_inputs`), then inhibition between them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import AlertMemory, Seals, Transition, advance
-from watchstep_rules.engine.inhibition import Told, inhibit
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
+from watchstep_rules.engine.alert import AlertMemory, Transition, Watermarks, advance
+from watchstep_rules.engine.inhibition import AlertUpdate, inhibit
+from watchstep_rules.engine.rule_inputs import JudgingProgress, RuleInputs
 from watchstep_rules.engine.streaks import ClockTick, JudgedRows
 from watchstep_rules.rule import Finding, Needs
-from watchstep_rules.signals.tensor_selection import OfCatalogue
+from watchstep_rules.signals.tensor_selection import CatalogueCache
 
 
 class RuleHealth(str, Enum):
-    """Whether a rule can be evaluated; apart from what it says."""
+    """Whether a rule can be evaluated, independent of its findings."""
 
     OK = "ok"
     NO_DATA = "no_data"
@@ -34,15 +34,15 @@ class RuleHealth(str, Enum):
 
 
 class RuleMemory(BaseModel):
-    """All that is kept of a rule config on one attempt between evaluations; JSON in the database.
+    """The state of a rule config on one attempt between evaluations; stored as JSON in the database.
 
     Attributes:
-        version: of the rule whose state this is.
-        state: the rule's own, as data; None before the first block.
-        alert: the alert's life.
+        version: the version of the rule that wrote ``state``.
+        state: the rule's own state as JSON data; None before the first block.
+        alert: the state of the alert.
         health: whether the rule could be evaluated.
-        problem: why not.
-        judged: rows judged so far; evidence beside them does not count.
+        problem: why it could not.
+        judged: number of rows judged so far, without evidence.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -57,7 +57,7 @@ class RuleMemory(BaseModel):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What judging gave, and how long it took."""
+    """The result of one evaluation of a rule config, and its duration."""
 
     memory: RuleMemory
     findings: Sequence[Finding]
@@ -68,55 +68,54 @@ class Verdict:
 def judge(
     config: RuleConfig, memory: RuleMemory, history: Block, arrived: Block, progress: JudgingProgress
 ) -> Verdict:
-    """Judge what can be judged now, by one rule config; `judge_prepared` where there are several.
+    """Evaluate one rule config; use `judge_inputs` for several over the same rows.
 
     Args:
         config: the rule config.
-        memory: as the last call returned it.
-        history: rows that arrived before: all that are not sealed, and of each series the last ``lookback`` that
-            are.
-        arrived: rows that are new, in the order of their segments.
-        progress: which steps are sealed.
+        memory: the state that the last call returned.
+        history: earlier rows: all rows after the watermark, and the last ``lookback`` rows of each series up to it.
+        arrived: new rows, in the order of their segments.
+        progress: the watermarks before and now.
     """
-    return judge_prepared(config, memory, Prepared(history, arrived, progress))
+    return judge_inputs(config, memory, RuleInputs(history, arrived, progress))
 
 
-def judge_prepared(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
-    """Judge what can be judged now.
+def judge_inputs(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict:
+    """Evaluate one rule config.
+
+    Rows that arrive behind the watermark are judged by ``per_worker`` rules; rules that wait for the watermark get them as context. A
+    rule that watches the clock is also evaluated if no row arrived, until the attempt has ended.
 
     Args:
         config: the rule config.
-        memory: as the last call returned it.
-        rows: those of this evaluation, which several rule configs share.
+        memory: the state that the last call returned.
+        rows: the rows of this evaluation, shared by several rule configs.
 
     Returns:
-        The new memory, findings and changes of the alert. A rule config at which anything raises leaves its alert as it was and
-        says so in its health. Rows of a step that was sealed before they came are judged by rules that take each
-        worker by itself; to those that wait for seals they are context. A rule that watches the clock is judged also
-        where no row came, until the attempt has ended.
+        The new state, findings and transitions of the alert. If the rule raises, the alert is unchanged and the health is an error.
     """
     began = time.perf_counter()
     try:
         verdict = _judged(config, memory, rows)
-    except Exception as error:  # noqa: BLE001 - a rule's fault is told as health, and must not stop the others
+    except Exception as error:  # noqa: BLE001 - a rule's error is reported as its health and must not stop other rules
         verdict = Verdict(failed(memory, error), [], [])
     return replace(verdict, seconds=time.perf_counter() - began)
 
 
 def failed(memory: RuleMemory, error: Exception) -> RuleMemory:
-    """What is remembered of a rule config that could not be evaluated: as before, and why."""
+    """The state of a rule config that could not be evaluated: the previous state with the error."""
     problem = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
     return memory.model_copy(
         update={"health": RuleHealth.ERROR, "problem": problem.replace("\0", "\ufffd")[:500]}
     )
 
 
-def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
+def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict:
     rule, params, clock_ns = config.implementation, config.parameters, rows.progress.clock_ns
     block = rows.block(config)
-    seals = Seals(rows.progress.before, rows.progress.now)
+    watermarks = Watermarks(rows.progress.before, rows.progress.now)
     if not len(block) and (not rule.clock or rows.progress.ended):
-        return _sealed_further(config, memory, block, seals)
+        return _apply_watermark(config, memory, block, watermarks)
     context = rows.context(config)
     state = _state(config, memory, context, clock_ns)
     state, findings = rule.evaluate(params, state, context, block, clock_ns)
@@ -127,8 +126,8 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
     alert, transitions = memory.alert, list[Transition]()
     if findings or alert.follows:
         judged_rows = JudgedRows.of(block, rule.conclusive(params, block))
-        alert, transitions = advance(alert, config.timing, judged_rows, findings, tick, seals)
-    kept = RuleMemory(
+        alert, transitions = advance(alert, config.timing, judged_rows, findings, tick, watermarks)
+    new_memory = RuleMemory(
         version=rule.version,
         state=state.model_dump(mode="json"),
         alert=alert,
@@ -138,42 +137,42 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
         problem=problem,
         judged=judged,
     )
-    return Verdict(kept, findings, transitions)
+    return Verdict(new_memory, findings, transitions)
 
 
-def _sealed_further(config: RuleConfig, memory: RuleMemory, block: Block, seals: Seals) -> Verdict:
-    """No row came; what came before may have been sealed."""
+def _apply_watermark(config: RuleConfig, memory: RuleMemory, block: Block, watermarks: Watermarks) -> Verdict:
+    """Apply a watermark that moved without new rows."""
     if not memory.alert.waiting:
         return Verdict(memory, [], [])
-    alert, transitions = advance(memory.alert, config.timing, JudgedRows.of(block), [], seals=seals)
+    alert, transitions = advance(memory.alert, config.timing, JudgedRows.of(block), [], watermarks=watermarks)
     return Verdict(memory.model_copy(update={"alert": alert}), [], transitions)
 
 
 def _number_judged(block: Block, needs: Needs) -> int:
-    """Rows that are judged, and are no evidence."""
+    """Number of judged rows that are not evidence."""
     if not needs.has_evidence:
         return len(block)
     catalogue = block.catalogue
-    of_these = _judged_tensors.get(
+    is_judged = _judged_tensors.get(
         catalogue,
         needs,
         lambda: np.array([not needs.is_evidence(info) for info in catalogue], np.bool_),
     )
-    return int(np.count_nonzero(of_these[block.tensor]))
+    return int(np.count_nonzero(is_judged[block.tensor]))
 
 
-_judged_tensors: OfCatalogue[NDArray[np.bool_]] = OfCatalogue()
+_judged_tensors: CatalogueCache[NDArray[np.bool_]] = CatalogueCache()
 
 
 def due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:
-    """When a rule that watches the clock wants a tick though no row comes; None where it waits for rows.
+    """When a rule that watches the clock needs its next tick without new rows; None if it waits for rows.
 
-    One that failed waits for rows: a rule that fails at every tick must not ask for the next at once. So does one whose
-    state is damaged; the next rows make a new one.
+    A rule that failed waits for rows, so that one that fails at every tick does not request the next tick at once. So does a rule with
+    a damaged state; the next rows rebuild the state.
     """
     try:
         return _due_ns(config, memory)
-    except Exception:  # noqa: BLE001 - judging tells it with the next rows; here it must not keep others from their ticks
+    except Exception:  # noqa: BLE001 - reported by the evaluation of the next rows; here it must not keep other rules from their ticks
         return None
 
 
@@ -187,7 +186,7 @@ def _due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:
 
 
 def _state(config: RuleConfig, memory: RuleMemory, context: Block, clock_ns: int) -> Any:
-    """The rule's state; rebuilt from the context where it was written by another version."""
+    """The rule's state; rebuilt from the context if another version wrote it."""
     rule = config.implementation
     if memory.state is None:
         return rule.state_type()
@@ -195,33 +194,33 @@ def _state(config: RuleConfig, memory: RuleMemory, context: Block, clock_ns: int
         try:
             return rule.state_type.model_validate(memory.state)
         except ValidationError:
-            pass  # damaged: as good as of another version
+            pass  # damaged: rebuild it, as for another version
     return rule.evaluate(config.parameters, rule.state_type(), Block.empty(), context, clock_ns)[0]
 
 
-def judge_set(remembered: Sequence[tuple[RuleConfig, RuleMemory]], rows: Prepared) -> list[Verdict]:
-    """Judge with all rule configs of a run; one that fails says so in its health and stops no other.
+def judge_set(rules: Sequence[tuple[RuleConfig, RuleMemory]], rows: RuleInputs) -> list[Verdict]:
+    """Evaluate all rule configs of a run. A rule config that fails reports it in its health and does not affect the others.
 
     Args:
-        remembered: each with what the last evaluation left.
-        rows: those of this evaluation.
+        rules: each rule config with the state that the last evaluation returned.
+        rows: the rows of this evaluation.
 
     Returns:
-        What each said, in the same order.
+        A verdict for each rule config, in the same order.
     """
-    verdicts = [judge_prepared(config, memory, rows) for config, memory in remembered]
-    told = [
-        Told(config, verdict.memory.alert, verdict.transitions)
-        for (config, _), verdict in zip(remembered, verdicts, strict=True)
+    verdicts = [judge_inputs(config, memory, rows) for config, memory in rules]
+    updates = [
+        AlertUpdate(config, verdict.memory.alert, verdict.transitions)
+        for (config, _), verdict in zip(rules, verdicts, strict=True)
     ]
     return [
-        _quieted(verdict, one)
-        for verdict, one in zip(verdicts, inhibit(told, rows.progress.now), strict=True)
+        _updated(verdict, update)
+        for verdict, update in zip(verdicts, inhibit(updates, rows.progress.now), strict=True)
     ]
 
 
-def _quieted(verdict: Verdict, told: Told) -> Verdict:
-    if told.memory is verdict.memory.alert and told.transitions is verdict.transitions:
+def _updated(verdict: Verdict, update: AlertUpdate) -> Verdict:
+    if update.memory is verdict.memory.alert and update.transitions is verdict.transitions:
         return verdict
-    memory = verdict.memory.model_copy(update={"alert": told.memory})
-    return replace(verdict, memory=memory, transitions=list(told.transitions))
+    memory = verdict.memory.model_copy(update={"alert": update.memory})
+    return replace(verdict, memory=memory, transitions=list(update.transitions))

@@ -1,6 +1,6 @@
 """The rows of one evaluation as rules receive them: ordered, merged and filtered by scope, once for all rules.
 
-`Lookback` says how many earlier rows of each tensor the rules of a run need. A loss may need many, most tensors need none.
+`Lookback` is the number of earlier rows of each tensor that the rules of a run need. A loss may need many, most tensors need none.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
 from watchstep_rules.rule import Needs
 from watchstep_rules.signals.series import merge_shards
-from watchstep_rules.signals.tensor_selection import OfCatalogue
+from watchstep_rules.signals.tensor_selection import CatalogueCache
 
 if TYPE_CHECKING:
     from watchstep_rules.config.rule_config import RuleConfig, TensorScope
     from watchstep_rules.rule import Needs
 
 
-_depths: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+_depths: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
 
 
 def depths(
     catalogue: tuple[TensorInfo, ...], scope: TensorScope, needs: Needs, lookback: int
 ) -> NDArray[np.int64]:
-    """How many earlier rows of a series one rule needs, for each tensor of a catalogue; 0 for those out of scope."""
-    held = [needs.earlier_rows(info, lookback) if scope.holds(info, needs) else 0 for info in catalogue]
-    return np.array(held, np.int64)
+    """Number of earlier rows of a series that one rule needs, for each tensor of a catalogue; 0 for tensors out of scope."""
+    depth = [needs.earlier_rows(info, lookback) if scope.selects(info, needs) else 0 for info in catalogue]
+    return np.array(depth, np.int64)
 
 
 @dataclass(frozen=True)
 class Lookback:
-    """Of each scope, how many earlier rows of a series its rules need. Hashable; equal ones keep the same rows.
+    """The number of earlier rows of a series that rules need, by scope. Hashable; equal lookbacks keep the same rows.
 
     Attributes:
-        scopes: tensors, what their rules need, and how many rows.
-        histograms: whether a rule looks into histograms, be it only those of new rows.
+        scopes: the tensors, the needs of their rules, and the number of rows.
+        histograms: whether a rule reads histograms, including only those of new rows.
     """
 
     scopes: frozenset[tuple[TensorScope, Needs, int]] = frozenset()
@@ -50,21 +50,22 @@ class Lookback:
 
     @classmethod
     def of(cls, configs: Iterable[RuleConfig]) -> Lookback:
-        """How far rule configs look back.
+        """The lookback of rule configs.
 
-        One whose rule cannot say it needs nothing: it cannot be judged either, and judging tells why.
+        A rule config whose lookback raises needs nothing: its evaluation fails too, and reports why.
         """
-        found = [one for one in map(_of_one, configs) if one is not None]
+        scopes = [scope for scope in map(_scope_of, configs) if scope is not None]
         return cls(
-            frozenset(one for one in found if one[2] > 0), any(needs.histograms for _, needs, _ in found)
+            frozenset(scope for scope in scopes if scope[2] > 0),
+            any(needs.histograms for _, needs, _ in scopes),
         )
 
     def __or__(self, other: Lookback) -> Lookback:
-        """As far as both."""
+        """The larger of both."""
         return Lookback(self.scopes | other.scopes, self.histograms or other.histograms)
 
     def rows_of(self, catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
-        """How many earlier rows of a series are needed, for each tensor of a catalogue."""
+        """Number of earlier rows of a series that are needed, for each tensor of a catalogue."""
         return _depths.get(catalogue, self, lambda: self._rows_of(catalogue))
 
     def _rows_of(self, catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
@@ -74,23 +75,23 @@ class Lookback:
         return depth
 
 
-def _of_one(config: RuleConfig) -> tuple[TensorScope, Needs, int] | None:
+def _scope_of(config: RuleConfig) -> tuple[TensorScope, Needs, int] | None:
     try:
         rule, params = config.implementation, config.parameters
         return config.tensors, rule.needed(params), rule.lookback(params)
-    except Exception:  # noqa: BLE001 - told by judging, and must not stop the others
+    except Exception:  # noqa: BLE001 - reported by the evaluation, and must not stop other rules
         return None
 
 
 @dataclass(frozen=True)
 class JudgingProgress:
-    """How far a rule that waits for seals may judge: steps in (before, now] of each attempt.
+    """The watermarks of an evaluation: rules that wait for the watermark judge steps in (before, now].
 
     Attributes:
-        before: the last step sealed at the previous evaluation; -1 for none.
-        now: the last step sealed at this one.
-        clock_ns: the stored tick of this evaluation.
-        ended: the attempt has ended: that no row comes says nothing any more.
+        before: the watermark of the previous evaluation; -1 if there was none.
+        now: the watermark of this evaluation.
+        clock_ns: the stored tick of this evaluation, nanoseconds since the epoch.
+        ended: whether the attempt has ended, so that missing rows mean nothing.
     """
 
     before: int
@@ -99,20 +100,19 @@ class JudgingProgress:
     ended: bool = False
 
 
-class Prepared:
-    """Rows of one attempt that rules are to judge.
+class RuleInputs:
+    """The rows of one evaluation of an attempt, shared by its rules.
 
-    Columns are copied where a rule reads them, so a `Prepared` keeps all that it was made of in memory: it is for one
-    evaluation.
+    Columns are copied when a rule reads them, so a `RuleInputs` keeps its source rows in memory. Use it for one evaluation only.
     """
 
     def __init__(self, history: Block, arrived: Block, progress: JudgingProgress) -> None:
-        """Take rows; nothing is computed yet.
+        """Store the rows; nothing is computed yet.
 
         Args:
-            history: rows that arrived before: all that are not sealed, and of each series the last ones that are.
-            arrived: rows that are new, in the order of their segments.
-            progress: which steps are sealed.
+            history: earlier rows: all rows after the watermark, and the last rows of each series up to it.
+            arrived: new rows, in the order of their segments.
+            progress: the watermarks before and now.
         """
         self.progress = progress
         self._history = history
@@ -121,39 +121,39 @@ class Prepared:
         self._from_end: dict[int, NDArray[np.intp]] = {}
 
     def block(self, config: RuleConfig) -> Block:
-        """The rows that a rule config judges now."""
+        """The rows that a rule config judges in this evaluation."""
         return self._in_scope(config, self._parts(config)[1])
 
     def context(self, config: RuleConfig) -> Block:
-        """As many earlier rows of each series as its rule looks back on."""
+        """Earlier rows of each series, as many as the rule's lookback."""
         earlier = self._parts(config)[0]
         rule, params, catalogue = config.implementation, config.parameters, earlier.catalogue
-        reach = rule.lookback(params)
-        if reach <= 0 or not len(earlier):
+        lookback = rule.lookback(params)
+        if lookback <= 0 or not len(earlier):
             return view(earlier, np.empty(0, np.intp))
-        key = (config.tensors, rule.needed(params), reach)
-        depth = _reaches.get(catalogue, key, lambda: depths(catalogue, *key))
+        key = (config.tensors, rule.needed(params), lookback)
+        depth = _lookbacks.get(catalogue, key, lambda: depths(catalogue, *key))
         return self._last_rows(earlier, depth)
 
     def _last_rows(self, earlier: Block, depth: NDArray[np.int64]) -> Block:
-        """Of each series as many last rows as the depth of its tensor says, in the order in which they stand."""
+        """The last rows of each series, as many as the depth of its tensor, in their order."""
         key = (id(earlier), depth.tobytes())
-        found = self._views.get(key)
-        if found is None:
-            places = self._from_end.get(id(earlier))
-            if places is None:
-                places = self._from_end[id(earlier)] = _from_end(earlier.series_key())
-            found = self._views[key] = view(earlier, np.flatnonzero(places < depth[earlier.tensor]))
-        return found
+        rows = self._views.get(key)
+        if rows is None:
+            from_end = self._from_end.get(id(earlier))
+            if from_end is None:
+                from_end = self._from_end[id(earlier)] = _from_end(earlier.series_key())
+            rows = self._views[key] = view(earlier, np.flatnonzero(from_end < depth[earlier.tensor]))
+        return rows
 
     def _parts(self, config: RuleConfig) -> tuple[Block, Block]:
         if config.implementation.merged(config.parameters) == "per_worker":
             return self._history, self._arrived
-        return self._sealed
+        return self._by_watermark
 
     @functools.cached_property
-    def _sealed(self) -> tuple[Block, Block]:
-        """Rows of steps that were sealed before, and of those that are sealed now."""
+    def _by_watermark(self) -> tuple[Block, Block]:
+        """Rows up to the previous watermark, and rows between it and the current one."""
         progress = self.progress
         pool = _joined(self._history, self._arrived)
         judged = pool.step <= progress.before
@@ -167,28 +167,28 @@ class Prepared:
         if chosen.all():
             return block
         key = (id(block), chosen.tobytes())
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = view(block, np.flatnonzero(chosen[block.tensor]))
-        return found
+        rows = self._views.get(key)
+        if rows is None:
+            rows = self._views[key] = view(block, np.flatnonzero(chosen[block.tensor]))
+        return rows
 
 
-_scopes: OfCatalogue[NDArray[np.bool_]] = OfCatalogue()
-_reaches: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+_scopes: CatalogueCache[NDArray[np.bool_]] = CatalogueCache()
+_lookbacks: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
 
 
 def _from_end(key: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Of each row how many of the same key stand after it."""
+    """For each row the number of later rows with the same key."""
     order = np.argsort(key, kind="stable")
-    held = key[order]
-    places = np.empty(len(key), np.intp)
-    places[order] = np.searchsorted(held, held, side="right") - np.arange(len(held)) - 1
-    return places
+    ordered = key[order]
+    later = np.empty(len(key), np.intp)
+    later[order] = np.searchsorted(ordered, ordered, side="right") - np.arange(len(ordered)) - 1
+    return later
 
 
 def _mask(catalogue: tuple[TensorInfo, ...], scope: TensorScope, needs: Needs) -> NDArray[np.bool_]:
     """Which tensors of a catalogue are in scope."""
-    return np.array([scope.holds(info, needs) for info in catalogue], np.bool_)
+    return np.array([scope.selects(info, needs) for info in catalogue], np.bool_)
 
 
 def _where(block: Block, chosen: NDArray[np.bool_]) -> Block:

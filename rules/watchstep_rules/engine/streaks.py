@@ -39,12 +39,12 @@ RUN = "run"
 
 
 class Streak(NamedTuple):
-    """Judged steps in a row that are alike: all with a finding, or all without.
+    """Consecutive judged steps that all have a finding, or all have none.
 
     Attributes:
-        steps: how many.
-        first: the first of them.
-        time_ns: when that was, by the clock of the row.
+        steps: their number.
+        first: the first step.
+        time_ns: the time of the first step's row, nanoseconds since the epoch.
     """
 
     steps: int
@@ -58,20 +58,20 @@ _NO_STEP = -(1 << 62)
 
 @dataclass(frozen=True)
 class ClockTick:
-    """An evaluation of a rule that watches the clock: the last step that was seen, and the clock, nanoseconds."""
+    """An evaluation of a rule that watches the clock: the last recorded step, and the time in nanoseconds."""
 
     step: int
     now_ns: int
 
 
 @dataclass(frozen=True)
-class Known:
-    """Series as they stood before a block.
+class OpenSeries:
+    """The state of series before a block.
 
     Attributes:
-        hits: of those with a finding at their last judged step, the streak of findings.
-        clean: of others that matter, the streak without.
-        last: the last judged step of each; of one that is not here, it is not known.
+        hits: streaks of findings, of series with a finding at their last judged step.
+        clean: clean streaks of the other series that the alert follows.
+        last: the last judged step of each series; a missing series has none.
     """
 
     hits: dict[str, Streak]
@@ -81,7 +81,7 @@ class Known:
 
 @dataclass(frozen=True)
 class JudgedRows:
-    """What an alert needs to know of judged rows, each column of shape (n,), as in `Block`; views, not copies."""
+    """The columns of judged rows that an alert needs, each of shape (n,), as in `Block`; views, not copies."""
 
     step: NDArray[np.int64]
     worker: NDArray[np.int32]
@@ -100,13 +100,13 @@ class JudgedRows:
 
         Args:
             block: the judged rows.
-            conclusive: those that count for their series also without a finding, bool, shape (n,); None for all.
+            conclusive: rows that count for their series even without a finding, bool, shape (n,); None for all.
         """
         every = np.ones(len(block), np.bool_) if conclusive is None else conclusive
         return cls(block.step, block.worker, block.mode, block.time_ns, block.tensor, every, block.catalogue)
 
     def part(self, rows: slice) -> JudgedRows:
-        """Rows that stand together."""
+        """Consecutive rows."""
         return JudgedRows(
             self.step[rows],
             self.worker[rows],
@@ -120,47 +120,47 @@ class JudgedRows:
 
 @dataclass(frozen=True)
 class Change:
-    """A row at which a series' streak begins, or comes to be long enough.
+    """A row at which the streak of a series begins, or becomes long enough.
 
     Attributes:
-        step: of the row.
-        series: which series.
-        findings: what the rule said of the block,
-        found: and the place of what was found there, or -1.
-        enough: the streak is as long as `Timing` asks.
-        since: the streak up to here.
-        row: its place among the rows that matter, as they came,
-        line: and series by series.
+        step: the step of the row.
+        series: the name of the series.
+        findings: the rule's findings for the block.
+        finding_index: the index of the row's finding in ``findings``, or -1.
+        long_enough: whether the streak is as long as `Timing` requires.
+        since: the streak up to this row.
+        row: the index among the followed rows in order of arrival.
+        index: the index among the followed rows sorted by series.
     """
 
     step: int
     series: str
     findings: Sequence[Finding]
-    found: int
-    enough: bool
+    finding_index: int
+    long_enough: bool
     since: Streak
     row: int
-    line: int
+    index: int
 
     @property
     def bad(self) -> bool:
-        """Whether something was found there."""
-        return self.found >= 0
+        """Whether the row has a finding."""
+        return self.finding_index >= 0
 
     @property
     def finding(self) -> Finding:
-        """What was found there; only where something was."""
-        return self.findings[self.found]
+        """The finding of the row; only if `bad`."""
+        return self.findings[self.finding_index]
 
     @property
     def likelihood(self) -> Likelihood:
-        """That of what was found there."""
-        return likelihood_of(self.findings, self.found)
+        """The likelihood of the row's finding; only if `bad`."""
+        return likelihood_of(self.findings, self.finding_index)
 
 
 @dataclass(frozen=True)
-class End:
-    """A series after its last row of a block: whether that had a finding, the streak, and the step."""
+class SeriesEnd:
+    """A series after its last row in a block: whether that row has a finding, the streak, and the step."""
 
     bad: bool
     streak: Streak
@@ -169,30 +169,30 @@ class End:
 
 @dataclass(frozen=True)
 class Streaks:
-    """What a block does to the streaks of an alert.
+    """The changes of an alert's streaks in a block.
 
     Attributes:
-        changes: in the order of the rows.
-        behind: findings of rows that came after rows of their own series about a later step; no streak counts these.
-        ends: of each series with rows in the block.
-        ticked: the last of the changes is that of a tick, which comes when it comes and is about no step.
-        lines: all rows of the series that matter.
+        changes: changes in the order of the rows.
+        out_of_order: findings of rows that arrived after a row of the same series with a later step; no streak counts them.
+        ends: the state of each series with rows in the block, after its last row.
+        has_tick: whether the last change belongs to a clock tick, which belongs to no step.
+        sorted_rows: all rows of the followed series.
     """
 
     changes: list[Change]
-    behind: list[Change]
-    ends: dict[str, End]
-    ticked: bool
-    lines: _Lines
+    out_of_order: list[Change]
+    ends: dict[str, SeriesEnd]
+    has_tick: bool
+    sorted_rows: _SortedRows
 
-    def beyond(self, change: Change, step: int) -> Change | None:
-        """After a change, the first row of the same streak that is about a later step than this one; None if none is."""
-        return self.lines.beyond(change, step)
+    def first_after(self, change: Change, step: int) -> Change | None:
+        """The first row after a change in the same streak whose step is later than ``step``, or None."""
+        return self.sorted_rows.first_after(change, step)
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """Of each streak in a block: how much of it lies before the block, and when it began; shape (streaks,)."""
+class _StreakStarts:
+    """For each streak in a block: the number of steps before the block, and when it began; shape (streaks,)."""
 
     count: NDArray[np.int64]
     step: NDArray[np.int64]
@@ -200,169 +200,175 @@ class _Begun:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Rows of the series that matter, in the order in which they were judged; each column of shape (m,)."""
+class _SeriesRows:
+    """Rows of the followed series, in the order in which they were judged; each column of shape (m,)."""
 
     series: NDArray[np.int64]
     step: NDArray[np.int64]
     time_ns: NDArray[np.int64]
     conclusive: NDArray[np.bool_]
 
-    def take(self, rows: NDArray[np.intp]) -> _Rows:
-        return _Rows(self.series[rows], self.step[rows], self.time_ns[rows], self.conclusive[rows])
+    def take(self, rows: NDArray[np.intp]) -> _SeriesRows:
+        return _SeriesRows(self.series[rows], self.step[rows], self.time_ns[rows], self.conclusive[rows])
 
 
 @dataclass(frozen=True)
-class _Lines:
-    """Rows of the series that matter, series by series, with the streaks that they are in; each column of shape (m,).
+class _SortedRows:
+    """Rows of the followed series, sorted by series, with their streaks; each column of shape (m,).
 
     Attributes:
         rows: the rows.
-        names: of the series.
-        findings: what the rule said.
-        found: the place of each row's finding, or -1.
-        order: the place of each among the rows as they were judged.
+        names: names of the series.
+        findings: the rule's findings.
+        finding_index: the index of each row's finding, or -1.
+        order: the index of each row in the order in which rows were judged.
         heads: the first row of each streak, shape (streaks,).
-        which: the streak that each is in.
-        begun: the streaks.
-        count: rows of the streak up to each.
-        enough: the streak is long enough there.
+        streak_of: the streak of each row.
+        starts: where each streak begins.
+        count: the length of the streak up to each row.
+        long_enough: whether the streak is long enough at each row.
     """
 
-    rows: _Rows
+    rows: _SeriesRows
     names: list[str]
     findings: Sequence[Finding]
-    found: NDArray[np.int64]
+    finding_index: NDArray[np.int64]
     order: NDArray[np.intp]
     heads: NDArray[np.intp]
-    which: NDArray[np.intp]
-    begun: _Begun
+    streak_of: NDArray[np.intp]
+    starts: _StreakStarts
     count: NDArray[np.int64]
-    enough: NDArray[np.bool_]
+    long_enough: NDArray[np.bool_]
 
-    def streak(self, line: int) -> Streak:
-        run = self.which[line]
-        return Streak(int(self.count[line]), int(self.begun.step[run]), int(self.begun.time_ns[run]))
+    def streak(self, index: int) -> Streak:
+        streak = self.streak_of[index]
+        return Streak(int(self.count[index]), int(self.starts.step[streak]), int(self.starts.time_ns[streak]))
 
-    def change(self, line: int) -> Change:
+    def change(self, index: int) -> Change:
         return Change(
-            step=int(self.rows.step[line]),
-            series=self.names[self.rows.series[line]],
+            step=int(self.rows.step[index]),
+            series=self.names[self.rows.series[index]],
             findings=self.findings,
-            found=int(self.found[line]),
-            enough=bool(self.enough[line]),
-            since=self.streak(line),
-            row=int(self.order[line]),
-            line=line,
+            finding_index=int(self.finding_index[index]),
+            long_enough=bool(self.long_enough[index]),
+            since=self.streak(index),
+            row=int(self.order[index]),
+            index=index,
         )
 
-    def end(self, line: int) -> End:
-        return End(bool(self.found[line] >= 0), self.streak(line), int(self.rows.step[line]))
+    def end(self, index: int) -> SeriesEnd:
+        return SeriesEnd(bool(self.finding_index[index] >= 0), self.streak(index), int(self.rows.step[index]))
 
-    def beyond(self, one: Change, step: int) -> Change | None:
-        start, run = one.line + 1, self.which[one.line] + 1
-        end = self.heads[run] if run < len(self.heads) else len(self.order)
+    def first_after(self, change: Change, step: int) -> Change | None:
+        start, following = change.index + 1, self.streak_of[change.index] + 1
+        end = self.heads[following] if following < len(self.heads) else len(self.order)
         later = np.flatnonzero(self.rows.step[start:end] > step)
         return self.change(start + int(later[0])) if len(later) else None
 
 
 def series_of(tensor: str, worker: int, mode: str) -> str:
-    """The name of a series."""
+    """The name of a series: ``tensor@worker/mode``, or `RUN`."""
     return f"{tensor}@{worker}/{mode}" if tensor else RUN
 
 
 def follow(
     block: JudgedRows,
     findings: Sequence[Finding],
-    known: Known,
+    open_series: OpenSeries,
     timing: Timing,
     tick: ClockTick | None,
 ) -> Streaks:
-    """Follow the series that matter through a block.
+    """Follow the series with findings, and those that the alert remembers, through a block.
 
-    The run as a whole is judged once for each step, with the step's last row; where a tick is given, once, at the tick, and
-    steps do not count for it. A row that comes after one of its own series about a later step is in no streak. Neither is one without a
-    finding that is not conclusive; of the run as a whole, a step without a conclusive row.
+    The run as a whole is judged once per step, with the step's last row. With a tick it is judged once, at the tick, and steps do not
+    count. A row that arrives after a row of its series with a later step belongs to no streak. Neither does a row that has no finding
+    and is not conclusive or, for the run as a whole, a step without a conclusive row.
 
     Args:
         block: the judged rows.
-        findings: what the rule said of them.
-        known: the series as they stood before.
-        timing: how long is enough.
-        tick: of a rule that watches the clock.
+        findings: the rule's findings for these rows.
+        open_series: the state of the series before the block.
+        timing: how long a streak must last.
+        tick: the tick of a rule that watches the clock.
     """
-    of_findings, series = _series(findings)
-    names = list(dict.fromkeys([*of_findings, *known.hits, *known.clean]))
+    finding_names, series = _series(findings)
+    names = list(dict.fromkeys([*finding_names, *open_series.hits, *open_series.clean]))
     rows = _rows(block, names, tick)
-    found = _matched(rows, series, steps_of(findings))
-    counts = np.flatnonzero(rows.conclusive | (found >= 0))
-    rows, found = rows.take(counts), found[counts]
+    finding_index = _finding_indices(rows, series, steps_of(findings))
+    counts = np.flatnonzero(rows.conclusive | (finding_index >= 0))
+    rows, finding_index = rows.take(counts), finding_index[counts]
     order = np.argsort(rows.series, kind="stable")
-    rows, found = rows.take(order), found[order]
-    late = _behind(rows, names, known)
-    behind = [
-        _alone(rows, names, findings, found, timing, line)
-        for line in np.flatnonzero(late & (found >= 0)).tolist()
+    rows, finding_index = rows.take(order), finding_index[order]
+    late = _out_of_order(rows, names, open_series)
+    out_of_order = [
+        _single_row_streak(rows, names, findings, finding_index, timing, index)
+        for index in np.flatnonzero(late & (finding_index >= 0)).tolist()
     ]
-    rows, found, order = rows.take(np.flatnonzero(~late)), found[~late], order[~late]
-    hit = found >= 0
+    rows, finding_index, order = rows.take(np.flatnonzero(~late)), finding_index[~late], order[~late]
+    hit = finding_index >= 0
 
     begins = np.ones(len(order), np.bool_)
     begins[1:] = (rows.series[1:] != rows.series[:-1]) | (hit[1:] != hit[:-1])
     heads = np.flatnonzero(begins)
-    before = _carried(rows, hit, heads, names, known)
-    which = np.cumsum(begins) - 1
-    count = np.arange(len(order)) - heads[which] + 1 + before.count[which]
-    enough = _enough(hit, count, rows.time_ns - before.time_ns[which], timing)
+    before = _streak_starts(rows, hit, heads, names, open_series)
+    streak_of = np.cumsum(begins) - 1
+    count = np.arange(len(order)) - heads[streak_of] + 1 + before.count[streak_of]
+    long_enough = _is_long_enough(hit, count, rows.time_ns - before.time_ns[streak_of], timing)
     if tick is not None:
-        enough |= _enough_by_clock(rows, names, hit, rows.time_ns - before.time_ns[which], timing)
+        long_enough |= _is_long_enough_by_clock(
+            rows, names, hit, rows.time_ns - before.time_ns[streak_of], timing
+        )
     changed = begins.copy()
-    changed[1:] |= enough[1:] != enough[:-1]
-    lines = _Lines(rows, names, findings, found, order, heads, which, before, count, enough)
+    changed[1:] |= long_enough[1:] != long_enough[:-1]
+    sorted_rows = _SortedRows(
+        rows, names, findings, finding_index, order, heads, streak_of, before, count, long_enough
+    )
     places = np.flatnonzero(changed)
-    changes = [lines.change(line) for line in places[np.argsort(order[places])].tolist()]
+    changes = [sorted_rows.change(index) for index in places[np.argsort(order[places])].tolist()]
     last = np.flatnonzero(np.diff(rows.series, append=-1))
-    ends = {names[rows.series[line]]: lines.end(line) for line in last.tolist()}
-    return Streaks(changes, behind, ends, tick is not None and RUN in names, lines)
+    ends = {names[rows.series[index]]: sorted_rows.end(index) for index in last.tolist()}
+    return Streaks(changes, out_of_order, ends, tick is not None and RUN in names, sorted_rows)
 
 
 def _series(findings: Sequence[Finding]) -> tuple[list[str], NDArray[np.int64]]:
-    """The names of the series that findings are about, each once, and of each finding which it is."""
+    """The distinct series names of findings, and for each finding the index of its name."""
     if isinstance(findings, FindingRows):
-        named, which = findings.series()
-        return [series_of(*one) for one in named], which
-    place: dict[str, int] = {}
-    of = [series_of(finding.tensor, finding.worker, finding.mode) for finding in findings]
-    which = np.array([place.setdefault(name, len(place)) for name in of], np.int64)
-    return list(place), which
+        series, index = findings.series()
+        return [series_of(tensor, worker, mode) for tensor, worker, mode in series], index
+    index_of: dict[str, int] = {}
+    names = [series_of(finding.tensor, finding.worker, finding.mode) for finding in findings]
+    index = np.array([index_of.setdefault(name, len(index_of)) for name in names], np.int64)
+    return list(index_of), index
 
 
-def _behind(rows: _Rows, names: list[str], known: Known) -> NDArray[np.bool_]:
-    """Which rows, series by series, come after one of their series that is about a later step."""
-    lasts = np.array([known.last.get(name, _NO_STEP) for name in names], np.int64)
+def _out_of_order(rows: _SeriesRows, names: list[str], open_series: OpenSeries) -> NDArray[np.bool_]:
+    """Rows, sorted by series, that follow a row of their series with a later step."""
+    lasts = np.array([open_series.last.get(name, _NO_STEP) for name in names], np.int64)
     steps, places = np.unique(np.concatenate([rows.step, lasts]), return_inverse=True)
     floor = rows.series * len(steps)
     place, last = floor + places[: len(rows.step)], floor + places[len(rows.step) :][rows.series]
-    behind: NDArray[np.bool_] = place < np.maximum.accumulate(np.maximum(place, last))
-    return behind
+    out_of_order: NDArray[np.bool_] = place < np.maximum.accumulate(np.maximum(place, last))
+    return out_of_order
 
 
-def _alone(
-    rows: _Rows,
+def _single_row_streak(
+    rows: _SeriesRows,
     names: list[str],
     findings: Sequence[Finding],
-    found: NDArray[np.int64],
+    finding_index: NDArray[np.int64],
     timing: Timing,
-    line: int,
+    index: int,
 ) -> Change:
-    """A finding that is a streak by itself."""
-    step = int(rows.step[line])
-    since = Streak(1, step, int(rows.time_ns[line]))
-    enough = timing.hold_steps <= 1 and timing.hold_ns <= 0
-    return Change(step, names[rows.series[line]], findings, int(found[line]), enough, since, -1, line)
+    """A finding that forms a streak of its own."""
+    step = int(rows.step[index])
+    since = Streak(1, step, int(rows.time_ns[index]))
+    long_enough = timing.hold_steps <= 1 and timing.hold_ns <= 0
+    return Change(
+        step, names[rows.series[index]], findings, int(finding_index[index]), long_enough, since, -1, index
+    )
 
 
-def _rows(block: JudgedRows, names: list[str], tick: ClockTick | None) -> _Rows:
+def _rows(block: JudgedRows, names: list[str], tick: ClockTick | None) -> _SeriesRows:
     row, series = _rows_of_series(block, names)
     conclusive = block.conclusive[row]
     if RUN in names and tick is None and len(block):
@@ -373,10 +379,10 @@ def _rows(block: JudgedRows, names: list[str], tick: ClockTick | None) -> _Rows:
         conclusive = np.concatenate([conclusive, by_step])
         order = np.argsort(row, kind="stable")
         row, series, conclusive = row[order], series[order], conclusive[order]
-    rows = _Rows(series, block.step[row], block.time_ns[row], conclusive)
+    rows = _SeriesRows(series, block.step[row], block.time_ns[row], conclusive)
     if RUN not in names or tick is None:
         return rows
-    return _Rows(
+    return _SeriesRows(
         np.append(rows.series, names.index(RUN)),
         np.append(rows.step, tick.step),
         np.append(rows.time_ns, tick.now_ns),
@@ -385,13 +391,13 @@ def _rows(block: JudgedRows, names: list[str], tick: ClockTick | None) -> _Rows:
 
 
 def _rows_of_series(block: JudgedRows, names: list[str]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Which rows of the block belong to a named series, and the place of its name."""
+    """Rows of the block that belong to a named series, and the index of the name."""
     place = {info.name: index for index, info in enumerate(block.catalogue)}
     keys, chosen = {}, np.zeros(len(block.catalogue), np.bool_)
     for index, name in enumerate(names):
         tensor, _, rest = name.rpartition("@")
         if tensor not in place:
-            continue  # the run as a whole, or a tensor that the block does not hold
+            continue  # the run as a whole, or a tensor that is not in the block
         worker, _, mode = rest.partition("/")
         keys[place[tensor] << 32 | int(worker) << 4 | MODES.index(mode)] = index
         chosen[place[tensor]] = True
@@ -403,24 +409,26 @@ def _rows_of_series(block: JudgedRows, names: list[str]) -> tuple[NDArray[np.int
         | block.worker[rows].astype(np.int64) << 4
         | block.mode[rows]
     )
-    known = np.array(sorted(keys), np.int64)
-    index_of = np.array([keys[number] for number in known.tolist()], np.int64)
-    at = np.minimum(np.searchsorted(known, key), len(known) - 1)
-    held = known[at] == key
-    return rows[held], index_of[at[held]]
+    sorted_keys = np.array(sorted(keys), np.int64)
+    index_of = np.array([keys[number] for number in sorted_keys.tolist()], np.int64)
+    at = np.minimum(np.searchsorted(sorted_keys, key), len(sorted_keys) - 1)
+    matched = sorted_keys[at] == key
+    return rows[matched], index_of[at[matched]]
 
 
-def _matched(rows: _Rows, series: NDArray[np.int64], step: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each row the place of its finding, or -1; of several about one step and series, the last.
+def _finding_indices(
+    rows: _SeriesRows, series: NDArray[np.int64], step: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """For each row the index of its finding, or -1; of several findings for one step and series, the last.
 
     Args:
         rows: the rows.
-        series: of each finding, an index into the names of the series.
-        step: of each finding.
+        series: the series of each finding, an index into the names of the series.
+        step: the step of each finding.
     """
-    found = np.full(len(rows.step), -1, np.int64)
-    if not len(step) or not len(found):
-        return found
+    finding_index = np.full(len(rows.step), -1, np.int64)
+    if not len(step) or not len(finding_index):
+        return finding_index
     steps = np.unique(step)
     width = len(steps)
     keys = series * width + np.searchsorted(steps, step)
@@ -428,38 +436,40 @@ def _matched(rows: _Rows, series: NDArray[np.int64], step: NDArray[np.int64]) ->
     wanted = rows.series * width + at
     order = np.argsort(keys, kind="stable")
     last = np.searchsorted(keys[order], wanted, side="right") - 1
-    held = (steps[at] == rows.step) & (last >= 0) & (keys[order[last]] == wanted)
-    found[held] = order[last[held]]
-    return found
+    matched = (steps[at] == rows.step) & (last >= 0) & (keys[order[last]] == wanted)
+    finding_index[matched] = order[last[matched]]
+    return finding_index
 
 
-def _carried(
-    rows: _Rows,
+def _streak_starts(
+    rows: _SeriesRows,
     hit: NDArray[np.bool_],
     heads: NDArray[np.intp],
     names: list[str],
-    known: Known,
-) -> _Begun:
-    """The beginnings of streaks; the first of each series may go on from before the block."""
-    begun = _Begun(np.zeros(len(heads), np.int64), rows.step[heads], rows.time_ns[heads])
+    open_series: OpenSeries,
+) -> _StreakStarts:
+    """The starts of streaks; the first streak of each series may continue one from before the block."""
+    starts = _StreakStarts(np.zeros(len(heads), np.int64), rows.step[heads], rows.time_ns[heads])
     series = rows.series[heads]
     for place in np.flatnonzero(np.diff(series, prepend=-1)).tolist():
-        held = (known.hits if hit[heads[place]] else known.clean).get(names[series[place]], NONE)
-        if held.steps:
-            begun.count[place], begun.step[place], begun.time_ns[place] = held
-    return begun
+        earlier = (open_series.hits if hit[heads[place]] else open_series.clean).get(
+            names[series[place]], NONE
+        )
+        if earlier.steps:
+            starts.count[place], starts.step[place], starts.time_ns[place] = earlier
+    return starts
 
 
-def _enough(
+def _is_long_enough(
     hit: NDArray[np.bool_], count: NDArray[np.int64], lasted_ns: NDArray[np.int64], timing: Timing
 ) -> NDArray[np.bool_]:
     steps = np.where(hit, timing.hold_steps, timing.keep_steps)
     return (count >= steps) & (lasted_ns >= np.where(hit, timing.hold_ns, timing.keep_ns))
 
 
-def _enough_by_clock(
-    rows: _Rows, names: list[str], hit: NDArray[np.bool_], lasted_ns: NDArray[np.int64], timing: Timing
+def _is_long_enough_by_clock(
+    rows: _SeriesRows, names: list[str], hit: NDArray[np.bool_], lasted_ns: NDArray[np.int64], timing: Timing
 ) -> NDArray[np.bool_]:
     run = rows.series == (names.index(RUN) if RUN in names else -1)
-    enough: NDArray[np.bool_] = run & (lasted_ns >= np.where(hit, timing.hold_ns, timing.keep_ns))
-    return enough
+    long_enough: NDArray[np.bool_] = run & (lasted_ns >= np.where(hit, timing.hold_ns, timing.keep_ns))
+    return long_enough

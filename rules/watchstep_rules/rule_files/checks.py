@@ -1,4 +1,4 @@
-"""A rule file looked over: all that is wrong with it, and what is allowed and probably not meant."""
+"""Checks of a rule file: all errors, and warnings about valid settings that are probably mistakes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from watchstep_rules.rule_files.yaml_source import Loc
 from watchstep_rules.signals import tensor_selection
 
 MANY_STEPS = 10_000
-"""``for`` this many judged steps outlasts most runs: layers are measured at one step in five to twenty."""
+"""More judged steps than most runs have: layers are measured at one step in five to twenty."""
 
 LONG_SECONDS = 86_400
 
@@ -27,13 +27,13 @@ _CLASS = re.compile(r"\[\^?\]?[^\]]*\]")
 
 @dataclass(frozen=True)
 class Remark:
-    """Something to say of a rule file.
+    """An error or warning about a rule file.
 
     Attributes:
-        level: an error keeps the file from being used.
-        line: in the file, from 1 on.
-        place: the path into its data.
-        text: what it is.
+        level: ``error`` if the file cannot be used.
+        line: the line in the file, from 1.
+        place: the path in its data.
+        text: the message.
     """
 
     level: Literal["error", "warning"]
@@ -44,11 +44,11 @@ class Remark:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        remarks: by line, errors first within one.
-        configs: what the file comes to, where nothing is wrong with it.
+        remarks: errors and warnings by line, errors first within a line.
+        configs: the rule configs of the file; empty if it has errors.
     """
 
     remarks: list[Remark]
@@ -61,21 +61,21 @@ class CheckResult:
 
 
 def check_text(text: str, source: str, folder: Path) -> CheckResult:
-    """Look a rule file over.
+    """Check a rule file.
 
     Args:
-        text: the document.
-        source: what to call it.
-        folder: where the files lie that it names.
+        text: the text of the file.
+        source: its name in messages.
+        folder: the folder of the files that it refers to.
 
     Raises:
-        RuleError: it is no YAML.
+        RuleError: the text is not valid YAML.
     """
     data, places = read(text, source)
     data = {"rules": []} if data is None else data
     remarks = [
-        Remark("error", line, key, f"{key!r} stands here a second time, and only the last would count")
-        for key, line in places.twice()
+        Remark("error", line, key, f"duplicate key {key!r}: only the last one would count")
+        for key, line in places.duplicates()
     ]
     with sources_from(folder):
         file, faults = validated(data)
@@ -104,7 +104,7 @@ def _warnings(file: RuleFile) -> Iterator[_Warning]:
             if name not in names:
                 yield (
                     (*where, "inhibits", number),
-                    f"{name} is not among the rules of this file: nothing is inhibited",
+                    f"{name} is not a rule of this file: nothing is inhibited",
                 )
 
 
@@ -116,27 +116,27 @@ def _of_scope(config: RuleConfig, where: Loc) -> Iterator[_Warning]:
         if _ANCHOR_INSIDE.search(_CLASS.sub("x", scope.include)):
             yield (
                 (*where, "tensors", "include"),
-                f"{scope.include!r} has '^' or '$' in its middle, where no name can match it: nothing is judged",
+                f"{scope.include!r} has '^' or '$' in the middle, which no name can match: nothing is judged",
             )
         elif scope.include != scope.include.strip():
             yield (
                 (*where, "tensors", "include"),
-                f"{scope.include!r} begins or ends with a space, which no name does: nothing is judged",
+                f"{scope.include!r} begins or ends with a space, which no name has: nothing is judged",
             )
 
 
 def _of_timing(config: RuleConfig, where: Loc) -> Iterator[_Warning]:
-    for name, lasting in (("for", config.hold), ("keep_firing", config.keep_firing)):
-        if lasting is None:
+    for name, duration in (("for", config.hold), ("keep_firing", config.keep_firing)):
+        if duration is None:
             continue
-        if lasting.steps > MANY_STEPS:
-            yield (*where, name, "steps"), f"{lasting.steps} judged steps are more than most runs have"
-        if lasting.seconds > LONG_SECONDS:
-            yield (*where, name, "seconds"), f"{lasting.seconds:g} s is more than a day"
+        if duration.steps > MANY_STEPS:
+            yield (*where, name, "steps"), f"{duration.steps} judged steps are more than most runs have"
+        if duration.seconds > LONG_SECONDS:
+            yield (*where, name, "seconds"), f"{duration.seconds:g} s is more than a day"
     if config.implementation.clock and config.hold.steps > 1:
         yield (
             (*where, "for", "steps"),
-            f"{config.rule} watches the clock: steps do not count for it, seconds do",
+            f"{config.rule} watches the clock: use seconds instead of steps",
         )
 
 
@@ -145,35 +145,35 @@ def _of_actions(config: RuleConfig, where: Loc) -> Iterator[_Warning]:
     if stops and config.implementation.clock:
         yield (
             (*where, "actions"),
-            f"{config.rule} stops a job that makes no steps: only its backend can do so",
+            f"{config.rule} stops a job that makes no steps: only its backend can stop it",
         )
     kinds = [action.model_dump_json() for action in config.actions]
     for number, kind in enumerate(kinds):
         if kind in kinds[:number]:
-            yield (*where, "actions", number), "the same action stands here twice"
+            yield (*where, "actions", number), "duplicate action"
 
 
 def _of_capture(config: RuleConfig, where: Loc) -> Iterator[_Warning]:
-    """What a rule needs that a recorder does not give unless it is told to."""
-    usual = CaptureConfig()
+    """Collections and probes that a rule needs and recorders do not record by default."""
+    defaults = CaptureConfig()
     needs = config.implementation.needed(config.parameters)
     chosen = (config.tensors.collection,) if config.tensors.collection else needs.collections
-    if chosen and not set(chosen) & {*usual.collections, SYSTEM}:
+    if chosen and not set(chosen) & {*defaults.collections, SYSTEM}:
         place = (*where, "tensors", "collection") if config.tensors.collection else (*where, "rule")
-        yield place, f"it judges {' and '.join(chosen)}, which recorders take only where they are told to"
-    missing = sorted(set(needs.probes) & set(PROBES) - set(usual.probes))
+        yield place, f"it judges {' and '.join(chosen)}, which recorders do not record by default"
+    missing = sorted(set(needs.probes) & set(PROBES) - set(defaults.probes))
     if missing:
         yield (
             (*where, "rule"),
-            f"it needs {', '.join(missing)}, which recorders take only where they are told to",
+            f"it needs {', '.join(missing)}, which recorders do not record by default",
         )
 
 
 def _of_copies(config: RuleConfig, before: Sequence[RuleConfig], where: Loc) -> Iterator[_Warning]:
-    def judged(one: RuleConfig) -> tuple[object, ...]:
-        return (one.rule, one.parameters, one.tensors, one.timing)
+    def judged(rule_config: RuleConfig) -> tuple[object, ...]:
+        return (rule_config.rule, rule_config.parameters, rule_config.tensors, rule_config.timing)
 
     for other in before:
         if judged(other) == judged(config):
-            yield (*where, "rule"), f"it judges just as {other.name} does: their alerts come together"
+            yield (*where, "rule"), f"it is equal to {other.name}: both fire at the same time"
             return

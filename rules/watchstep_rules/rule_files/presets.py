@@ -16,22 +16,24 @@ from watchstep_rules.rule import AnyRule
 _LARGE_TENSORS = (
     "of tensors of over 16,384 elements, or where there are many, evenly spaced elements are compared"
 )
-_UNITS = "a unit is a feature, or a channel with all places of its image, and its activity that over the examples of one step"
-_FUNCTIONS = "calls of a function in a model of which a part is compiled are not seen"
+_UNITS = "a unit is a feature, or a channel with all positions of its image, and its activity is over the examples of one step"
+_FUNCTIONS = "function calls in a partly compiled model are not recorded"
 _BY_TYPE = "layers are found by type, not by Amazon's default expression"
-_NEITHER = "Amazon refuses to run with neither `collection_names` nor `tensor_regex`"
-_SAMPLED = "samples come in rows of ten seconds, which tell of so many of them on which side of a limit they surely are"
+_NEITHER = "Amazon's rule does not run without `collection_names` and `tensor_regex`"
+_SAMPLED = (
+    "samples are aggregated in rows of ten seconds, and only samples that are certainly beyond a limit count"
+)
 
 
 @dataclass(frozen=True)
 class AmazonsRule:
-    """One of Amazon's rules, and how near the rule here comes to its documentation.
+    """A rule of Amazon, and how the corresponding rule differs from its documentation.
 
     Attributes:
-        name: Amazon's.
-        rule: that here.
-        how: what differs; empty where nothing does.
-        in_preset: whether it judges where a rule file says no more than ``preset: sagemaker``.
+        name: Amazon's name.
+        rule: the corresponding rule.
+        how: the differences; empty if there are none.
+        in_preset: whether the preset ``sagemaker`` includes it.
     """
 
     name: str
@@ -41,12 +43,12 @@ class AmazonsRule:
 
     @property
     def agreement(self) -> Literal["same", "differs"]:
-        """Whether it decides as documented, on the same records."""
+        """Whether the rule decides as documented, on the same records."""
         return "differs" if self.how else "same"
 
     @property
     def implementation(self) -> AnyRule:
-        """The rule here."""
+        """The corresponding rule."""
         return RULES[self.rule]
 
 
@@ -56,7 +58,7 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "PoorWeightInitialization",
         "sagemaker_poor_weight_initialization",
-        f"{_BY_TYPE}; of rectifiers that write over their input the outputs of weighted layers are taken; {_LARGE_TENSORS}",
+        f"{_BY_TYPE}; for in-place rectifiers the outputs of weighted layers are used; {_LARGE_TENSORS}",
     ),
     AmazonsRule(
         "SaturatedActivation", "sagemaker_saturated_activation", f"{_BY_TYPE}; {_UNITS}; {_FUNCTIONS}"
@@ -73,7 +75,7 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "UnchangedTensor",
         "sagemaker_unchanged_tensor",
-        f"each record is held against the one before; {_LARGE_TENSORS}; {_NEITHER}; here losses",
+        f"each record is compared with the previous one; {_LARGE_TENSORS}; {_NEITHER}; here losses",
     ),
     AmazonsRule(
         "TensorVariance",
@@ -87,27 +89,27 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "SimilarAcrossRuns",
         "sagemaker_similar_across_runs",
-        "Amazon's criterion is unstated; here the root mean square, within 1e-5; `other_trials` takes figures of the other run "
-        "and not its address",
+        "Amazon's criterion is unstated; here the root mean square, within 1e-5; `other_trials` takes statistics of the other run "
+        "instead of its URL",
         in_preset=False,
     ),
     AmazonsRule(
         "StalledTrainingRule",
         "sagemaker_stalled_training",
-        "to stop, give it `actions: [stop]`; a run knows its job, so the prefix has no effect; of the time between two looks of the "
-        "service a third of the threshold counts at most",
+        "to stop a job, add `actions: [stop]`; a run knows its job, so the prefix has no effect; of the time between two evaluations "
+        "at most a third of the threshold counts",
     ),
     AmazonsRule(
         "ClassImbalance",
         "sagemaker_class_imbalance",
-        "predictions are what is recorded as `predictions` or `outputs`, whatever `predictions_regex` says; of scores the largest is "
-        "taken, whatever `argmax` says",
+        "predictions are the recorded `predictions` or `outputs`, whatever `predictions_regex` is; of scores the largest is "
+        "used, whatever `argmax` is",
     ),
     AmazonsRule(
         "Confusion",
         "sagemaker_confusion",
-        "the diagonal is divided by the sum of its column, for as printed the test cannot hold for several classes; up to 100 of them; "
-        "names other than labels and predictions or outputs are refused",
+        "the diagonal is divided by the sum of its column, because the documented test cannot pass with several classes; up to 100 classes; "
+        "names other than labels and predictions or outputs are rejected",
     ),
     AmazonsRule(
         "CheckInputImages",
@@ -126,7 +128,7 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "CreateXgboostReport",
         "sagemaker_create_xgboost_report",
-        "it writes no report; it judges nothing at Amazon either",
+        "it writes no report; it judges nothing in SageMaker either",
         in_preset=False,
     ),
     AmazonsRule(
@@ -139,7 +141,7 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "IOBottleneck",
         "sagemaker_io_bottleneck",
-        f"the share of time in which a task waits for disks, where the kernel tells it, else of CPUs that wait; {_SAMPLED}",
+        f"the share of time in which a task waits for disks, if the kernel reports it, else the share of CPUs that wait; {_SAMPLED}",
         in_preset=False,
     ),
     AmazonsRule(
@@ -171,19 +173,19 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "Dataloader",
         "sagemaker_dataloader",
-        "a program without processes that load data is left alone",
+        "a program without data loading processes is not judged",
         in_preset=False,
     ),
     AmazonsRule(
         "OverallSystemUsage",
         "sagemaker_overall_system_usage",
-        "it writes no report; it never fires at Amazon either",
+        "it writes no report; it never fires in SageMaker either",
         in_preset=False,
     ),
     AmazonsRule(
         "OverallFrameworkMetrics",
         "sagemaker_overall_framework_metrics",
-        "it writes no report; it never fires at Amazon either",
+        "it writes no report; it never fires in SageMaker either",
         in_preset=False,
     ),
     AmazonsRule(
@@ -196,9 +198,9 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
 """All 33, in the order of Amazon's documentation: those of the debugger, then those of the profiler."""
 
 SAGEMAKER: tuple[RuleConfig, ...] = tuple(
-    RuleConfig(rule=one.rule, name=one.name) for one in AMAZONS_RULES if one.in_preset
+    RuleConfig(rule=rule.rule, name=rule.name) for rule in AMAZONS_RULES if rule.in_preset
 )
-"""None stops a job, as none of Amazon's does unless it is given an action."""
+"""No rule stops a job, as in SageMaker without an action."""
 
 
 PRESETS: dict[str, tuple[RuleConfig, ...]] = {"sagemaker": SAGEMAKER}

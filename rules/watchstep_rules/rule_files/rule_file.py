@@ -15,14 +15,14 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from watchstep.errors import RuleError
-from watchstep.hook_arguments import AskedRules
+from watchstep.hook_arguments import RequestedRules
 from watchstep_rules.config.attached import element_probes
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import Name, RuleConfig
 from watchstep_rules.custom.python_rule import NOT_FROM_RECORDERS, no_programs, sources_from
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
-from watchstep_rules.engine.inhibition import can_be_inhibited, circles
+from watchstep_rules.engine.inhibition import can_be_inhibited, cycles
 from watchstep_rules.registry import KINDS, RULES
 from watchstep_rules.rule_files.presets import PRESETS
 from watchstep_rules.rule_files.yaml_source import Loc, YamlNodes, data_of
@@ -32,23 +32,23 @@ _ACTIONS = ("StopAction", "SnapshotAction", "WebhookAction", "NotifyAction")
 
 
 def rule_file_schema() -> dict[str, Any]:
-    """The schema of a rule file, draft 2020-12.
+    """The JSON schema of a rule file, draft 2020-12.
 
-    What depends on other parts of the file, such as names that clash, a schema cannot say: ``watchstep rules check`` does.
+    A schema cannot express conditions between parts of the file, such as duplicate names; ``watchstep rules check`` checks them.
     """
     rules = {**RULES, **KINDS}
     params = [rule.params_type for rule in rules.values()]
     wanted: list[Any] = [(RuleFile, "validation"), *((kind, "validation") for kind in dict.fromkeys(params))]
-    made, schema = models_json_schema(wanted, by_alias=True)
+    references, schema = models_json_schema(wanted, by_alias=True)
     definitions = schema["$defs"]
-    file = definitions.pop(_name(made[RuleFile, "validation"]))
+    file = definitions.pop(_name(references[RuleFile, "validation"]))
     file["properties"]["preset"]["anyOf"][0]["enum"] = sorted(PRESETS)
     config = definitions["RuleConfig"]
     config["properties"]["rule"] = {**config["properties"]["rule"], "enum": sorted(rules)}
-    config["properties"]["labels"]["additionalProperties"] = False  # names of another form
+    config["properties"]["labels"]["additionalProperties"] = False  # names must match the pattern
     config["properties"]["params"].pop("additionalProperties", None)
     config["allOf"] = [
-        _params_of(name, made[rule.params_type, "validation"], bool(_required(rule.params_type)))
+        _params_of(name, references[rule.params_type, "validation"], bool(_required(rule.params_type)))
         for name, rule in sorted(rules.items())
     ]
     for action in _ACTIONS:
@@ -62,7 +62,7 @@ def rule_file_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as it is published."""
+    """The text of the published schema."""
     return json.dumps(rule_file_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -84,11 +84,11 @@ def _name(reference: Any) -> str:
 _DICTIONARY = re.compile(r"a valid dictionary or (instance of \w+|object to extract fields from)")
 
 MAX_BYTES = 1 << 20
-"""Of a rule file."""
+"""Limit of bytes in a rule file."""
 
 
 class Inhibition(BaseModel):
-    """While the source's alert fires, the targets are quiet."""
+    """While the alert of the source fires, the targets are inhibited."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -97,7 +97,7 @@ class Inhibition(BaseModel):
 
 
 class RuleFile(BaseModel):
-    """A rule file's content. It has rules of its own, or those of the defaults or of a preset, or both."""
+    """The content of a rule file: its own rules, the default rules or those of a preset, or a combination."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -107,11 +107,11 @@ class RuleFile(BaseModel):
 
     extends: Literal["defaults"] | None = Field(
         None,
-        description="Begin with the default rules; one of the file's with the same name changes what it says of it.",
+        description="Include the default rules. A rule config of the file with the same name overrides the fields that it sets.",
     )
-    preset: str | None = Field(None, description="Begin with, or add, the rules of a preset, likewise.")
-    rules: tuple[RuleConfig, ...] = Field((), description="The file's own rule configs.")
-    inhibit: tuple[Inhibition, ...] = Field((), description="Which rules keep which others quiet.")
+    preset: str | None = Field(None, description="Include the rules of a preset, with the same overrides.")
+    rules: tuple[RuleConfig, ...] = Field((), description="The rule configs of the file.")
+    inhibit: tuple[Inhibition, ...] = Field((), description="Which rules inhibit which others.")
 
     @field_validator("preset")
     @classmethod
@@ -139,120 +139,121 @@ class RuleFile(BaseModel):
 
     @property
     def all_rules(self) -> tuple[RuleConfig, ...]:
-        """Those of the defaults and the preset, changed by their namesakes in the file, then the file's others."""
-        taken = {config.name: config for config in self._given()}
+        """The default and preset rule configs with the overrides of the file, then the other rule configs of the file."""
+        by_name = {config.name: config for config in self._included()}
         for config in self.rules:
-            taken[config.name] = _changed(taken.get(config.name), config)
-        return tuple(self._inhibiting(config) for config in taken.values())
+            by_name[config.name] = _overridden(by_name.get(config.name), config)
+        return tuple(self._inhibiting(config) for config in by_name.values())
 
-    def _given(self) -> Iterator[RuleConfig]:
+    def _included(self) -> Iterator[RuleConfig]:
         if self.extends:
             yield from DEFAULT_RULES
         if self.preset:
             yield from PRESETS[self.preset]
 
     def _inhibiting(self, config: RuleConfig) -> RuleConfig:
-        targets = [name for one in self.inhibit if config.called(one.source) for name in one.target]
+        targets = [
+            name
+            for inhibition in self.inhibit
+            if config.matches_name(inhibition.source)
+            for name in inhibition.target
+        ]
         if not targets:
             return config
         return config.model_copy(update={"inhibits": tuple(dict.fromkeys([*config.inhibits, *targets]))})
 
 
-def _changed(given: RuleConfig | None, own: RuleConfig) -> RuleConfig:
-    """A rule config of the defaults or a preset with what the file says of it; the rest of it stays."""
-    if given is None or given.rule != own.rule:
+def _overridden(included: RuleConfig | None, own: RuleConfig) -> RuleConfig:
+    """A default or preset rule config with the fields that the file sets."""
+    if included is None or included.rule != own.rule:
         return own
-    said = {name: getattr(own, name) for name in own.model_fields_set}
-    return given.model_copy(update={**said, "params": {**given.params, **own.params}})
+    overrides = {name: getattr(own, name) for name in own.model_fields_set}
+    return included.model_copy(update={**overrides, "params": {**included.params, **own.params}})
 
 
 @dataclass(frozen=True)
 class RuleFileProblem:
-    """Something wrong with rule configs, and where in their data."""
+    """An error in rule configs, and its path in their data."""
 
     loc: Loc
     text: str
 
     @property
     def place(self) -> str:
-        """The path in words."""
+        """The path as text."""
         return ".".join(str(part) for part in self.loc) or "rules"
 
 
 def faults_between(file: RuleFile) -> list[RuleFileProblem]:
-    """What is wrong with rule configs that are right each by itself: names that clash, inhibitions that cannot be."""
+    """Errors between rule configs that are valid by themselves: duplicate names and invalid inhibitions."""
     names = [config.name for config in file.rules]
     faults = _clashes(names)
     configs = file.all_rules
     for place, config in enumerate(file.rules):
         for number, name in enumerate(config.inhibits):
             faults += _of_target(name, configs, ("rules", place, "inhibits", number))
-    for place, one in enumerate(file.inhibit):
-        sources = [config for config in configs if config.called(one.source)]
+    for place, inhibition in enumerate(file.inhibit):
+        source = inhibition.source
+        sources = [config for config in configs if config.matches_name(source)]
         if not sources:
             faults.append(
-                RuleFileProblem(("inhibit", place, "source"), f"no rule config is named {one.source!r}")
+                RuleFileProblem(("inhibit", place, "source"), f"no rule config is named {source!r}")
             )
         elif any(config.implementation.clock for config in sources):
-            text = f"{one.source} watches the clock, not steps, and cannot inhibit"
+            text = f"{source} watches the clock, not steps, and cannot inhibit"
             faults.append(RuleFileProblem(("inhibit", place, "source"), text))
         elif notes := [config.name for config in sources if config.severity == "info"]:
             text = f"{', '.join(notes)} has severity info: notes inhibit nothing; use severity warning or critical"
             faults.append(RuleFileProblem(("inhibit", place, "source"), text))
-        for number, name in enumerate(one.target):
+        for number, name in enumerate(inhibition.target):
             faults += _of_target(name, configs, ("inhibit", place, "target", number))
-    for circle in circles(configs):
-        text = (
-            f"rules that inhibit each other in a circle: {', '.join(configs[place].name for place in circle)}"
-        )
-        where = [
-            number for number, name in enumerate(names) if name in {configs[place].name for place in circle}
-        ]
+    for cycle in cycles(configs):
+        members = [configs[place].name for place in cycle]
+        text = f"rules inhibit each other in a cycle: {', '.join(members)}"
+        where = [number for number, name in enumerate(names) if name in members]
         faults.append(RuleFileProblem(("rules", where[0]) if where else ("inhibit",), text))
     return faults
 
 
 def _of_target(name: str, configs: Sequence[RuleConfig], loc: Loc) -> list[RuleFileProblem]:
-    targets = [config for config in configs if config.called(name)]
+    targets = [config for config in configs if config.matches_name(name)]
     if not targets and name in RULES:
         targets = [RuleConfig.model_construct(rule=name, name=name, params={})]
         rule = RULES[name]
-        waits = rule.merge == "sealed" and not rule.clock
+        waits = rule.merge == "watermark" and not rule.clock
     else:
         waits = any(can_be_inhibited(config) for config in targets)
     if not targets:
         return [RuleFileProblem(loc, f"no rule config and no rule is named {name!r}")]
     if not waits:
-        text = (
-            f"{name} is judged as each worker's rows come, or by the clock, and cannot wait for another rule"
-        )
+        text = f"{name} is evaluated as the rows of each worker arrive, or by the clock, and cannot be inhibited by another rule"
         return [RuleFileProblem(loc, text)]
     return []
 
 
 def validated(data: Any) -> tuple[RuleFile | None, list[RuleFileProblem]]:
-    """A rule file of data, its queries checked; None, and all that is wrong with it, where it is not valid.
+    """Validate the data of a rule file, including its queries. Returns the rule file, or None and all errors.
 
     Raises:
         BusyError: a query cannot be checked now.
     """
     if not isinstance(data, dict):
-        return None, [RuleFileProblem((), "no mapping: start it with 'rules:' and a list below")]
+        return None, [RuleFileProblem((), "not a mapping: start with 'rules:' and a list below it")]
     try:
         return RuleFile.model_validate(data, context=QUERIES_CHECKED), []
     except ValidationError as error:
-        faults = [RuleFileProblem(found["loc"], in_words(found["msg"])) for found in error.errors()]
+        faults = [RuleFileProblem(fault["loc"], in_words(fault["msg"])) for fault in error.errors()]
         return None, list(dict.fromkeys([*faults, *_clashes(_names(data))]))
 
 
 def in_words(message: str) -> str:
-    """A message of pydantic's in the words of YAML."""
+    """A message of pydantic with the terms of YAML."""
     message = message.removeprefix("Value error, ").replace("a valid tuple", "a list")
     return _DICTIONARY.sub("a mapping", message)
 
 
 def _names(data: dict[str, Any]) -> list[str]:
-    """Names of rule configs of which some are not valid."""
+    """The names of rule configs, some of which may not be valid."""
     rules = data.get("rules")
     items = [item if isinstance(item, dict) else {} for item in (rules if isinstance(rules, list) else [])]
     return [str(item.get("name") or item.get("rule") or "") for item in items]
@@ -270,31 +271,31 @@ def parse(text: str, source: str) -> tuple[RuleConfig, ...]:
     """Read rule configs from YAML.
 
     Args:
-        text: the document.
-        source: what to call it in an error.
+        text: the text of the file.
+        source: its name in error messages.
 
     Raises:
-        RuleError: it is no YAML, or not a list of valid rule configs; the message names line and place.
+        RuleError: the text is not valid YAML or not a valid rule file; the message names the line and the field.
     """
     data, places = read(text, source)
     return _checked({"rules": []} if data is None else data, source, places)
 
 
 def check(data: Any, source: str) -> tuple[RuleConfig, ...]:
-    """Check rule configs that are data already.
+    """Check the data of a rule file.
 
     Raises:
         BusyError: a query cannot be checked now.
-        RuleError: they are not valid; the message names the first place.
+        RuleError: the data are not valid; the message names the first invalid field.
     """
     return _checked(data, source, None)
 
 
 def read(text: str, source: str) -> tuple[Any, YamlNodes]:
-    """A rule file's data, and where in the text it stands.
+    """The data of a rule file, and its nodes with their lines.
 
     Raises:
-        RuleError: it is no YAML.
+        RuleError: the text is not valid YAML.
     """
     if len(text) > MAX_BYTES:
         raise RuleError(
@@ -329,17 +330,17 @@ def load(path: str | Path) -> tuple[RuleConfig, ...]:
     """Read a rule file.
 
     Raises:
-        RuleError: it is missing, unreadable, or not valid.
+        RuleError: the file is missing, unreadable, or not valid.
     """
     with sources_from(Path(path).absolute().parent):
         return parse(text_of(path), str(path))
 
 
 def text_of(path: str | Path) -> str:
-    """A rule file's text.
+    """The text of a rule file.
 
     Raises:
-        RuleError: it is missing, unreadable, or over `MAX_BYTES`.
+        RuleError: the file is missing, unreadable, or over `MAX_BYTES`.
     """
     try:
         with Path(path).open("rb") as opened:
@@ -351,18 +352,18 @@ def text_of(path: str | Path) -> str:
         raise RuleError(f"rule file {path}: cannot be read ({error})", "check the path") from error
 
 
-def load_as_data(path: str | Path) -> AskedRules:
-    """Read a rule file for the SDK, which takes it as data: the entry point ``watchstep.rule_files``.
+def load_as_data(path: str | Path) -> RequestedRules:
+    """Read a rule file as data for the SDK; the entry point ``watchstep.rule_files``.
 
     Raises:
-        RuleError: as `load`.
+        RuleError: as for `load`.
     """
     try:
         with no_programs(NOT_FROM_RECORDERS):
             configs = load(path)
-            return AskedRules(tuple(config.as_data() for config in configs), element_probes(configs))
+            return RequestedRules(tuple(config.as_data() for config in configs), element_probes(configs))
     finally:
-        POOL.close()  # a training process evaluates no rule: what checked its queries would only take memory
+        POOL.close()  # a training process evaluates no rules, so the processes that checked its queries only take memory
 
 
 def _place(error: yaml.YAMLError) -> str:

@@ -9,41 +9,41 @@ from typing import Any
 import yaml
 
 Loc = tuple[str | int, ...]
-"""A path into data: keys of mappings and places in lists."""
+"""A path in data: keys of mappings and indices of lists."""
 
 
 @dataclass(frozen=True)
 class YamlNodes:
-    """The nodes of a document; None for an empty one."""
+    """The nodes of a document; ``root`` is None for an empty document."""
 
     root: yaml.Node | None
 
     @classmethod
     def of(cls, text: str) -> YamlNodes:
-        """The places of a document.
+        """The nodes of a text.
 
         Raises:
-            yaml.YAMLError, RecursionError: as of `nodes_of`.
+            yaml.YAMLError, RecursionError: as for `nodes_of`.
         """
         return cls(nodes_of(text))
 
     def line(self, loc: Sequence[str | int]) -> int:
-        """The line, from 1 on, of what a path leads to, or of the last of it that is there."""
+        """The line, from 1, of the value at a path, or of its last existing parent."""
         node, line = self.root, 1 if self.root is None else self.root.start_mark.line + 1
         for part in loc:
             if isinstance(node, yaml.MappingNode):
-                found = [(key, value) for key, value in node.value if key.value == str(part)]
-                if found:
-                    key, node = found[-1]
+                entries = [(key, value) for key, value in node.value if key.value == str(part)]
+                if entries:
+                    key, node = entries[-1]
                     line = key.start_mark.line + 1
             elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
                 node = node.value[part]
                 line = node.start_mark.line + 1
         return line
 
-    def twice(self) -> list[tuple[str, int]]:
-        """Keys that a mapping has twice, of which YAML takes the last, and the line of the second."""
-        found, seen = [], set()
+    def duplicates(self) -> list[tuple[str, int]]:
+        """Duplicate keys of mappings, of which YAML uses the last, with the line of the second."""
+        duplicates, seen = [], set()
         waiting = [self.root] if self.root is not None else []
         while waiting:
             node = waiting.pop()
@@ -56,22 +56,22 @@ class YamlNodes:
             keys: set[str] = set()
             for key, value in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.value in keys:
-                    found.append((key.value, key.start_mark.line + 1))
+                    duplicates.append((key.value, key.start_mark.line + 1))
                 keys.add(str(key.value))
                 waiting.append(value)
-        return sorted(found, key=lambda place: place[1])
+        return sorted(duplicates, key=lambda place: place[1])
 
 
 MOST_FROM_ALIASES = 20_000
-"""Nodes that aliases may stand for together, beside those that are written out."""
+"""Limit of nodes that aliases add when they are expanded."""
 
 _LONGEST_NUMBER = 1000
-"""Characters of a number; reading one takes time that grows with their square."""
+"""Limit of characters in a number, because parsing time grows with their square."""
 
 _MUCH = 1 << 40
 _NUMBERS = frozenset({"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"})
 _FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, ArithmeticError)
-"""What PyYAML's constructors raise for text that is not what its tag says."""
+"""Exceptions of PyYAML's constructors for text that does not match its tag."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -84,16 +84,16 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep=deep)
         except _FAULTS as error:
             shown = f"{node.value[:100]!r}" if isinstance(node, yaml.ScalarNode) else "this"
-            problem = f"{shown} is no {name}; put it in quotes where a text is meant"
+            problem = f"{shown} is not a valid {name}; put it in quotes if it is a string"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 def nodes_of(text: str) -> yaml.Node | None:
-    """The nodes of a document; None for an empty one.
+    """The root node of a document; None if it is empty.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or its aliases stand for more than `MOST_FROM_ALIASES` nodes or for themselves.
-        RecursionError: it is nested too deeply.
+        yaml.YAMLError: the text is not valid YAML, or its aliases expand to more than `MOST_FROM_ALIASES` nodes or contain themselves.
+        RecursionError: the document is nested too deeply.
     """
     root: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     if root is not None:
@@ -102,11 +102,11 @@ def nodes_of(text: str) -> yaml.Node | None:
 
 
 def data_of(text: str) -> Any:
-    """A document's data.
+    """The data of a document.
 
     Raises:
-        yaml.YAMLError: as of `nodes_of`, or a value is not what its tag says.
-        RecursionError: it is nested too deeply.
+        yaml.YAMLError: as for `nodes_of`, or a value does not match its tag.
+        RecursionError: the document is nested too deeply.
     """
     root = nodes_of(text)
     if root is None:
@@ -119,7 +119,7 @@ def data_of(text: str) -> Any:
 
 
 def _check_aliases(root: yaml.Node) -> None:
-    """See that written out it would not be much longer. Each node is looked at once, those inside of it before it."""
+    """Check the size with expanded aliases. Each node is visited once, after its children."""
     sizes: dict[int, int] = {}
     opened: set[int] = set()
     waiting = [root]
@@ -135,10 +135,10 @@ def _check_aliases(root: yaml.Node) -> None:
             opened.add(place)
             for part in inside:
                 if id(part) in opened and id(part) not in sizes:
-                    _refuse("an alias stands inside of what it stands for", part)
+                    _refuse("an alias contains itself", part)
             waiting += inside
     if sizes[id(root)] > len(sizes) + MOST_FROM_ALIASES:
-        _refuse(f"aliases that stand for more than {MOST_FROM_ALIASES} values: write less with them", root)
+        _refuse(f"aliases expand to more than {MOST_FROM_ALIASES} values: use fewer aliases", root)
 
 
 def _inside(node: yaml.Node) -> list[yaml.Node]:

@@ -1,4 +1,4 @@
-"""Baselines: the range that each statistic took in earlier sound runs of the same program.
+"""Baselines: the range of each statistic in earlier healthy runs of the same program.
 
 A finished run is reduced to a `BaselineRun`. At least `MIN_RUNS` summaries make a `Baseline`, which `unlike_earlier_runs` compares
 a later run with::
@@ -46,12 +46,12 @@ MAX_TENSORS = 500
 MAX_PHASES = 40
 
 _MARGIN_OCTAVES = 1.0
-"""A value within a factor of two of what was seen is never a deviation."""
+"""A value within a factor of two of the earlier values is never a deviation."""
 
 _LINEAR_MARGIN = 0.5
 
 _MIN_ELEMENTS = 16
-"""Fewest elements of a tensor whose rms is compared: with fewer, as of the bias of one output, it is set by the seed."""
+"""Fewest elements of a tensor for which the rms is compared; with fewer, as in the bias of one output, the seed determines it."""
 
 Statistic = Literal["mean", "rms"]
 Span = Annotated[tuple[float, float], Field(description="The lowest and the highest value.")]
@@ -65,7 +65,7 @@ BASELINE_COLLECTIONS: tuple[tuple[str, Statistic], ...] = (
     (BIASES, "rms"),
     (UPDATES, "rms"),
 )
-"""Collections with a baseline, and the statistic of each, those that are judged first where there are too many tensors."""
+"""Collections with a baseline and their statistics. If there are too many tensors, the first collections take precedence."""
 
 
 class _Model(BaseModel):
@@ -76,9 +76,9 @@ class BaselineTensor(_Model):
     """A tensor of one run.
 
     Attributes:
-        shape: of the tensor.
-        statistic: which statistic the spans are of.
-        phases: the 5 % and the 95 % quantile of each phase; None where nothing was recorded.
+        shape: the shape of the tensor.
+        statistic: the statistic that the spans describe.
+        phases: the 5 % and the 95 % quantile of each phase; None if nothing was recorded.
     """
 
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class BaselineTensor(_Model):
 
 
 class BaselineRun(_Model):
-    """A run, by its tensors."""
+    """The summary of a run, by tensor."""
 
     tensors: dict[str, BaselineTensor] = Field({}, max_length=MAX_TENSORS)
 
@@ -96,10 +96,10 @@ class TensorBaseline(_Model):
     """The range of a tensor's statistic.
 
     Attributes:
-        shape: of the tensor; another shape is another model, which the range says nothing about.
-        statistic: which statistic the range is of.
-        phases: the lowest and the highest value of each phase that is no deviation; None where fewer than `MIN_RUNS` runs
-            recorded the tensor.
+        shape: the shape of the tensor. The range does not apply to a tensor of another shape, which belongs to another model.
+        statistic: the statistic that the range describes.
+        phases: the lowest and the highest value of each phase that is not a deviation; None if fewer than `MIN_RUNS` runs recorded
+            the tensor.
     """
 
     shape: tuple[int, ...]
@@ -111,8 +111,8 @@ class Baseline(_Model):
     """The ranges of all tensors.
 
     Attributes:
-        runs: names of the runs that it was made of.
-        tensors: by name.
+        runs: names of the runs in the baseline.
+        tensors: the baselines of the tensors, by name.
     """
 
     runs: tuple[str, ...] = Field((), max_length=MAX_RUNS)
@@ -132,20 +132,20 @@ def phase_of(steps: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def statistic_of(info: TensorInfo) -> Statistic | None:
-    """The statistic of a tensor that baselines hold; None where they hold none."""
+    """The statistic of a tensor in baselines; None if baselines do not include the tensor."""
     return next((statistic for name, statistic in BASELINE_COLLECTIONS if name in info.collections), None)
 
 
 def merge_summaries(summaries: Mapping[str, BaselineRun]) -> Baseline | None:
-    """The ranges that sound runs have in common, widened by a margin; None for fewer than `MIN_RUNS` runs.
+    """The ranges of healthy runs, widened by a margin; None for fewer than `MIN_RUNS` runs.
 
-    Of positive statistics the margin is a factor: two, or the factor between the lowest and the highest value where that is more.
-    Of others it is half of the largest magnitude, or the distance between the lowest and the highest value where that is more.
-    Both are our choice: a new run is the fourth of a family of which three were seen, and the largest of four differs from the
-    largest of three by less than their range.
+    For positive statistics the margin is a factor: two, or the ratio of the highest to the lowest value if that is larger. For others it
+    is half of the largest magnitude, or the difference between the highest and the lowest value if that is larger. Both are our choice:
+    with three earlier runs, the new run is the fourth of a family, and the maximum of four differs from the maximum of three by less
+    than their range.
 
     Args:
-        summaries: by the run's name, newest first; `MAX_RUNS` of them count.
+        summaries: summaries by the run's name, newest first; the first `MAX_RUNS` are used.
     """
     newest = dict(list(summaries.items())[:MAX_RUNS])
     if len(newest) < MIN_RUNS:
@@ -153,7 +153,7 @@ def merge_summaries(summaries: Mapping[str, BaselineRun]) -> Baseline | None:
     names = dict.fromkeys(name for summary in newest.values() for name in summary.tensors)
     tensors = {}
     for name in list(names)[:MAX_TENSORS]:
-        # The newest run decides the shape: the program may have changed.
+        # The newest run determines the shape, because the program may have changed.
         own = [summary.tensors[name] for summary in newest.values() if name in summary.tensors]
         own = [
             tensor for tensor in own if (tensor.shape, tensor.statistic) == (own[0].shape, own[0].statistic)
@@ -188,10 +188,10 @@ class CatalogueRanges:
     """The ranges of the tensors of a catalogue.
 
     Attributes:
-        spans: float64 of shape (tensors, phases + 1, 2): the lowest and the highest value that is no deviation. NaN where the
-            baseline has none, as in the last phase, which stands for all steps beyond the baseline.
-        of_mean: whether the range is of the mean and not of the rms, bool of shape (tensors,).
-        scale: the largest magnitude of a tensor's ranges in any phase, float64 of shape (tensors,); 0 where there are none.
+        spans: float64 of shape (tensors, phases + 1, 2): the lowest and the highest value that is not a deviation. NaN if the baseline
+            has none, as in the last phase, which represents all steps beyond the baseline.
+        of_mean: whether the range describes the mean instead of the rms, bool of shape (tensors,).
+        scale: the largest magnitude of a tensor's ranges in any phase, float64 of shape (tensors,); 0 if there are none.
     """
 
     spans: Floats
@@ -200,7 +200,7 @@ class CatalogueRanges:
 
 
 def ranges_of(baseline: Baseline, catalogue: Sequence[TensorInfo]) -> CatalogueRanges:
-    """The ranges of each tensor of a catalogue whose shape is that of the baseline, but for the rms of a few elements."""
+    """The ranges of each tensor of a catalogue with the shape in the baseline, except for the rms of very small tensors."""
     phases = max((len(tensor.phases) for tensor in baseline.tensors.values()), default=0)
     spans = np.full((len(catalogue), phases + 1, 2), np.nan)
     of_mean = np.zeros(len(catalogue), np.bool_)

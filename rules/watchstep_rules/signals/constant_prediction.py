@@ -109,14 +109,14 @@ def _places(found: list[Baselines], steps: NDArray[np.int64]) -> list[int]:
 
 def _with(state: LabelState, block: Block, row: int) -> LabelState:
     names = tuple(sorted({*state.names, block.info(row).name}))
-    held = block.statistics
-    count = int(held.finite[row])
+    statistics = block.statistics
+    count = int(statistics.finite[row])
     if len(names) > 1 or not count:
         return LabelState(names=names) if len(names) > 1 else state
     total = state.count + count
-    apart = float(held.mean[row]) - state.mean
+    apart = float(statistics.mean[row]) - state.mean
     mean = state.mean + apart * count / total
-    m2 = state.m2 + float(held.m2[row]) + apart * apart * state.count * count / total
+    m2 = state.m2 + float(statistics.m2[row]) + apart * apart * state.count * count / total
     classes = _of_classes(block, row)
     measured = None if "int" in block.info(row).dtype else (m2 / total,) if m2 > 0 else ()
     last, least = (measured, measured or ()) if classes is None else classes
@@ -129,7 +129,7 @@ def _with(state: LabelState, block: Block, row: int) -> LabelState:
         last=last if enough else state.last,
         least=least if enough else state.least,
         batches=state.batches + 1,
-        within=state.within + float(held.m2[row]),
+        within=state.within + float(statistics.m2[row]),
     )
 
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading import queries
-from watchstep.reading.columns import Columns, Want
+from watchstep.reading.columns import Columns, Selection
 from watchstep.reading.run import Run
 
 STATISTICS = ("mean", "rms", "abs_max", "nonfinite_share")
@@ -66,10 +66,10 @@ class Deviation(BaseModel):
 
     tensor: str
     statistic: str = Field(
-        description="mean, rms, abs_max or nonfinite_share: the one of this tensor that deviates most."
+        description="The statistic of this tensor that deviates most: mean, rms, abs_max or nonfinite_share."
     )
     worker: int = Field(description="The worker whose values deviate most.")
-    step: int = Field(description="The first recorded step from the step that was asked for.")
+    step: int = Field(description="The first recorded step at or after the requested step.")
     value: float = Field(description="The value at that step.")
     low: float = Field(
         description="The lower end of the usual range: three spreads below the expected value."
@@ -78,7 +78,7 @@ class Deviation(BaseModel):
         description="The upper end of the usual range: three spreads above the expected value."
     )
     spreads: float = Field(
-        description="How many spreads the value is from the expected one; at most 1,000,000."
+        description="Distance of the value from the expected value in spreads; at most 1,000,000."
     )
 
     def as_line(self) -> str:
@@ -92,12 +92,12 @@ class Deviation(BaseModel):
 
 @dataclass(frozen=True)
 class RunDeviations:
-    """What `read_deviations` finds.
+    """The result of `read_deviations`.
 
     Attributes:
-        deviations: the most unusual first.
-        tensors_left_out: tensors that were not compared, for there are too many.
-        superseded: whether a later attempt did the step again, so that the attempt's own values are not read any more.
+        deviations: deviations, the most unusual first.
+        tensors_left_out: number of tensors that were not compared because there are too many.
+        superseded: whether a later attempt repeated the step, so that the values of this attempt are no longer read.
     """
 
     deviations: list[Deviation]
@@ -151,7 +151,7 @@ def read_deviations(run: Run, attempt: str, step: int) -> RunDeviations:
     if any(located.object.first <= step for name in later for located in run.index.objects(name)):
         return RunDeviations([], superseded=True)
     infos = run.index.tensors()
-    onset = Want((), None, step, step + ONSET_STEPS - 1)
+    onset = Selection((), None, step, step + ONSET_STEPS - 1)
     seen = run.index.consistently(partial(run.index.collect, onset))
     workers = max(1, len(np.unique(seen["worker"])))
     chosen = sorted(infos, key=_order)[: max(1, _MAX_SERIES // workers)]
@@ -159,7 +159,7 @@ def read_deviations(run: Run, attempt: str, step: int) -> RunDeviations:
     columns: Columns = {}
     for length in _READ_STEPS:
         first = max(0, step - min(length, max(MAX_STEPS, _MAX_ROWS // (len(chosen) * workers or 1))))
-        want = Want((), wanted, first, step + ONSET_STEPS - 1)
+        want = Selection((), wanted, first, step + ONSET_STEPS - 1)
         columns = run.index.consistently(partial(queries.columns_of, run.index, STATISTICS, want, merge=True))
         if first == 0 or len(np.unique(columns["step"])) >= _FEWEST_FOR_READ:
             break

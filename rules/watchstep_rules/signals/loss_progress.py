@@ -34,11 +34,11 @@ _TRAIN = MODES.index("train")
 
 
 class RateChange(BaseModel):
-    """A learning rate that became at least three times as large, or a third, from one value to the next.
+    """An abrupt change of a learning rate: by a factor of at least three from one value to the next.
 
     Attributes:
-        name: the metric; of several that changed at one step the one that changed most.
-        step: of the first update with the new value.
+        name: the metric; of several that changed at one step, the one with the largest change.
+        step: the step of the first update with the new value.
         before: the value before.
         after: the new value.
     """
@@ -52,21 +52,21 @@ class RateChange(BaseModel):
 
     @property
     def words(self) -> str:
-        """To follow a finding's message."""
+        """The change as a suffix of a finding's message."""
         verb = "fell" if self.after < self.before else "rose"
         return f"; {self.name} {verb} from {self.before:.3g} to {self.after:.3g} at step {self.step}"
 
     @classmethod
-    def said_in(cls, message: str) -> RateChange | None:
-        """The change that a finding's message ends with; None where it names none."""
-        found = _WORDS.search(message)
-        if found is None:
+    def parse(cls, message: str) -> RateChange | None:
+        """The change at the end of a finding's message; None if there is none."""
+        match = _WORDS.search(message)
+        if match is None:
             return None
         try:
-            before, after = float(found["before"]), float(found["after"])
+            before, after = float(match["before"]), float(match["after"])
         except ValueError:
             return None
-        return cls(name=found["name"], step=int(found["step"]), before=before, after=after)
+        return cls(name=match["name"], step=int(match["step"]), before=before, after=after)
 
 
 class Rates(BaseModel):
@@ -82,7 +82,7 @@ def follow_rates(rates: Rates, block: Block) -> tuple[Rates, list[RateChange]]:
     """Follow the learning rates through a block of whole steps.
 
     Returns:
-        What is to be kept, and the abrupt changes, by step: the one before the block first. Of several workers the lowest counts.
+        The rates after the block, and the abrupt changes by step, starting with the last one before the block. The lowest worker counts.
     """
     rows = np.flatnonzero(
         rows_where(block, _is_rate) & (block.mode == _TRAIN) & (block.statistics.finite > 0)
@@ -91,14 +91,14 @@ def follow_rates(rates: Rates, block: Block) -> tuple[Rates, list[RateChange]]:
     if not len(rows):
         return rates, changes
     last = dict(rates.last)
-    held = block.statistics
+    statistics = block.statistics
     lowest: dict[tuple[int, str], float] = {}
     for row in rows[np.lexsort((block.worker[rows], block.step[rows]))].tolist():
-        lowest.setdefault((int(block.step[row]), block.info(row).name), float(held.mean[row]))
+        lowest.setdefault((int(block.step[row]), block.info(row).name), float(statistics.mean[row]))
     for (step, name), value in sorted(lowest.items()):
         before = last.get(name, value)
         last[name] = value
-        # A rate that rises from zero begins to warm up.
+        # A rate that rises from zero is a warm-up.
         if (
             min(before, value) < 0
             or before == 0
@@ -116,8 +116,8 @@ def follow_rates(rates: Rates, block: Block) -> tuple[Rates, list[RateChange]]:
 
 
 def last_before(changes: list[RateChange], step: int, within: int) -> RateChange | None:
-    """The last change up to a step, if it lies at most so many steps before."""
-    change = next((one for one in reversed(changes) if one.step <= step), None)
+    """The last change up to a step, if it is at most ``within`` steps before."""
+    change = next((change for change in reversed(changes) if change.step <= step), None)
     return change if change is not None and step - change.step <= within else None
 
 
@@ -136,13 +136,13 @@ _NEWEST = 3
 
 
 class LossProgress(NamedTuple):
-    """A loss so far.
+    """The progress of a loss so far.
 
     Attributes:
-        seen: finite values, counted up to the first few.
-        first: mean of the first few.
-        smooth: exponentially weighted mean over about the last ten.
-        newest: sizes of the last three, the newest last.
+        seen: number of finite values, up to the first few.
+        first: mean of the first few values.
+        smooth: exponentially weighted mean over about the last ten values.
+        newest: magnitudes of the last three values, the newest last.
     """
 
     seen: int = 0
@@ -151,7 +151,7 @@ class LossProgress(NamedTuple):
     newest: tuple[float, ...] = ()
 
     def after(self, value: float) -> LossProgress:
-        """With one more finite value."""
+        """Add a finite value."""
         newest = (*self.newest, abs(value))[-_NEWEST:]
         if self.seen < _FIRST:
             mean = (self.first * self.seen + value) / (self.seen + 1)
@@ -160,14 +160,14 @@ class LossProgress(NamedTuple):
 
     @property
     def low(self) -> float:
-        """What the loss has come down to: its mean, or the largest of the last three where that is less.
+        """The current level of the loss: its mean, or the largest of the last three values if that is less.
 
-        The mean lags: a loss that falls by ten at each step (full batches, second-order optimizers) is long gone from it.
+        The mean lags far behind a loss that falls by a factor of ten at each step (full batches, second-order optimizers).
         """
         return min(abs(self.smooth), max(self.newest, default=math.inf))
 
     def converged(self, share: float) -> bool:
-        """Whether the loss has come down to a share of what it was at first."""
+        """Whether the loss has fallen to a share of its first values."""
         return self.seen > 0 and self.low <= share * abs(self.first)
 
 
@@ -176,9 +176,9 @@ class Courses(NamedTuple):
 
     Attributes:
         known: whether there has been a loss, bool of shape (steps,).
-        names: of the losses.
-        low: of each loss what it has come down to, shape (steps,), infinite before its first value.
-        first: of each loss the mean of the first few, shape (steps,).
+        names: names of the losses.
+        low: the level of each loss, shape (steps,); infinite before its first value.
+        first: the mean of the first few values of each loss, shape (steps,).
     """
 
     known: NDArray[np.bool_]
@@ -187,19 +187,19 @@ class Courses(NamedTuple):
     first: list[Floats]
 
     def any_converged(self, share: float) -> NDArray[np.bool_]:
-        """Whether some loss has come down to a share of what it was at first, by step."""
-        found = np.zeros(len(self.known), np.bool_)
+        """Whether some loss has fallen to a share of its first values, by step."""
+        converged = np.zeros(len(self.known), np.bool_)
         for low, first in zip(self.low, self.first, strict=True):
-            found |= low <= share * np.abs(first)
-        return found
+            converged |= low <= share * np.abs(first)
+        return converged
 
     def any_named(self, chosen: Callable[[str], bool]) -> NDArray[np.bool_]:
-        """Whether there has been a loss whose name is chosen, by step."""
-        found = np.zeros(len(self.known), np.bool_)
+        """Whether there has been a loss with a chosen name, by step."""
+        exists = np.zeros(len(self.known), np.bool_)
         for name, low in zip(self.names, self.low, strict=True):
             if chosen(name):
-                found |= np.isfinite(low)
-        return found
+                exists |= np.isfinite(low)
+        return exists
 
 
 def follow_loss(
@@ -208,12 +208,12 @@ def follow_loss(
     """Follow the losses of a block.
 
     Args:
-        kept: of each loss, by ``loss@worker``.
+        kept: the progress of each loss before the block, by ``loss@worker``.
         block: rows by step.
-        numbers: the number of each row's step, ascending.
+        numbers: the index of each row's step, ascending.
 
     Returns:
-        What is to be kept of each loss, and how they go from step to step.
+        The progress of each loss after the block, and their courses over its steps.
     """
     steps = int(numbers[-1]) + 1 if len(numbers) else 0
     rows = np.flatnonzero(rows_where(block, has_role, "loss"))

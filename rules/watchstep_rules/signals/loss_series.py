@@ -112,10 +112,10 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
 
 
 def _losses(block: Block, rows: NDArray[np.intp]) -> Floats:
-    held = block.statistics
-    nonfinite = held.nan[rows] + held.pos_inf[rows] + held.neg_inf[rows]
-    whole = (held.count[rows] > nonfinite) & (nonfinite == 0)
-    return np.where(whole, held.mean[rows], np.nan)
+    statistics = block.statistics
+    nonfinite = statistics.nan[rows] + statistics.pos_inf[rows] + statistics.neg_inf[rows]
+    whole = (statistics.count[rows] > nonfinite) & (nonfinite == 0)
+    return np.where(whole, statistics.mean[rows], np.nan)
 
 
 def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:

@@ -1,4 +1,4 @@
-"""Rows by series (tensor, worker and mode) over whole columns: earlier rows, consecutive rows, flags, and merged shards."""
+"""Rows by series (tensor, worker and mode), computed over whole columns: earlier rows, consecutive rows, flags, and merged shards."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 @dataclass(frozen=True)
 class SeriesRows:
-    """n rows by k series.
+    """n rows grouped into k series.
 
     Attributes:
-        names: of the series: ``tensor@worker``, and ``/mode`` where modes are told apart.
-        series: that of each row, an index into ``names``, shape (n,).
-        order: rows, those of one series together, as they came, shape (n,).
-        starts: where in ``order`` each series begins, shape (k,).
+        names: names of the series: ``tensor@worker``, or ``tensor@worker/mode``.
+        series: the series of each row, an index into ``names``, shape (n,).
+        order: rows grouped by series, in order of arrival within a series, shape (n,).
+        starts: the index in ``order`` at which each series begins, shape (k,).
     """
 
     names: list[str]
@@ -35,74 +35,75 @@ class SeriesRows:
 
     @classmethod
     def of(cls, block: Block, *, by_mode: bool = False) -> SeriesRows:
-        """The rows of a block."""
+        """Group the rows of a block."""
         key = sort_key(block.tensor, block.worker, *([block.mode] if by_mode else []))
         series, count = _dense(key)
-        # Numbers of two bytes are sorted by digits, in one pass or two.
+        # NumPy sorts 16-bit integers with a radix sort, in one or two passes.
         order = np.argsort(series.astype(np.uint16) if count < 2**16 else series, kind="stable")
         starts = np.searchsorted(series[order], np.arange(count))
         first = order[starts]
-        of = [block.catalogue[tensor].name for tensor in block.tensor[first].tolist()]
-        names = [f"{name}@{worker}" for name, worker in zip(of, block.worker[first].tolist(), strict=True)]
+        tensors = [block.catalogue[tensor].name for tensor in block.tensor[first].tolist()]
+        workers = block.worker[first].tolist()
+        names = [f"{name}@{worker}" for name, worker in zip(tensors, workers, strict=True)]
         if by_mode:
             modes = [MODES[mode] for mode in block.mode[first].tolist()]
             names = [f"{name}/{mode}" for name, mode in zip(names, modes, strict=True)]
         return cls(names, series, order, starts)
 
     def before(self, values: NDArray[_Number], first: NDArray[_Number] | bool | float) -> NDArray[_Number]:
-        """What the row before of the same series has.
+        """For each row the value of the previous row of its series.
 
         Args:
-            values: of each row, shape (n,).
-            first: what the first row of each series gets: of each series, shape (k,), or one for all.
+            values: the values of the rows, shape (n,).
+            first: the result for the first row of each series: shape (k,), or one value for all.
         """
         if not len(values):
             return values
         ordered = values[self.order]
         earlier = np.concatenate([ordered[:1], ordered[:-1]])
         earlier[self.starts] = first
-        held = np.empty_like(values)
-        held[self.order] = earlier
-        return held
+        previous = np.empty_like(values)
+        previous[self.order] = earlier
+        return previous
 
     def last(self, values: NDArray[Any]) -> list[Any]:
-        """What the last row of each series has."""
+        """The value of the last row of each series."""
         ends = np.concatenate([self.starts[1:], [len(self.order)]]) - 1
-        found: list[Any] = values[self.order[ends]].tolist() if len(self.names) else []
-        return found
+        last: list[Any] = values[self.order[ends]].tolist() if len(self.names) else []
+        return last
 
     def rows(self) -> list[NDArray[np.intp]]:
-        """The rows of each series, as they came."""
+        """The rows of each series, in order of arrival."""
         return np.split(self.order, self.starts[1:]) if self.names else []
 
 
 def _dense(key: NDArray[np.int64]) -> tuple[NDArray[np.intp], int]:
-    """The keys as numbers 0 … k - 1 in the same order, and k."""
+    """The keys as ranks 0 … k - 1, and k."""
     if not len(key):
         return key.astype(np.intp), 0
     span = int(key.max()) + 1
     if span > 4 * len(key) + 2**16:
-        found, number = np.unique(key, return_inverse=True)
-        return number.astype(np.intp), len(found)
-    there = np.zeros(span, np.bool_)
-    there[key] = True
-    number = np.cumsum(there) - 1
-    return number[key], int(number[-1]) + 1
+        distinct, rank = np.unique(key, return_inverse=True)
+        return rank.astype(np.intp), len(distinct)
+    is_used = np.zeros(span, np.bool_)
+    is_used[key] = True
+    rank = np.cumsum(is_used) - 1
+    return rank[key], int(rank[-1]) + 1
 
 
 Column = Callable[[Block], NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Trail:
-    """Rows of a block behind those of its context, each series by itself.
+class LaggedRows:
+    """Access to earlier rows of each series: the rows of a block after those of its context.
 
     Attributes:
-        context: earlier rows, as the contract gives them.
+        context: earlier rows.
         block: n rows to judge.
-        order: rows of context and block, those of a series together, as they came.
-        place: where in ``order`` each row of the block stands, int64 of shape (n,).
-        start: where in ``order`` its series begins.
+        order: rows of context and block, grouped by series, in order of arrival within a series.
+        place: the index in ``order`` of each row of the block, int64 of shape (n,).
+        start: the index in ``order`` at which its series begins.
     """
 
     context: Block
@@ -112,10 +113,10 @@ class Trail:
     start: NDArray[np.int64]
 
     @classmethod
-    def of(cls, context: Block, block: Block) -> Trail:
-        """Behind these rows of the context, those of the block."""
-        known = {info.name: index for index, info in enumerate(block.catalogue)}
-        tensor = np.array([known.get(info.name, -1) for info in context.catalogue], np.int64)
+    def of(cls, context: Block, block: Block) -> LaggedRows:
+        """The rows of a context followed by those of a block."""
+        index_of = {info.name: index for index, info in enumerate(block.catalogue)}
+        tensor = np.array([index_of.get(info.name, -1) for info in context.catalogue], np.int64)
         past = context.series_key()
         if len(context):
             past = (tensor[context.tensor] << 32) | (past & 0xFFFFFFFF)
@@ -126,59 +127,59 @@ class Trail:
         start = np.searchsorted(key[order], key, side="left")
         return cls(context, block, order, place[len(context) :], start[len(context) :])
 
-    def at(self, rows: NDArray[np.intp]) -> Trail:
-        """Behind some rows of the block alone."""
+    def at(self, rows: NDArray[np.intp]) -> LaggedRows:
+        """The same for some rows of the block."""
         return replace(self, place=self.place[rows], start=self.start[rows])
 
     def column(self, figure: Column) -> Floats:
-        """A figure of the context's rows and of the block's, one after the other, as `back` takes it."""
+        """A figure of the context's rows followed by the block's, as an argument of `lag`."""
         return np.concatenate([figure(self.context), figure(self.block)]).astype(np.float64)
 
-    def back(self, column: Floats, rows: int) -> Floats:
-        """Of each row of the block, what stood so many rows before it in its series; NaN where there is none."""
+    def lag(self, column: Floats, rows: int) -> Floats:
+        """For each row of the block, the value ``rows`` rows earlier in its series; NaN if there is no such row."""
         at = self.place - rows
-        held = np.full(len(at), np.nan)
-        there = at >= self.start
-        held[there] = column[self.order[at[there]]]
-        return held
+        values = np.full(len(at), np.nan)
+        exists = at >= self.start
+        values[exists] = column[self.order[at[exists]]]
+        return values
 
 
 def in_a_row(
     context: Block, block: Block, hit: Callable[[Block], NDArray[np.bool_]], records: int
 ) -> NDArray[np.bool_]:
-    """Whether so many records in a row, a row's own the last, are hits; bool of shape (n,).
+    """Whether the last ``records`` records up to and including a row are all hits; bool of shape (n,).
 
     Args:
         context: earlier rows; the rule's lookback must be at least ``records - 1``.
         block: n rows.
-        hit: of each row of a block, whether it is one.
-        records: how many, at least 1.
+        hit: returns for each row of a block whether it is a hit.
+        records: number of records, at least 1.
     """
-    if not hit(block).any():  # as nearly always
+    if not hit(block).any():  # the usual case
         return np.zeros(len(block), np.bool_)
-    trail = Trail.of(context, block)
-    column = trail.column(hit)
-    found = np.ones(len(block), np.bool_)
-    for back in range(records):
-        found &= trail.back(column, back) > 0
-    return found
+    lagged = LaggedRows.of(context, block)
+    column = lagged.column(hit)
+    result = np.ones(len(block), np.bool_)
+    for rows in range(records):
+        result &= lagged.lag(column, rows) > 0
+    return result
 
 
 def probe(block: Block, name: str) -> Floats:
-    """A column of probes; NaN where the block has none."""
+    """A column of probes; NaN if the block does not have it."""
     column = block.probes.get(name)
     return np.full(len(block), np.nan) if column is None else column
 
 
 def whole_steps(block: Block) -> list[NDArray[np.intp]]:
-    """Rows of each step in train mode, steps ascending, rows in their order."""
+    """The rows of each step in train mode, steps ascending, rows of a step in their order."""
     rows = np.flatnonzero(block.mode == 0)
     rows = rows[np.argsort(block.step[rows], kind="stable")]
     return [part for part in np.split(rows, np.flatnonzero(np.diff(block.step[rows])) + 1) if len(part)]
 
 
 def in_training(block: Block) -> Block:
-    """The rows in train mode, steps ascending, rows of a step in their order; the block itself where it is so."""
+    """The rows in train mode, steps ascending, rows of a step in their order; the block itself if nothing changes."""
     if bool((block.mode == 0).all()) and bool((np.diff(block.step) >= 0).all()):
         return block
     rows = np.flatnonzero(block.mode == 0)
@@ -186,63 +187,62 @@ def in_training(block: Block) -> Block:
 
 
 def step_numbers(block: Block) -> NDArray[np.intp]:
-    """Of each row the number of its step among those of the block, from 0; steps ascend."""
+    """The index of each row's step among the block's steps, from 0; steps must ascend."""
     if not len(block):
         return np.empty(0, np.intp)
     return np.concatenate([[0], np.cumsum(np.diff(block.step) != 0)])
 
 
 class Flags:
-    """A yes or no by mode that holds from the step at which it was seen until another is."""
+    """A boolean per mode that changes over the steps; each value applies from its step to the next one."""
 
     def __init__(self, before: dict[str, bool]) -> None:
         self.last = dict(before)
         self._before = before
-        self._seen: dict[str, tuple[list[int], list[bool]]] = {}
+        self._changes: dict[str, tuple[list[int], list[bool]]] = {}
 
-    def seen_at(self) -> list[tuple[str, int]]:
-        """Modes and steps at which it was yes."""
+    def true_at(self) -> list[tuple[str, int]]:
+        """Modes and steps at which the flag was set to true."""
         return [
             (mode, step)
-            for mode, (steps, flags) in self._seen.items()
+            for mode, (steps, flags) in self._changes.items()
             for step, flag in zip(steps, flags, strict=True)
             if flag
         ]
 
-    def see(self, mode: str, step: int, *, flag: bool) -> None:
-        """Steps ascend; of one step the last counts."""
-        steps, flags = self._seen.setdefault(mode, ([], []))
+    def record(self, mode: str, step: int, *, flag: bool) -> None:
+        """Set the flag from a step on. Steps must ascend; the last call for a step counts."""
+        steps, flags = self._changes.setdefault(mode, ([], []))
         steps.append(step)
         flags.append(flag)
         self.last[mode] = flag
 
     def at(self, mode: str, step: int) -> bool:
-        """As of a step, its own included."""
-        steps, flags = self._seen.get(mode, ([], []))
+        """The flag at a step, including changes at that step."""
+        steps, flags = self._changes.get(mode, ([], []))
         place = bisect_right(steps, step)
         return flags[place - 1] if place else self._before.get(mode, False)
 
 
 def both(before: dict[str, bool], risen: Flags, overwritten: Flags) -> Flags:
-    """Whether there was a step with both so far."""
+    """Whether there has been a step at which both flags were true."""
     flags = Flags(before)
-    for mode, step in risen.seen_at():
+    for mode, step in risen.true_at():
         if overwritten.at(mode, step):
-            flags.see(mode, step, flag=True)
+            flags.record(mode, step, flag=True)
     return flags
 
 
 _FLAGS = ("changed", "was_optimized", "optimized_share", "after_optimized", "weight_optimized")
-"""Probes of parameters that no optimizer holds: what holds of one shard holds of the parameter."""
+"""Probes of parameters in no optimizer that are true for the parameter if they are true for one shard."""
 
 
 def merge_shards(block: Block) -> Block:
-    """Merge the shards of each (step, mode, tensor, replica, stage); replicas and whole tensors stay as they are.
+    """Merge the shards of each (step, mode, tensor, replica, stage); replicas and whole tensors are unchanged.
 
-    Workers merge in ascending order, whatever order they arrived in. The merged row takes the number of its replica as
-    its worker, so that it belongs to the same series whichever of its shards are there, and the latest time. Of probes it has
-    those of `_FLAGS`, the largest of all shards; others do not merge. The result is in canonical order, and makes its columns when
-    they are read.
+    Workers merge in ascending order, independent of the order of arrival. The worker of a merged row is the number of its replica, so
+    that the row belongs to the same series whichever shards are present; its time is the latest. Probes in `_FLAGS` take the maximum of
+    all shards; other probes are dropped. The result is in canonical order and computes its columns on access.
     """
     sharded = block.places.shard_count > 1
     if not sharded.any():

@@ -1,6 +1,6 @@
 """Selection of tensors: by role, by name pattern and by kind of layer, computed once for each catalogue.
 
-The same catalogue object occurs in one evaluation after another, so `CatalogueCache` computes what follows from it once. Name patterns
+The same catalogue object occurs in many evaluations, so `CatalogueCache` computes derived values once. Name patterns
 use RE2, which matches in time linear in the name for every pattern; Python's ``re`` can take years over thirty characters and holds the
 interpreter lock meanwhile. See https://github.com/google/re2/wiki/Syntax.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _CATALOGUES = 64
 _MOST_BYTES = 256 * 1024 * 1024
-"""Of memory for the catalogues: a segment of some kilobytes can bring one of a hundred megabytes."""
+"""Limit of memory for the catalogues: a segment of a few kilobytes can contain a catalogue of a hundred megabytes."""
 
 
 @dataclass
@@ -36,11 +36,11 @@ class _Entry(Generic[T]):
     values: dict[Hashable, T] = field(default_factory=dict)
 
 
-class OfCatalogue(Generic[T]):
-    """Values by catalogue and a further key, of the catalogues that came last. Thread-safe.
+class CatalogueCache(Generic[T]):
+    """A cache of values by catalogue and a further key, for the most recently used catalogues. Thread-safe.
 
-    A catalogue is known by being the same object: comparing or hashing hundreds of descriptions costs more than most of
-    what is asked of them. They stay in memory up to a total size; values of one that alone takes half of it are made each time.
+    A catalogue is identified by object identity, because comparing or hashing hundreds of descriptions costs more than most of the
+    values. The total size is bounded; values of a catalogue that takes more than half of it are computed on each call.
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
@@ -50,7 +50,7 @@ class OfCatalogue(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self, catalogue: tuple[TensorInfo, ...], key: Hashable, make: Callable[[], T]) -> T:
-        """The value for a catalogue and a key, made where there is none."""
+        """The value for a catalogue and a key; ``make`` is called if it is not cached."""
         with self._lock:
             entry = self._entries.get(id(catalogue))
             if entry is None or entry.catalogue is not catalogue:
@@ -67,7 +67,7 @@ class OfCatalogue(Generic[T]):
         entry: _Entry[T] = _Entry(catalogue, sum(info.memory for info in catalogue))
         if 2 * entry.bytes > self._most:
             return entry
-        # Holding the catalogue keeps its id from being given to another.
+        # The reference to the catalogue keeps its id from being reused.
         self._entries[id(catalogue)] = entry
         self._bytes += entry.bytes
         while len(self._entries) > _CATALOGUES or self._bytes > self._most:
@@ -76,31 +76,33 @@ class OfCatalogue(Generic[T]):
         return entry
 
 
-_flags: OfCatalogue[NDArray[np.bool_]] = OfCatalogue()
+_flags: CatalogueCache[NDArray[np.bool_]] = CatalogueCache()
 
 
 def tensors_where(
-    catalogue: tuple[TensorInfo, ...], holds: Callable[..., Any], *more: Hashable
+    catalogue: tuple[TensorInfo, ...], predicate: Callable[..., Any], *arguments: Hashable
 ) -> NDArray[np.bool_]:
-    """A flag for each tensor of a catalogue, bool of shape (tensors,); not to be changed.
+    """A flag for each tensor of a catalogue, bool of shape (tensors,); the result is cached and must not be changed.
 
     Args:
         catalogue: the tensors.
-        holds: called with a tensor and ``more``; a function of a module, for what it said is remembered by it.
-        more: further arguments.
+        predicate: called with a tensor and ``arguments``. Pass a module-level function, because it is part of the cache key.
+        arguments: further arguments of the predicate.
     """
     return _flags.get(
-        catalogue, (holds, more), lambda: np.array([bool(holds(info, *more)) for info in catalogue], np.bool_)
+        catalogue,
+        (predicate, arguments),
+        lambda: np.array([bool(predicate(info, *arguments)) for info in catalogue], np.bool_),
     )
 
 
-def rows_where(block: Block, holds: Callable[..., Any], *more: Hashable) -> NDArray[np.bool_]:
-    """A flag for each row of a block, bool of shape (n,): those of its tensor, as `tensors_where` gives them."""
-    return tensors_where(block.catalogue, holds, *more)[block.tensor]
+def rows_where(block: Block, predicate: Callable[..., Any], *arguments: Hashable) -> NDArray[np.bool_]:
+    """A flag for each row of a block, bool of shape (n,): the flag of its tensor, as by `tensors_where`."""
+    return tensors_where(block.catalogue, predicate, *arguments)[block.tensor]
 
 
 def has_role(info: TensorInfo, *roles: str) -> bool:
-    """Whether a tensor has one of some roles."""
+    """Whether a tensor has one of the roles."""
     return info.role in roles
 
 
@@ -110,23 +112,23 @@ def is_matrix_of(info: TensorInfo, role: str) -> bool:
 
 
 LONGEST = 1000
-"""Characters of an expression."""
+"""Limit of characters in a pattern."""
 
 MOST_REPEATS = 1000
-"""Of ``x{n}``; RE2 takes no more, and takes a count that no integer holds as plain text."""
+"""Limit of ``n`` in ``x{n}``. RE2 allows no more, and treats a count that does not fit an integer as plain text."""
 
 _MEMORY = 1 << 20
-"""Bytes that one compiled expression may take."""
+"""Limit of bytes for one compiled pattern."""
 
 _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 _AROUND = re.compile(r"\(\?(?:[=!>]|<[=!])|\(\?P=|\(\?\(|\\[1-9]|invalid perl operator")
 
 
 def check(pattern: str) -> None:
-    """See that an expression can be used.
+    """Check that a pattern is valid.
 
     Raises:
-        ValueError: it is too long, or RE2 does not take it; the message says what to write instead.
+        ValueError: the pattern is too long or not valid in RE2; the message contains a hint.
     """
     if len(pattern) > LONGEST:
         raise ValueError(
@@ -135,20 +137,20 @@ def check(pattern: str) -> None:
         )
     if any(
         len(count.lstrip("0")) > len(str(MOST_REPEATS))
-        for found in _COUNT.findall(pattern)
-        for count in found
+        for counts in _COUNT.findall(pattern)
+        for count in counts
     ):
         raise ValueError(
-            f"not a regular expression: it repeats more than {MOST_REPEATS} times; write '*' or '+'"
+            f"not a valid regular expression: more than {MOST_REPEATS} repetitions; use '*' or '+'"
         )
     _compiled(pattern)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether an expression matches a name from its start.
+    """Whether a pattern matches a name from its start.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the pattern is not valid.
     """
     return _compiled(pattern).match(name.encode(errors="replace")) is not None
 
@@ -161,15 +163,15 @@ def _compiled(pattern: str) -> Any:
     try:
         return re2.compile(pattern.encode(), options)
     except UnicodeEncodeError as error:
-        raise ValueError("not a regular expression: half a surrogate pair stands in it") from error
+        raise ValueError("not a valid regular expression: it contains an unpaired surrogate") from error
     except re2.error as error:
-        raise ValueError(f"not a regular expression: {_in_words(error)}{_hint(pattern)}") from error
+        raise ValueError(f"not a valid regular expression: {_message(error)}{_hint(pattern)}") from error
 
 
-def _in_words(error: Exception) -> str:
-    """RE2 gives its messages as bytes."""
-    said = error.args[0] if error.args else "it cannot be read"
-    return said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+def _message(error: Exception) -> str:
+    """The message of an RE2 error, which is bytes."""
+    message = error.args[0] if error.args else "it cannot be parsed"
+    return message.decode(errors="replace") if isinstance(message, bytes) else str(message)
 
 
 def _hint(pattern: str) -> str:
@@ -177,36 +179,36 @@ def _hint(pattern: str) -> str:
         return "; write '\\z' for the end"
     if _AROUND.search(pattern):
         return (
-            "; the syntax is RE2's, without lookaheads and backreferences: use 'exclude' beside 'include', "
-            "or name both cases with '|'"
+            "; RE2 syntax has no lookarounds and backreferences: combine 'include' and 'exclude', "
+            "or list both cases with '|'"
         )
-    return "; the syntax is RE2's: put '\\' before a character that stands for itself"
+    return "; the syntax is RE2: escape a literal character with '\\'"
 
 
-_orders_of: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+_orders_of: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
 _WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN")
 
 
 def is_weighted(info: TensorInfo) -> bool:
-    """Whether the module multiplies its input by weights: linear, convolution, recurrent."""
+    """Whether the module multiplies its input by weights: linear, convolutional or recurrent."""
     kind = info.module_type.removeprefix("Lazy").removeprefix("NonDynamicallyQuantizable")
     return kind.startswith(_WEIGHTED)
 
 
-def is_normalisation(info: TensorInfo) -> bool:
+def is_normalization(info: TensorInfo) -> bool:
     """Whether the module normalises: ``BatchNorm2d``, ``LayerNorm``, ``LlamaRMSNorm``."""
     return "Norm" in info.module_type
 
 
 def orders(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
-    """Where in the model each tensor stands."""
+    """The position of each tensor's module in the model, int64 of shape (tensors,)."""
     return _orders_of.get(catalogue, "", lambda: np.array([info.order for info in catalogue], np.int64))
 
 
 class _LastLayer(NamedTuple):
     """The weighted layer that was computed last at each row's step and worker.
 
-    ``time_ns``: when, shape (n,); -1 where no weighted layer was recorded. ``order``: where in the model it stands, shape (n,).
+    ``time_ns``: its time, shape (n,); -1 if no weighted layer was recorded. ``order``: its position in the model, shape (n,).
     """
 
     time_ns: NDArray[np.int64]
@@ -214,9 +216,9 @@ class _LastLayer(NamedTuple):
 
 
 def after_last_layer(block: Block, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Which rows of outputs were computed after the last weighted layer of their step and worker; bool, shape of ``rows``.
+    """Rows of outputs computed after the last weighted layer of their step and worker; bool, shape of ``rows``.
 
-    What was computed at the same nanosecond is told apart by its place in the model. Where no weighted layer was recorded at the step none is.
+    Outputs with the same nanosecond are ordered by their position in the model. False if no weighted layer was recorded at the step.
     """
     last, order = _last_layer(block, rows), orders(block.catalogue)[block.tensor[rows]]
     time_ns = block.time_ns[rows]
@@ -227,9 +229,9 @@ def after_last_layer(block: Block, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
 
 
 def before_last_layer(block: Block, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Which rows of outputs were computed before the last weighted layer of their step and worker; bool, shape of ``rows``.
+    """Rows of outputs computed before the last weighted layer of their step and worker; bool, shape of ``rows``.
 
-    As with `after_last_layer`, none is where no weighted layer was recorded at the step.
+    False if no weighted layer was recorded at the step, as in `after_last_layer`.
     """
     last, order = _last_layer(block, rows), orders(block.catalogue)[block.tensor[rows]]
     time_ns = block.time_ns[rows]
@@ -259,13 +261,13 @@ _EXPERT = re.compile(r"([^.]*expert[^.]*\.)\d+(\.)", re.IGNORECASE)
 
 @functools.lru_cache(maxsize=1 << 14)
 def kind_of_expert(name: str) -> str:
-    """The name of an expert's tensor without the expert's number; empty where it is of none."""
+    """The name of an expert's tensor without the expert's number; empty if the tensor belongs to no expert."""
     kind, experts = _EXPERT.subn(r"\1*\2", name)
     return kind if experts else ""
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def expert_of(name: str) -> str:
-    """The path of the expert that a tensor belongs to, the innermost; empty where it is of none."""
-    ends = [found.end() for found in _EXPERT.finditer(name)]
+    """The path of the innermost expert that a tensor belongs to; empty if it belongs to none."""
+    ends = [match.end() for match in _EXPERT.finditer(name)]
     return name[: ends[-1] - 1] if ends else ""

@@ -1,7 +1,7 @@
-"""Evidence about optimizer updates: whether an update was applied, and which parameters no optimizer holds.
+"""Evidence about optimizer updates: whether an update was applied, and which parameters are in no optimizer.
 
-A loss or a gradient that is not finite causes no damage if its update is skipped. The message of an alert says so and names the step,
-from rows of that step and worker: metrics of the gradient scaler and of the gate, gradients and weights.
+A loss or a gradient that is not finite causes no damage if its update is skipped. The message of an alert then states this with the
+step, from rows of that step and worker: metrics of the gradient scaler and of the gate, gradients and weights.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class OptimizedWeights(NamedTuple):
     """The weights that optimizers update.
 
     Attributes:
-        elements: of all of them together; 0 where none is known.
-        first: the place of the first weighted layer among them, in the order of layers.
+        elements: total number of elements; 0 if none is known.
+        first: the first weighted layer among them, by the order of layers; -1 if none is known.
     """
 
     elements: int = 0
     first: int = -1
 
     def with_updates(self, block: Block, rows: list[int]) -> OptimizedWeights:
-        """With the updates of a step; of several optimizers the largest step counts."""
+        """Add the updates of a step. With several optimizers the step with the most elements counts."""
         infos = {block.info(row).name: block.info(row) for row in rows}
         elements = sum(int(np.prod(info.shape)) for info in infos.values())
         orders = [info.order for info in infos.values() if is_weighted(info) and len(info.shape) > 1]
@@ -40,23 +40,23 @@ class OptimizedWeights(NamedTuple):
         return OptimizedWeights(max(self.elements, elements), first)
 
 
-def forgotten(block: Block, rows: NDArray[np.intp], held: OptimizedWeights) -> list[int]:
-    """Which of a step's parameters in no optimizer their author forgot.
+def forgotten(block: Block, rows: NDArray[np.intp], optimized: OptimizedWeights) -> list[int]:
+    """Parameters of a step that are in no optimizer by mistake.
 
-    They get a gradient and have not changed since they were first looked at. Where no optimizer holds anything of the
-    model, these are all. Where one does, weighted layers are forgotten that come after one that learns, and only if what
-    is held is a quarter of all or more: who tunes a prompt, an adapter or a head leaves out most of a model on purpose, and
-    who leaves out its beginning too.
+    Candidates get a gradient and have not changed since they were first measured. If no optimizer has any parameter of the model, all
+    candidates are reported. Otherwise only weighted layers after the first optimized layer are, and only if a quarter or more of the
+    elements are optimized: tuning a prompt, an adapter or a head excludes most of a model on purpose, and so does freezing its first
+    layers.
 
     Args:
         block: the rows.
-        rows: of one step.
-        held: what optimizers hold.
+        rows: the rows of one step.
+        optimized: the weights that optimizers update.
     """
     changed = block.probes.get("changed")
     if changed is None:
         return []
-    left = [
+    candidates = [
         row
         for row in map(int, rows)
         if block.info(row).role == "not_in_optimizer"
@@ -64,29 +64,31 @@ def forgotten(block: Block, rows: NDArray[np.intp], held: OptimizedWeights) -> l
         and block.statistics.abs_sum[row] > 0
         and changed[row] == 0
     ]
-    if not held.elements:
-        return left
-    elements = sum(int(np.prod(block.info(row).shape)) for row in left)
-    if held.elements < _PART * (held.elements + elements) or held.first < 0:
+    if not optimized.elements:
+        return candidates
+    elements = sum(int(np.prod(block.info(row).shape)) for row in candidates)
+    if optimized.elements < _PART * (optimized.elements + elements) or optimized.first < 0:
         return []
-    return [row for row in left if is_weighted(block.info(row)) and block.info(row).order > held.first]
+    return [
+        row for row in candidates if is_weighted(block.info(row)) and block.info(row).order > optimized.first
+    ]
 
 
 APPLIED = "gradients:nonfinite_applied"
-"""Metric of the gate: 1 where an update applies a gradient that is not finite, 0 where the optimizer left it out."""
+"""Metric of the gate: 1 if an update applies a gradient that is not finite, 0 if the optimizer skipped it."""
 
 MISSING = "updates:missing"
 """Metric of the gate: training steps in a row without a finite update."""
 
 SKIPPED = "gradient_scaler:skipped"
-"""Metric of a gradient scaler: recorded at steps that it leaves out."""
+"""Metric of a gradient scaler: recorded at steps that it skips."""
 
 _TRAIN = MODES.index("train")
 _STATE = ("weight", "bias", "finite_check")
 
 
 class UpdateEvidence:
-    """The training steps of a block, by their rows of metrics, gradients, weights and biases."""
+    """Evidence about the updates of a block's training steps, from rows of metrics, gradients, weights and biases."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
@@ -97,39 +99,39 @@ class UpdateEvidence:
         )
         self._rows = rows[np.argsort(self._step_of[rows], kind="stable")]
         self._steps = self._step_of[self._rows]
-        self._known: dict[int, str] = {}
+        self._cache: dict[int, str] = {}
         self._is = {name: rows_where(block, is_metric, name) for name in (APPLIED, MISSING, SKIPPED)}
 
     def words(self, row: int) -> str:
-        """What speaks against damage at the step and worker of a row; to follow a finding's message. Empty where nothing does."""
+        """Evidence against damage at the step and worker of a row, as a suffix of a finding's message; empty if there is none."""
         if self._block.mode[row] != _TRAIN:
             return ""
-        place = int(self._step_of[row])
-        if place not in self._known:
-            start, end = (np.searchsorted(self._steps, place, side=side) for side in ("left", "right"))
-            self._known[place] = self._words(int(self._block.step[row]), self._rows[start:end])
-        return self._known[place]
+        key = int(self._step_of[row])
+        if key not in self._cache:
+            start, end = (np.searchsorted(self._steps, key, side=side) for side in ("left", "right"))
+            self._cache[key] = self._words(int(self._block.step[row]), self._rows[start:end])
+        return self._cache[key]
 
-    def said_with(self, finding: Finding, row: int) -> Finding:
-        """The finding about a row, with these words in its message."""
+    def annotate(self, finding: Finding, row: int) -> Finding:
+        """The finding of a row with this evidence in its message."""
         words = self.words(row)
         return finding.model_copy(update={"message": finding.message + words}) if words else finding
 
     def _words(self, step: int, rows: NDArray[np.intp]) -> str:
-        said = self._said(step, rows)
+        update = self._update(step, rows)
         state = [row for row in rows.tolist() if self._block.info(row).role in _STATE]
-        if said and state and not self._bad[state].any():
-            said += ", and the recorded weights are finite"
-        return said
+        if update and state and not self._bad[state].any():
+            update += ", and the recorded weights are finite"
+        return update
 
-    def _said(self, step: int, rows: NDArray[np.intp]) -> str:
+    def _update(self, step: int, rows: NDArray[np.intp]) -> str:
         applied, missing, skipped = (self._values(rows, name) for name in (APPLIED, MISSING, SKIPPED))
         gradients = [row for row in rows.tolist() if self._block.info(row).role == "gradient"]
         if any(value > 0 for value in applied):
             return ""
         if skipped:
-            what = f"an update at step {step}" if gradients else f"step {step}"
-            return f"; the gradient scaler skipped {what}"
+            skipped_part = f"an update at step {step}" if gradients else f"step {step}"
+            return f"; the gradient scaler skipped {skipped_part}"
         is_bad = bool(gradients) and bool(self._bad[gradients].any())
         if applied and is_bad:
             return f"; the optimizer did not apply the gradients of step {step}"

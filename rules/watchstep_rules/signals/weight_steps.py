@@ -14,10 +14,10 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats, rms, zero_share
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.loss_progress import LossProgress
-from watchstep_rules.signals.robust import four_digits, short
+from watchstep_rules.signals.robust import round_significant, round_value
 from watchstep_rules.signals.series import step_numbers
 from watchstep_rules.signals.tensor_selection import (
-    OfCatalogue,
+    CatalogueCache,
     has_role,
     is_weighted,
     rows_where,
@@ -93,7 +93,7 @@ class WeightPace(NamedTuple):
 
     def after(self, ran_down: float, step: int, ratio: float) -> WeightPace:
         """With a step whose fastest weight has such a ratio."""
-        value = short(ratio)
+        value = round_value(ratio)
         fastest = max(self.fastest, value)
         is_early = self.records < _LEAST_RECORDS
         early = max(self.early, value) if is_early else self.early
@@ -163,7 +163,7 @@ class Weights:
             if info.role == "update":
                 updates.append(row)
             elif info.role == "gradient":
-                size, before = short(figures.rms[row]), self.of(block, row)
+                size, before = round_value(figures.rms[row]), self.of(block, row)
                 self.parameters[parameter_name(block, row)] = before._replace(
                     last=size,
                     largest=max(size, before.largest),
@@ -183,9 +183,9 @@ class Weights:
         """Take in a step's updates."""
         self.held = self.held.with_updates(block, updates) if updates else self.held
         for row in updates:
-            ratio, before = short(figures.ratio[row]), self.of(block, row)
+            ratio, before = round_value(figures.ratio[row]), self.of(block, row)
             if ratio > threshold:
-                usual = max(ratio, short(FORGET * before.usual))
+                usual = max(ratio, round_value(FORGET * before.usual))
                 self.parameters[parameter_name(block, row)] = before._replace(ratio=ratio, usual=usual)
 
 
@@ -394,22 +394,22 @@ class StepsOfWeights:
         for which, count, since, some_zero, last, largest, dense in columns:
             before = past.parameters.get(self.names[which], _NEW)
             past.parameters[self.names[which]] = before._replace(
-                last=short(last),
-                largest=max(short(largest), before.largest),
+                last=round_value(last),
+                largest=max(round_value(largest), before.largest),
                 dense=dense,
                 since_zero=min(DENSE, since if some_zero else before.since_zero + count),
             )
 
     def _take_in_updates(self, past: Weights, rows: Rows) -> None:
         """Of all parameters at once, the first update of each, then the second, …: each forgets by what came before."""
-        ratio = four_digits(self.figures.ratio[rows])
+        ratio = round_significant(self.figures.ratio[rows])
         rows, ratio = rows[ratio > self.limits.threshold], ratio[ratio > self.limits.threshold]
         number = self.parameter[rows]
         usual = np.array([past.parameters.get(name, _NEW).usual for name in self.names])
         last = np.full(len(self.names), np.nan)
         for places in _turns(number):
             of = number[places]
-            usual[of] = np.maximum(ratio[places], four_digits(FORGET * usual[of]))
+            usual[of] = np.maximum(ratio[places], round_significant(FORGET * usual[of]))
             last[of] = ratio[places]
         for one in np.flatnonzero(~np.isnan(last)).tolist():
             before = past.parameters.get(self.names[one], _NEW)
@@ -418,7 +418,7 @@ class StepsOfWeights:
             )
 
 
-_sizes: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+_sizes: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
 _NEW, _UNSEEN = WeightHistory(), LossProgress()
 
 

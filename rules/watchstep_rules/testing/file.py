@@ -48,23 +48,23 @@ _WORD = re.compile(
 
 
 def values_of(text: str) -> list[float | None]:
-    """The values of a series, None where nothing was recorded.
+    """The values of a series; None if nothing was recorded.
 
     Raises:
-        ValueError: a word is none of the notation, or there are more than `MOST_VALUES`.
+        ValueError: a word is not valid notation, or there are more than `MOST_VALUES`.
     """
     values: list[float | None] = []
     for word in text.split():
         found = _WORD.fullmatch(word)
         if found is None:
-            raise ValueError(f"{word[:80]!r} is no value: write 3, 3x4, 1+2x4, 7-2x3, 1*10x3, _, NaN or Inf")
+            raise ValueError(
+                f"{word[:80]!r} is not a valid value: write 3, 3x4, 1+2x4, 7-2x3, 1*10x3, _, NaN or Inf"
+            )
         count = int(found["count"] or 1)
         if found["sign"] and not found["count"]:
-            raise ValueError(
-                f"{word[:80]!r} says how values change, but not how many there are: {word[:60]}x10"
-            )
+            raise ValueError(f"{word[:80]!r} has no number of values: write for example {word[:60]}x10")
         if len(values) + count > MOST_VALUES:
-            raise ValueError(f"over {MOST_VALUES} values")
+            raise ValueError(f"over {MOST_VALUES} values: use shorter series")
         values.extend([None] * count if found["missing"] else _written(found, count))
     return values
 
@@ -88,7 +88,7 @@ def _product(first: float, factor: float, times: int) -> float:
 
 
 Elements = list[tuple[float, int]]
-"""Numbers, and how many elements are that."""
+"""Pairs of a value and its number of elements."""
 
 _SPREAD = ("abs_mean", "rms", "std", "variance", "l1", "l2", "abs_max")
 _SAME = ("mean", "min", "max")
@@ -107,27 +107,27 @@ def statistics_with(figure: str, values: list[float], count: int) -> StatisticsB
 
     Args:
         figure: one of `FIGURES`.
-        values: what it is; NaN or infinity give a tensor one element of which is that.
-        count: elements of the tensor.
+        values: the values of the figure; NaN or infinity produce a tensor with one such element.
+        count: the number of elements of the tensor.
 
     Raises:
-        ValueError: no tensor of so many elements has that figure.
+        ValueError: no tensor with this number of elements has this figure.
     """
     return _statistics_of([elements_with(figure, value, count) for value in values])
 
 
 def elements_with(figure: str, value: float, count: int) -> Elements:
-    """The elements of one row, as of `statistics_with`.
+    """The elements of one row of `statistics_with`.
 
     Raises:
-        ValueError: no tensor of so many elements has that figure.
+        ValueError: no tensor with this number of elements has this figure.
     """
     if not math.isfinite(value):
         return [(value, 1), *_spread(1.0, count - 1)]
     if figure in _SAME:
         return [(value, count)]
     if value < 0:
-        raise ValueError(f"{figure} {value:g} cannot be: it is never negative")
+        raise ValueError(f"{figure} {value:g} is not possible: it is never negative")
     if figure in _COUNTED:
         return _counted(figure, value, count)
     return _spread(_magnitude(figure, value, count), count)
@@ -141,8 +141,9 @@ def _spread(magnitude: float, count: int) -> Elements:
 def _magnitude(figure: str, value: float, count: int) -> float:
     if figure in {"std", "variance"}:
         if count == 1 and value > 0:
-            raise ValueError(f"{figure} {value:g} cannot be: the tensor has one element; give it a shape")
-        spread = math.sqrt(1 - 1 / count**2) if count % 2 and count > 1 else 1.0  # what an odd one takes away
+            raise ValueError(f"{figure} {value:g} is not possible: the tensor has one element; set its shape")
+        # An odd number of elements reduces the deviation.
+        spread = math.sqrt(1 - 1 / count**2) if count % 2 and count > 1 else 1.0
         return (math.sqrt(value) if figure == "variance" else value) / spread
     return {"l1": value / count, "l2": value / math.sqrt(count)}.get(figure, value)
 
@@ -151,7 +152,7 @@ def _counted(figure: str, value: float, count: int) -> Elements:
     share = value * count if figure.endswith("_share") else value
     hit = round(share)
     if hit > count or (not figure.endswith("_share") and hit != share):
-        raise ValueError(f"{figure} {value:g} cannot be: the tensor has {count} elements")
+        raise ValueError(f"{figure} {value:g} is not possible: the tensor has {count} elements")
     number = {"pos_inf": math.inf, "neg_inf": -math.inf, "zero": 0.0, "zero_share": 0.0}.get(figure, math.nan)
     return [(number, hit), *_spread(1.0, count - hit)]
 
@@ -195,27 +196,37 @@ class _Model(BaseModel):
 
 
 class Series(_Model):
-    """One tensor's values, step by step."""
+    """The values of one tensor, step by step."""
 
-    tensor: str = Field(min_length=1, description="Its name, e.g. fc1.weight:gradient, fc1:output, loss.")
-    values: str | float = Field(description="Short notation: 1e-3x100 1e-9x20 _ NaN.")
+    tensor: str = Field(
+        min_length=1, description="The tensor's name, e.g. fc1.weight:gradient, fc1:output, loss."
+    )
+    values: str | float = Field(description="Values in short notation: 1e-3x100 1e-9x20 _ NaN.")
     figure: Figure | None = Field(
         None,
-        description=f"What the values are: {', '.join(FIGURES)}. Of one element the mean, else the abs_mean.",
+        description=f"The statistic of the values: {', '.join(FIGURES)}. By default the mean for one element, else the abs_mean.",
     )
     probes: dict[str, str | float] = Field(
         default_factory=dict, description="Further columns, by name, in the same notation."
     )
-    role: str | None = Field(None, description="As the name says, if left out: gradient, weight, loss, …")
-    collections: tuple[str, ...] | None = Field(None, description="As the role says, if left out.")
-    module: str | None = Field(None, description="As the name says, if left out.")
-    module_type: str | None = Field(None, description="Linear where there is a module, if left out.")
-    order: int | None = Field(None, ge=0, description="Depth; the place in the list, if left out.")
+    role: str | None = Field(
+        None, description="The role: gradient, weight, loss, …; by default derived from the name."
+    )
+    collections: tuple[str, ...] | None = Field(
+        None, description="The collections; by default derived from the role."
+    )
+    module: str | None = Field(None, description="The module; by default derived from the name.")
+    module_type: str | None = Field(
+        None, description="The class of the module; Linear by default if there is a module."
+    )
+    order: int | None = Field(None, ge=0, description="The depth; by default the index in the list.")
     shape: tuple[Annotated[int, Field(ge=1, le=2**31)], ...] | None = Field(
-        None, max_length=8, description="[] for losses and metrics, [8] for biases, else [8, 8], if left out."
+        None,
+        max_length=8,
+        description="The shape; by default [] for losses and metrics, [8] for biases, else [8, 8].",
     )
     mode: Mode = "train"
-    worker: int | None = Field(None, ge=0, description="Only this worker's; all workers' if left out.")
+    worker: int | None = Field(None, ge=0, description="The worker; all workers by default.")
     start: int = Field(0, ge=0, description="The step of the first value.")
     every: int = Field(1, ge=1, description="Steps between two values.")
 
@@ -227,27 +238,31 @@ class Series(_Model):
         for name, written in self.probes.items():
             found = len(values_of(str(written)))
             if found not in {1, length}:
-                raise ValueError(f"probe {name!r} has {found} values beside {length}: give one, or as many")
+                raise ValueError(
+                    f"probe {name!r} has {found} values instead of {length}: give one, or {length}"
+                )
         return self
 
 
 class Expectation(_Model):
-    """What one rule config's alert shall do."""
+    """The expected alert of one rule config."""
 
     rule: str = Field(description="The rule config's name.")
-    never: bool = Field(False, alias="not", description="It shall not fire (about that tensor, if given).")
+    never: bool = Field(
+        False, alias="not", description="The alert must not fire (for the tensor, if one is set)."
+    )
     fires_at: Steps | None = Field(None, description="The step at which it fires, or [first, last].")
     tensor: str | None = Field(None, description="The tensor of the finding that makes it fire.")
-    worker: int | None = Field(None, ge=0, description="That finding's worker.")
-    mode: Mode | None = Field(None, description="That finding's mode.")
-    message: str | None = Field(None, description="A part of that finding's message.")
-    severity: Severity | None = Field(None, description="The rule config's.")
+    worker: int | None = Field(None, ge=0, description="The worker of this finding.")
+    mode: Mode | None = Field(None, description="The mode of this finding.")
+    message: str | None = Field(None, description="A part of this finding's message.")
+    severity: Severity | None = Field(None, description="The severity of the rule config.")
     stops: bool | None = Field(None, description="Whether the rule config stops the job.")
     resolved_at: Steps | Literal["never"] | None = Field(
         None, description="The step at which it is resolved, [first, last], or never."
     )
     health: Literal["ok", "no_data", "error"] | None = Field(
-        None, description="Whether the rule could be evaluated; not error, if left out."
+        None, description="The health of the rule; by default any value but error."
     )
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -260,15 +275,15 @@ class Expectation(_Model):
 
 
 class RuleTest(_Model):
-    """One test: series that are made, or a recorded run."""
+    """One test: synthetic series, or a recorded run."""
 
-    name: str = Field(min_length=1, description="What it shows.")
-    series: tuple[Series, ...] = Field((), description="The tensors of a made run.")
-    run: str | None = Field(None, description="A recorded run: path beside this file, or URL.")
-    attempt: str | None = Field(None, description="Which attempt of it; the newest, if left out.")
-    interval: float = Field(1.0, gt=0, le=1e6, description="Seconds between two steps of a made run.")
-    workers: int = Field(1, ge=1, le=1024, description="Ranks of a made run; each has each series.")
-    expect: tuple[Expectation, ...] = Field(description="What alerts shall do.")
+    name: str = Field(min_length=1, description="The name of the test.")
+    series: tuple[Series, ...] = Field((), description="The tensors of a synthetic run.")
+    run: str | None = Field(None, description="A recorded run: path relative to this file, or URL.")
+    attempt: str | None = Field(None, description="The attempt of the run; the newest by default.")
+    interval: float = Field(1.0, gt=0, le=1e6, description="Seconds between two steps of a synthetic run.")
+    workers: int = Field(1, ge=1, le=1024, description="Ranks of a synthetic run; each has all series.")
+    expect: tuple[Expectation, ...] = Field(description="The expected alerts.")
     others: Literal["ignored", "silent"] = Field(
         "ignored", description="Whether rule configs that are not named may fire."
     )
@@ -278,7 +293,7 @@ class RuleTest(_Model):
         if (self.run is None) == (not self.series):
             raise ValueError("give either 'series' or 'run'")
         if self.attempt is not None and self.run is None:
-            raise ValueError("'attempt' is one of a recorded 'run'")
+            raise ValueError("'attempt' requires a recorded 'run'")
         return self
 
 
@@ -286,7 +301,7 @@ class RuleTestFile(_Model):
     """A file of rule tests."""
 
     rule_files: tuple[str, ...] = Field(
-        (), description="The rule files under test, beside this file; the default rules, if left out."
+        (), description="The rule files under test, relative to this file; the default rules if omitted."
     )
     tests: tuple[RuleTest, ...] = Field(min_length=1, description="The tests.")
 
@@ -295,7 +310,7 @@ def load(path: Path) -> RuleTestFile:
     """Read a file of rule tests.
 
     Raises:
-        RuleError: it is missing, no YAML, or not valid; the message names all places by their lines.
+        RuleError: the file is missing, not valid YAML, or not valid; the message lists all errors with their lines.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -307,19 +322,18 @@ def load(path: Path) -> RuleTestFile:
         raise RuleError(
             f"rule tests {path}: not valid YAML ({_in_one_line(error)})", "correct the line"
         ) from error
-    twice = [
-        (line, f"{key}: stands here a second time, and only the last would count")
-        for key, line in places.twice()
+    duplicates = [
+        (line, f"duplicate key {key}: only the last one would count") for key, line in places.duplicates()
     ]
     try:
-        held = RuleTestFile.model_validate(data)
+        file = RuleTestFile.model_validate(data)
     except ValidationError as error:
-        faults = [*twice, *_faults(error, places)]
+        faults = [*duplicates, *_faults(error, places)]
     else:
-        if not twice:
-            return held
-        faults = twice
-    lines = [f"{path}:{line}: error: {said}" for line, said in sorted(dict.fromkeys(faults))]
+        if not duplicates:
+            return file
+        faults = duplicates
+    lines = [f"{path}:{line}: error: {message}" for line, message in sorted(dict.fromkeys(faults))]
     raise RuleError(
         "\n".join([f"rule tests {path}: {len(lines)} error{'' if len(lines) == 1 else 's'}", *lines]),
         "see 'watchstep rules test --schema'",
@@ -327,29 +341,29 @@ def load(path: Path) -> RuleTestFile:
 
 
 def _faults(error: ValidationError, places: YamlNodes) -> Iterator[tuple[int, str]]:
-    """What is wrong, and at which lines. A list of which no item is valid is not short: its items are told."""
-    for one in error.errors():
-        if one["type"] == "too_short":
-            if one["input"]:
+    """The errors with their lines. A list without valid items is not reported as too short; its items are reported."""
+    for fault in error.errors():
+        if fault["type"] == "too_short":
+            if fault["input"]:
                 continue
-            said = "the list is empty: write at least one"
+            message = "the list is empty: write at least one"
         else:
-            said = in_words(one["msg"])
-        yield places.line(one["loc"]), f"{'.'.join(map(str, one['loc'])) or 'file'}: {said}"
+            message = in_words(fault["msg"])
+        yield places.line(fault["loc"]), f"{'.'.join(map(str, fault['loc'])) or 'file'}: {message}"
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of such a file, for editors."""
-    held = RuleTestFile.model_json_schema(by_alias=True)
+    """The JSON schema of a file of rule tests, for editors."""
+    file_schema = RuleTestFile.model_json_schema(by_alias=True)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **held,
+        **file_schema,
         "title": "Watchstep rule tests",
     }
 
 
 def schema_text() -> str:
-    """The schema as it is published."""
+    """The text of the published schema."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -21,7 +21,7 @@ from watchstep.format.tensors import MODES, Placement, TensorInfo
 from watchstep_rules.backtest.backtest import ReplayOutcome, backtest, backtest_run
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import Phase, Transition, as_told
+from watchstep_rules.engine.alert import Phase, Transition, coalesce
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
 from watchstep_rules.testing.file import (
@@ -260,7 +260,7 @@ def _as_expected(expected: Expectation, outcome: ReplayOutcome) -> bool:
     )
     config = outcome.config
     of_config = expected.severity in {None, config.severity} and expected.stops in {None, config.stops}
-    life = as_told(outcome.transitions)
+    life = coalesce(outcome.transitions)
     firings = [
         place
         for place, transition in enumerate(life)
@@ -268,12 +268,12 @@ def _as_expected(expected: Expectation, outcome: ReplayOutcome) -> bool:
     ]
     if expected.never:
         return health and of_config and not firings
-    if _says_nothing_of_firing(expected):
+    if _is_about_health(expected):
         return health and of_config
     return health and of_config and any(_fits(expected, life[place:]) for place in firings)
 
 
-def _says_nothing_of_firing(expected: Expectation) -> bool:
+def _is_about_health(expected: Expectation) -> bool:
     """An expectation of no data or of an error is that alone."""
     return (
         expected.health in {"no_data", "error"} and expected.fires_at is None and expected.resolved_at is None
@@ -336,7 +336,7 @@ def _life(outcome: ReplayOutcome) -> tuple[str, ...]:
     lines = []
     config = outcome.config
     stops = ", stops the job" if config.stops else ""
-    life = as_told(outcome.transitions)
+    life = coalesce(outcome.transitions)
     for place, transition in enumerate(life):
         if transition.phase is not Phase.FIRING:
             continue

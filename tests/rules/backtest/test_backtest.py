@@ -139,7 +139,7 @@ def test_where_nobody_noted_the_ranks_the_order_is_lost_with_the_segments(tmp_pa
     compact(tmp_path / "vision" / "first", delete_after=0)
     order, notes, _ = said_of(tmp_path)
     assert order is JudgingOrder.STEPS
-    assert notes[0].endswith("is gone; rows are taken by their steps")
+    assert notes[0].endswith("is missing; rows are evaluated in the order of their steps")
 
 
 def test_a_run_that_is_not_there_is_told(tmp_path: Path) -> None:

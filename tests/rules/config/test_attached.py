@@ -43,7 +43,7 @@ def test_a_rule_is_written_as_it_would_be_in_a_file() -> None:
         .webhook("http://hooks.test/x")
         .snapshot()
         .inhibiting("dead_relu")
-        .saying("{tensor} is dying")
+        .with_message("{tensor} is dying")
         .dry_run()
     )
     assert attached.config == RuleConfig.model_validate(
@@ -76,7 +76,7 @@ def test_each_step_of_writing_leaves_the_one_before_it_alone() -> None:
         (lambda: vanishing_gradient(threshold="much"), "vanishing_gradient, threshold"),
         (lambda: nan_or_inf().notify("no such/receiver"), "nan_or_inf, actions"),
         (lambda: nan_or_inf().on(include="("), "nan_or_inf, tensors"),
-        (lambda: nan_or_inf().saying("{no_such_field}"), "nan_or_inf, message"),
+        (lambda: nan_or_inf().with_message("{no_such_field}"), "nan_or_inf, message"),
         (lambda: nan_or_inf().lasting(steps=0), "nan_or_inf, for"),
         (
             lambda: nan_or_inf().stop().severe("info"),

@@ -110,7 +110,7 @@ def test_actions_name_addresses_and_receivers() -> None:
         ({"severity": "fatal"}, "severity"),
         ({"actions": ["explode"]}, "actions"),
         ({"actions": [{"webhook": "not a url"}]}, "url"),
-        ({"tensors": {"include": "("}}, "not a regular expression"),
+        ({"tensors": {"include": "("}}, "not a valid regular expression"),
         ({"tensors": {"layers": "x"}}, "layers"),
         ({"treshold": 3}, "treshold"),
         ({"name": "x" * 129}, "at most 128 characters"),
@@ -125,7 +125,7 @@ def test_actions_name_addresses_and_receivers() -> None:
         ({"message": "{label.team}"}, "unknown field {label.team}"),
         ({"message": "{tensor.__class__}"}, "unknown field {tensor.__class__}"),
         ({"message": "{value:>1000000000}"}, "unknown field {value:>1000000000}"),
-        ({"message": "{"}, "a brace stands alone at character 1: write {{"),
+        ({"message": "{"}, "unpaired brace at character 1: write {{"),
         ({"message": "x" * 1001}, "at most 1000 characters"),
         ({"rule": "stalled_training", "params": {}, "inhibits": ["overfit"]}, "cannot inhibit"),
         ({"severity": "info", "actions": ["stop"]}, "severity info with stop: "),
@@ -148,15 +148,15 @@ def test_a_wrong_config_names_the_place(change: dict[str, Any], reason: str) -> 
 def test_scope_is_by_collection_role_and_name() -> None:
     needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"))
     info = gradient("layer.embed")
-    assert TensorScope().holds(info, needs)
-    assert TensorScope(include="layer", exclude="embed").holds(info, needs)
-    assert TensorScope(collection="gradients").holds(info, needs)
-    assert not TensorScope(collection="losses").holds(info, needs)
-    assert not TensorScope(include="embed").holds(info, needs)
-    assert not TensorScope(exclude=r"layer\.").holds(info, needs)
-    assert not TensorScope().holds(tensor("w", "weights"), needs)
-    assert not TensorScope(collection="weights").holds(tensor("w", "weights"), needs)
-    assert TensorScope(collection="weights").holds(tensor("w", "weights"), Needs(collections=("losses",)))
+    assert TensorScope().selects(info, needs)
+    assert TensorScope(include="layer", exclude="embed").selects(info, needs)
+    assert TensorScope(collection="gradients").selects(info, needs)
+    assert not TensorScope(collection="losses").selects(info, needs)
+    assert not TensorScope(include="embed").selects(info, needs)
+    assert not TensorScope(exclude=r"layer\.").selects(info, needs)
+    assert not TensorScope().selects(tensor("w", "weights"), needs)
+    assert not TensorScope(collection="weights").selects(tensor("w", "weights"), needs)
+    assert TensorScope(collection="weights").selects(tensor("w", "weights"), Needs(collections=("losses",)))
 
 
 def test_a_scope_narrows_what_findings_are_about_and_not_the_evidence() -> None:
@@ -171,10 +171,10 @@ def test_a_scope_narrows_what_findings_are_about_and_not_the_evidence() -> None:
             tensor("decoder.0.weight:update", "updates"),
             tensor("decoder.0.weight", "weights"),
         )
-        if config.tensors.holds(info, needs)
+        if config.tensors.selects(info, needs)
     ]
     assert held == ["encoder.0.weight:gradient", "loss", "decoder.0.weight:update"]
     only = TensorScope(collection="mine")
-    assert only.holds(replace(gradient("a"), collections=("mine",)), needs)
-    assert not only.holds(gradient("a"), needs)
-    assert only.holds(tensor("loss", "losses", shape=()), needs)
+    assert only.selects(replace(gradient("a"), collections=("mine",)), needs)
+    assert not only.selects(gradient("a"), needs)
+    assert only.selects(tensor("loss", "losses", shape=()), needs)

@@ -46,7 +46,7 @@ class Loud(Rule[LoudParams, LoudState]):
     name = "loud"
     summary = "a tensor is loud"
     needs = Needs(collections=("gradients",), probes=("update_ratio",))
-    merge = "sealed"
+    merge = "watermark"
 
     def lookback(self, params):
         return params.over - 1

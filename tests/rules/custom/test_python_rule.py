@@ -69,7 +69,7 @@ def test_what_the_class_needs_holds() -> None:
     config = loud(over=7)
     rule, params = config.implementation, config.parameters
     assert rule.lookback(params) == 6
-    assert rule.merged(params) == "sealed"
+    assert rule.merged(params) == "watermark"
     assert rule.needed(params) == Needs(("gradients",), probes=("update_ratio",))
 
 
@@ -95,7 +95,7 @@ def test_however_a_run_is_split_it_says_the_same(events: list[Event], data: st.D
 
 
 @pytest.mark.parametrize("most", [1, 3, 5, 7])
-@pytest.mark.parametrize("merge", ["sealed", "per_worker"])
+@pytest.mark.parametrize("merge", ["watermark", "per_worker"])
 def test_a_large_block_is_sent_in_parts(most: int, merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(ROWS, worker=ROWS.worker + 1, time_ns=ROWS.time_ns + 1)
     source = f"{LOUD}\nclass Either(Loud):\n    merge = {merge!r}\n"
@@ -117,7 +117,7 @@ class OddState(State):
 class Odd(Rule[Params, OddState]):
     """Keeps NaN; says what it could not judge."""
 
-    name, summary, merge, needs = "odd", "is odd", "sealed", Needs(collections=())
+    name, summary, merge, needs = "odd", "is odd", "watermark", Needs(collections=())
 
     def problem(self, state):
         return "one step was not judged" if state.declared != state.declared else ""
@@ -170,9 +170,9 @@ def refusal(**params: object) -> str:
 
 
 def test_what_is_wrong_is_told_when_it_is_configured() -> None:
-    assert "give a file or a module" in refusal(**{"class": "Loud"})
+    assert "set file or module" in refusal(**{"class": "Loud"})
     assert "not both" in refusal(source=LOUD, module="json", **{"class": "Loud"})
-    assert "the source of 'mine.py' is not there" in refusal(file="mine.py", **{"class": "Loud"})
+    assert "the source of 'mine.py' is missing" in refusal(file="mine.py", **{"class": "Loud"})
     assert "params.threshold" in refusal(params={"threshold": "much"}, **LOUD_RULE)
     assert "params.nothing" in refusal(params={"nothing": 1}, **LOUD_RULE)
     assert "no class 'Quiet'" in refusal(source=LOUD, **{"class": "Quiet"})
@@ -226,12 +226,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match=r"loud\.py: cannot be read"):
         rule_file.load(tmp_path / "rules.yaml")
     (tmp_path / "mine" / "loud.py").write_text("#" * 300_000, encoding="utf-8")
-    with pytest.raises(RuleError, match="over 262144"):
+    with pytest.raises(RuleError, match="over the limit of 262144"):
         rule_file.load(tmp_path / "rules.yaml")
 
 
 def test_a_file_that_is_named_from_afar_is_not_read() -> None:
-    with pytest.raises(RuleError, match="is not there"):
+    with pytest.raises(RuleError, match="is missing"):
         rule_file.parse("rules: [{rule: python, params: {file: /etc/passwd, class: X}}]", "of the request")
 
 
@@ -239,7 +239,7 @@ def test_a_recorder_may_not_bring_one(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "loud.py").write_text(LOUD, encoding="utf-8")
     (tmp_path / "rules.yaml").write_text(FILE, encoding="utf-8")
-    with pytest.raises(RuleError, match="a recorder may not bring one"):
+    with pytest.raises(RuleError, match="a recorder may not upload one"):
         rule_file.load_as_data(tmp_path / "rules.yaml")
 
 
@@ -362,7 +362,7 @@ class TakeParams(Params):
 
 
 class Take(Rule[TakeParams, State]):
-    name, summary, merge, needs = "take", "takes memory", "sealed", Needs(collections=())
+    name, summary, merge, needs = "take", "takes memory", "watermark", Needs(collections=())
 
     def evaluate(self, params, state, context, block, now):
         names = dict(globals())
@@ -421,7 +421,7 @@ def test_a_long_reply_costs_the_parent_no_memory() -> None:
 
 def test_many_findings_with_long_messages_come_through() -> None:
     rows = concatenate([replace(ROWS, worker=ROWS.worker + worker) for worker in range(500)])
-    source = LOUD.replace('merge = "sealed"', 'merge = "per_worker"').replace(
+    source = LOUD.replace('merge = "watermark"', 'merge = "per_worker"').replace(
         " is loud", " is " + "loud" * 100
     )
     said = all_at_once(python(source, "Loud", params={"threshold": -1.0, "over": 1}, seconds=120), rows)

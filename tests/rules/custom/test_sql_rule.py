@@ -478,9 +478,7 @@ def test_rules_that_take_longer_than_an_evaluation_allows_leave_the_rest_unjudge
         assert verdict.findings == []
         assert verdict.memory.health is RuleHealth.ERROR
     problem = again.memory.problem
-    assert problem.startswith(
-        "6 steps were not judged, the last for this: SQL at step 5: the SQL and Python rules"
-    )
+    assert problem.startswith("6 steps were not judged; last error: SQL at step 5: the SQL and Python rules")
     assert "took over 0.5 s in one evaluation" in problem
     assert "WATCHSTEP_RULE_SECONDS" in problem
     assert len(all_at_once(sql(LOUD), block).findings) == 6

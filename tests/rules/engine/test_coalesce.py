@@ -17,9 +17,9 @@ from watchstep.format.tensors import TensorInfo
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.backtest.report import _transition, _transition_from
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import Phase, Transition, as_told
+from watchstep_rules.engine.alert import Phase, Transition, coalesce
 from watchstep_rules.engine.explanation import RunName
-from watchstep_rules.engine.inhibition import Told, inhibit
+from watchstep_rules.engine.inhibition import AlertUpdate, inhibit
 from watchstep_rules.rule import Finding, finding_at, likelihood
 
 NAN = RuleConfig(rule="non_finite_values")
@@ -57,7 +57,7 @@ def named(said: Said) -> tuple[int, int, str]:
 def test_the_rank_whose_own_data_were_bad_is_named(order: list[Rows], at_once: bool) -> None:
     said = follow(NAN, [order] if at_once else [[rows] for rows in order])
     assert named(said) == (5, 1, OUTPUT.name)
-    (fired,) = as_told(said.transitions)
+    (fired,) = coalesce(said.transitions)
     assert (fired.phase, fired.step, fired.revised, fired.finding) == (
         Phase.FIRING,
         5,
@@ -75,7 +75,7 @@ def test_it_fires_as_early_as_it_did_and_is_revised_by_what_comes_later() -> Non
     assert named(first) == (5, 0, GRADIENT.name)
     (revised,) = follow(NAN, [[], [CULPRIT]], first.memory).transitions
     assert (revised.phase, revised.step, revised.revised) == (Phase.FIRING, 5, True)
-    assert as_told([revised]) == [revised]
+    assert coalesce([revised]) == [revised]
 
 
 def test_an_earlier_step_of_a_rank_that_lags_is_the_likelier_cause() -> None:
@@ -144,13 +144,13 @@ def test_revisions_neither_lengthen_nor_end_what_a_rule_keeps_quiet() -> None:
     memory = all_at_once(NAN, REDUCED.block).memory.alert
     told = inhibit(
         [
-            Told(source, memory, [change(3, 1), change(3, 0, revised=True)]),
-            Told(target, memory, [change(4, 1), change(4, 0, revised=True)]),
+            AlertUpdate(source, memory, [change(3, 1), change(3, 0, revised=True)]),
+            AlertUpdate(target, memory, [change(4, 1), change(4, 0, revised=True)]),
         ],
         9,
     )
     assert len(told[0].memory.fired) == 1
     assert [one.inhibited_by for one in told[1].transitions] == ["non_finite_values", "non_finite_values"]
-    assert as_told(told[1].transitions) == [
+    assert coalesce(told[1].transitions) == [
         Transition(Phase.FIRING, 4, found(0), 4, 0, inhibited_by="non_finite_values")
     ]

@@ -9,7 +9,7 @@ from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep_rules.config.message_template import FIELDS
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition
-from watchstep_rules.engine.explanation import Explanation, RunName, explain, say, sentence
+from watchstep_rules.engine.explanation import Explanation, RunName, event_message, explain, sentence
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule import Finding, finding_at, finding_of_run
 
@@ -37,7 +37,7 @@ def test_it_says_what_where_against_what_and_since_when() -> None:
         title="exploding_gradient (warning) firing at step 54",
         seen="norm is 1.23e+06, over 150",
         where="encoder.1.weight:gradient: gradient of module encoder.1 (Linear); worker 0, mode train",
-        against="1.235e+06, held against 150",
+        against="1.235e+06, threshold 150",
         since="step 50, up to step 54 when it had lasted for 5 judged steps in a row and 3 s",
         usual_causes=RULES["exploding_gradient"].usual_causes,
         what_to_try=RULES["exploding_gradient"].what_to_try,
@@ -49,7 +49,7 @@ def test_the_text_has_a_line_for_each() -> None:
     said = explain(config(name="wild", severity="critical"), firing(found(), since=54))
     lines = said.as_text().splitlines()
     assert lines[0] == "wild, of rule exploding_gradient (critical) firing at step 54"
-    assert lines[4] == "  since   step 54, the first that was seen"
+    assert lines[4] == "  since   step 54, the first finding"
     assert lines[5].startswith("  usually ")
     assert sum(line.startswith("  try ") for line in lines) == 1
     assert len(lines) == 5 + len(said.usual_causes) + len(said.what_to_try)
@@ -62,7 +62,7 @@ def test_a_finding_about_the_run_is_somewhere_too() -> None:
     said = explain(RuleConfig(rule="stalled_training"), firing(finding, since=7))
     assert said.where == "the run as a whole"
     template = RuleConfig(rule="stalled_training", message="{tensor}: {message}")
-    assert say(template, firing(finding, since=7), RUN) == "the run: no step for 1900 s"
+    assert event_message(template, firing(finding, since=7), RUN) == "the run: no step for 1900 s"
 
 
 def test_a_tensor_without_a_module_says_what_it_is() -> None:
@@ -72,10 +72,10 @@ def test_a_tensor_without_a_module_says_what_it_is() -> None:
 
 
 def test_an_event_says_what_the_config_wants_said() -> None:
-    assert say(config(), firing(found()), RUN) == "norm is 1.23e+06, over 150"
+    assert event_message(config(), firing(found()), RUN) == "norm is 1.23e+06, over 150"
     text = "{label.team} {project}/{run} {{{step}}} {value} > {threshold}"
     own = config(labels={"team": "vision"}, message=text)
-    assert say(own, firing(found()), RUN) == "vision vision/night {54} 1.235e+06 > 150"
+    assert event_message(own, firing(found()), RUN) == "vision vision/night {54} 1.235e+06 > 150"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_a_rule_says_is_a_sentence(words: str, said: str) -> None:
 
 def test_every_field_of_a_template_is_filled() -> None:
     everything = config(message=" ".join(f"{name}=[{{{name}}}]" for name in FIELDS))
-    said = say(everything, firing(found()), RUN)
+    said = event_message(everything, firing(found()), RUN)
     assert "[-]" not in said
     assert "[]" not in said
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.rules.engine.test_late import Rank, arrivals, calm, judged, lasting, some_ranks
 from tests.rules.runs import Said
-from watchstep_rules.engine.alert import as_told
+from watchstep_rules.engine.alert import coalesce
 from watchstep_rules.engine.incident import (
     Onset,
     cause_of,
@@ -143,7 +143,7 @@ def changed(
 
 
 def steps_of_onsets(said: Said) -> list[int]:
-    return sorted(onset_changes(as_told(said.transitions), None).added)
+    return sorted(onset_changes(coalesce(said.transitions), None).added)
 
 
 @settings(max_examples=settings().max_examples * 2 // 5)

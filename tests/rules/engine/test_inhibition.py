@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.rules.runs import Event, Rows, Seal, runs, splits
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import AlertMemory, Phase, Transition, as_told
-from watchstep_rules.engine.inhibition import MOST_INTERVALS, Told, circles, inhibit, inhibitions
+from watchstep_rules.engine.alert import AlertMemory, Phase, Transition, coalesce
+from watchstep_rules.engine.inhibition import MOST_INTERVALS, AlertUpdate, cycles, inhibit, inhibitions
 from watchstep_rules.engine.judge import RuleMemory, judge
 from watchstep_rules.engine.rule_inputs import JudgingProgress
 
@@ -46,7 +46,7 @@ def followed(
         for (config, life), memory in zip(lives, memories, strict=True):
             lead = ahead if config.implementation.merge == "per_worker" else 0
             after = before + lead if before >= 0 else -1
-            told.append(Told(config, memory, changes(life, sealed + lead, after)))
+            told.append(AlertUpdate(config, memory, changes(life, sealed + lead, after)))
         result = inhibit(told, sealed)
         for place, one in enumerate(result):
             said[place] += [
@@ -159,8 +159,8 @@ def test_which_config_inhibits_which(configs: list[RuleConfig], edges: list[tupl
 
 def test_a_source_that_is_gone_inhibits_no_more() -> None:
     told = [
-        Told(SOURCE, AlertMemory(), changes([(2, None)], 5)),
-        Told(TARGET, AlertMemory(), changes([(3, None)], 5)),
+        AlertUpdate(SOURCE, AlertMemory(), changes([(2, None)], 5)),
+        AlertUpdate(TARGET, AlertMemory(), changes([(3, None)], 5)),
     ]
     _, target = inhibit(told, 5)
     (alone,) = inhibit([replace(target, transitions=[])], 6)
@@ -171,7 +171,8 @@ def test_a_source_that_is_gone_inhibits_no_more() -> None:
 def test_what_is_kept_of_a_source_is_bounded() -> None:
     flapping = [(step, step + 1) for step in range(0, 1000, 2)]
     source, _ = inhibit(
-        [Told(SOURCE, AlertMemory(), changes(flapping, 1000)), Told(TARGET, AlertMemory(), [])], sealed=10
+        [AlertUpdate(SOURCE, AlertMemory(), changes(flapping, 1000)), AlertUpdate(TARGET, AlertMemory(), [])],
+        watermark=10,
     )
     assert len(source.memory.fired) == MOST_INTERVALS
     assert len(json.dumps(source.memory.model_dump(mode="json")["fired"])) < 1000
@@ -201,7 +202,7 @@ def judged(evaluations: Sequence[Sequence[Event]]) -> tuple[list[list[Transition
             for config, memory in zip(CONFIGS, memories, strict=True)
         ]
         told = [
-            Told(config, verdict.memory.alert, verdict.transitions)
+            AlertUpdate(config, verdict.memory.alert, verdict.transitions)
             for config, verdict in zip(CONFIGS, verdicts, strict=True)
         ]
         result = inhibit(told, now)
@@ -213,7 +214,7 @@ def judged(evaluations: Sequence[Sequence[Event]]) -> tuple[list[list[Transition
             said[place] += one.transitions
         history, before = concatenate([history, arrived]), now
     told_of = (Phase.FIRING, Phase.RESOLVED)
-    return [[change for change in as_told(changes) if change.phase in told_of] for changes in said], memories
+    return [[change for change in coalesce(changes) if change.phase in told_of] for changes in said], memories
 
 
 @settings(max_examples=100, deadline=None)
@@ -239,7 +240,7 @@ def test_exactly_those_that_go_round_in_a_circle_are_left_out(pairs: list[tuple[
         reached |= {(a, b) for a in range(7) for b in range(7) if {(a, through), (through, b)} <= reached}
     round_about = {(a, b) for a, b in reached if (b, a) in reached}
     assert set(inhibitions(configs)) == wanted - round_about
-    assert {place for circle in circles(configs) for place in circle} == {a for a, b in round_about if a != b}
+    assert {place for cycle in cycles(configs) for place in cycle} == {a for a, b in round_about if a != b}
 
 
 def test_many_configs_that_inhibit_many_cost_little() -> None:
@@ -248,5 +249,5 @@ def test_many_configs_that_inhibit_many_cost_little() -> None:
         config("overfit", name=name, inhibits=tuple(names[place + 1 : place + 90]))
         for place, name in enumerate(names)
     ]
-    assert circles(chain) == []
+    assert cycles(chain) == []
     assert len(inhibitions(chain)) > 30_000

@@ -48,7 +48,7 @@ class Sizes(Rule[Params, CountState]):
     name = "sizes"
     summary = "for tests"
     needs = Needs(collections=("gradients",))
-    merge = "sealed"
+    merge = "watermark"
 
     def lookback(self, params: Params) -> int:
         return 2
@@ -227,7 +227,7 @@ class Hoarder(Rule[Params, AnyState]):
     name = "hoarder"
     summary = "for tests"
     needs = Needs(collections=("gradients",))
-    merge = "sealed"
+    merge = "watermark"
 
     def evaluate(
         self, params: Params, state: AnyState, context: Block, block: Block, now: int
@@ -278,7 +278,7 @@ class Before(Rule[Params, State]):
     name = "before"
     summary = "for tests"
     needs = Needs(collections=())
-    merge = "sealed"
+    merge = "watermark"
 
     def lookback(self, params: Params) -> int:
         return 3

@@ -14,7 +14,7 @@ from tests.rules.runs import Event, Rows, Said, Seal, follow
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine import alert
-from watchstep_rules.engine.alert import Phase, as_told
+from watchstep_rules.engine.alert import Phase, coalesce
 from watchstep_rules.engine.judge import RuleHealth
 
 LOSS = tensor("loss", "losses", role="loss", shape=())
@@ -51,7 +51,7 @@ def episodes(said: Said) -> list[tuple[str, int]]:
     """What people were told, with what it came to be."""
     return [
         (change.phase.value, change.step)
-        for change in as_told(said.transitions)
+        for change in coalesce(said.transitions)
         if change.phase in (Phase.FIRING, Phase.RESOLVED)
     ]
 

@@ -7,7 +7,7 @@ from tests.rules.runs import Event, Rows, runs
 from tests.sdk.format.blocks import rows_of
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
+from watchstep_rules.engine.rule_inputs import JudgingProgress, RuleInputs
 from watchstep_rules.signals.series import merge_shards
 
 GRADIENTS = RuleConfig(rule="exploding_gradient", params={"window": 2})
@@ -17,7 +17,9 @@ NAN = RuleConfig(rule="non_finite_values")
 
 def in_scope(config: RuleConfig, block: Block) -> Block:
     needs = config.implementation.needed(config.parameters)
-    return block.where(block.mask_of_tensors([config.tensors.holds(info, needs) for info in block.catalogue]))
+    return block.where(
+        block.mask_of_tensors([config.tensors.selects(info, needs) for info in block.catalogue])
+    )
 
 
 def of_roles(block: Block, roles: tuple[str, ...], others: bool) -> Block:
@@ -34,7 +36,7 @@ def test_rows_that_rules_share_are_those_that_each_would_take_alone(
     parts = [event.block for event in events if isinstance(event, Rows)]
     half = len(parts) // 2
     history, arrived = concatenate(parts[:half]), concatenate(parts[half:])
-    shared = Prepared(history, arrived, JudgingProgress(before, before + further, 0))
+    shared = RuleInputs(history, arrived, JudgingProgress(before, before + further, 0))
     for config in (GRADIENTS, LOSSES, GRADIENTS):
         pool = in_scope(config, concatenate([history, arrived]))
         due = (pool.step > before) & (pool.step <= before + further)

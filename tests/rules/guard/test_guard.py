@@ -85,7 +85,7 @@ def train(
 def test_a_guard_finds_step_by_step_what_a_backtest_finds(tmp_path: Path, every: int, config: Any) -> None:
     heard = Heard()
     hook = Hook(tmp_path, config=config)
-    Guard(EAGER, every=every, told=heard).attach(hook)
+    Guard(EAGER, every=every, on_verdict=heard).attach(hook)
     train(hook, 40)
     run = recorded(hook)
     assert hook.health["guard"]["problems"] == {}
@@ -101,7 +101,7 @@ def test_a_bad_gradient_stops_the_training_before_the_update(tmp_path: Path) -> 
     held: list[list[Tensor]] = []
     heard = Heard()
     hook = Hook(tmp_path, run="r")
-    Guard(told=heard).attach(hook)
+    Guard(on_verdict=heard).attach(hook)
     with pytest.raises(StopTraining, match="nan_or_inf at step 3: 1 NaN among 32 elements") as stopped, hook:
         train(hook, 6, bad=3, model=model, before=lambda _: held.append(weights(model)))
     assert len(held) == 4
@@ -152,7 +152,7 @@ def test_a_rule_over_losses_stops_when_its_step_is_over(tmp_path: Path) -> None:
     )
     hook = Hook(tmp_path)
     heard = Heard()
-    Guard([stuck], told=heard).attach(hook)
+    Guard([stuck], on_verdict=heard).attach(hook)
 
     def run() -> None:
         for _ in range(20):
@@ -212,7 +212,7 @@ def test_a_step_that_a_gradient_scaler_skips_is_no_fault(tmp_path: Path) -> None
 def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
     heard, training = Heard(), Training()
     hook = Hook(tmp_path, config=EVERY_STEP)
-    Guard(EAGER, every=1, told=heard).attach(hook)
+    Guard(EAGER, every=1, on_verdict=heard).attach(hook)
     hook.watch(training.model, training.optimizer)
     for number, (x, y) in enumerate(batches(20)):
         (nn.functional.cross_entropy(training.model(x), y) / 2).backward()
@@ -266,7 +266,7 @@ def test_of_several_ranks_none_may_stop_alone(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match="agree=True"):
         Guard().attach(hook)
     Guard(agree=True).attach(hook)
-    with pytest.raises(ConfigError, match="has one already"):
+    with pytest.raises(ConfigError, match="has a guard already"):
         Guard(agree=True).attach(hook)
     hook.close()
 
@@ -302,7 +302,7 @@ def test_a_guard_that_fails_is_told_and_stops_nothing(tmp_path: Path) -> None:
         raise ZeroDivisionError("told")
 
     hook = Hook(tmp_path)
-    Guard([NAN], told=fail).attach(hook)
+    Guard([NAN], on_verdict=fail).attach(hook)
     train(hook, 3)
     hook.close()
     assert hook.health["faults"] == {"guard": "ZeroDivisionError: told"}
@@ -313,7 +313,7 @@ def test_only_what_some_rule_looks_at_is_kept(tmp_path: Path) -> None:
     scope = TensorScope(include="3\\.")
     config = RuleConfig(rule="exploding_gradient", params={"growth": 1.01, "warmup": 1}, tensors=scope)
     hook = Hook(tmp_path, config=EVERY_STEP)
-    Guard([config], told=heard, every=3).attach(hook)
+    Guard([config], on_verdict=heard, every=3).attach(hook)
     train(hook, 12)
     (outcome,) = backtest(recorded(hook).rows(), [config])
     assert heard.findings["exploding_gradient"] == outcome.findings

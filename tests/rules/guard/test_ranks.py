@@ -103,7 +103,7 @@ def test_a_fault_of_the_recorder_leaves_the_agreement_alone(ranks: list[dict[str
     first, second = (found["fault"]["faults"] for found in ranks)
     assert first == {}
     assert second["measuring"] == "OSError: no clock"
-    assert "agreement" not in second
+    assert "stop barrier" not in second
 
 
 @pytest.mark.parametrize("case", ["found", "closed-other-finds"])
@@ -112,7 +112,7 @@ def test_what_one_rank_finds_stops_both_also_one_that_has_closed(
 ) -> None:
     first, second = (found[case] for found in ranks)
     assert "nan_or_inf at step 4" in first["stopped"]
-    assert "the guard of another rank asked for it" in second["stopped"]
+    assert "the guard of another rank requested the stop" in second["stopped"]
     for found in (first, second):
         assert len(found["losses"]) == 5
         assert found["untouched"]
@@ -126,6 +126,6 @@ def test_ranks_that_have_all_closed_vote_no_more(ranks: list[dict[str, Any]]) ->
 
 def test_a_rank_whose_vote_fails_goes_on_and_says_so(ranks: list[dict[str, Any]]) -> None:
     first, second = (found["alone"] for found in ranks)
-    assert list(first["faults"]) == ["agreement"]
-    assert "stops nothing" in first["guard"]
+    assert list(first["faults"]) == ["stop barrier"]
+    assert "do not stop training" in first["guard"]
     assert second["faults"] == {}

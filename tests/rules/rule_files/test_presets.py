@@ -210,8 +210,8 @@ def test_parameters_are_checked_by_name_and_may_be_text_as_rule_parameters_are(
         ("sagemaker_similar_across_runs", {"other_trials": ["s3://mine/run"]}, "reference_of"),
         ("sagemaker_confusion", {"labels": "truth"}, "hook.record"),
         ("sagemaker_nlp_sequence_ratio", {"token_values": "1,2,3"}, "2 thresholds for 3 token_values"),
-        ("sagemaker_step_outlier", {"mode": "modes.EVAL"}, "only steps of training"),
-        ("sagemaker_feature_importance_overweight", {"nfeatures": 11}, "10 largest features"),
+        ("sagemaker_step_outlier", {"mode": "modes.EVAL"}, "only training steps"),
+        ("sagemaker_feature_importance_overweight", {"nfeatures": 11}, "up to 10 features"),
         (
             "sagemaker_profiler_report",
             {"CPUBottleneck_treshold": 1},
@@ -222,7 +222,7 @@ def test_parameters_are_checked_by_name_and_may_be_text_as_rule_parameters_are(
             {"CPUBottleneck_threshold": 200},
             "CPUBottleneck_threshold\n  Input should be less",
         ),
-        ("sagemaker_dead_relu", {"tensor_regex": "(?=a)"}, "lookaheads"),
+        ("sagemaker_dead_relu", {"tensor_regex": "(?=a)"}, "lookarounds"),
     ],
 )
 def test_a_value_that_cannot_be_used_says_what_to_write(
@@ -233,7 +233,7 @@ def test_a_value_that_cannot_be_used_says_what_to_write(
 
 
 def test_a_name_of_amazons_as_a_rule_is_told_what_it_is_here() -> None:
-    with pytest.raises(RuleError, match="Amazon's rule of that name is sagemaker_saturated_activation"):
+    with pytest.raises(RuleError, match="Amazon's rule of this name is sagemaker_saturated_activation"):
         parse("rules: [{rule: SaturatedActivation}]", "mine")
 
 

@@ -54,8 +54,8 @@ def test_an_empty_file_has_no_rules(text: str) -> None:
         ("a: b: c", "not valid YAML (line 1, column 5: "),
         ("rules: !!python/object:os.system {}", "not valid YAML (line 1, column 8: "),
         ("\x07", "not valid YAML"),
-        ("- rule: nan_or_inf", "rules: no mapping: start it"),
-        ("just text", "rules: no mapping: start it"),
+        ("- rule: nan_or_inf", "rules: not a mapping: start"),
+        ("just text", "rules: not a mapping: start"),
         ("rule: nan_or_inf", "rule: Extra inputs are not permitted"),
         ("{}", "rules: Field required"),
         ("rules: nan_or_inf", "rules: Input should be a list"),
@@ -177,12 +177,12 @@ inhibit:
         ("inhibit: [{source: late, target: [overfit]}]", "inhibit.0.source: no rule config is named 'late'"),
         (
             "inhibit: [{source: overfit, target: [nan_or_inf]}]",
-            "inhibit.0.target.0: nan_or_inf is judged as each",
+            "inhibit.0.target.0: nan_or_inf is evaluated as the rows of each",
         ),
         ("inhibit: [{source: overfit, target: []}]", "inhibit.0.target: Tuple should have at least 1"),
         (
             "inhibit: [{source: overfit, target: [dead_relu]}, {source: dead_relu, target: [overfit]}]",
-            "rules.1: rules that inhibit each other in a circle: overfit, dead_relu",
+            "rules.1: rules inhibit each other in a cycle: overfit, dead_relu",
         ),
         ("preset: azure", "preset: no preset is named 'azure': use one of sagemaker"),
         ("extends: everything", "extends: Input should be 'defaults'"),
@@ -192,7 +192,7 @@ def test_what_does_not_fit_together_is_refused(text: str, fault: str) -> None:
     note = "{rule: slow_convergence, severity: info}"
     rules = f"rules: [{{rule: nan_or_inf}}, {{rule: overfit}}, {{rule: dead_relu}}, {note}]\n"
     with pytest.raises(RuleError, match=r"^rule file rules.yaml: line 2: " + re.escape(fault)) as caught:
-        parse(rules + text, "rules.yaml") if "circle" not in fault else parse(
+        parse(rules + text, "rules.yaml") if "cycle" not in fault else parse(
             text + "\n" + rules, "rules.yaml"
         )
     assert caught.value.hint

@@ -23,15 +23,15 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
         ("9" * 900, "line 3"),
         ("9" * 5000, "line 3, column 9: a number of 5000 characters"),
         ("1:" + "59:" * 5000 + "59", "line 3, column 9: a number of "),
-        ("2024-13-45", "line 3, column 9: '2024-13-45' is no timestamp; put it in quotes"),
-        ("!!int abc", "line 3, column 9: 'abc' is no int"),
-        ("!!int ''", "line 3, column 9: '' is no int"),
-        ("!!float abc", "line 3, column 9: 'abc' is no float"),
-        ("!!bool abc", "line 3, column 9: 'abc' is no bool"),
-        ("!!timestamp abc", "line 3, column 9: 'abc' is no timestamp"),
-        ("&a [*a]", "line 3, column 9: an alias stands inside of what it stands for"),
+        ("2024-13-45", "line 3, column 9: '2024-13-45' is not a valid timestamp; put it in quotes"),
+        ("!!int abc", "line 3, column 9: 'abc' is not a valid int"),
+        ("!!int ''", "line 3, column 9: '' is not a valid int"),
+        ("!!float abc", "line 3, column 9: 'abc' is not a valid float"),
+        ("!!bool abc", "line 3, column 9: 'abc' is not a valid bool"),
+        ("!!timestamp abc", "line 3, column 9: 'abc' is not a valid timestamp"),
+        ("&a [*a]", "line 3, column 9: an alias contains itself"),
         ("{? &b {? *b : 1} : 2}", "line 3, column "),
-        ('"a\\0b"', "line 3: rules.0.name: 'a\\x00b' has a control character at place 2"),
+        ('"a\\0b"', "line 3: rules.0.name: 'a\\x00b' has a control character at position 2"),
         ('"a\\uD800b"', "line 3: rules.0.name: "),
         (f"{'x' * 129}", "line 3: rules.0.name: "),
     ],
@@ -43,7 +43,7 @@ def test_a_value_that_is_none_has_its_line(value: str, fault: str) -> None:
 
 @pytest.mark.parametrize("text", [BOMB, MERGES, f"{BOMB}rules:\n- rule: nan_or_inf\n  name: *a7\n"])
 def test_a_short_text_does_not_stand_for_much(text: str) -> None:
-    with pytest.raises(RuleError, match="aliases that stand for more than 20000 values"):
+    with pytest.raises(RuleError, match="aliases expand to more than 20000 values"):
         parse(text, "mine.yaml")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tests.sdk.format.blocks import INFOS
 from watchstep.format.tensors import TensorInfo
-from watchstep_rules.signals.tensor_selection import OfCatalogue
+from watchstep_rules.signals.tensor_selection import CatalogueCache
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ def catalogue(name: str) -> tuple[TensorInfo, ...]:
 
 
 def test_a_value_is_made_once_for_a_catalogue_and_a_key() -> None:
-    values: OfCatalogue[object] = OfCatalogue()
+    values: CatalogueCache[object] = CatalogueCache()
     first, second = catalogue("a"), catalogue("a")
     made = values.get(first, "key", object)
     assert values.get(first, "key", object) is made
@@ -30,7 +30,7 @@ def test_a_value_is_made_once_for_a_catalogue_and_a_key() -> None:
 
 def test_catalogues_stay_up_to_a_total_size() -> None:
     size = sum(info.memory for info in catalogue("n" * 1000))
-    values: OfCatalogue[object] = OfCatalogue(most_bytes=3 * size)
+    values: CatalogueCache[object] = CatalogueCache(most_bytes=3 * size)
     given = [catalogue("n" * 999 + str(number)) for number in range(5)]
     ends = [weakref.ref(held[0]) for held in given]
     for held in given:
@@ -42,7 +42,7 @@ def test_catalogues_stay_up_to_a_total_size() -> None:
 
 
 def test_a_catalogue_of_more_than_half_the_room_does_not_stay() -> None:
-    values: OfCatalogue[object] = OfCatalogue(most_bytes=10_000)
+    values: CatalogueCache[object] = CatalogueCache(most_bytes=10_000)
     large = catalogue("n" * 8000)
     end = weakref.ref(large[0])
     assert values.get(large, "key", object) is not values.get(large, "key", object)

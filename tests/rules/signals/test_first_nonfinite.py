@@ -97,10 +97,10 @@ def test_what_was_finite_before_it_is_said_where_it_was_recorded(more: list[Row]
 
 def test_an_input_that_held_nan_is_the_origin_unless_outputs_after_it_were_finite() -> None:
     rows = [Row(3, GIVEN, [NAN]), Row(3, output("b"), [NAN]), bad_gradient()]
-    assert said(rows) == ("", "; the input held 1 NaN among 1 elements of model:input")
+    assert said(rows) == ("", "; the input contained 1 NaN among 1 elements of model:input")
     origin, told = said([rows[0], Row(3, output("gaps"), [0.0]), *rows[1:]])
     assert origin == "b:output"
-    assert "; the input held 1 NaN" in told
+    assert "; the input contained 1 NaN" in told
     assert told.endswith("while gaps:output was finite; it arose between gaps:output and the end of b")
 
 

@@ -132,9 +132,7 @@ def test_a_rule_that_fails_is_told(folder: Path) -> None:
     )
     tests = "\n  - {name: bad, series: [{tensor: loss, values: 3}], expect: [{rule: bad, not: true}]}"
     (found,) = results(folder, tests)
-    assert (
-        "health error: 1 step was not judged, the last for this: SQL at step 0" in found.differences[0].got[1]
-    )
+    assert "health error: 1 step was not judged; last error: SQL at step 0" in found.differences[0].got[1]
     (found,) = results(folder, tests.replace("not: true", "health: error"))
     assert found.passed
 
@@ -192,7 +190,7 @@ def test_a_series_that_cannot_be_is_a_problem_of_its_test_alone(folder: Path) ->
   - {name: good, series: [{tensor: loss, values: 3}], expect: []}
 """
     bad, good = results(folder, tests)
-    assert "series 'loss': std 3 cannot be" in bad.problem
+    assert "series 'loss': std 3 is not possible" in bad.problem
     assert good.passed
     assert running.summary({"tests.yaml": [bad, good]}) == "2 tests, 1 failed"
     assert running.summary({"tests.yaml": [good]}) == "1 test, all passed"
@@ -214,7 +212,7 @@ def test_junit(folder: Path) -> None:
     assert (passed.get("name"), len(passed)) == ("a layer starves", 0)
     assert failed.get("name") == "loss?"
     assert "does not fire" in (failed[0].text or "")
-    assert "cannot be" in (broken[0].get("message") or "")
+    assert "is not possible" in (broken[0].get("message") or "")
 
 
 def case(test: str) -> str:
@@ -227,7 +225,7 @@ BAD = {
     case("expect: []"): "either 'series' or 'run'",
     case("expect: [], run: a, series: [{tensor: a, values: 1}]"): "either 'series' or 'run'",
     case("expect: [], attempt: a, series: [{tensor: a, values: 1}]"): "'attempt'",
-    case("expect: [], series: [{tensor: a, values: 1y}]"): "'1y' is no value",
+    case("expect: [], series: [{tensor: a, values: 1y}]"): "'1y' is not a valid value",
     case("expect: [], series: [{tensor: a, values: 1, figure: beauty}]"): "figure 'beauty'",
     case("expect: [], series: [{tensor: a, values: 1x5, probes: {x: 1x3}}]"): "probe 'x' has 3 values",
     case("expect: [], series: [{tensor: a, values: 1, shape: [0]}]"): "shape",
@@ -262,7 +260,7 @@ def test_each_fault_is_told_in_a_line_with_its_place(tmp_path: Path) -> None:
     assert lines == [
         f"{path}:5: error: tests.0.expect.0.fire_at: Extra inputs are not permitted",
         f"{path}:6: error: tests.0.colour: Extra inputs are not permitted",
-        f"{path}:7: error: name: stands here a second time, and only the last would count",
+        f"{path}:7: error: duplicate key name: only the last one would count",
     ]
     path.write_text("tests: []", encoding="utf-8")
     with pytest.raises(RuleError, match=r"tests\.yaml:1: error: tests: the list is empty"):

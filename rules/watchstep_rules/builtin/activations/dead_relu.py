@@ -1,4 +1,4 @@
-"""A layer of rectifiers most of which never fire again."""
+"""A layer of rectifiers with mostly dead units."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from watchstep_rules.signals.series import SeriesRows, in_training, step_numbers
 from watchstep_rules.signals.tensor_selection import after_last_layer, has_role, rows_where
 
 _LEARNS = 0.75
-"""Share of its first value to which a loss has come down where the last rectifier does not keep the model from learning."""
+"""Share of its first value at or below which a loss shows that the last rectifier does not prevent learning."""
 _SETTLING = 50
-"""Steps in which a loss may come down so far, as those of `vanishing_gradient`."""
+"""Steps in which a loss may fall this far, as in `vanishing_gradient`."""
 
 
 class DeadReluParams(Params):
     """Parameters of `DeadRelu`."""
 
-    share: float = Field(0.9, gt=0, le=1, description="Share of dead channels that is a dead layer.")
+    share: float = Field(0.9, gt=0, le=1, description="Share of dead channels at which a layer is dead.")
     silent_share: float = Field(
-        0.5, gt=0, le=1, description="The same, where no layer of the model gets any gradient."
+        0.5, gt=0, le=1, description="The same share if no layer of the model gets any gradient."
     )
-    steps: int = Field(3, ge=1, description="Records in a row through which that holds …")
-    examples: int = Field(32, ge=1, description="… and values of each channel that they saw together.")
+    steps: int = Field(3, ge=1, description="Consecutive records with a dead layer.")
+    examples: int = Field(32, ge=1, description="Fewest values of each channel in these records together.")
     converged: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="Share of its first value at which a loss has converged, and no gradient is no fault.",
+        description="Share of its first value at which a loss has converged, so that gradients may be missing.",
     )
 
 
 class DeadStreak(NamedTuple):
-    """Records in a row of one layer, and values of each channel in them: of a dead layer, and of a silent one."""
+    """Consecutive records of one layer, and values of each channel in them: as a dead layer, and as a silent layer."""
 
     steps: int = 0
     values: float = 0.0
@@ -50,9 +50,13 @@ class DeadStreak(NamedTuple):
 
 
 class DeadReluState(State):
-    """Streaks under way by ``tensor@worker``, workers' losses by ``loss@worker``, and parameters without any gradient.
+    """State of `DeadRelu`.
 
-    ``began``: the first step, None before it.
+    Attributes:
+        streaks: current streaks, by ``tensor@worker``.
+        losses: losses, by ``loss@worker``.
+        silent: whether a parameter had no gradient at its last record.
+        began: the first step; None before it.
     """
 
     streaks: dict[str, DeadStreak] = Field(default_factory=dict)
@@ -64,18 +68,18 @@ class DeadReluState(State):
 class DeadRelu(Rule[DeadReluParams, DeadReluState]):
     """Fires when most channels of a rectifier's output are zero for every example, record after record.
 
-    ``dead_channels / channels`` must reach ``share`` through ``steps`` records in a row that saw ``examples`` values of
-    each channel; or half the channels, if meanwhile no weight of the model gets any gradient and the loss is not down
-    to a tenth of its start: then learning has died, whatever the other half does.
+    ``dead_channels / channels`` must reach ``share`` at ``steps`` consecutive records with at least ``examples`` values of each channel. Half
+    of the channels suffice if meanwhile no weight of the model gets any gradient and the loss is above a tenth of its first value: then
+    learning has stopped, whatever the other channels do.
 
-    A rectifier that is computed after the last weighted layer (a penalty on what exceeds a bound, an output that is never negative) may well be zero: it is judged
-    by ``share`` only after the first 50 steps, and until some loss has come down by a quarter, as `saturated_activation` does with the last activation.
+    A rectifier after the last weighted layer (a penalty above a bound, an output that is never negative) may legitimately be zero. It is
+    judged by ``share`` only after the first 50 steps, and until some loss has fallen by a quarter, as `saturated_activation` does with the
+    last activation.
 
-    Half of all channels is the limit of SageMaker's DeadRelu, which healthy sparse networks pass: of randomly
-    initialised units half are off for an example, and of small batches many are off altogether (Glorot, Bordes and
-    Bengio 2011 report up to 80 percent zeros in good networks). That is why 90 percent are asked for, and why small
-    batches must agree over 32 examples. A layer that is all dead passes no gradient back (Lu et al. 2019, "Dying ReLU
-    and Initialization").
+    Half of all channels is the limit of SageMaker's DeadRelu, which healthy sparse networks exceed: half of randomly initialized units are
+    off for an example, and many are off for all examples of a small batch (Glorot, Bordes and Bengio 2011 report up to 80 percent zeros in
+    good networks). This rule therefore requires 90 percent, over at least 32 examples. A layer with only dead units passes no gradient
+    back (Lu et al. 2019, "Dying ReLU and Initialization").
     """
 
     name = "dead_relu"
@@ -86,26 +90,26 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         probes=("channels",),
         about=("output",),
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The learning rate is too high: one large step pushed the units below zero for every input.",
-        "Biases began negative, or weights too large.",
-        "Inputs are not centred, or are all of one sign.",
+        "Initial biases are negative, or initial weights too large.",
+        "Inputs are not centered, or all have the same sign.",
     )
     what_to_try = (
         "Lower the learning rate, or warm it up.",
         "Use LeakyReLU, ELU or GELU, which pass a gradient below zero.",
-        "Initialise by torch.nn.init.kaiming_normal_, and biases by zero.",
-        "Normalise inputs, or put a normalisation layer before the activation.",
+        "Initialize weights with torch.nn.init.kaiming_normal_, and biases with zero.",
+        "Normalize inputs, or add a normalization layer before the activation.",
     )
     cannot_distinguish = (
-        "A layer that is meant to be sparser than a tenth of its channels, such as a wide dictionary or a hard gate, from one that died.",
-        "Examples that are all alike, for instance padding or one class, from units that are off for every input.",
-        "Rectifiers that are functions (torch.relu in forward) are not seen without the probe function_calls.",
+        "A layer with fewer than a tenth of its channels active by design, such as a wide dictionary or a hard gate, from a dead layer.",
+        "Identical examples, for instance padding or a single class, from units that are off for every input.",
+        "Rectifier functions (torch.relu in forward) are not recorded without the probe function_calls.",
     )
 
     def conclusive(self, params: DeadReluParams, block: Block) -> NDArray[np.bool_]:
-        """Rows whose channels were counted."""
+        """Rows with counted channels."""
         return has_probe(block, "dead_channels")
 
     def evaluate(
@@ -133,8 +137,8 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         findings = {}
         for place, streak in ends.items():
             row = int(layers[place])
-            if found := self._judge(params, block, row, float(share[place]), streak):
-                findings[row] = found
+            if finding := self._judge(params, block, row, float(share[place]), streak):
+                findings[row] = finding
         return (
             DeadReluState(
                 streaks=streaks,
@@ -149,12 +153,12 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         self, params: DeadReluParams, block: Block, row: int, share: float, streak: DeadStreak
     ) -> Finding | None:
         channels = round(block.probes["channels"][row])
-        said = f"{share:.0%} of {channels} channels of {block.info(row).name} are zero for every example"
+        measured = f"{share:.0%} of {channels} channels of {block.info(row).name} are zero for every example"
         if streak.steps >= params.steps and streak.values >= params.examples:
-            message = f"{said}, at least {params.share:.0%} for {streak.steps} records in a row"
+            message = f"{measured}, at least {params.share:.0%} for {streak.steps} records in a row"
             return finding_at(self.name, block, row, value=share, threshold=params.share, message=message)
         if streak.silent_steps >= params.steps and streak.silent_values >= params.examples:
-            message = f"{said}, and no weight had any gradient for {streak.silent_steps} records in a row"
+            message = f"{measured}, and no weight had any gradient for {streak.silent_steps} records in a row"
             return finding_at(
                 self.name, block, row, value=share, threshold=params.silent_share, message=message
             )
@@ -162,48 +166,48 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
 
 
 def _follow(
-    kept: dict[str, DeadStreak],
+    streaks_before: dict[str, DeadStreak],
     layers: Block,
     is_dead: NDArray[np.bool_],
     is_silent: NDArray[np.bool_],
     channels: Floats,
 ) -> tuple[dict[str, DeadStreak], dict[int, DeadStreak]]:
-    """The streaks to be kept, and that of each row in one."""
+    """The streaks after the block, and the streak of each row in one."""
     rows = SeriesRows.of(layers)
-    streaks, found = dict(kept), {}
+    streaks, streak_of = dict(streaks_before), {}
     hit = is_dead | is_silent
-    goes_on = rows.before(hit, first=True)
+    continues = rows.before(hit, first=True)
     for row in rows.order[hit[rows.order]].tolist():
         name = rows.names[rows.series[row]]
-        before = streaks.get(name, DeadStreak()) if goes_on[row] else DeadStreak()
+        before = streaks.get(name, DeadStreak()) if continues[row] else DeadStreak()
         values = float(layers.statistics.count[row] / channels[row])
-        found[row] = streaks[name] = _after(
+        streak_of[row] = streaks[name] = _after(
             before, values, is_dead=bool(is_dead[row]), is_silent=bool(is_silent[row])
         )
     for name, last in zip(rows.names, rows.last(hit), strict=True):
         if not last:
             streaks.pop(name, None)
-    return streaks, found
+    return streaks, streak_of
 
 
 def _silence(
-    kept: dict[str, bool], block: Block, numbers: NDArray[np.intp]
+    before: dict[str, bool], block: Block, numbers: NDArray[np.intp]
 ) -> tuple[dict[str, bool], NDArray[np.bool_]]:
-    """Which parameters had no gradient at all when it was last seen, and whether that is all of them, by step."""
+    """Parameters without any gradient at their last record, and whether all known parameters are, by step."""
     rows = np.flatnonzero(rows_where(block, _is_parameters))
     rows = rows[block.statistics.finite[rows] > 0]
     steps = int(numbers[-1]) + 1 if len(numbers) else 0
     by_series = SeriesRows.of(view(block, rows))
     alive = (block.statistics.abs_sum[rows] != 0).astype(np.int64)
-    # Counted: how many are alive, and how many known, change from row to row.
-    known = np.array([name in kept for name in by_series.names], np.int64)
-    was = np.array([not kept.get(name, True) for name in by_series.names], np.int64)
-    change = alive - by_series.before(alive, was)
-    new = 1 - by_series.before(np.ones(len(rows), np.int64), known)
-    alive_now = sum(not one for one in kept.values()) + _by_step(change, numbers[rows], steps)
-    known_now = len(kept) + _by_step(new, numbers[rows], steps)
+    # Count the changes, from row to row, of the numbers of parameters with a gradient and of known parameters.
+    is_known = np.array([name in before for name in by_series.names], np.int64)
+    was_alive = np.array([not before.get(name, True) for name in by_series.names], np.int64)
+    change = alive - by_series.before(alive, was_alive)
+    new = 1 - by_series.before(np.ones(len(rows), np.int64), is_known)
+    alive_now = sum(not is_silent for is_silent in before.values()) + _by_step(change, numbers[rows], steps)
+    known_now = len(before) + _by_step(new, numbers[rows], steps)
     silent = {
-        **kept,
+        **before,
         **{name: not last for name, last in zip(by_series.names, by_series.last(alive), strict=True)},
     }
     return silent, (known_now > 0) & (alive_now == 0)

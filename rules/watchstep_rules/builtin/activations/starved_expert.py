@@ -1,4 +1,4 @@
-"""Experts of a mixture that get no examples for long: a note, for it is no fault of the program."""
+"""Experts of a mixture without examples for a long time: a note, because it is not a fault of the program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.series import in_training, whole_steps
 from watchstep_rules.signals.tensor_selection import (
-    OfCatalogue,
+    CatalogueCache,
     expert_of,
     has_role,
     kind_of_expert,
@@ -27,17 +27,17 @@ class StarvedExpertParams(Params):
     """Parameters of `StarvedExpert`."""
 
     records: int = Field(
-        50, ge=1, le=1000, description="Records in a row without a gradient, while a sibling has one."
+        50, ge=1, le=1000, description="Consecutive records without a gradient while a sibling has one."
     )
 
 
 class StarvedExpertState(State):
-    """Of each weight of an expert, by ``name@worker``, records in a row without a gradient; and how far the note is.
+    """State of `StarvedExpert`.
 
     Attributes:
-        without: those that are above zero.
-        noted: experts have been noted, and some are starved since.
-        done: they were, and none is any more: nothing is said again.
+        without: consecutive records without a gradient, by ``name@worker``, if above zero.
+        noted: whether experts have been reported, and some have been starved since.
+        done: whether all reported experts have recovered; nothing is reported again.
     """
 
     without: dict[str, int] = Field(default_factory=dict)
@@ -46,30 +46,30 @@ class StarvedExpertState(State):
 
 
 class StarvedExpert(Rule[StarvedExpertParams, StarvedExpertState]):
-    """Notes experts of a mixture whose weights have no gradient, or one of zeros, at ``records`` records in a row, while siblings have one.
+    """Notes experts of a mixture without a gradient, or with one of zeros, at ``records`` consecutive records, while siblings have one.
 
-    Siblings are weights of one shape whose names differ in the expert's number: ``experts.3.up.weight`` and ``experts.0.up.weight``. No
-    example goes to such an expert, or what it gives is not used. The training goes on with the others, so that this is a note, by default
-    of severity info. It is one note for each run: of experts that recover, nothing is said again.
+    Siblings are weights of the same shape with names that differ in the expert's number: ``experts.3.up.weight`` and
+    ``experts.0.up.weight``. No example is routed to such an expert, or its output is not used. The training continues with the others, so
+    this is a note, by default with severity info. There is one note per run: experts that starve again are not reported.
     """
 
     name = "starved_expert"
-    summary = "an expert of a mixture gets no examples while its siblings do; the training may be sound"
+    summary = "an expert of a mixture gets no examples while its siblings do; the training may be healthy"
     needs = Needs(collections=("gradients", "updates"), roles=("gradient", "update"))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The router sends all examples to other experts, which then learn faster and get more of them.",
-        "The loss that balances the load of the experts is missing, or its weight is too small.",
-        "The capacity of the experts, or the number of them that an example goes to, is too small for the batch.",
+        "The load-balancing loss is missing, or its weight is too small.",
+        "The capacity of the experts, or the number of experts per example, is too small for the batch.",
     )
     what_to_try = (
-        "Log how many examples each expert gets.",
-        "Add a loss that balances the load, or raise its weight; or add noise to the router's scores.",
-        "Use fewer experts, or let each example go to more of them.",
+        "Log the number of examples of each expert.",
+        "Add a load-balancing loss, or raise its weight; or add noise to the router's scores.",
+        "Use fewer experts, or route each example to more of them.",
     )
     cannot_distinguish = (
-        "Experts that are switched off on purpose, as in training in stages, from experts that the router starves.",
-        "Experts whose weights are one tensor have no rows of their own.",
+        "Experts that are disabled on purpose, as in staged training, from experts that the router starves.",
+        "Experts with all weights in one tensor have no rows of their own.",
     )
 
     def evaluate(
@@ -86,22 +86,23 @@ class StarvedExpert(Rule[StarvedExpertParams, StarvedExpertState]):
         findings: list[Finding] = []
         for rows in _steps(block, chosen):
             starved = _follow(block, rows, is_alive, without, params.records)
-            findings.extend(self._finding(params, block, one) for one in starved)
+            findings.extend(self._finding(params, block, expert) for expert in starved)
             if noted and not any(count >= params.records for count in without.values()):
                 return StarvedExpertState(noted=True, done=True), findings
             noted = noted or bool(starved)
         return StarvedExpertState(without=without, noted=noted), findings
 
-    def _finding(self, params: StarvedExpertParams, block: Block, one: _Starved) -> Finding:
+    def _finding(self, params: StarvedExpertParams, block: Block, expert: _Starved) -> Finding:
+        name = block.info(expert.row).name
         message = (
-            f"{block.info(one.row).name}: {expert_of(block.info(one.row).name)} has had no gradient at {one.records} records in a row, while "
-            f"{one.fed} of its {one.siblings} sibling experts have one: no example goes to it, or its output is not used"
+            f"{name}: {expert_of(name)} has had no gradient at {expert.records} records in a row, while "
+            f"{expert.learning} of its {expert.siblings} sibling experts have one: no example is routed to it, or its output is not used"
         )
         return finding_at(
             self.name,
             block,
-            one.row,
-            value=float(one.records),
+            expert.row,
+            value=float(expert.records),
             threshold=float(params.records),
             message=message,
         )
@@ -111,15 +112,15 @@ class _Starved(NamedTuple):
     """A weight of an expert without a gradient.
 
     Attributes:
-        row: of its update, or of its gradient that is zero.
-        records: in a row without one, as far as they are counted.
-        fed: siblings with a gradient.
-        siblings: all of them.
+        row: the row of its update, or of its zero gradient.
+        records: consecutive records without a gradient, up to the limit of the count.
+        learning: number of siblings with a gradient.
+        siblings: number of siblings.
     """
 
     row: int
     records: int
-    fed: int
+    learning: int
     siblings: int
 
 
@@ -128,7 +129,7 @@ def _is_of_expert(info: TensorInfo) -> bool:
 
 
 def _all_have_gradients(block: Block, chosen: NDArray[np.bool_]) -> bool:
-    """Whether each weight of an expert with an update has a gradient at that step: nothing needs to be looked at singly."""
+    """Whether each weight of an expert with an update has a gradient at that step, so that steps need not be followed singly."""
     is_gradient = rows_where(block, has_role, "gradient")
     gradients, updates = np.flatnonzero(chosen & is_gradient), np.flatnonzero(chosen & ~is_gradient)
     if not _is_alive(block)[gradients].all() or len(gradients) != len(updates):
@@ -139,19 +140,19 @@ def _all_have_gradients(block: Block, chosen: NDArray[np.bool_]) -> bool:
 
 
 def _weights_of(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
-    """Of each tensor the number of the weight that it is about."""
+    """The number of the weight of each tensor."""
     numbers: dict[str, int] = {}
     names = (info.name.rpartition(":")[0] for info in catalogue)
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
 
 
-_weights: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+_weights: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
 
 
 def _is_alive(block: Block) -> NDArray[np.bool_]:
-    """Of each row, whether some element is not zero, or is no number."""
-    held = block.statistics
-    alive: NDArray[np.bool_] = (held.abs_sum > 0) | (held.finite < held.count)
+    """Whether some element of each row is not zero, or is NaN or infinite."""
+    statistics = block.statistics
+    alive: NDArray[np.bool_] = (statistics.abs_sum > 0) | (statistics.finite < statistics.count)
     return alive
 
 
@@ -167,29 +168,30 @@ def _steps(block: Block, chosen: NDArray[np.bool_]) -> Iterator[list[int]]:
 def _follow(
     block: Block, rows: list[int], is_alive: NDArray[np.bool_], without: dict[str, int], records: int
 ) -> list[_Starved]:
-    """Take in the rows of a step of one worker; the first weight of each expert that is starved for long enough."""
-    seen, fed = dict[str, int](), set[str]()
+    """Add the rows of a step of one worker; returns the first weight of each expert that has been starved for long enough."""
+    rows_by_name, with_gradient = dict[str, int](), set[str]()
     kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for row in rows:
         info = block.info(row)
         name = info.name.rpartition(":")[0]
-        if name not in seen:
+        if name not in rows_by_name:
             kinds.setdefault((kind_of_expert(name), info.shape), []).append(name)
-        if name not in seen or info.role == "update":
-            seen[name] = row
+        if name not in rows_by_name or info.role == "update":
+            rows_by_name[name] = row
         if info.role == "gradient" and is_alive[row]:
-            fed.add(name)
+            with_gradient.add(name)
     starved: dict[str, _Starved] = {}
     worker = int(block.worker[rows[0]])
     for names in kinds.values():
-        learning = sum(name in fed for name in names)
+        learning = sum(name in with_gradient for name in names)
         for name in names:
             key = f"{name}@{worker}"
-            if name in fed:
+            if name in with_gradient:
                 without.pop(key, None)
             elif learning:
                 without[key] = min(without.get(key, 0) + 1, 1000)
                 expert = expert_of(name)
                 if without[key] >= records and expert not in starved:
-                    starved[expert] = _Starved(seen[name], without[key], learning, len(names) - 1)
+                    row = rows_by_name[name]
+                    starved[expert] = _Starved(row, without[key], learning, len(names) - 1)
     return list(starved.values())

@@ -1,4 +1,4 @@
-"""Classes of which one comes many times as often as another."""
+"""Labels with one class many times as frequent as another."""
 
 from __future__ import annotations
 
@@ -19,74 +19,74 @@ _COLUMNS = ("labels_counted", "classes", "largest_class", "smallest_class", "rar
 class ClassImbalanceParams(Params):
     """Parameters of `ClassImbalance`."""
 
-    ratio: float = Field(10.0, gt=1, description="How many times the smallest class the largest may be.")
+    ratio: float = Field(10.0, gt=1, description="Tolerated ratio of the largest to the smallest class.")
     deviations: float = Field(
-        3.0, ge=0, description="By how many standard deviations chance could make the ratio seem larger."
+        3.0, ge=0, description="Standard deviations of chance that are allowed for in the ratio."
     )
     misprediction: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Share of a class's examples that may be predicted wrong, SageMaker's is 0.7; not judged if null.",
+        description="Tolerated share of wrong predictions in a class; 0.7 in SageMaker; not judged if null.",
     )
     examples: int = Field(
-        20, ge=1, description="Examples of a class below which its mispredictions are not judged."
+        20, ge=1, description="Fewest examples of a class for which its mispredictions are judged."
     )
 
 
 class Classes(NamedTuple):
-    """How many classes a stream of labels has shown, and how many labels there were when the last of them came."""
+    """Number of classes in a stream of labels, and number of labels when the last new class occurred."""
 
     seen: int = 0
     labels: float = 0.0
 
 
 class ClassImbalanceState(State):
-    """The classes of each stream, by ``tensor@worker/mode``."""
+    """State of `ClassImbalance`: the classes of each stream, by ``tensor@worker/mode``."""
 
     streams: dict[str, Classes] = Field(default_factory=dict)
 
 
 class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
-    """Fires when the labels so far show one class more than ten times as often as another, beyond chance.
+    """Fires when one class is more than ten times as frequent as another in the labels so far, beyond chance.
 
-    Of counts n (largest class) and k (smallest)::
+    With the counts n (largest class) and k (smallest class)::
 
         (sqrt(n) - deviations / 2) ^ 2 > ratio * (sqrt(k) + deviations / 2) ^ 2
 
-    Roots of counts have a standard deviation of one half (Anscombe 1948), so both sides are bounds that chance hardly
-    reaches; where there are many classes the smallest of many is unlucky, and the bound of k grows by the normal
-    quantile of that many draws, ``sqrt(2 ln classes)``. The ratio of 10 is that of SageMaker's ClassImbalance. The
-    counts run over all batches looked at, so a batch's chance does not count.
+    Square roots of counts have a standard deviation of one half (Anscombe 1948), so both sides are bounds that chance rarely reaches.
+    With many classes the smallest of them is small by chance, and the bound of k grows by the normal quantile of that many draws,
+    ``sqrt(2 ln classes)``. The ratio of 10 is that of SageMaker's ClassImbalance. The counts are over all measured batches, so a single
+    batch does not matter.
 
-    Data that come in the order of their classes show a new class late: nothing is judged until there are twice as
-    many labels as when the last new class came.
+    Data in the order of their classes show a new class late: nothing is judged until there are twice as many labels as when the last new
+    class occurred.
 
     With ``misprediction`` it also fires for a class with ``1 - correct / examples > misprediction``, over the last 1,000
     to 2,000 examples of ``hook.record(labels=…, outputs=…)``: the second half of SageMaker's ClassImbalance.
     """
 
     name = "class_imbalance"
-    summary = "one class comes more than ten times as often as another"
+    summary = "one class is more than ten times as frequent as another"
     needs = Needs(collections=("labels",), roles=("label",), probes=("class_counts",))
     merge = "per_worker"
     usual_causes = (
-        "The data set itself holds few examples of a class.",
+        "The data set contains few examples of a class.",
         "A sampler, a filter or a join dropped examples of a class.",
-        "The data are in the order of classes, and are not shuffled.",
+        "The data are sorted by class and not shuffled.",
     )
     what_to_try = (
-        "Weigh the loss by class (weight= of cross_entropy), or sample evenly with WeightedRandomSampler.",
-        "Look at counts of labels before and after loading.",
-        "Shuffle; judge by figures that do not reward the largest class, such as balanced accuracy.",
+        "Weight the loss by class (weight= of cross_entropy), or sample evenly with WeightedRandomSampler.",
+        "Compare counts of labels before and after loading.",
+        "Shuffle the data; use metrics that do not reward the largest class, such as balanced accuracy.",
     )
     cannot_distinguish = (
-        "A loss or a sampler that weighs classes, from one that does not: the labels alone are recorded.",
-        "Data that are as unequal as the task is, from a fault of the data set.",
+        "A loss or a sampler that weights classes, from one that does not: only the labels are recorded.",
+        "Data that are as imbalanced as the task, from a fault of the data set.",
     )
 
     def needed(self, params: ClassImbalanceParams) -> Needs:
-        """Predictions as well, where they are judged."""
+        """Also predictions, if they are judged."""
         if params.misprediction is None:
             return self.needs
         return Needs(("labels", "confusion"), ("label", "confusion"), ("class_counts",))
@@ -119,7 +119,7 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
         return ClassImbalanceState(streams=streams), [findings[row] for row in sorted(findings)]
 
     def _mispredicted(self, params: ClassImbalanceParams, block: Block) -> dict[int, Finding]:
-        """Classes that are mostly predicted wrong, by row."""
+        """Findings of classes with mostly wrong predictions, by row."""
         if params.misprediction is None:
             return {}
         examples, correct = probe(block, "examples"), probe(block, "correct")

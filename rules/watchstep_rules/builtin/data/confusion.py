@@ -1,4 +1,4 @@
-"""Classes that the model takes for one another."""
+"""Classes that the model confuses with each other."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ class ConfusionParams(Params):
     """Parameters of `Confusion`."""
 
     min_diag: float = Field(
-        0.9, ge=0, le=1, description="Share of a class's examples that must be predicted right."
+        0.9, ge=0, le=1, description="Share of a class's examples that must be predicted correctly."
     )
     max_off_diag: float = Field(
-        0.1, ge=0, le=1, description="Share of a class's examples that may be taken for one other class."
+        0.1, ge=0, le=1, description="Tolerated share of a class's examples predicted as one other class."
     )
-    examples: int = Field(20, ge=1, description="Examples of a class below which it is not judged.")
-    from_step: int = Field(0, ge=0, description="The first step that is judged: a model has to learn first.")
+    examples: int = Field(20, ge=1, description="Fewest examples of a class for which it is judged.")
+    from_step: int = Field(0, ge=0, description="The first step to judge, because a model must learn first.")
 
 
 class Confusion(Rule[ConfusionParams, State]):
     """Fires for a class i with ``C[i][i] / Σ_j C[i][j] < min_diag``, or ``max_j≠i C[i][j] / Σ_j C[i][j] > max_off_diag``.
 
-    ``C[i][j]`` counts examples with the label i that were predicted as j, over the last batches looked at, 1,000 to 2,000
-    examples; rows are labels, so both shares are of a class's own examples: the first is its recall. These are the two
-    tests and limits of SageMaker's Confusion; the diagonal is divided by the sum of its row, since what Amazon prints,
-    the sum of the diagonal, no class can reach a nine-tenth share of when there are several.
+    ``C[i][j]`` counts examples with the label i that were predicted as j, over the last measured batches with 1,000 to 2,000 examples.
+    Rows are labels, so both shares refer to a class's own examples; the first is its recall. These are the two tests and limits of
+    SageMaker's Confusion. The diagonal is divided by the sum of its row, because with several classes none can reach nine tenths of the
+    sum of the diagonal, which Amazon documents.
 
-    Needs ``hook.record(labels=…, outputs=…)``. Off by default: before a model has learnt it confuses everything.
+    Needs ``hook.record(labels=…, outputs=…)``. Off by default, because an untrained model confuses all classes.
     """
 
     name = "confusion"
-    summary = "a class is often taken for another"
+    summary = "a class is often predicted as another"
     needs = Needs(collections=("confusion",), roles=("confusion",))
     merge = "per_worker"
     usual_causes = (
         "The classes look alike, or their labels are noisy.",
         "One class has too few examples.",
-        "Two labels were exchanged.",
+        "Two labels are swapped.",
     )
     what_to_try = (
         "Look at examples of the class that are predicted as the other, and at their labels.",
-        "Weigh the class in the loss, or draw it more often.",
-        "Train longer, or with a larger model, where all classes are confused.",
+        "Weight the class in the loss, or sample it more often.",
+        "If all classes are confused, train longer or with a larger model.",
     )
 
     def conclusive(self, params: ConfusionParams, block: Block) -> NDArray[np.bool_]:
@@ -58,15 +58,15 @@ class Confusion(Rule[ConfusionParams, State]):
     def evaluate(
         self, params: ConfusionParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge each class by its counts so far."""
+        """Judge each class by its counts."""
         examples, correct = probe(block, "examples"), probe(block, "correct")
         with np.errstate(divide="ignore", invalid="ignore"):
             right, wrong = correct / examples, probe(block, "confused") / examples
         judged = (examples >= params.examples) & (block.step >= params.from_step)
-        found = judged & ((right < params.min_diag) | (wrong > params.max_off_diag))
+        is_hit = judged & ((right < params.min_diag) | (wrong > params.max_off_diag))
         return state, [
             self._finding(params, block, int(row), float(right[row]), float(wrong[row]))
-            for row in np.flatnonzero(found)
+            for row in np.flatnonzero(is_hit)
         ]
 
     def _finding(

@@ -1,4 +1,4 @@
-"""Images that were not centred before they went into the model."""
+"""Input images that are not centered."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 
 _IMAGES = 4
-"""Dimensions of a batch of images."""
+"""Number of dimensions of a batch of images."""
 
 
 class InputImageMeanParams(Params):
     """Parameters of `InputImageMean`."""
 
     ratio: float | None = Field(
-        1.0, gt=0, description="How many standard deviations from zero the mean may be; null for any."
+        1.0, gt=0, description="Tolerated magnitude of the mean in standard deviations; null for any."
     )
-    threshold: float | None = Field(
-        None, gt=0, description="How far from zero the mean may be, as it stands; null for any."
-    )
-    samples: int = Field(500, ge=1, description="Images that are looked at before it is judged.")
+    threshold: float | None = Field(None, gt=0, description="Tolerated magnitude of the mean; null for any.")
+    samples: int = Field(500, ge=1, description="Images before the first evaluation.")
 
 
 class ImageMoments(NamedTuple):
-    """Images so far: how many, their finite values, the sum of these and of their squares."""
+    """Images so far: their number, number of finite values, sum of the values, and sum of their squares."""
 
     images: float = 0.0
     values: float = 0.0
@@ -40,36 +38,35 @@ class ImageMoments(NamedTuple):
 
 
 class InputImageMeanState(State):
-    """What was seen, by ``tensor@worker/mode``."""
+    """State of `InputImageMean`: moments by ``tensor@worker/mode``."""
 
     inputs: dict[str, ImageMoments] = Field(default_factory=dict)
 
 
 class InputImageMean(Rule[InputImageMeanParams, InputImageMeanState]):
-    """Fires when the images so far, ``samples`` of them at least, have ``|mean| > ratio * std`` or ``|mean| > threshold``.
+    """Fires when at least ``samples`` images so far have ``|mean| > ratio * std`` or ``|mean| > threshold``.
 
-    Judged are inputs of modules that are floats of four dimensions (batch, channels, height, width); mean and standard
-    deviation run over all values of the images that were recorded. The fastest learning is with inputs whose mean is
-    close to zero (LeCun, Bottou, Orr and Müller, "Efficient BackProp", 1998, 4.3).
+    The rule judges float inputs of modules with four dimensions (batch, channels, height, width). Mean and standard deviation are over
+    all values of the recorded images. Learning is fastest with inputs of a mean close to zero (LeCun, Bottou, Orr and Müller, "Efficient
+    BackProp", 1998, 4.3).
 
-    SageMaker's CheckInputImages tests ``|mean| > 0.2`` of one channel, over 500 images: ``threshold: 0.2, ratio: null``.
-    Whether 0.2 is much depends on the range of the images, 0 … 1 or 0 … 255; the ratio does not. Photographs that were not
-    centred have a mean of about twice their standard deviation (ImageNet's: 0.45 and 0.23), and digits on black about
-    half (MNIST's: 0.13 and 0.31), which does little harm. Means by channel are not on record. Off by default: a network
-    with normalisation learns from such images as well.
+    SageMaker's CheckInputImages tests ``|mean| > 0.2`` of one channel, over 500 images: ``threshold: 0.2, ratio: null``. Whether 0.2 is
+    large depends on the range of the images, 0 … 1 or 0 … 255; the ratio does not. Photographs that are not centered have a mean of about
+    twice their standard deviation (ImageNet: 0.45 and 0.23), and digits on black about half (MNIST: 0.13 and 0.31), which does little
+    harm. Means by channel are not recorded. Off by default, because a network with normalization also learns from such images.
     """
 
     name = "input_image_mean"
-    summary = "input images are not centred on zero"
+    summary = "input images are not centered at zero"
     needs = Needs(collections=("inputs",), roles=("input",))
     merge = "per_worker"
     usual_causes = (
-        "Images are given as they were read, without subtracting the mean.",
-        "Mean and deviation of another data set, or of another range (0 … 1, 0 … 255), were used to normalise.",
+        "Images are used as they were read, without subtracting the mean.",
+        "Images are normalized with the mean and deviation of another data set, or of another range (0 … 1, 0 … 255).",
     )
     what_to_try = (
         "Subtract the mean of the training images, by channel, and divide by their deviation.",
-        "Print mean and standard deviation of one batch as the model gets it.",
+        "Print mean and standard deviation of one batch as the model receives it.",
     )
 
     def evaluate(
@@ -89,7 +86,8 @@ class InputImageMean(Rule[InputImageMeanParams, InputImageMeanState]):
             sums = _sums(block, own, inputs.get(name, ImageMoments()))
             inputs[name] = ImageMoments(*(float(column[-1]) for column in sums))
             findings += self._judge(params, block, own, sums)
-        return InputImageMeanState(inputs=inputs), [found for _, found in sorted(findings, key=itemgetter(0))]
+        in_order = sorted(findings, key=itemgetter(0))
+        return InputImageMeanState(inputs=inputs), [finding for _, finding in in_order]
 
     def _judge(
         self, params: InputImageMeanParams, block: Block, rows: NDArray[np.intp], sums: tuple[Floats, ...]
@@ -99,14 +97,14 @@ class InputImageMean(Rule[InputImageMeanParams, InputImageMeanState]):
         std = np.sqrt(np.maximum(squares / values - mean**2, 0))
         by_ratio = np.full(len(std), np.inf) if params.ratio is None else params.ratio * std
         limits = np.fmin(by_ratio, np.inf if params.threshold is None else params.threshold)
-        found = []
+        findings = []
         for place in map(int, np.flatnonzero((images >= params.samples) & (mean > limits))):
             row = int(rows[place])
             message = (
                 f"the {images[place]:.0f} images of {block.info(row).name} so far have a mean of "
                 f"{total[place] / values[place]:.3g} and a standard deviation of {std[place]:.3g}"
             )
-            found.append(
+            findings.append(
                 (
                     row,
                     finding_at(
@@ -119,21 +117,21 @@ class InputImageMean(Rule[InputImageMeanParams, InputImageMeanState]):
                     ),
                 )
             )
-        return found
+        return findings
 
 
 def _sums(block: Block, rows: NDArray[np.intp], before: ImageMoments) -> tuple[Floats, ...]:
-    """Images, values, their sum and that of their squares at each row of a series, those before it included."""
-    held = block.statistics
-    values = held.finite[rows].astype(np.float64)
-    of_one = prod(block.info(int(rows[0])).shape[1:]) or 1
+    """Cumulative moments at each row of a series: images, values, sum of the values and sum of their squares."""
+    statistics = block.statistics
+    values = statistics.finite[rows].astype(np.float64)
+    image_size = prod(block.info(int(rows[0])).shape[1:]) or 1
     columns = (
-        held.count[rows] / of_one,
+        statistics.count[rows] / image_size,
         values,
-        held.mean[rows] * values,
-        held.square_sum[rows],
+        statistics.mean[rows] * values,
+        statistics.square_sum[rows],
     )
-    # One after the other, whatever block they come in.
+    # Summed row by row, so that the result does not depend on the split into blocks.
     return tuple(
         np.cumsum(np.concatenate([[past], column]))[1:] for past, column in zip(before, columns, strict=True)
     )

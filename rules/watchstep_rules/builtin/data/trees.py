@@ -17,28 +17,28 @@ from watchstep_rules.signals.series import probe
 class TreeDepthParams(Params):
     """Parameters of `TreeDepth`."""
 
-    depth: int = Field(4, ge=0, description="How deep the trees of a round may be.")
+    depth: int = Field(4, ge=0, description="Tolerated depth of the trees of a round.")
 
 
 class TreeDepth(Rule[TreeDepthParams, State]):
     """Fires when the deepest tree of a boosting round is deeper than ``depth``: ``max(tree_depth) > depth``.
 
-    A tree of one leaf has depth 0. That is SageMaker's TreeDepth with its limit of 4, but for the depth itself: Amazon takes
-    the logarithm of the largest node's number, which is a depth only where trees are complete. XGBoost lets trees grow
-    to 6 unless told otherwise, so with this limit most trainings have deeper ones, and the rule is off by default.
+    A tree of one leaf has depth 0. This is SageMaker's TreeDepth with its limit of 4, except for the depth: Amazon uses the logarithm of
+    the largest node's number, which is a depth only for complete trees. The default depth of XGBoost is 6, so most trainings have deeper
+    trees than this limit, and the rule is off by default.
     """
 
     name = "tree_depth"
-    summary = "a boosted tree is deeper than it may be"
+    summary = "a boosted tree is deeper than the limit"
     needs = Needs(collections=("custom",), roles=("tree_depth",))
     merge = "per_worker"
     usual_causes = (
-        "max_depth is larger than the data need; XGBoost's default is 6.",
-        "grow_policy is lossguide, which bounds leaves and not depth.",
+        "max_depth is larger than the data require; XGBoost's default is 6.",
+        "grow_policy is lossguide, which limits leaves instead of depth.",
     )
     what_to_try = (
         "Lower max_depth, or set max_leaves; compare the validation loss.",
-        "Raise min_child_weight or gamma, so that splits have to be worth it.",
+        "Raise min_child_weight or gamma, so that splits must have a larger gain.",
     )
 
     def evaluate(
@@ -67,21 +67,21 @@ class FeatureImportanceParams(Params):
     """Parameters of `FeatureImportance`."""
 
     share: float = Field(
-        0.8, gt=0, le=1, description="Share of all importance that the first features may have."
+        0.8, gt=0, le=1, description="Tolerated share of all importance in the largest features."
     )
-    features: Literal[1, 2, 3, 5, 10] = Field(3, description="How many features that is.")
+    features: Literal[1, 2, 3, 5, 10] = Field(3, description="Number of largest features.")
     kind: Literal["weight", "gain", "cover", "total_gain", "total_cover"] = Field(
-        "weight", description="Which importance, as XGBoost defines them."
+        "weight", description="The kind of importance, as XGBoost defines it."
     )
 
 
 class FeatureImportance(Rule[FeatureImportanceParams, State]):
     """Fires when the ``features`` most important features have more than ``share`` of all importance, and there are others.
 
-    ``sum of the n largest |importance_i| / sum_i |importance_i| > share``. That is SageMaker's FeatureImportanceOverweight, with
-    its 0.8, its three features, and its importance by weight: how many splits use a feature. A model of no more
-    features than that has all of its importance in them, and is not judged. The first rounds use few features
-    whatever the data; ask for some in a row with ``for``. Off by default: one feature may really explain it all.
+    ``sum of the n largest |importance_i| / sum_i |importance_i| > share``. This is SageMaker's FeatureImportanceOverweight, with its
+    threshold of 0.8, its three features, and its importance by weight: the number of splits that use a feature. A model with no more
+    features is not judged. The first rounds use few features whatever the data; require consecutive rounds with ``for``. Off by default,
+    because one feature may really explain the target.
     """
 
     name = "feature_importance"
@@ -89,14 +89,14 @@ class FeatureImportance(Rule[FeatureImportanceParams, State]):
     needs = Needs(collections=("custom",), roles=("feature_importance",))
     merge = "per_worker"
     usual_causes = (
-        "A feature tells the target: it was computed from it, or is known only afterwards.",
-        "An identifier or a row's place in the file is among the features.",
+        "A feature leaks the target: it was computed from it, or is known only afterwards.",
+        "An identifier or the row number is among the features.",
         "The other features are constant, or mostly missing.",
     )
     what_to_try = (
-        "Train without the first feature, and look whether the result is still as good.",
-        "Look how the first features are made, and whether they are there when the model is used.",
-        "Set colsample_bytree below 1, so that trees have to use others.",
+        "Train without the first feature, and check whether the result is equally good.",
+        "Check how the first features are computed, and whether they are available at inference.",
+        "Set colsample_bytree below 1, so that trees must use other features.",
     )
 
     def conclusive(self, params: FeatureImportanceParams, block: Block) -> NDArray[np.bool_]:
@@ -114,18 +114,34 @@ class FeatureImportance(Rule[FeatureImportanceParams, State]):
             ]
         )
         share = probe(block, f"top_share_{params.features}")
-        held = judged & (block.statistics.count > params.features) & (share > params.share)
-        return state, [
-            finding_at(
-                self.name,
-                block,
-                int(row),
-                value=float(share[row]),
-                threshold=params.share,
-                message=(
-                    f"{block.info(int(row)).name}: {params.features} of {block.statistics.count[row]} features have "
-                    f"{share[row]:.0%} of all importance, more than {params.share:.0%}"
-                ),
-            )
-            for row in np.flatnonzero(held)
-        ]
+        is_hit = judged & (block.statistics.count > params.features) & (share > params.share)
+        return state, share_findings(self.name, block, is_hit, params.features, params.share)
+
+
+def share_findings(
+    rule: str, block: Block, is_hit: NDArray[np.bool_], features: int, threshold: float
+) -> list[Finding]:
+    """Findings about the share of the largest features.
+
+    Args:
+        rule: the name of the rule.
+        block: the judged rows.
+        is_hit: rows with a finding, bool of shape (n,).
+        features: the number of largest features.
+        threshold: the tolerated share.
+    """
+    share = probe(block, f"top_share_{features}")
+    return [
+        finding_at(
+            rule,
+            block,
+            row,
+            value=float(share[row]),
+            threshold=threshold,
+            message=(
+                f"{block.info(row).name}: the {features} largest of {block.statistics.count[row]} features have "
+                f"{share[row]:.0%} of all importance, more than {threshold:.0%}"
+            ),
+        )
+        for row in np.flatnonzero(is_hit).tolist()
+    ]

@@ -1,4 +1,4 @@
-"""A gradient that grows far beyond anything this layer has had."""
+"""A gradient that grows far beyond all earlier gradients of its layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from watchstep.format.statistics import Floats, l2
 from watchstep.format.tensors import MODES, Mode
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.loss_series import NOTHING
-from watchstep_rules.signals.robust import medians_of_known
+from watchstep_rules.signals.robust import nanmedians
 from watchstep_rules.signals.series import Flags, both, probe
 from watchstep_rules.signals.tensor_selection import has_role, is_matrix_of, rows_where
 
 _MOST = 0.5
-"""Share of the weights from which on "most weights" holds."""
+"""Share of the weights that counts as "most weights"."""
 
 _REPORTS = 3
 """Records that report an explosion that happened between two records."""
@@ -33,21 +33,25 @@ _ROWS_AT_ONCE = 4096
 class ExplodingGradientParams(Params):
     """Parameters of `ExplodingGradient`."""
 
-    growth: float = Field(100.0, gt=1, description="How many times the reference a gradient's norm may be.")
-    window: int = Field(20, ge=2, le=1000, description="Earlier records whose median norm is one reference.")
+    growth: float = Field(100.0, gt=1, description="Tolerated ratio of a gradient's norm to the reference.")
+    window: int = Field(
+        20, ge=2, le=1000, description="Number of earlier records; their median norm is one reference."
+    )
     warmup: int = Field(
         10,
         ge=1,
         le=1000,
-        description="First records, whose largest norm is the other; they may grow to growth squared.",
+        description="Number of first records; their largest norm is the other reference. They may grow by growth squared.",
     )
     loss_growth: float = Field(
-        10.0, gt=1, description="… or only to growth, where the loss is so many times its first value."
+        10.0,
+        gt=1,
+        description="Ratio of the loss to its first value at which the first records may grow only by growth.",
     )
     overwrites: float = Field(
         1.0,
         gt=0,
-        description="Update over its weight, from which on a step writes over what the weight was.",
+        description="Ratio of an update to its weight at which a step overwrites the weight.",
     )
 
 
@@ -66,7 +70,7 @@ class GradientHistory(NamedTuple):
 
 
 class LargestNorm(NamedTuple):
-    """A norm that no layer exceeded so far, and its step."""
+    """The largest norm of any layer so far, and its step."""
 
     norm: float = 0.0
     step: int = 0
@@ -116,32 +120,32 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         l2(g) > growth * max(median of the layer's last window norms, its largest norm of the warm-up)
         l2(g) > the largest norm of any layer so far
 
-    The test is scale-free: a loss in the thousands has large gradients and is fine, what counts is growth. The
-    warm-up's peak keeps a converged training, whose norms are tiny, from alarming on one hard batch; the median
-    follows layers that start small; the model's largest lets a layer wake up (zero-initialised branches, LoRA,
-    symmetry that breaks). Growth by 100 is past what clipping at 1.0 or a restart of the learning rate produces
-    (Pascanu et al., ICML 2013, on norm growth before divergence). A layer in its warm-up, where norms settle, or
-    without any gradient so far, must instead exceed ``growth ** 2`` times the model's largest.
+    The criterion is scale-free: a loss in the thousands has large gradients, and only growth counts. The peak of the warm-up prevents
+    false alarms of a converged training with tiny norms on one hard batch. The median follows layers that start small. The largest norm
+    of the model allows a layer to start learning (zero-initialized branches, LoRA, broken symmetry). Growth by 100 is beyond what clipping
+    at 1.0 or a restart of the learning rate produces (Pascanu et al., ICML 2013, on norm growth before divergence). A layer in its
+    warm-up, in which norms settle, or without any gradient so far must instead exceed ``growth ** 2`` times the model's largest norm.
 
-    A training that diverges from its first steps is its own past. There it is enough that some loss of the step is
-    ``loss_growth`` times its first value, and the norm ``growth`` times the largest of the first step: a saddle that
-    is left behind makes gradients grow as well, but lets the loss fall.
+    A training that diverges from its first steps has no healthy past. In this case it suffices that some loss of the step is
+    ``loss_growth`` times its first value, and the norm ``growth`` times the largest norm of the first step. When a training leaves a
+    saddle point gradients grow as well, but the loss falls.
 
-    NaN or infinity alone is another rule's: a logarithm of zero, or what the data held. It is an explosion gone past
-    what the number format holds where the steps before it show one: right after a finding, or where the loss was
-    ``loss_growth`` times its first value when it was last a number, or where the last updates of most weights
-    were at least as large as these (``overwrites``; trainings that work take a thousandth, and SageMaker's WeightUpdateRatio
-    holds 10 for large). An explosion goes on until the loss comes back: units that it has killed have a gradient of zero.
+    NaN or infinity alone is not an explosion; it may come from a logarithm of zero or from the data, and other rules report it. It counts
+    as an overflow of an explosion if earlier steps show one: directly after a finding, or if the loss was ``loss_growth`` times its first
+    value when it was last finite, or if the last updates of most weights were at least as large as the weights (``overwrites``; working
+    trainings have a thousandth, and SageMaker's WeightUpdateRatio considers 10 large). An explosion lasts until the loss recovers, because
+    units that died in it have a gradient of zero.
 
-    Most weights written over by an update, and then a loss of ``loss_growth`` times its first value, with gradients that have grown as
-    much since the first step, is an explosion between two looks, whatever gradients are at the next: of units that it killed they are small, and the loss settles at what a
-    constant gives. It is said at the next three records, once a run. Of gradients that are small after an explosion the finding's value is
-    the largest norm of any layer since the beginning, with its step, held against the largest of the first step.
+    An explosion between two records is recognized if an update overwrote most weights, the loss is then ``loss_growth`` times its first
+    value, and gradients have grown as much since the first step, whatever the gradients are at the next record: those of dead units are
+    small, and the loss settles at that of a constant prediction. It is reported at the next three records, once per run. If gradients are
+    small after an explosion, the value of the finding is the largest norm of any layer so far, with its step, and the threshold is the
+    largest norm of the first step.
     """
 
     name = "exploding_gradient"
     version = 5
-    summary = "a gradient's norm grows far beyond what its layer has had"
+    summary = "a gradient's norm grows far beyond all earlier norms of its layer"
     needs = Needs(
         collections=("gradients", "losses", "updates"),
         roles=("gradient", "loss", "update"),
@@ -149,22 +153,22 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         about=("gradient",),
         evidence_rows=1,
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The learning rate is too high for this part of the training.",
         "A recurrent or deep network multiplies gradients through many steps or layers.",
-        "A batch holds an outlier, or targets that are not scaled.",
-        "Weights began too large, or a normalisation layer is missing.",
+        "A batch contains an outlier, or targets that are not scaled.",
+        "Initial weights are too large, or a normalization layer is missing.",
     )
     what_to_try = (
-        "Clip gradients: torch.nn.utils.clip_grad_norm_ with a bound near their usual norm (Pascanu et al., 2013).",
+        "Clip gradients with torch.nn.utils.clip_grad_norm_ near their usual norm (Pascanu et al., 2013).",
         "Lower the learning rate, or warm it up over the first steps.",
         "Look at the batch of this step; scale inputs and targets.",
-        "Add normalisation or residual connections; initialise by torch.nn.init's gains.",
+        "Add normalization or residual connections; initialize with the gains of torch.nn.init.",
     )
     cannot_distinguish = (
-        "A loss whose scale the program raises a hundredfold on purpose, or a task with far larger targets, from an explosion.",
-        "A single outlier among the examples whose gradient exceeds a hundred times any before, from the first step of a divergence.",
+        "A loss scale that the program raises by 100 on purpose, or a task with far larger targets, from an explosion.",
+        "A single outlier with a gradient of over a hundred times any before, from the first step of a divergence.",
     )
 
     def lookback(self, params: ExplodingGradientParams) -> int:
@@ -190,8 +194,8 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         modes = dict(state.modes)
         explosions: list[_Explosion] = []
         for step in _steps(block, _trailing_medians(context, block, params.window), signs):
-            modes[step.mode], found = _judge(params, step, modes.get(step.mode, ModeHistory()), layers)
-            explosions += found
+            modes[step.mode], of_step = _judge(params, step, modes.get(step.mode, ModeHistory()), layers)
+            explosions += of_step
         explosions.sort(key=lambda explosion: explosion.row)
         after = ExplodingGradientState(
             series={**state.series, **layers.histories()},
@@ -213,7 +217,7 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
 
 
 class _Signs(NamedTuple):
-    """Signs of an explosion that losses and updates show, as of each step; `ModeHistory` says what they mean."""
+    """Signs of an explosion in losses and updates as of each step; `ModeHistory` describes them."""
 
     loss_high: Flags
     overwritten: Flags
@@ -235,8 +239,8 @@ class _Step(NamedTuple):
     """The gradients of one step in one mode, and the signs of an explosion at that step.
 
     Attributes:
-        mode: of the step.
-        number: of the step.
+        mode: the mode of the step.
+        number: the number of the step.
         rows: the rows of the block, shape (n,).
         norm: their norms.
         finite: whether all elements and the norm are finite.
@@ -265,12 +269,12 @@ class _Explosion(NamedTuple):
     """A row with a finding.
 
     Attributes:
-        row: of the block.
-        norm: its norm; infinity if an element or the norm is not finite.
-        limit: the norm it may have.
+        row: the row of the block.
+        norm: the norm; infinity if an element or the norm is not finite.
+        limit: the tolerated norm.
         diverges: whether the limit is that of a training that diverges from its first step.
-        first: largest norm of the first step.
-        peak: largest norm so far, with that of this step.
+        first: the largest norm of the first step.
+        peak: the largest norm so far, including this step.
     """
 
     row: int
@@ -282,7 +286,7 @@ class _Explosion(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a finding says."""
+    """The content of a finding."""
 
     value: float
     threshold: float
@@ -292,7 +296,7 @@ class _Report(NamedTuple):
 def _judge(
     params: ExplodingGradientParams, step: _Step, past: ModeHistory, layers: _Layers
 ) -> tuple[ModeHistory, list[_Explosion]]:
-    """Judge one step by all cases; afterwards the histories include it."""
+    """Judge one step by all cases, and add it to the histories."""
     all_rows = np.ones(len(step.rows), np.bool_)
     first = step.largest(all_rows) if past.first is None else past.first
     outgrown, diverged = _outgrown_limit(params, step, past, layers), _diverged_limit(params, step, first)
@@ -330,9 +334,9 @@ def _judge(
 def _outgrown_limit(
     params: ExplodingGradientParams, step: _Step, past: ModeHistory, layers: _Layers
 ) -> Floats:
-    """Case 1: a norm far above the layer's own past, and above all layers' past.
+    """Case 1: a norm far above the layer's own past, and above that of all layers.
 
-    Infinity where there is no past to compare with.
+    Infinity if there is no past to compare with.
     """
     series = layers.index[step.rows]
     reference = np.fmax(layers.peak[series], step.median)
@@ -348,7 +352,7 @@ def _outgrown_limit(
 def _diverged_limit(params: ExplodingGradientParams, step: _Step, first: float) -> float:
     """Case 2: a norm far above those of the first step, while the loss is far above its first value.
 
-    A training that diverges from its first steps has no sound past. Infinity where the loss is not high.
+    A training that diverges from its first steps has no healthy past. Infinity if the loss is not high.
     """
     return params.growth * first if first > 0 and step.loss_high else math.inf
 
@@ -359,12 +363,12 @@ def _overflowed(step: _Step) -> NDArray[np.bool_]:
 
 
 def _continued(step: _Step, layers: _Layers) -> NDArray[np.bool_]:
-    """Case 4: the layer's last record was a finding, and the loss has not come back, or the gradient is not finite."""
+    """Case 4: the layer's last record was a finding, and the loss has not recovered, or the gradient is not finite."""
     return layers.exploded[layers.index[step.rows]] & (~step.finite | step.loss_high)
 
 
 def _report(name: str, explosion: _Explosion) -> _Report:
-    """Say what the row itself shows; a norm below its limit is a finding for what happened before."""
+    """The report of a row; a norm below its limit is a finding because of an earlier explosion."""
     if explosion.norm == math.inf:
         return _report_overflow(name, explosion)
     if explosion.norm > explosion.limit:
@@ -375,27 +379,27 @@ def _report(name: str, explosion: _Explosion) -> _Report:
 
 
 def _report_overflow(name: str, explosion: _Explosion) -> _Report:
-    message = f"{name} has gone past what its number format holds, after steps that grew"
+    message = f"{name} has overflowed its number format, after steps that grew"
     return _Report(explosion.norm, explosion.limit, message)
 
 
 def _report_growth(name: str, explosion: _Explosion) -> _Report:
-    since = "the first step's, and the loss has risen" if explosion.diverges else "what the layer had before"
-    message = f"norm of {name} is {explosion.norm:.3g}, over {explosion.limit:.3g}, from {since}"
+    basis = "the first step, and the loss has risen" if explosion.diverges else "earlier records"
+    message = f"norm of {name} is {explosion.norm:.3g}, over {explosion.limit:.3g} from {basis}"
     return _Report(explosion.norm, explosion.limit, message)
 
 
 def _report_aftermath(name: str, explosion: _Explosion) -> _Report:
     peak = explosion.peak
     message = (
-        f"gradients had a norm of {peak.norm:.3g} at step {peak.step}, against {explosion.first:.3g} at the first: they wrote "
-        f"over weights, or the loss has not come back. That of {name} is {explosion.norm:.3g} now"
+        f"gradients had a norm of {peak.norm:.3g} at step {peak.step}, and {explosion.first:.3g} at the first: they overwrote "
+        f"weights, or the loss has not recovered. The norm of {name} is {explosion.norm:.3g} now"
     )
     return _Report(peak.norm, explosion.first, message)
 
 
 def _report_after_overflow(name: str, explosion: _Explosion) -> _Report:
-    message = f"norm of {name} is {explosion.norm:.3g}, after one that its number format does not hold"
+    message = f"norm of {name} is {explosion.norm:.3g}, after one that overflowed its number format"
     return _Report(explosion.norm, explosion.limit, message)
 
 
@@ -476,27 +480,26 @@ def _gradients(block: Block) -> Block:
 def _high_losses(
     params: ExplodingGradientParams, state: ExplodingGradientState, block: Block
 ) -> tuple[dict[str, float], Flags]:
-    """The first value of each loss, and by mode whether some loss is many times its first; a loss of NaN does not count."""
+    """The first value of each loss, and by mode whether some loss is many times its first value; NaN is ignored."""
     first_losses = dict(state.first_losses)
     loss_high = Flags({mode: past.loss_high for mode, past in state.modes.items()})
     rows = np.flatnonzero(rows_where(block, has_role, "loss") & (block.statistics.finite > 0))
-    latest: dict[
-        Mode, tuple[int, bool]
-    ] = {}  # the step that was read last, and whether any of its losses is high
+    # The last step, and whether any of its losses is high.
+    latest: dict[Mode, tuple[int, bool]] = {}
     for row in rows[np.argsort(block.step[rows], kind="stable")].tolist():
         mode, step, size = block.mode_name(row), int(block.step[row]), abs(float(block.statistics.mean[row]))
         first = first_losses.setdefault(f"{block.info(row).name}@{block.worker[row]}/{mode}", size)
         high = first > NOTHING and size >= params.loss_growth * first
         earlier_step, earlier_high = latest.get(mode, (-1, False))
         latest[mode] = step, high or (earlier_step == step and earlier_high)
-        loss_high.see(mode, step, flag=latest[mode][1])
+        loss_high.record(mode, step, flag=latest[mode][1])
     return first_losses, loss_high
 
 
 def _overwritten_weights(
     params: ExplodingGradientParams, state: ExplodingGradientState, block: Block
 ) -> Flags:
-    """By mode, whether the last finite updates of most weights were at least as large as the weights."""
+    """Whether the last finite updates of most weights were at least as large as the weights, by mode."""
     overwritten = Flags({mode: past.overwritten for mode, past in state.modes.items()})
     ratio = probe(block, "update_ratio")
     is_update = rows_where(block, is_matrix_of, "update")
@@ -507,7 +510,7 @@ def _overwritten_weights(
     large = np.bincount(group, weights=ratio[rows] >= params.overwrites, minlength=len(first))
     most = large / np.bincount(group, minlength=len(first)) >= _MOST
     for row, flag in zip(rows[first].tolist(), most.tolist(), strict=True):
-        overwritten.see(block.mode_name(row), int(block.step[row]), flag=flag)
+        overwritten.record(block.mode_name(row), int(block.step[row]), flag=flag)
     return overwritten
 
 
@@ -526,5 +529,5 @@ def _trailing_medians(context: Block, block: Block, window: int) -> Floats:
         earlier = chunk[:, None] + np.arange(-window, 0)
         in_series = earlier >= series_start[chunk][:, None]
         windows = np.where(in_series, ordered[np.maximum(earlier, 0)], np.nan)
-        medians[order[chunk] - len(context)] = medians_of_known(windows)
+        medians[order[chunk] - len(context)] = nanmedians(windows)
     return medians

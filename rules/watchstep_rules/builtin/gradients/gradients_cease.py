@@ -1,4 +1,4 @@
-"""Layers that learned and get no gradient any more, though the layers after them do."""
+"""Layers that learned and no longer get a gradient, while later layers do."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from watchstep_rules.signals.tensor_selection import is_weighted, rows_where
 class GradientsCeaseParams(Params):
     """Parameters of `GradientsCease`."""
 
-    records: int = Field(4, ge=1, le=1000, description="Records in a row without a gradient …")
-    warmup: int = Field(8, ge=1, le=1000, description="… after so many in a row with one.")
+    records: int = Field(4, ge=1, le=1000, description="Consecutive records without a gradient.")
+    warmup: int = Field(8, ge=1, le=1000, description="Consecutive records with a gradient before them.")
 
 
 class Flow(NamedTuple):
     """The gradients of one weight.
 
     Attributes:
-        order: of its layer.
-        kin: the collections of its gradient: those of the same are measured together.
-        alive: records in a row with a gradient, before those without one, counted up to ``warmup``.
-        without: records in a row without a gradient.
-        computed: whether its layer gave an output since.
+        order: the order of its layer.
+        kin: the collections of its gradient; gradients in the same collections are measured together.
+        alive: consecutive records with a gradient before those without one, counted up to ``warmup``.
+        without: consecutive records without a gradient.
+        computed: whether its layer has had an output since.
     """
 
     order: int
@@ -42,46 +42,47 @@ class Flow(NamedTuple):
 
 
 class GradientsCeaseState(State):
-    """Of each weight its gradients, by ``name@worker``."""
+    """State of `GradientsCease`: the gradients of each weight, by ``name@worker``."""
 
     weights: dict[str, Flow] = Field(default_factory=dict)
 
 
 class GradientsCease(Rule[GradientsCeaseParams, GradientsCeaseState]):
-    """Fires when the first layers of a model, which had a gradient at ``warmup`` records in a row, have none at ``records`` records in a row.
+    """Fires when the first layers of a model had a gradient at ``warmup`` consecutive records and have none at ``records`` records.
 
-    A record without a gradient is a step at which the optimizer updated the weight, gradients of other weights were measured, and this one's
-    was gone or zero. The layer must still be computed, and all weighted layers up to it must have lost theirs, while layers after it
-    have one: what it gives is detached from the loss, or computed under ``no_grad``. Such weights stay as they are, or follow momentum
-    and weight decay alone.
+    A record without a gradient is a step at which the optimizer updated the weight, gradients of other weights were measured, and the
+    gradient of this weight was missing or zero. The layer must still be computed, and all weighted layers up to it must have lost their
+    gradients, while later layers have one: its output is detached from the loss, or computed under ``no_grad``. Such weights do not
+    change, or only by momentum and weight decay.
 
-    ``requires_grad=False`` in mid-run is freezing on purpose: such a weight has no update on record. So is an optimizer of its own that
-    no longer steps. Layers that never got a gradient are `weight_not_updating`'s; a layer amid others that learn may be left out by chance, as
-    in stochastic depth, or as an expert without examples. Inputs that are zero take the first weight's gradient as well, and are found by it.
+    ``requires_grad=False`` during the run is freezing on purpose: such a weight has no recorded update. The same applies to a separate
+    optimizer that no longer steps. Layers that never had a gradient are reported by `weight_not_updating`. A layer between others that
+    learn may be skipped by design, as in stochastic depth, or as an expert without examples. Inputs of zero also remove the first
+    weight's gradient, and are detected by it.
     """
 
     name = "gradients_cease"
-    summary = "the first layers learned, and get no gradient any more, though layers after them do"
+    summary = "the first layers learned and no longer get a gradient, while later layers do"
     needs = Needs(
         collections=("gradients", "updates", "activations"),
         roles=("gradient", "update", "output"),
         about=("update",),
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "The encoder is computed under torch.no_grad(), or in inference mode, from some step on.",
-        "Its output is detached, or turned into numbers and back.",
-        "The inputs have become zero, so that the first weight has no gradient though its bias may have one.",
-        "A condition on the step or epoch leads to a branch without gradients.",
+        "The encoder is computed under torch.no_grad() or in inference mode from some step on.",
+        "Its output is detached, or converted to numbers and back.",
+        "The inputs have become zero, so that the first weight has no gradient, although its bias may have one.",
+        "A condition on the step or epoch selects a branch without gradients.",
     )
     what_to_try = (
-        "Look at what the program does differently at the step where it began.",
-        "Check requires_grad of the encoder's output, and its grad_fn; and the inputs.",
-        "Freeze on purpose with requires_grad_(False), which this rule leaves alone.",
+        "Look at what the program does differently from the step at which it began.",
+        "Check requires_grad and grad_fn of the encoder's output, and the inputs.",
+        "Freeze on purpose with requires_grad_(False), which this rule does not report.",
     )
     cannot_distinguish = (
         "A program that detaches its encoder on purpose from step N on, from one that does so by mistake.",
-        "A branch that is detached amid layers that learn, from one whose output is not used on purpose: it is left alone.",
+        "A detached branch between layers that learn, from one with an output that is unused on purpose: neither is reported.",
     )
 
     def evaluate(
@@ -123,14 +124,14 @@ def _is_output(info: TensorInfo) -> bool:
 
 
 def _is_alive(block: Block) -> NDArray[np.bool_]:
-    """Of each row, whether some element is not zero, or is no number."""
-    held = block.statistics
-    alive: NDArray[np.bool_] = (held.abs_sum > 0) | (held.finite < held.count)
+    """Whether some element of each row is not zero, or is NaN or infinite."""
+    statistics = block.statistics
+    alive: NDArray[np.bool_] = (statistics.abs_sum > 0) | (statistics.finite < statistics.count)
     return alive
 
 
 def _name(block: Block, row: int) -> str:
-    """Of the weight that a row of a gradient or an update speaks of."""
+    """The weight of a gradient or update row: ``name@worker``."""
     return f"{block.info(row).name.rpartition(':')[0]}@{block.worker[row]}"
 
 
@@ -141,7 +142,7 @@ def _kin(info: TensorInfo) -> str:
 def _all_flow(
     block: Block, gradients: NDArray[np.intp], chosen: NDArray[np.bool_], weights: dict[str, Flow]
 ) -> bool:
-    """Whether every weight that is known has a gradient at each step of the block that has some: nothing needs to be looked at singly."""
+    """Whether every known weight has a gradient at each step of the block with gradients, so that steps need not be followed singly."""
     if any(flow.without for flow in weights.values()):
         return False
     if len(gradients) != np.count_nonzero(chosen):
@@ -154,7 +155,7 @@ def _all_flow(
 
 
 def _one_of_each(block: Block, rows: NDArray[np.intp]) -> list[int]:
-    """A row of each tensor and worker."""
+    """One row of each tensor and worker."""
     key = (block.tensor[rows].astype(np.int64) << 32) | block.worker[rows]
     first: list[int] = rows[np.unique(key, return_index=True)[1]].tolist()
     return first
@@ -163,7 +164,7 @@ def _one_of_each(block: Block, rows: NDArray[np.intp]) -> list[int]:
 def _all_alive(
     block: Block, gradients: NDArray[np.intp], state: GradientsCeaseState, warmup: int
 ) -> GradientsCeaseState:
-    """With a gradient of each weight at each step of a block."""
+    """The state after a block with a gradient of each weight at each step."""
     steps = len(np.unique(block.step[gradients]))
     changed = {}
     for row in _one_of_each(block, gradients):
@@ -193,7 +194,7 @@ class _Step(NamedTuple):
     outputs: list[int]
 
     def follow(self, block: Block, weights: dict[str, Flow], params: GradientsCeaseParams) -> list[int]:
-        """Take in the step; the rows of updates of weights whose gradients have ceased."""
+        """Add the step; returns update rows of weights with gradients that have ceased."""
         is_alive = _is_alive(block)
         with_gradient = {_name(block, row): block.info(row) for row in self.gradients if is_alive[row]}
         for name, info in with_gradient.items():
@@ -210,7 +211,7 @@ class _Step(NamedTuple):
                 weights[name] = before._replace(without=min(before.without + 1, 1000))
                 ceased.append((row, weights[name]))
         first = min((info.order for info in with_gradient.values()), default=-1)
-        # An expert without examples is not computed, and says nothing of the layers that are.
+        # An expert without examples is not computed and is no evidence about other layers.
         computed = [flow.order for _, flow in ceased if flow.computed]
         if not computed or max(computed) >= first:
             return []

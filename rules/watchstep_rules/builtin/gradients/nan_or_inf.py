@@ -1,4 +1,4 @@
-"""NaN or infinity that damages a training: in what the optimizer applies, or in what its updates leave behind."""
+"""NaN or infinity that damages a training: in an applied update, or in parameters, optimizer state or running statistics."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.rule import Advice, Finding, FindingRows, Hits, Needs, Params, Rule, State, is_metric
 from watchstep_rules.signals.nonfinite import (
-    BAD_BATCH,
-    CHECK_BATCHES,
-    GAPS,
-    LOOK_AT_INPUT,
+    USUAL_CAUSES,
+    WHAT_TO_TRY,
     Origins,
+    advice_for_bad_input,
     counts_of,
     has_elements,
-    is_given,
+    is_model_input,
     nonfinite,
 )
-from watchstep_rules.signals.series import SeriesRows, Trail
+from watchstep_rules.signals.series import LaggedRows, SeriesRows
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
 from watchstep_rules.signals.update_evidence import APPLIED, MISSING, UpdateEvidence
 
@@ -36,7 +35,7 @@ _GRADIENT = ":gradient"
 _PARAMETERS = ("weight", "bias")
 _OF_UPDATES = ("weight", "bias", "gradient", "update", "finite_check", "buffer_check")
 _MOST_NAMED = 3
-_LOOKS = 3
+_CHECKS = 3
 _STATISTICS = ("running", "moving", "mean", "avg", "average", "var", "std", "ema")
 
 _Place = tuple[int, int]
@@ -49,20 +48,20 @@ class NanOrInfParams(Params):
     steps_without_update: int = Field(
         50,
         ge=1,
-        description="So many training steps in a row without a finite update are damage: one by one they are skipped batches.",
+        description="This many consecutive training steps without a finite update are damage; fewer are skipped batches.",
     )
 
 
 class NanOrInfState(State):
-    """What is remembered.
+    """State of `NanOrInf`.
 
     Attributes:
-        damaged: of each series of weights that is damaged, how many non-finite elements it had before.
-        nan_since: of each series of weights that held NaN when it was first recorded and does so since, that first step.
-        buffers: of each running statistic of the program's own modules that is not finite, how many elements at the last look, and at how
-            many looks in a row there were no fewer than before.
-        updating: workers of which something was recorded that only updates show.
-        without: of each other worker, how many steps in a row had no finite loss, and the last of them.
+        damaged: the number of non-finite elements before the damage, by damaged series of weights.
+        nan_since: the first recorded step, by series of weights that have contained NaN since they were first recorded.
+        buffers: by running statistic of the program's own modules that is not finite: the number of elements at the last check, and the
+            number of consecutive checks with no fewer than before.
+        updating: workers with records that only updates produce.
+        without: by other worker: the number of consecutive steps without a finite loss, and the last of them.
     """
 
     damaged: dict[str, float] = Field(default_factory=dict)
@@ -73,24 +72,25 @@ class NanOrInfState(State):
 
 
 class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
-    """Fires when NaN or infinity damages a training, which does not come back from it by itself.
+    """Fires when NaN or infinity damages a training, which does not recover from it by itself.
 
-    That is: the optimizer applies a gradient that is not finite; a trained parameter, what the optimizer keeps for it, or a running statistic
-    of a normalization layer holds more non-finite elements than before; or ``steps_without_update`` training steps in a row had no finite
-    update, also of a single trained parameter that holds NaN from the start. Of normalization modules of the program's own,
-    known by their names, buffers count that change in training, were finite and hold no fewer non-finite elements at three looks in a row. A loss or an output that is not finite is no damage (`non_finite_values` reports it): a batch without labels has the loss NaN and the
-    gradient zero, programs and gradient scalers skip updates, and masks are infinite on purpose.
+    Damage means: the optimizer applies a gradient that is not finite; a trained parameter, its optimizer state, or a running statistic of
+    a normalization layer contains more non-finite elements than before; or ``steps_without_update`` consecutive training steps had no
+    finite update, also for a single trained parameter that contains NaN from the start. For normalization modules of the program's own,
+    recognized by name, buffers count that change in training, were finite, and contain no fewer non-finite elements at three
+    consecutive checks. A loss or an output that is not finite is not damage (`non_finite_values` reports it): a batch without labels has
+    the loss NaN and the gradient zero, programs and gradient scalers skip updates, and masks are infinite on purpose.
 
-    A gradient is judged where its update is made. One that the program or a `torch.amp.GradScaler` skips is not recorded; one that the optimizer
-    itself leaves out is recognized by parameters and state that stay finite after the update, in host memory. Of a run that records nothing of
-    updates, steps without a finite loss are counted instead.
+    A gradient is judged when its update is made. A gradient that the program or a `torch.amp.GradScaler` skips is not recorded. One that
+    the optimizer itself skips is recognized by parameters and state that stay finite after the update, in host memory. For a run without
+    records of updates, steps without a finite loss are counted instead.
 
-    The message names what was not finite first in the pass: the input, weights, or the first output in the order of execution. Where
-    the update of that step was left out on record, by the scaler or the program, the message says so.
+    The message names what was not finite first in the pass: the input, weights, or the first output in the order of execution. If the
+    record shows that the scaler or the program skipped the update of that step, the message states it.
     """
 
     name = "nan_or_inf"
-    summary = "NaN or infinity damages training: an update applies it, or parameters, optimizer state or running statistics hold it"
+    summary = "NaN or infinity damages training: an update applies it, or parameters, optimizer state or running statistics contain it"
     needs = Needs(
         collections=(
             "losses",
@@ -107,40 +107,28 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         evidence_rows=0,
     )
     merge = "per_worker"
-    usual_causes = (
-        "The learning rate is too high: weights and then the loss grow without bound.",
-        "The loss takes the logarithm of zero, divides by zero, or takes the root of zero.",
-        BAD_BATCH,
-        "Half precision overflows: float16 ends at 65504.",
-    )
-    what_to_try = (
-        "Look at the first of the recorded tensors of this step that is not finite, in the order of the flow; what comes after it follows.",
-        "Lower the learning rate, warm it up, or clip gradients with torch.nn.utils.clip_grad_norm_.",
-        "Use losses on logits, such as cross_entropy and binary_cross_entropy_with_logits; add an epsilon under roots and logarithms.",
-        LOOK_AT_INPUT,
-        "Find the operation with torch.autograd.detect_anomaly.",
-        "Under float16 use torch.amp.GradScaler, or take bfloat16.",
-    )
+    usual_causes = USUAL_CAUSES
+    what_to_try = WHAT_TO_TRY
     cannot_distinguish = (
-        "Buffers of the program's own by other names than those of running statistics may hold figures of one batch: they are not judged.",
-        "An optimizer that leaves non-finite gradients out inside of its own step() is recognized in host memory; on a GPU, and by a guard, its gradients count as applied.",
+        "Buffers of the program's own modules without the name of a running statistic may contain values of one batch; they are not judged.",
+        "An optimizer that skips non-finite gradients inside its own step() is recognized in host memory; on a GPU, and in a guard, its gradients count as applied.",
         "A program that restores its weights on purpose after a bad update was damaged when the rule fired.",
-        "A program that skips bad passes before backward() and logs no loss leaves no trace of them.",
-        "A scaler's skips of fused optimizers on a GPU are not counted as missing updates; scaler_skips reports them.",
+        "A program that skips bad passes before backward() and logs no loss leaves no record of them.",
+        "Skips of a gradient scaler with fused optimizers on a GPU are not counted as missing updates; scaler_skips reports them.",
     )
 
     def lookback(self, params: NanOrInfParams) -> int:
-        """What each parameter held before, and that it has a gradient."""
+        """One row: the previous counts of each parameter, and whether it has a gradient."""
         return 1
 
     def conclusive(self, params: NanOrInfParams, block: Block) -> NDArray[np.bool_]:
-        """Rows of tensors with elements: those that are not finite are what it is about."""
+        """Rows of tensors with elements, whether finite or not."""
         return has_elements(block)
 
     def evaluate(
         self, params: NanOrInfParams, state: NanOrInfState, context: Block, block: Block, now: int
     ) -> tuple[NanOrInfState, FindingRows]:
-        """Judge each row by itself, weights by the row before, and losses alone by how long they are not finite."""
+        """Judge each row by itself, weights against the previous row, and losses by how long they have not been finite."""
         bad = nonfinite(block)
         weights = _Weights(state, context, block, bad, params.steps_without_update)
         buffers, own = _own_buffers(state, block)
@@ -165,114 +153,110 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         return state, findings
 
     def advice(self, finding: Finding) -> Advice:
-        """Where the model's input was measured and was bad, that comes first."""
+        """If the model's input was measured and was bad, it is the first cause."""
         usual = super().advice(finding)
-        if not finding.upstream:
-            return usual
-        causes = (cause for cause in usual.usual_causes if cause != BAD_BATCH)
-        tries = (one for one in usual.what_to_try if one != LOOK_AT_INPUT)
-        return Advice((GAPS, *causes), (CHECK_BATCHES, *tries))
+        return advice_for_bad_input(usual) if finding.upstream else usual
 
 
-_Words = Callable[[Block, int, float, float], str]
-"""Says what was found in a row, by value and threshold."""
+_Message = Callable[[Block, int, float, float], str]
+"""Returns the message for a row, given value and threshold."""
 
 
 class _Damage(NamedTuple):
-    """Rows that are damage of one kind, and what says so: an alert needs few of the messages."""
+    """Rows with damage of one kind, and the function that builds their messages, of which an alert needs few."""
 
     hits: Hits
-    words: _Words
+    message: _Message
 
     @classmethod
     def of(
         cls,
-        words: _Words,
+        message: _Message,
         rows: Sequence[int] | NDArray[np.intp],
         values: Sequence[float] | NDArray[np.generic],
         thresholds: Sequence[float] | Floats | float,
     ) -> _Damage:
-        """From columns of shape (n,), or one threshold for all."""
-        held = np.broadcast_to(np.asarray(thresholds, np.float64), np.shape(rows))
-        return cls(Hits(np.array(rows, np.intp), np.array(values, np.float64), held), words)
+        """From columns of shape (n,), or one threshold for all rows."""
+        per_row = np.broadcast_to(np.asarray(thresholds, np.float64), np.shape(rows))
+        return cls(Hits(np.array(rows, np.intp), np.array(values, np.float64), per_row), message)
 
 
 def _findings(rule: str, block: Block, bad: NDArray[np.int64], kinds: Sequence[_Damage]) -> FindingRows:
-    """Damage of several kinds, by row, with where its passes were first not finite and what became of its updates; no row is of two kinds."""
+    """Findings for damage of several kinds, by row, with evidence about origins and updates. No row has two kinds of damage."""
     rows = np.concatenate([kind.hits.rows for kind in kinds])
     values = np.concatenate([kind.hits.values for kind in kinds])
     thresholds = np.concatenate([kind.hits.thresholds for kind in kinds])
-    which = np.repeat(np.arange(len(kinds)), [len(kind.hits) for kind in kinds])
+    kind_of = np.repeat(np.arange(len(kinds)), [len(kind.hits) for kind in kinds])
     order = np.argsort(rows, kind="stable")
-    hits, which = Hits(rows, values, thresholds).take(order), which[order]
+    hits, kind_of = Hits(rows, values, thresholds).take(order), kind_of[order]
     evidence = functools.cache(lambda: (_Inputs(block, bad), Origins(block), UpdateEvidence(block)))
 
     def words(row: int, value: float, threshold: float) -> str:
-        kind = kinds[int(which[np.searchsorted(hits.rows, row)])]
-        return kind.words(block, row, value, threshold)
+        kind = kinds[int(kind_of[np.searchsorted(hits.rows, row)])]
+        return kind.message(block, row, value, threshold)
 
     def finish(finding: Finding, row: int) -> Finding:
         if finding.role in _PARAMETERS:
             return finding
         inputs, origins, updates = evidence()
-        return origins.of(row).said_with(updates.said_with(inputs.told(finding, row), row))
+        return origins.of(row).annotate(updates.annotate(inputs.annotate(finding, row), row))
 
     return FindingRows(rule, block, hits, words, finish)
 
 
 def _applied(block: Block, bad: NDArray[np.int64]) -> _Damage:
-    """Gradients that are not finite, of updates that are made; not those that the optimizer is known to have left out."""
+    """Gradients that are not finite, in updates that are made, except those that the optimizer is known to have skipped."""
     applied: dict[_Place, bool] = {}
     for row in np.flatnonzero(rows_where(block, is_metric, APPLIED)).tolist():
         place = _place(block, row)
         applied[place] = applied.get(place, False) or bool(block.statistics.mean[row] > 0)
     rows = np.flatnonzero(rows_where(block, has_role, "gradient") & (block.mode == _TRAIN) & (bad > 0))
     if not all(applied.values()):
-        left_out = [not applied.get(_place(block, row), True) for row in rows.tolist()]
-        rows = rows[~np.array(left_out, np.bool_)]
-    return _Damage.of(_say_applied, rows, bad[rows].astype(np.float64), 0.0)
+        skipped = [not applied.get(_place(block, row), True) for row in rows.tolist()]
+        rows = rows[~np.array(skipped, np.bool_)]
+    return _Damage.of(_applied_message, rows, bad[rows].astype(np.float64), 0.0)
 
 
-def _say_applied(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
+def _applied_message(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - a _Message
     return f"{counts_of(block, row)}, which the optimizer applies"
 
 
 def _checked(block: Block, bad: NDArray[np.int64]) -> _Damage:
-    """What updates left behind, where more of it is not finite than at the start."""
+    """Parameters and optimizer state after an update with more non-finite elements than at the start."""
     rows = np.flatnonzero(rows_where(block, has_role, "finite_check") & (bad > 0))
     column = block.probes.get("nonfinite_at_start")
     start = np.zeros(len(rows)) if column is None else np.nan_to_num(column[rows], nan=0.0)
     more = bad[rows] > start
-    return _Damage.of(_say_checked, rows[more], bad[rows][more].astype(np.float64), start[more])
+    return _Damage.of(_checked_message, rows[more], bad[rows][more].astype(np.float64), start[more])
 
 
-def _say_checked(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
+def _checked_message(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - a _Message
     return f"{counts_of(block, row).removesuffix(_CHECK)} after the update, {threshold:g} at the start"
 
 
 def _missing(block: Block, most: int) -> _Damage:
-    """Steps in a row without a finite update, as the recorder counts them; of a step that is handed over in parts, the last count."""
+    """Consecutive steps without a finite update, as counted by the recorder; for a step delivered in parts, the last count."""
     rows = np.flatnonzero(rows_where(block, is_metric, MISSING))
     counts = block.statistics.max[rows]
     many = counts >= most
-    return _Damage.of(_say_missing, rows[many], counts[many], float(most))
+    return _Damage.of(_missing_message, rows[many], counts[many], float(most))
 
 
-def _say_missing(block: Block, row: int, value: float, threshold: float) -> str:
+def _missing_message(block: Block, row: int, value: float, threshold: float) -> str:
     return (
         f"{block.info(row).name}: {value:g} training steps in a row without a finite update, "
-        f"{threshold:.0f} make it damage"
+        f"damage from {threshold:.0f} on"
     )
 
 
 class _Weights:
-    """Weights and biases that hold more than the row before, until they hold no more than that again; and those that never were finite.
+    """Weights and biases with more non-finite elements than in the previous row, until they recover; and those that never were finite.
 
-    A trained parameter that holds NaN when it is first recorded gets no finite update, so its steps count as such. Infinity
-    may be there on purpose: a table of transitions forbids some by it.
+    A trained parameter that contains NaN when it is first recorded gets no finite update, so its steps count as steps without an
+    update. Infinity may be on purpose: a table of transitions forbids some transitions with it.
 
     Attributes:
-        damaged, nan_since: as the state has them, after the block.
+        damaged, nan_since: the fields of the state after the block.
     """
 
     def __init__(
@@ -288,8 +272,8 @@ class _Weights:
         self._trained = _Trained(context, block)
         rows = np.flatnonzero(parameters)
         chosen = view(block, rows)
-        trail = Trail.of(context, chosen)
-        before = trail.back(trail.column(nonfinite), 1)
+        lagged = LaggedRows.of(context, chosen)
+        before = lagged.lag(lagged.column(nonfinite), 1)
         by_series = SeriesRows.of(chosen)
         for name, places in zip(by_series.names, by_series.rows(), strict=True):
             if name in self.damaged or name in self.nan_since or (bad[rows[places]] > 0).any():
@@ -299,7 +283,7 @@ class _Weights:
     def _judge(self, name: str, row: int, before: float) -> None:
         bad = float(self._bad[row])
         if name not in self.damaged:
-            if bad > before and self._trained.holds(row):
+            if bad > before and self._trained.has_gradient(row):
                 self.damaged[name] = before
             else:
                 self._judge_start(name, row, is_first=bool(np.isnan(before)))
@@ -319,35 +303,38 @@ class _Weights:
         if name not in self.nan_since:
             return
         steps = step - self.nan_since[name] + 1
-        if steps >= self._most and self._trained.holds(row):
+        if steps >= self._most and self._trained.has_gradient(row):
             self._never.append((row, float(steps), float(self._most)))
 
     def damage(self) -> tuple[_Damage, _Damage]:
-        """Rows that hold more than before, and rows that never were finite."""
+        """Rows with more non-finite elements than before, and rows of parameters that never were finite."""
         more, never = (
             _Damage.of(
-                words, [row for row, _, _ in hits], [value for _, value, _ in hits], [at for _, _, at in hits]
+                message,
+                [row for row, _, _ in hits],
+                [value for _, value, _ in hits],
+                [threshold for _, _, threshold in hits],
             )
-            for words, hits in ((_say_more, self._hits), (_say_never, self._never))
+            for message, hits in ((_more_message, self._hits), (_never_finite_message, self._never))
         )
         return more, never
 
 
-def _say_more(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
+def _more_message(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - a _Message
     return f"{counts_of(block, row)}, {threshold:g} before"
 
 
-def _say_never(block: Block, row: int, value: float, threshold: float) -> str:
+def _never_finite_message(block: Block, row: int, value: float, threshold: float) -> str:
     return (
-        f"{counts_of(block, row)}, of which some were NaN from the start: {value:.0f} training steps in a row "
-        f"without a finite update of it, {threshold:.0f} make it damage"
+        f"{counts_of(block, row)}, some of them NaN from the start: {value:.0f} training steps in a row "
+        f"without a finite update, damage from {threshold:.0f} on"
     )
 
 
 class _Trained:
-    """Which parameters have a gradient; where no gradient was recorded at all, each may have.
+    """Which parameters have a gradient; if no gradient was recorded at all, every parameter may have one.
 
-    Gradients of the rows before count, so that rows that arrive later change nothing.
+    Only gradients in earlier rows count, so that later rows do not change the result.
     """
 
     def __init__(self, context: Block, block: Block) -> None:
@@ -362,8 +349,8 @@ class _Trained:
                 self._first[name, worker] = min(self._first.get((name, worker), at), at)
                 self._first_of[worker] = min(self._first_of.get(worker, at), at)
 
-    def holds(self, row: int) -> bool:
-        """Whether the parameter of a row has one, as far as was known then."""
+    def has_gradient(self, row: int) -> bool:
+        """Whether the parameter of a row has a gradient, according to earlier rows."""
         name, worker = self._block.info(row).name + _GRADIENT, int(self._block.worker[row])
         never = len(self._block)
         if self._first.get((name, worker), never) < row:
@@ -372,36 +359,38 @@ class _Trained:
 
 
 def _own_buffers(state: NanOrInfState, block: Block) -> tuple[dict[str, tuple[int, int]], _Damage]:
-    """Running statistics of the program's own modules that were finite, and are not at several looks in a row, each after they changed.
+    """Running statistics of the program's own modules that were finite and are not at several consecutive checks, each after a change.
 
-    A running statistic never comes back from NaN. A buffer that holds the figures of one batch does. Infinity counts where the
-    buffer's name says that it is a statistic: others may be masks.
+    A running statistic never recovers from NaN; a buffer with values of one batch does. Infinity counts only if the name of the buffer
+    is that of a statistic, because other buffers may be masks.
     """
     buffers = dict(state.buffers)
     hits: dict[int, tuple[int, int]] = {}
     for row in np.flatnonzero(rows_where(block, has_role, "buffer_check")).tolist():
         name = f"{block.info(row).name}@{int(block.worker[row])}"
-        held = block.statistics
-        bad = int(held.nan[row])
+        statistics = block.statistics
+        bad = int(statistics.nan[row])
         if _is_statistic(block.info(row)):
-            bad += int(held.pos_inf[row] + held.neg_inf[row])
-        before, looks = buffers.pop(name, (0, 0))
+            bad += int(statistics.pos_inf[row] + statistics.neg_inf[row])
+        before, checks = buffers.pop(name, (0, 0))
         if not bad:
             continue
-        looks = looks + 1 if bad >= before else 1
-        buffers[name] = (bad, looks)
-        if looks >= _LOOKS:
-            hits[row] = bad, looks
+        checks = checks + 1 if bad >= before else 1
+        buffers[name] = (bad, checks)
+        if checks >= _CHECKS:
+            hits[row] = bad, checks
 
-    def say(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
-        counted = counts_of(block, row).removesuffix(_CHECK)
-        return f"{counted}, 0 at the start, and no fewer at {hits[row][1]} looks in a row, each after it had changed"
+    def message(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - a _Message
+        counts = counts_of(block, row).removesuffix(_CHECK)
+        return (
+            f"{counts}, 0 at the start, and no fewer at {hits[row][1]} checks in a row, each after a change"
+        )
 
-    return buffers, _Damage.of(say, list(hits), [float(bad) for bad, _ in hits.values()], 0.0)
+    return buffers, _Damage.of(message, list(hits), [float(bad) for bad, _ in hits.values()], 0.0)
 
 
 def _is_statistic(info: TensorInfo) -> bool:
-    """Whether a buffer's name says that it holds a statistic."""
+    """Whether the name of a buffer is that of a statistic."""
     leaf = info.name.removesuffix(_CHECK).rpartition(".")[2].lower()
     return any(word in leaf for word in _STATISTICS)
 
@@ -409,7 +398,7 @@ def _is_statistic(info: TensorInfo) -> bool:
 def _losses(
     state: NanOrInfState, block: Block, most: int
 ) -> tuple[tuple[int, ...], dict[int, tuple[int, int]], _Damage]:
-    """Of workers that record nothing of updates, steps in a row none of whose losses is finite."""
+    """Consecutive steps without a finite loss, for workers without records of updates."""
     updates = rows_where(block, has_role, *_OF_UPDATES) | rows_where(block, is_metric, MISSING)
     first = dict.fromkeys(state.updating, -1)
     for worker in np.unique(block.worker[updates]).tolist():
@@ -430,39 +419,39 @@ def _losses(
             hits.append(row)
             counts.append(float(count))
     updating = tuple(sorted(first))
-    without = {worker: held for worker, held in sorted(without.items()) if worker not in first}
-    return updating, without, _Damage.of(_say_without_loss, hits, counts, float(most))
+    without = {worker: count for worker, count in sorted(without.items()) if worker not in first}
+    return updating, without, _Damage.of(_without_loss_message, hits, counts, float(most))
 
 
-def _say_without_loss(block: Block, row: int, value: float, threshold: float) -> str:
+def _without_loss_message(block: Block, row: int, value: float, threshold: float) -> str:
     return (
-        f"no loss was finite in {value:.0f} training steps in a row, and nothing was recorded of updates, "
-        f"{threshold:.0f} make it damage: {counts_of(block, row)}"
+        f"no loss was finite in {value:.0f} training steps in a row, and no updates were recorded, "
+        f"damage from {threshold:.0f} on: {counts_of(block, row)}"
     )
 
 
 class _Inputs:
-    """What models were given, where it was not finite at steps whose weights were."""
+    """Inputs of models that were not finite at steps with finite weights."""
 
     def __init__(self, block: Block, bad: NDArray[np.int64]) -> None:
         self._block = block
         self._rows: dict[_Place, list[int]] = {}
-        spoilt = rows_where(block, has_role, *_PARAMETERS) & (bad > 0)
-        places = {_place(block, row) for row in np.flatnonzero(spoilt).tolist()}
-        given = rows_where(block, is_given) & (block.mode == _TRAIN) & (bad > 0)
-        for row in np.flatnonzero(given).tolist():
+        bad_parameters = rows_where(block, has_role, *_PARAMETERS) & (bad > 0)
+        places = {_place(block, row) for row in np.flatnonzero(bad_parameters).tolist()}
+        bad_inputs = rows_where(block, is_model_input) & (block.mode == _TRAIN) & (bad > 0)
+        for row in np.flatnonzero(bad_inputs).tolist():
             if _place(block, row) not in places:
                 self._rows.setdefault(_place(block, row), []).append(row)
 
-    def told(self, finding: Finding, row: int) -> Finding:
-        """The finding, with what its step's models were given."""
+    def annotate(self, finding: Finding, row: int) -> Finding:
+        """The finding with the bad inputs of its step in its message and data."""
         rows = self._rows.get(_place(self._block, row))
         if not rows:
             return finding
-        seen = ", and ".join(counts_of(self._block, one) for one in rows[:_MOST_NAMED])
-        names = tuple(self._block.info(one).name for one in rows)
+        counts = ", and ".join(counts_of(self._block, bad_input) for bad_input in rows[:_MOST_NAMED])
+        names = tuple(self._block.info(bad_input).name for bad_input in rows)
         return finding.model_copy(
-            update={"message": f"{finding.message}; the input held {seen}", "upstream": names}
+            update={"message": f"{finding.message}; the input contained {counts}", "upstream": names}
         )
 
 

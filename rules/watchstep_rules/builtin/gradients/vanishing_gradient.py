@@ -1,4 +1,4 @@
-"""A layer whose gradient is close to nothing while others still learn, or a training that never had one."""
+"""A layer with a vanishing gradient while others still learn, or a training that never had gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from watchstep_rules.signals.loss_progress import LossProgress, follow_loss
 from watchstep_rules.signals.series import SeriesRows, step_numbers
 from watchstep_rules.signals.tensor_selection import kind_of_expert, rows_where
 
-_NOTHING = 1e-6  # of a loss of about 1 it is what float32 rounds away
-_FIRST = 2.0  # times its first size a gradient may have without being one that grows
+_NOTHING = 1e-6  # the rounding error of float32 in a loss of about 1
+_FIRST = 2.0  # up to this ratio to its first size, a gradient does not count as growing
 _STATE, _INPUT = "weight_hh", "weight_ih"  # of PyTorch's recurrent layers and cells
-_NEAR = 0.1  # share of the limit from which on a size is near to it
+_NEAR = 0.1  # share of the limit while trainings settle
 
 
 class VanishingGradientParams(Params):
@@ -32,26 +32,30 @@ class VanishingGradientParams(Params):
         1e-3,
         gt=0,
         le=1,
-        description="… and it is less than this share of the largest layer's in the same step.",
+        description="Share of the largest layer's magnitude in the same step below which it counts as vanished; both must hold.",
     )
     converged: float = Field(
         0.05,
         ge=0,
         lt=1,
-        description="Share of its first value at which a loss has converged: gradients may vanish.",
+        description="Share of its first value at which a loss has converged, so that gradients may vanish.",
     )
     settling: int = Field(
         50,
         ge=0,
-        description="Steps after the first record through which a size must be below a tenth of the limit.",
+        description="Steps after the first record in which a size must be below a tenth of the limit.",
     )
-    min_dimensions: int = Field(2, ge=0, description="Judge parameters with at least so many dimensions.")
+    min_dimensions: int = Field(2, ge=0, description="Fewest dimensions of the parameters to judge.")
 
 
 class VanishingGradientState(State):
-    """The largest size so far: of any layer's gradient, by mode, and of each, by ``tensor@worker/mode``; and the losses so far.
+    """State of `VanishingGradient`.
 
-    Of each layer it is twice its first size at least. ``began``: step of the first record, None before it.
+    Attributes:
+        largest: the largest size of any layer so far, by mode.
+        series: the largest size of each layer so far, by ``tensor@worker/mode``; at least twice its first size.
+        losses: the losses so far.
+        began: the step of the first record; None before it.
     """
 
     largest: dict[str, float] = Field(default_factory=dict)
@@ -61,59 +65,57 @@ class VanishingGradientState(State):
 
 
 class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
-    """Fires when a layer's gradient has a ``size`` that meets all of these.
+    """Fires when the ``size`` of a layer's gradient meets all of these conditions.
 
-    ``size < threshold``, ``size < relative * max over layers of size``, ``size <=`` the layer's largest before, or twice its
-    first.
+    ``size < threshold``, ``size < relative * max over layers of size``, and ``size <=`` the layer's largest size before, or twice its
+    first size.
 
-    ``size`` is the mean of ``|g|`` over the elements that are not zero: an embedding of which a batch touches few rows
-    is as large as what these rows get. The first test and its 1e-7 are SageMaker's VanishingGradient. The second tells
-    a layer that starves from a training that has converged, where all gradients are small together; its 1e-3 is the
-    first-to-last-layer ratio of AutoTrainer (Zhang et al., ICSE 2021). The third leaves alone a layer that wakes up,
-    whose gradient grows from record to record (zero-initialised branches while the learning rate warms up); twice the
-    first is what batches make of a gradient that does not grow.
+    ``size`` is the mean of ``|g|`` over the non-zero elements, so that an embedding of which a batch uses few rows has the size of these
+    rows. The first condition and its 1e-7 are SageMaker's VanishingGradient. The second distinguishes a starved layer from a converged
+    training, in which all gradients are small together; its 1e-3 is the first-to-last-layer ratio of AutoTrainer (Zhang et al., ICSE
+    2021). The third excludes a layer that starts to learn, with a gradient that grows from record to record (zero-initialized branches
+    while the learning rate warms up). A factor of two is the variation between batches of a gradient that does not grow.
 
-    In the first ``settling`` steps ``size`` must be below a tenth of the limit: queries and keys of attention begin
-    with hardly any gradient, since small weights make attention uniform, and it grows by orders of magnitude once the
-    learning rate has warmed up.
+    In the first ``settling`` steps ``size`` must be below a tenth of the limit: queries and keys of attention start with very small
+    gradients, because small weights make attention uniform, and the gradients grow by orders of magnitude once the learning rate has
+    warmed up.
 
-    It also fires for every layer while no layer has ever had a size of ``threshold * relative``: such a training has
-    not converged, it never began. That is 1e-10, a hundredth of the epsilon that Adam adds (Kingma and Ba, 2015).
+    The rule also fires for every layer while no layer has ever had a size of ``threshold * relative``: such a training has not converged
+    but never started. This is 1e-10, a hundredth of the epsilon that Adam adds (Kingma and Ba, 2015).
 
-    Nothing is said while a loss has come down to ``converged`` of its first values, or all losses are below 1e-6 (as those of an agent
-    are that has not met a reward, or of a copy that is distilled from itself): small gradients are then what there is to learn. AutoTrainer asks for an accuracy
-    below 0.6 in their place; a twentieth is where a classifier of two classes is nearly always right and sure.
+    The rule does not fire while a loss is at or below ``converged`` of its first values, or all losses are below 1e-6 (as for an agent
+    without rewards so far, or a copy that is distilled from itself): little is left to learn then. AutoTrainer instead requires an
+    accuracy below 0.6; at a twentieth, a classifier of two classes is nearly always right and confident.
 
-    An expert of a mixture that no example of the step goes to is left alone: the gradient of ``….experts.3.….weight`` is zero
-    everywhere, and that of the same weight of another expert is not.
+    Not reported are:
 
-    The weight of a recurrent layer's state is left alone where its gradient is zero everywhere and that of its input is not: the state was empty,
-    as in a sequence of one step.
-
-    Vectors are left out: the gradient of a bias before batch normalisation, or of a key bias in attention, is zero by
-    construction.
+    - an expert of a mixture without examples at the step: the gradient of ``….experts.3.….weight`` is zero everywhere, and that of the
+      same weight of another expert is not;
+    - the state weight of a recurrent layer if its gradient is zero everywhere and that of the input weight is not: the state was empty, as
+      in a sequence of one step;
+    - vectors: the gradient of a bias before batch normalization, or of a key bias in attention, is zero by construction.
     """
 
     name = "vanishing_gradient"
     version = 4
-    summary = "a layer's gradient is close to nothing while others still learn"
+    summary = "a layer's gradient vanishes while others still learn"
     needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"), about=("gradient",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "Sigmoids or tanhs in a deep stack shrink the gradient at each layer.",
-        "Weights began too small for the depth.",
-        "Units before this layer are saturated or dead, so nothing passes back.",
-        "The layer is cut off: detach, no_grad, or its output is not used by the loss.",
+        "Initial weights are too small for the depth.",
+        "Units after this layer are saturated or dead, so that no gradient passes back.",
+        "The layer is disconnected: detach, no_grad, or the loss does not use its output.",
     )
     what_to_try = (
-        "Use ReLU-like activations, residual connections or normalisation.",
-        "Initialise by fan-in with the activation's gain: torch.nn.init.kaiming_normal_ or xavier_normal_.",
+        "Use ReLU-like activations, residual connections or normalization.",
+        "Initialize by fan-in with the activation's gain: torch.nn.init.kaiming_normal_ or xavier_normal_.",
         "Look at the outputs of the layers between this one and the loss; record the collection activations if this run does not.",
         "Check that the layer's output reaches the loss; look for detach and torch.no_grad.",
     )
     cannot_distinguish = (
-        "A layer that is cut off on purpose and still has gradients next to nothing, from one that starves.",
-        "A term of the loss whose weight is as small as that, from one that does not reach its layers.",
+        "A layer that is disconnected on purpose and still has tiny gradients, from a starved layer.",
+        "A loss term with such a small weight, from one that does not reach its layers.",
     )
 
     def evaluate(
@@ -124,7 +126,7 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         block: Block,
         now: int,
     ) -> tuple[VanishingGradientState, list[Finding]]:
-        """Judge each step's layers against each other, on whatever worker they are."""
+        """Compare the layers of each step with each other, over all workers."""
         wide = rows_where(block, _is_judged, params.min_dimensions)
         judged = view(block, np.flatnonzero(wide & (block.statistics.finite > 0)))
         losses, at_rest = _at_rest(params, state.losses, block)
@@ -132,14 +134,14 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
             return state.model_copy(update={"losses": losses}), []
         size = _size(judged.statistics)
         series = SeriesRows.of(judged, by_mode=True)
-        kept, _, before = _so_far(state.series, series.names, series.rows(), size, least=_FIRST)
+        largest_by_series, _, before = _so_far(state.series, series.names, series.rows(), size, least=_FIRST)
         _, first, step = np.unique(sort_key(judged.mode, judged.step), return_index=True, return_inverse=True)
         mode = judged.mode[first]
         largest = np.zeros(len(mode))
         np.maximum.at(largest, step, size)
         modes = np.unique(mode).tolist()
-        of_mode = [np.flatnonzero(mode == one) for one in modes]
-        overall, ever, _ = _so_far(state.largest, [MODES[one] for one in modes], of_mode, largest)
+        of_mode = [np.flatnonzero(mode == number) for number in modes]
+        overall, ever, _ = _so_far(state.largest, [MODES[number] for number in modes], of_mode, largest)
         floor = params.threshold * params.relative
         never = (ever < floor)[step]
         waits = np.isin(judged.step, at_rest)
@@ -147,17 +149,18 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         began = int(judged.step.min()) if state.began is None else state.began
         settles = (judged.step < began + params.settling) & ~never
         limit = np.where(settles, _NEAR * limit, limit)
-        found = np.flatnonzero((size < limit) & (size <= before) & ~waits)
-        starved = _of_starved_experts(judged, found, size, step) if len(found) else set()
-        starved |= _of_empty_states(judged, found, size, step) if len(found) else set()
-        return VanishingGradientState(largest=overall, series=kept, losses=losses, began=began), [
+        hits = np.flatnonzero((size < limit) & (size <= before) & ~waits)
+        excluded = _of_starved_experts(judged, hits, size, step) if len(hits) else set()
+        excluded |= _of_empty_states(judged, hits, size, step) if len(hits) else set()
+        state = VanishingGradientState(largest=overall, series=largest_by_series, losses=losses, began=began)
+        return state, [
             self._finding(judged, int(row), float(size[row]), float(limit[row]), never=bool(never[row]))
-            for row in found
-            if int(row) not in starved
+            for row in hits
+            if int(row) not in excluded
         ]
 
     def _finding(self, block: Block, row: int, size: float, limit: float, *, never: bool) -> Finding:
-        others = "and no layer has learnt yet" if never else "while other layers learn"
+        others = "and no layer has learned yet" if never else "while other layers learn"
         message = f"mean |gradient| of {block.info(row).name} is {size:.3g}, below {limit:.3g}, {others}"
         return finding_at(self.name, block, row, value=size, threshold=limit, message=message)
 
@@ -167,10 +170,10 @@ def _is_judged(info: TensorInfo, least: int) -> bool:
 
 
 def _of_starved_experts(
-    block: Block, found: NDArray[np.intp], size: Floats, step: NDArray[np.intp]
+    block: Block, hits: NDArray[np.intp], size: Floats, step: NDArray[np.intp]
 ) -> set[int]:
-    """Those among found rows that are zero, while the same weight of another expert has a gradient at that step."""
-    kinds = {row: kind_of_expert(block.info(row).name) for row in found[size[found] == 0].tolist()}
+    """Hits that are zero while the same weight of another expert has a gradient at that step."""
+    kinds = {row: kind_of_expert(block.info(row).name) for row in hits[size[hits] == 0].tolist()}
     kinds = {row: kind for row, kind in kinds.items() if kind}
     if not kinds:
         return set()
@@ -184,9 +187,9 @@ def _of_starved_experts(
     return {row for row, kind in kinds.items() if (int(step[row]), kind, block.info(row).shape) in learns}
 
 
-def _of_empty_states(block: Block, found: NDArray[np.intp], size: Floats, step: NDArray[np.intp]) -> set[int]:
-    """Those among found rows that are zero and a recurrent state's weights, while the input's weights have a gradient at that step."""
-    names = {row: block.info(row).name for row in found[size[found] == 0].tolist()}
+def _of_empty_states(block: Block, hits: NDArray[np.intp], size: Floats, step: NDArray[np.intp]) -> set[int]:
+    """Hits that are zero and recurrent state weights, while the input weights have a gradient at that step."""
+    names = {row: block.info(row).name for row in hits[size[hits] == 0].tolist()}
     wanted = {row: name.replace(_STATE, _INPUT) for row, name in names.items() if _STATE in name}
     if not wanted:
         return set()
@@ -200,15 +203,15 @@ def _of_empty_states(block: Block, found: NDArray[np.intp], size: Floats, step: 
 
 
 def _at_rest(
-    params: VanishingGradientParams, kept: dict[str, LossProgress], block: Block
+    params: VanishingGradientParams, before: dict[str, LossProgress], block: Block
 ) -> tuple[dict[str, LossProgress], NDArray[np.int64]]:
-    """The losses afterwards, and the steps at which one has converged, or all are next to nothing."""
+    """The losses after the block, and the steps at which one has converged, or all are negligible."""
     if not len(block):
-        return kept, np.empty(0, np.int64)
+        return before, np.empty(0, np.int64)
     order = np.argsort(block.step, kind="stable")
     ordered = block if bool((order[1:] > order[:-1]).all()) else view(block, order)
     numbers = step_numbers(ordered)
-    losses, courses = follow_loss(kept, ordered, numbers)
+    losses, courses = follow_loss(before, ordered, numbers)
     rests = courses.any_converged(params.converged)
     if courses.low:
         rests |= courses.known & (
@@ -218,23 +221,23 @@ def _at_rest(
 
 
 def _size(statistics: StatisticsBatch) -> Floats:
-    """Mean magnitude of the finite elements that are not zero; zero where all are."""
+    """Mean magnitude of the finite, non-zero elements; zero if there are none."""
     nonzero = (statistics.finite - statistics.zero).astype(np.float64)
     return statistics.abs_sum / np.maximum(nonzero, 1)
 
 
 def _so_far(
-    kept: dict[str, float],
+    largest_before: dict[str, float],
     names: list[str],
     places: list[NDArray[np.intp]],
     values: Floats,
     least: float = 0.0,
 ) -> tuple[dict[str, float], Floats, Floats]:
-    """The largest value of each name so far: to be kept, up to and with each place, and before each place.
+    """The largest value of each name so far: for the state, up to and including each place, and before each place.
 
-    That of a name without any counts as ``least`` times its first value.
+    The largest value of a new name starts at ``least`` times its first value.
     """
-    kept = dict(kept)
+    kept = dict(largest_before)
     including, before = np.empty(len(values)), np.empty(len(values))
     for name, rows in zip(names, places, strict=True):
         running = np.maximum.accumulate(

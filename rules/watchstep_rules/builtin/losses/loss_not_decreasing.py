@@ -1,4 +1,4 @@
-"""A training loss that makes no progress from where it began."""
+"""A training loss that makes no progress from its first values."""
 
 from __future__ import annotations
 
@@ -32,32 +32,37 @@ _UNSURE = 0.5  # standard errors by which a loss may have fallen, and still be s
 class LossNotDecreasingParams(Params):
     """Parameters of `LossNotDecreasing`."""
 
-    patience: int = Field(100, ge=4, le=10_000, description="Losses over which there must be no progress.")
-    warmup: int = Field(10, ge=1, le=1000, description="First losses, whose median is where it began.")
+    patience: int = Field(100, ge=4, le=10_000, description="Number of losses without progress.")
+    warmup: int = Field(10, ge=1, le=1000, description="Number of first losses; their median is the start.")
     min_fall: float = Field(
-        0.05, gt=0, lt=1, description="Share of its beginning by which a loss that learns falls."
+        0.05, gt=0, lt=1, description="Share of the start by which the loss of a learning model falls."
     )
     growth: float = Field(
         2.0,
         gt=1,
-        description="How many times its beginning a loss that still rises, or that exploded, has reached.",
+        description="Ratio to the start of a loss that still rises, or that exploded.",
     )
     far: float = Field(
         10.0,
         gt=1,
-        description="The same of one that exploded, where labels do not tell that it is worse than a constant.",
+        description="The same ratio if labels do not show that the loss is worse than that of a constant prediction.",
     )
     certainty: float = Field(
         5.0,
         gt=0,
-        description="Standard errors of its trend that a fall by min_fall must be, where labels do not tell what a loss is worth.",
+        description="Standard errors of the trend that a fall by min_fall must be if no labels are recorded.",
     )
 
 
 class LossNotDecreasingState(State):
-    """The beginning of each series, by ``name/mode``; the step of each loss's first row; the labels so far.
+    """State of `LossNotDecreasing`.
 
-    Also the trends of metrics and validation losses, and since which step one of them has improved.
+    Attributes:
+        series: the beginning of each series, by ``name/mode``.
+        names: the step of each loss's first row.
+        labels: the labels so far.
+        others: the trends of metrics and validation losses.
+        improved: the step since which one of these has improved.
     """
 
     series: dict[str, Beginning] = Field(default_factory=dict)
@@ -68,50 +73,48 @@ class LossNotDecreasingState(State):
 
 
 class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
-    """Fires when a training loss has stayed where it began for ``patience`` losses.
+    """Fires when a training loss has stayed at its first values for ``patience`` losses.
 
-    With ``level`` the mean of the last half of the patience, ``earlier`` that of the half before, ``start`` the median of
-    the first losses, and ``u`` the standard error of a difference of such means, from differences of neighbours::
+    With ``level`` the mean of the last half of the patience, ``earlier`` that of the half before, ``start`` the median of the first losses,
+    and ``u`` the standard error of a difference of such means, from differences of neighbors::
 
         |level - earlier| <= 2 u                       it does not move
         level >= (1 - min_fall) * start                nor has it moved
 
-    or, instead of the second, where labels are recorded: the mean of the whole patience is what the best constant prediction
-    gives (at most 3 % above, and no more than its standard error below), and at least half of ``start``. Or it rises and goes
-    on: ``level - earlier > 3 u``, and ``level`` is ``growth * start`` and more than what a constant gives, or ``far * start``
-    where labels do not tell. A loss that jumped and falls since does not rise: of the newest fifth of the patience, the
+    If labels are recorded, an alternative to the second condition is: the mean of the whole patience is the loss of the best constant
+    prediction (at most 3 % above, and no more than its standard error below), and at least half of ``start``. The rule also fires if the
+    loss keeps rising: ``level - earlier > 3 u``, and ``level`` is at least ``growth * start`` and above the loss of a constant prediction,
+    or at least ``far * start`` without labels. A loss that jumped and falls since does not rise: in the newest fifth of the patience, the
     mean of the second half is below that of the first by two standard errors.
 
-    What a constant gives depends on the function that computes the loss, which is recorded: cross-entropy or squared error. Where
-    the function is not known, labels that are classes are taken to be learnt by cross-entropy.
+    The loss of a constant prediction depends on the loss function, which is recorded: cross-entropy or squared error. If the function is
+    not known, class labels are assumed to be learned by cross-entropy.
 
-    *Little progress is progress.* A line through all losses since the first ones is fitted. If it ever fell by four
-    standard errors the loss learns, however little. Where labels do not tell what the loss is worth, and it has any noise, it is
-    said to stay only after twice the patience, once a fall by ``min_fall`` would be ``certainty`` standard errors of that line, and while it
-    has fallen by half of one at most: noise of 2 % of the loss takes 200 losses, noise of 5 % some 300 and noise of 8 % 800. There an accuracy, a reward or another metric of which more is
-    better, or a validation loss, that has improved by three standard errors and a twentieth is progress as well. Where labels do
-    tell, a mean more than one standard error below the best constant prediction is.
+    *Little progress is progress.* A line is fitted through all losses since the first ones. If it ever fell by four standard errors, the
+    loss learns, however little. If labels do not show the loss of a constant prediction, and the loss has noise, it counts as flat only
+    after twice the patience, once a fall by ``min_fall`` would be ``certainty`` standard errors of that line, and while it has fallen by at
+    most half of a standard error: noise of 2 % of the loss takes 200 losses, noise of 5 % about 300 and noise of 8 % 800. In this case an
+    accuracy, a reward or another metric for which higher is better, or a validation loss, that has improved by three standard errors and a
+    twentieth also counts as progress. With labels, a mean more than one standard error below the best constant prediction does.
 
-    First losses whose median is ten times the first one, and whose highest is ten times that median, hold an explosion: then
-    ``start`` is the first. Such a loss has not come back where it does not fall and the median of the patience is
-    ``growth * start``, if it is worse than any constant prediction; where labels are not recorded, ``far * start``.
+    First losses with a median of ten times the first loss, and a maximum of ten times that median, contain an explosion; ``start`` is then
+    the first loss. Such a loss has not recovered if it does not fall and the median of the patience is ``growth * start``, if it is worse
+    than any constant prediction, or ``far * start`` without labels.
 
-    A loss that fell by much and is flat has converged, and one that falls by little but steadily is slow: both are left
-    alone. So is one that has been clearly lower before (two sides of a game), that was ever below zero (a policy's
-    gain, a log-likelihood), that is better than a constant prediction (a model that begins trained), that has labels
-    of one kind only, and one of several losses, unless its name says that it is the sum. An attempt that resumes a run (its
-    first loss is of a later step) began elsewhere, and a start below 1e-6 is none: of both the start is not used. A loss whose
-    noise is four tenths of it or more is not judged at all.
+    Not reported are: a loss that fell a lot and is flat (converged); one that falls slightly but steadily (slow); one that was clearly
+    lower before (two sides of a game); one that was ever below zero (a policy's gain, a log-likelihood); one that is better than a constant
+    prediction (a pretrained model); one with labels of a single class; and one of several losses, unless its name is that of a total loss.
+    The start is not used for an attempt that resumes a run (with a first loss at a later step), or if it is below 1e-6. A loss with noise
+    of four tenths of it or more is not judged.
 
-    SageMaker's LossNotDecreasing asks for 0.1 % in 10 steps, which noise alone decides; 5 % is half of what separates a
-    network that only shifts its output's bias from one that uses its input (labels of 10 classes: entropy 2.30, at
-    random initialisation 2.3 to 2.5). Patience 100 is longer than the plateaus of small networks before they take off;
-    lengthen it with your warm-up.
+    SageMaker's LossNotDecreasing requires 0.1 % in 10 steps, which noise alone determines. 5 % is half of the difference between a network
+    that only shifts its output bias and one that uses its input (labels of 10 classes: entropy 2.30, at random initialization 2.3 to 2.5).
+    A patience of 100 is longer than the initial plateaus of small networks; increase it with the warm-up of the learning rate.
     """
 
     name = "loss_not_decreasing"
     version = 2
-    summary = "the training loss makes no progress from where it began"
+    summary = "the training loss makes no progress from its first values"
     needs = Needs(
         collections=("losses", "labels", "metrics"),
         roles=("loss", "label", "metric"),
@@ -119,12 +122,12 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         about=("loss",),
         evidence_rows=0,
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The learning rate is much too high or much too low.",
-        "The optimizer's steps do not reach the model: zero_grad, backward and step are not all there, in that order.",
-        "Labels do not belong to their inputs, or the loss does not suit the output.",
-        "Nothing passes through the network: units are dead or saturated, or it began badly.",
+        "Optimizer steps do not reach the model: zero_grad, backward and step are not all called, in this order.",
+        "Labels do not match their inputs, or the loss does not match the output.",
+        "No signal passes through the network: units are dead or saturated, or the initialization is poor.",
     )
     what_to_try = (
         "Try to overfit one small batch: if that fails, the fault is in the program, not in the data.",
@@ -133,14 +136,14 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         "Look at alerts about layers of the same run.",
     )
     cannot_distinguish = (
-        "A plateau before a network takes off, if it is longer than the patience and has no slope, from a model that does not learn.",
-        "A task that cannot be learnt, from a fault.",
-        "A loss that is not the one that training lowers, such as a value's error in reinforcement learning, where no metric beside it improves and no loss of a policy is logged.",
-        "Labels that are recorded but are not what the loss is about.",
+        "An initial plateau without a slope that is longer than the patience, from a model that does not learn.",
+        "A task that cannot be learned, from a fault.",
+        "A loss that training does not minimize, such as a value error in reinforcement learning, if no metric improves and no policy loss is logged.",
+        "Recorded labels that do not belong to the loss.",
     )
 
     def lookback(self, params: LossNotDecreasingParams) -> int:
-        """What the means reach over."""
+        """The losses of the means."""
         return lookback(params.warmup, params.patience)
 
     def evaluate(
@@ -191,10 +194,10 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         rises: bool,
     ) -> Finding:
         level, start = float(seen.level[place]), float(seen.start[place])
-        what = "and still rises" if rises else f"and has not moved for {params.patience} steps"
+        trend = "and still rises" if rises else f"and has not moved for {params.patience} steps"
         if seen.peak[place] > 0 and level >= params.growth * start:
-            what = f"rose to {seen.peak[place]:.4g} within the first {params.warmup}, and has not come back"
-        message = f"{series.name} is {level:.4g} on average, it began at {start:.4g}, {what}"
+            trend = f"rose to {seen.peak[place]:.4g} within the first {params.warmup}, and has not recovered"
+        message = f"{series.name} is {level:.4g} on average, it began at {start:.4g}, {trend}"
         return finding_at(
             self.name, block, int(series.rows[place]), value=level, threshold=start, message=message
         )
@@ -206,7 +209,7 @@ def _verdict(
     said: AgainstLabels,
     improved: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """At which rows a loss stays where it began, and at which it rises far above."""
+    """Rows at which a loss stays at its start, and rows at which it rises far above."""
     level, start, unsure = seen.level, seen.start, seen.uncertainty
     unknown = np.isnan(said.own)
     measure = ~seen.signed & (start > 0) & (level > 0) & ~(unknown & improved)

@@ -1,4 +1,4 @@
-"""A training loss that has jumped far above where it began, and stays there."""
+"""A training loss that jumped far above its first values and stays there."""
 
 from __future__ import annotations
 
@@ -20,51 +20,57 @@ _FIRST = 10
 _FALLS = 0.8
 _FALLS_WITH_DIP = 0.9
 _FALLEN = 0.25
-"""Share of its beginning that a loss must have come down by, for what it came down by to be its measure."""
+"""Share of its first value by which a loss must have fallen for the fall to be its scale."""
 _MAY_DIP = 10
-"""Losses of which one may come down by half of the jump: small batches do that."""
+"""Number of losses of which one may fall by half of the jump, as small batches cause."""
 _CLIMB = 6
 _CLIMB_SPREAD = 3.0
 _CLIMB_SHARE = 0.8
-"""Share of what had been learned that a climb covers. Sound adversarial losses and networks on the edge of stability climb over 0.5 to 0.8 and come back (decision 124)."""
+"""Share of the earlier fall that a climb covers. Healthy adversarial losses and networks at the edge of stability climb over 0.5 to 0.8 and recover (decision 124)."""
 _CLIMB_FACTOR = 1.3
 _CLIMB_INVERSIONS = 2
-"""Of the 15 pairs of six losses so many may fall: of noise without a trend one window in 36 has so few."""
+"""Number of the 15 pairs of six losses that may fall; noise without a trend has so few in one window of 36."""
 _TURNED = 2.0
-"""How many times as far below the level a loss of which the sign is turned around lies as the window before: one that drifts below zero had come most of the way (decision 124)."""
+"""Ratio of the distances below the level of a loss with a flipped sign and of the window before it; a loss that drifts below zero had covered most of the way (decision 124)."""
 _TURNED_OUTLIERS = 2
-"""Lowest losses of the window that do not count, for a loss of which the sign is turned around grows from a small one."""
+"""Lowest losses of the window that are ignored, because a loss with a flipped sign grows from a small one."""
 
 
 class LossSpikeParams(Params):
     """Parameters of `LossSpike`."""
 
-    window: int = Field(50, ge=2, le=1000, description="Losses before the jump, whose median is the level.")
-    lasting: int = Field(10, ge=1, le=1000, description="Losses in a row that are above; 1 for any spike.")
+    window: int = Field(
+        50, ge=2, le=1000, description="Number of losses before the jump; their median is the level."
+    )
+    lasting: int = Field(
+        10, ge=1, le=1000, description="Consecutive losses above the level; 1 to report any spike."
+    )
     exploded: int = Field(
-        5, ge=1, le=1000, description="The same of a loss that is far above where it began."
+        5, ge=1, le=1000, description="Consecutive losses above the level if the loss has exploded."
     )
     deviations: float = Field(
-        10.0, gt=0, description="Robust standard deviations by which they are above the level …"
+        10.0, gt=0, description="Robust standard deviations by which the losses exceed the level."
     )
-    rise: float = Field(2.0, gt=1, description="… which they also are so many times …")
+    rise: float = Field(2.0, gt=1, description="Ratio of the losses to the level.")
     of_first: float = Field(
         0.9,
         ge=0,
-        description="… and above by this share of what it had come down by since it began, or since its highest level.",
+        description="Share of the earlier fall from the first losses, or from the highest level, by which the losses exceed the level.",
     )
-    far: float = Field(10.0, gt=1, description="How many times where it began a loss is that has exploded.")
+    far: float = Field(
+        10.0, gt=1, description="Ratio to the first losses by which a loss has risen that has exploded."
+    )
 
 
 class SpikeSeries(NamedTuple):
     """What is stored of a series.
 
     Attributes:
-        first: its first losses, up to ten.
+        first: the first losses, up to ten.
         level: the highest absolute level since.
         signed: whether a level was ever below zero.
         negative: whether a loss was ever below zero by more than rounding.
-        extremes: the lowest and the highest loss, those left out that may be part of a jump; None before there is one.
+        extremes: the lowest and the highest loss, without losses that may be part of a jump; None before the first.
     """
 
     first: tuple[float, ...] = ()
@@ -75,7 +81,7 @@ class SpikeSeries(NamedTuple):
 
 
 class LossSpikeState(State):
-    """Where each series began and how high it was, by ``name/mode``; the step of each loss's first row."""
+    """State of `LossSpike`: the past of each series, by ``name/mode``, and the step of each loss's first row."""
 
     heights: dict[str, SpikeSeries] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
@@ -84,44 +90,48 @@ class LossSpikeState(State):
 class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     """Fires when the last ``lasting`` training losses are all far above the level of the ``window`` before them, and do not fall.
 
-    With ``level`` the median of the window, ``spread`` 1.4826 times the median of distances from it (which is the
-    standard deviation, were they normal, and does not notice single outliers: Hampel 1974) and ``began`` the median of the first
-    ten losses, or the highest level so far where that is more, each of the last losses is at least ``level`` plus the larger of::
+    With ``level`` the median of the window, ``spread`` 1.4826 times the median distance from it (the standard deviation of normal values,
+    insensitive to single outliers: Hampel 1974) and ``began`` the median of the first ten losses, or the highest level so far if that is
+    higher, each of the last losses is at least ``level`` plus the larger of::
 
         deviations * spread,    of_first * (|began| - |level|)
 
-    So a loss with a floor (a contrastive loss, the entropy of a language) is measured by what it has learnt, and not by its height. Of a loss
-    that has come down by less than a quarter of its beginning, or by less than ``deviations * spread``, each must be at least ``level`` plus the largest of::
+    A loss with a floor (a contrastive loss, the entropy of a language) is therefore measured by what it has learned, not by its height.
+    For a loss that has fallen by less than a quarter of its first value, or by less than ``deviations * spread``, each must be at least
+    ``level`` plus the largest of::
 
         deviations * spread,    (rise - 1) * |level|,    of_first * |began|
 
-    One of ten may be only half as far above: small batches do that. And the median of the newest third of them is at least 0.8 times that of the oldest, 0.9 times where one
-    came down. Of a loss that is ``far * began`` above, which has exploded,
-    the last ``exploded`` are enough, whether they fall or not. A loss that *climbs* is found before it has lasted: of the last six all
-    are three spreads above the level, the mean of the newer three is above it by ``deviations * spread`` and by 0.8 of what the loss had come down by,
-    and that is 1.3 times as much as of the older three; it is above all losses of the window; and of the 15 pairs of the six two at most do not rise. A loss climbs like this after its sign was flipped, or where updates have become too large. A loss that was never below zero and is as far below its level,
-    and twice as far as all but two losses of the window, has had its sign turned around.
+    - One of ten losses may exceed the level by only half, as small batches cause. The median of the newest third of the losses is at least
+      0.8 times that of the oldest third, or 0.9 times if one loss fell.
+    - If a loss is ``far * began`` above, it has *exploded*, and the last ``exploded`` losses suffice, whether they fall or not.
+    - A loss that *climbs* is reported earlier: the last six losses are all three spreads above the level, and above all losses of the
+      window; the mean of the newer three is above the level by ``deviations * spread`` and by 0.8 of the earlier fall, and by 1.3 times as
+      much as the mean of the older three; and at most two of the 15 pairs of the six do not rise. A loss climbs like this after its sign
+      was flipped, or if updates have become too large.
+    - The sign of a loss was flipped if it was never below zero and is as far below its level, and twice as far as all but two losses of
+      the window.
 
-    The height of a loss that was ever below zero (of an adversarial training, a policy gradient, a log likelihood) has no meaning: zero is no best value. Its last losses must also
-    be above its highest loss by the range of all its losses, and a climb is not looked for.
+    For a loss that was ever below zero (of an adversarial training, a policy gradient, a log likelihood) zero is not the best value. Its
+    last losses must also exceed its highest loss by the range of all its losses, and climbs are not judged.
 
-    Large models are known for losses that jump within a few steps, after which some recover and some do not (Chowdhery
-    et al., "PaLM", 2022, section 5.1; Zhang et al., "OPT", 2022, section 2.5); both restart from a checkpoint before the
-    jump and leave out the batches that it happened at. A loss that comes back within ``lasting`` is left alone: one odd
-    batch does that. ``lasting: 1`` tells of any. The share of the first loss leaves alone what happens close to zero.
+    Losses of large models can jump within a few steps, after which some recover and some do not (Chowdhery et al., "PaLM", 2022, section
+    5.1; Zhang et al., "OPT", 2022, section 2.5); both papers restart from a checkpoint before the jump and skip the batches of the jump. A
+    loss that recovers within ``lasting`` losses is not reported, because a single unusual batch causes that; ``lasting: 1`` reports any.
+    The share of the first loss excludes jumps close to zero.
 
-    Of several losses only the one whose name says that it is the whole is judged.
+    Of several losses only the one with the name of a total loss is judged.
     """
 
     name = "loss_spike"
     version = 4
-    summary = "the training loss jumps far above its recent level and where it began, and stays there"
+    summary = "the training loss jumps far above its recent level and its first values, and stays there"
     needs = Needs(collections=("losses",), roles=("loss",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "The learning rate is too high for where the training has come to.",
-        "A batch of odd data drove the weights away: corrupted, unnormalised or wrongly labelled examples.",
-        "Adam's second moments were small when large gradients came back.",
+        "The learning rate is too high for this phase of the training.",
+        "A batch of unusual data damaged the weights: corrupted, unnormalized or wrongly labeled examples.",
+        "Adam's second moments were small when large gradients returned.",
     )
     what_to_try = (
         "Restart from a checkpoint before the jump, with a lower rate or without the batches of these steps.",
@@ -129,12 +139,12 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
         "Lower Adam's beta2 (0.95) or raise its epsilon.",
     )
     cannot_distinguish = (
-        "A learning rate that restarts, a new phase of a schedule, another loss under the same name or harder data on purpose, from a fault, if they raise the loss above where it began.",
-        "Several losses of one program of which the name does not say which is the whole are not judged.",
+        "A learning rate restart, a new phase of a schedule, another loss under the same name or harder data on purpose, from a fault, if they raise the loss above its first values.",
+        "Several losses without the name of a total loss are not judged.",
     )
 
     def lookback(self, params: LossSpikeParams) -> int:
-        """The window and what is held against it."""
+        """The window and the losses that are compared with it."""
         return params.window + max(params.lasting, params.exploded, _CLIMB) - 1
 
     def evaluate(
@@ -168,7 +178,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     def _finding(
         self, params: LossSpikeParams, block: Block, series: LossSeries, place: int, spike: _Spikes
     ) -> Finding:
-        nearest, level, above = (float(each[place]) for each in (spike.nearest, spike.level, spike.above))
+        nearest, level, above = (float(column[place]) for column in (spike.nearest, spike.level, spike.above))
         end, bar = ("lowest", level + above) if nearest > level else ("highest", level - above)
         figure = (
             f"mean of the last {_CLIMB // 2}, which climb,"
@@ -185,12 +195,12 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
 
 
 class _Past(NamedTuple):
-    """At each row what the losses before say of a jump.
+    """The past of a series as of each row.
 
     Attributes:
-        began: where the loss began, or its highest level; NaN before that is known.
+        began: the first value of the loss, or its highest level; NaN before it is known.
         signed: whether a level was below zero before.
-        beyond: what a jump must be above because a loss was below zero; minus infinity where none was, NaN before it is known.
+        beyond: the bound that a jump must exceed if a loss was below zero; minus infinity if none was, NaN before it is known.
     """
 
     began: Floats
@@ -199,10 +209,18 @@ class _Past(NamedTuple):
 
 
 class _Spikes(NamedTuple):
-    """Of the last losses at each row the one nearest to the level, the level before them, and how far above they must be.
+    """Possible spikes at each row.
 
-    ``jumped``: they are so far above, or below; ``far``: they have exploded; ``stays``: they do not come back; ``one_dips``: the lowest is left out. ``climbs``: it is the mean of the
-    newer half that is held against the level, and none of ``far`` and ``stays`` is asked.
+    Attributes:
+        lasting: number of last losses.
+        nearest: the last loss nearest to the level.
+        level: the level before the last losses.
+        above: the distance from the level that they must have.
+        jumped: whether they are this far above, or below.
+        far: whether they have exploded.
+        stays: whether they do not return.
+        one_dips: whether the lowest of them is ignored.
+        climbs: whether the mean of the newer half is compared with the level, without ``far`` and ``stays``.
     """
 
     lasting: int
@@ -217,9 +235,9 @@ class _Spikes(NamedTuple):
 
 
 def _may_spike(params: LossSpikeParams, series: LossSeries, began: Floats) -> bool:
-    """Whether some losses are so high, or below zero: of a training that goes well none are, and there is no more to work out.
+    """Whether some losses are high, or below zero. In a healthy training none are, and nothing more is computed.
 
-    The newest loss may be the one that dips, to half of what the others reach.
+    The newest loss may be the one that dips, to half of the others.
     """
     with np.errstate(invalid="ignore"):
         high = series.values >= min(params.of_first / 2, _CLIMB_SHARE) * began
@@ -233,7 +251,7 @@ def _level(params: LossSpikeParams, series: LossSeries, lasting: int) -> Floats:
 def _began(
     past: SpikeSeries, series: LossSeries, level: Floats
 ) -> tuple[Floats, NDArray[np.bool_], SpikeSeries]:
-    """At each row where the loss began or its highest level, NaN before that is known; and whether it was below zero before."""
+    """The first value of the loss, or its highest level, as of each row (NaN before it is known), and whether it was below zero before."""
     first, highest, signed = past.first, past.level, past.signed
     began, was_signed = np.full(len(level), np.nan), np.zeros(len(level), np.bool_)
     start = abs(statistics.median(first)) if len(first) == _FIRST else math.nan
@@ -245,14 +263,15 @@ def _began(
             highest = max(highest, abs(middle))
             signed = signed or middle < 0
         was_signed[place] = signed
-        began[place] = max(start, highest)  # the start where it is not known: NaN comes first
+        began[place] = max(start, highest)  # NaN while the start is unknown, because NaN is first
     return began, was_signed, past._replace(first=first, level=highest, signed=signed)
 
 
 def _beyond(params: LossSpikeParams, past: SpikeSeries, series: LossSeries) -> tuple[Floats, SpikeSeries]:
     """`_Past.beyond` of each row.
 
-    The extremes are those of the whole run, for an adversarial loss may swing again as far as it did long ago, without the newest losses, which may be the jump.
+    The extremes are those of the whole run, because an adversarial loss may swing again as far as it did long ago, without the newest
+    losses, which may be the jump.
     """
     longest = max(params.lasting, params.exploded)
     width = params.window + longest
@@ -324,7 +343,7 @@ def _lowest_usual(windows: Floats) -> Floats:
 
 
 def _climbs(params: LossSpikeParams, series: LossSeries, past: _Past) -> _Spikes:
-    """Losses that are on their way up, over a part of what had been learnt and the faster the longer."""
+    """Losses that are on their way up, over a part of what had been learned and the faster the longer."""
     width, half = params.window + _CLIMB, _CLIMB // 2
     level = _level(params, series, _CLIMB)
     spread = series.trailing(width, lambda windows: robust_spread(windows[:, : params.window]))

@@ -1,4 +1,4 @@
-"""A training loss that had fallen, is back where it began, and stays there."""
+"""A training loss that had fallen, is back at its first values, and stays there."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ _LONGEST = 200
 class LostProgressParams(Params):
     """Parameters of `LostProgress`."""
 
-    window: int = Field(20, ge=2, le=1000, description="Losses whose mean is looked at.")
-    warmup: int = Field(10, ge=1, le=1000, description="First losses, whose median is where it began.")
+    window: int = Field(20, ge=2, le=1000, description="Number of losses over which the mean is taken.")
+    warmup: int = Field(10, ge=1, le=1000, description="Number of first losses; their median is the start.")
     fallen: float = Field(
         0.5,
         gt=0,
         lt=1,
-        description="Share of its beginning to which a loss that has made progress came down.",
+        description="Share of the start to which a loss with progress has fallen.",
     )
-    back: float = Field(0.8, gt=0, description="Share of its beginning at which that progress is lost.")
+    back: float = Field(0.8, gt=0, description="Share of the start at which the progress is lost.")
     lasting: int = Field(
         10,
         ge=1,
         le=1000,
-        description="Means in a row that are back; more where it took longer to learn at first.",
+        description="Consecutive means that are back; more if the model took longer to learn at first.",
     )
 
 
 class LossCourse(NamedTuple):
-    """What is kept of a series besides its beginning.
+    """The course of a series.
 
     Attributes:
-        learnt: losses that it took to come down to ``back`` at first; 0 before.
-        away: means in a row that are back, after progress.
+        learned: number of losses until the loss first fell to ``back``; 0 before.
+        away: consecutive means that are back after progress.
     """
 
-    learnt: int = 0
+    learned: int = 0
     away: int = 0
 
 
 class LostProgressState(State):
-    """The beginning and course of each series, by ``name/mode``; the step of each loss's first row; the labels so far."""
+    """State of `LostProgress`: beginning and course of each series by ``name/mode``, the step of each loss's first row, and labels."""
 
     series: dict[str, Beginning] = Field(default_factory=dict)
     courses: dict[str, LossCourse] = Field(default_factory=dict)
@@ -61,28 +61,28 @@ class LostProgressState(State):
 
 
 class LostProgress(Rule[LostProgressParams, LostProgressState]):
-    """Fires when a training loss that had fallen by half is back where it began, and does not fall again.
+    """Fires when a training loss that had fallen by half is back at its first values, and does not fall again.
 
-    With ``start`` the median of the first losses, or what the best constant prediction gives where labels are recorded and that is
-    less, ``mean`` that of the last ``window`` losses and ``lowest`` the lowest mean of twenty so far::
+    With ``start`` the median of the first losses, or the loss of the best constant prediction if labels are recorded and it is lower,
+    ``mean`` the mean of the last ``window`` losses and ``lowest`` the lowest mean of twenty losses so far::
 
         lowest <= fallen * start        it had made progress
         mean   >= back * start          which is lost
 
-    the second for ``lasting`` means in a row, and as many as it took at first from the beginning to ``back * start`` (200 at
-    most): a new task, which a training may be given on purpose, is learnt in about the time that the first was. It does
-    not fall where the mean of the second half of the window is not below that of the first by more than two standard
-    errors, from differences of neighbours.
+    The second condition must be true for ``lasting`` consecutive means, and for as many as the loss took at first to fall to ``back *
+    start`` (200 at most), because a new task, which may be intended, is learned in about the same time as the first. A loss does not fall if
+    the mean of the second half of the window is not below that of the first by more than two standard errors, from differences of
+    neighbors.
 
-    So look inputs that have become constant, labels that no longer belong to their inputs, batches of padding, a learning rate or
-    weight decay that wrote over the weights. `loss_spike` finds a loss that leaps above its beginning sooner.
+    Typical causes are inputs that have become constant, labels that no longer match their inputs, batches of padding, and a learning rate or
+    weight decay that overwrote the weights. `loss_spike` detects a loss that jumps above its first values earlier.
 
-    Left alone are losses that were ever below zero, one of several losses unless its name says that it is the sum, an attempt that
-    resumes a run (its beginning is not known), and a beginning below 1e-6.
+    Not judged are losses that were ever below zero, one of several losses without the name of a total loss, an attempt that resumes a run
+    (with an unknown start), and a start below 1e-6.
     """
 
     name = "lost_progress"
-    summary = "the training loss had fallen, is back where it began, and stays there"
+    summary = "the training loss had fallen, is back at its first values, and stays there"
     needs = Needs(
         collections=("losses", "labels"),
         roles=("loss", "label"),
@@ -90,10 +90,10 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
         about=("loss",),
         evidence_rows=0,
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "Inputs or labels have changed: constant or unscaled inputs, labels apart from their inputs, batches of padding.",
-        "An update wrote over the weights: a learning rate or a weight decay that was raised, or an odd batch.",
+        "Inputs or labels have changed: constant or unscaled inputs, labels that do not match their inputs, batches of padding.",
+        "An update overwrote the weights: a raised learning rate or weight decay, or an unusual batch.",
         "The sign of the loss, or its reduction, was changed.",
     )
     what_to_try = (
@@ -102,12 +102,12 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
         "If the task was changed on purpose, silence the alert for this run.",
     )
     cannot_distinguish = (
-        "Data or a task that are changed on purpose, and are harder than before, from ones that broke.",
-        "Targets that grow with what is learnt, as in reinforcement learning, from a training that came undone.",
+        "Harder data or a harder task on purpose, from a fault.",
+        "Targets that grow with learning, as in reinforcement learning, from lost progress.",
     )
 
     def lookback(self, params: LostProgressParams) -> int:
-        """What the means reach over."""
+        """The losses of the means."""
         return loss_lookback(params.warmup, 2 * params.window)
 
     def evaluate(
@@ -161,13 +161,13 @@ def _lasts(
     is_down: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], LossCourse]:
     """At which rows the loss has been back for long enough."""
-    learnt, away = course
+    learned, away = course
     lasts = np.zeros(len(seen), np.bool_)
     for place, (number, back, down) in enumerate(
         zip(seen.tolist(), is_back.tolist(), is_down.tolist(), strict=True)
     ):
         away = away + 1 if back else 0
-        if down and not learnt:
-            learnt = number
-        lasts[place] = away >= max(params.lasting, min(learnt, _LONGEST))
-    return lasts, LossCourse(learnt, away)
+        if down and not learned:
+            learned = number
+        lasts[place] = away >= max(params.lasting, min(learned, _LONGEST))
+    return lasts, LossCourse(learned, away)

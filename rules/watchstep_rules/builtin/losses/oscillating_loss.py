@@ -1,4 +1,4 @@
-"""A loss that swings without coming to rest."""
+"""A loss that oscillates without settling."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _KEPT = "gradients:stale"
 class OscillatingLossParams(Params):
     """Parameters of `OscillatingLoss`."""
 
-    window: int = Field(40, ge=3, le=1000, description="Losses that are looked at together.")
+    window: int = Field(40, ge=3, le=1000, description="Number of losses in the window.")
     swing: float = Field(
         0.75,
         gt=0,
-        description="Distance of their tenth from their ninetieth percentile, against their median.",
+        description="Ratio of the distance between the 10th and the 90th percentile to the median.",
     )
     above_labels: float = Field(
         2.0,
         ge=1,
-        description="How many times the loss of a constant prediction the median is, and the first loss.",
+        description="Ratio of the median to the loss of a constant prediction and to the first loss.",
     )
     above_first: float = Field(
-        30.0, gt=1, description="How many times the first loss the median is, where labels are not recorded."
+        30.0, gt=1, description="Ratio of the median to the first loss if no labels are recorded."
     )
     alternation: float = Field(
-        0.7, gt=0, lt=1, description="Correlation, in magnitude, of losses that follow each other by turns."
+        0.7, gt=0, lt=1, description="Magnitude of the autocorrelation of alternating losses."
     )
 
 
 class LossOrigin(NamedTuple):
-    """What is kept of a series: losses so far, the first one (0 where it is next to nothing), the highest of the first ten, whether any was below zero."""
+    """The past of a series: number of losses, the first loss (0 if negligible), the highest of the first ten, and whether any was below zero."""
 
     seen: int = 0
     first: float | None = None
@@ -54,7 +54,7 @@ class LossOrigin(NamedTuple):
 
 
 class OscillatingLossState(State):
-    """The origin of each series, by ``name/mode``; the step of each loss's first row; the labels so far; whether gradients are kept."""
+    """State of `OscillatingLoss`: the origin of each series by ``name/mode``, the step of each loss's first row, labels, and stale gradients."""
 
     series: dict[str, LossOrigin] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
@@ -63,37 +63,35 @@ class OscillatingLossState(State):
 
 
 class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
-    """Fires when a loss swings in one of four ways that batch noise does not make.
+    """Fires when a loss oscillates in one of four ways that batch noise does not cause.
 
-    *Overshoot*: over ``window`` training losses, ``p90 - p10 >= swing * median``, with at least a fifth as many crossings
-    of the median as losses, while the median is ``above_labels`` times what the best constant prediction gives and
-    also that many times the first loss; without labels, ``above_first`` times the first loss. Noise of batches swings around
-    what the model is worth, and a model is worth more than it was before its first update. A loss that climbs all the
-    while diverges, which is another rule's.
+    *Overshoot*: over ``window`` training losses, ``p90 - p10 >= swing * median``, with at least a fifth as many crossings of the median as
+    losses, while the median is ``above_labels`` times the loss of the best constant prediction and also that many times the first loss;
+    without labels, ``above_first`` times the first loss. Batch noise is around the loss of the model, which is lower than before the first
+    update. A loss that rises all the time diverges, which other rules report.
 
-    *Alternation*: the autocorrelation of the window at lag 1 is below ``-alternation`` and at lag 2 above it, or at lags
-    p/2 and p for p = 4, 6, 8; the swing is a tenth of the median or more, and the median above half of the first losses'
-    highest. Independent losses have correlations of ``1/sqrt(window)``: 0.7 is more than four times that. Two
-    batches in fixed order alternate too, but their loss falls.
+    *Alternation*: the autocorrelation of the window at lag 1 is below ``-alternation`` and at lag 2 above it, or at lags p/2 and p for p =
+    4, 6, 8; the swing is a tenth of the median or more, and the median is above half of the highest of the first losses. Independent losses
+    have correlations of ``1/sqrt(window)``; 0.7 is more than four times that. Two batches in fixed order also alternate, but their loss
+    falls.
 
-    *With a cause*: batches come sorted by label (of the deviations of labels a fifth or less is within batches), or gradients of
-    before an optimizer's step are still in those of the next. Then ``p90 - p10 >= swing * median`` is enough where the ninetieth
-    percentile is half or more of what the best constant prediction gives (the kind of loss that the first is nearest to), or of the first loss where labels are not
-    recorded: what makes the loss swing is known.
+    *With a cause*: batches are sorted by label (a fifth or less of the label deviations is within batches), or gradients from before an
+    optimizer step are included in those of the next. Then ``p90 - p10 >= swing * median`` suffices if the 90th percentile is at least half
+    of the loss of the best constant prediction (of the kind of loss nearest to the first loss), or of the first loss without labels.
 
-    *Validation*: of eight evaluations in a row, all but one are turning points, each a quarter of their median or more away from
-    the one before, their median a tenth of the first one or more. A validation set does not change, so what swings is the model.
+    *Validation*: of eight consecutive evaluations, all but one are turning points, each at least a quarter of their median from the previous
+    one, and their median is at least a tenth of the first evaluation. The validation set does not change, so the model oscillates.
 
-    In all of them the second half of the window swings at least half as far as the first (alternation: eight tenths), and
-    its median is at most half as much again: what shrinks settles, what grows explodes. Losses that were below
-    zero, and one of several losses unless its name says that it is the sum, are left alone. Overshoot and alternation
-    around a ravine are what gradient descent does above ``2 / curvature`` (Cohen et al., ICLR 2021). SageMaker has no such rule;
-    AutoTrainer (ICSE 2021) counts turns of the accuracy. Slow swings, as of cyclic learning rates and of games, turn too
-    seldom for any of these unless their cause is seen. A first loss below 1e-6 sets no threshold.
+    In all cases the second half of the window swings at least half as far as the first (alternation: eight tenths), and its median is at
+    most 1.5 times the first: a shrinking swing settles, a growing one explodes. Losses that were below zero, and one of several losses
+    without the name of a total loss, are not reported. Gradient descent overshoots and alternates around a ravine above ``2 / curvature``
+    (Cohen et al., ICLR 2021). SageMaker has no such rule; AutoTrainer (ICSE 2021) counts turns of the accuracy. Slow oscillations, as of
+    cyclic learning rates and games, turn too rarely for these criteria unless a cause is recorded. A first loss below 1e-6 sets no
+    threshold.
     """
 
     name = "oscillating_loss"
-    summary = "the loss swings without coming to rest"
+    summary = "the loss oscillates without settling"
     version = 2
     needs = Needs(
         collections=("losses", "labels", "metrics"),
@@ -101,19 +99,19 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         probes=("class_counts", "stale_gradients"),
         about=("loss",),
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The learning rate is too high: steps go from one side of a valley to the other.",
         "Batches are very small, or differ much from each other.",
         "Momentum is too high for the learning rate.",
     )
     what_to_try = (
-        "Lower the learning rate, by threes, or let it decay.",
-        "Take larger batches, or accumulate gradients.",
+        "Lower the learning rate by factors of three, or use a decay.",
+        "Use larger batches, or accumulate gradients.",
         "Shuffle the data; clip gradients; lower the momentum.",
     )
     cannot_distinguish = (
-        "Batches of a few kinds that come by turns on purpose, such as tasks or lengths, from steps that go from side to side.",
+        "Batches of alternating kinds on purpose, such as tasks or lengths, from overshooting steps.",
         "A loss that grew to thirty times its first value because its targets did, from one that overshoots.",
     )
 
@@ -158,7 +156,7 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
             low, high = _ends(series, width)
             for place in map(int, np.flatnonzero(swings)):
                 row = int(series.rows[place])
-                message = f"{series.name} has swung between {low[place]:.3g} and {high[place]:.3g} over {width} records"
+                message = f"{series.name} oscillated between {low[place]:.3g} and {high[place]:.3g} over {width} records"
                 findings[row] = finding_at(
                     self.name,
                     block,

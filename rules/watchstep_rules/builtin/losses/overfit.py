@@ -1,4 +1,4 @@
-"""A validation loss that rises from its best while the training loss goes on falling."""
+"""A validation loss that rises from its minimum while the training loss continues to fall."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from watchstep_rules.signals.loss_series import LossSeries, better_high, loss_se
 class OverfitParams(Params):
     """Parameters of `Overfit`."""
 
-    patience: int = Field(5, ge=1, le=1000, description="Evaluations in a row since the best that are worse.")
+    patience: int = Field(5, ge=1, le=1000, description="Consecutive evaluations above the minimum.")
     rise: float = Field(
-        0.2, gt=0, description="How far above its best the validation loss is, as a share of it."
+        0.2, gt=0, description="Rise of the validation loss above its minimum, as a share of the minimum."
     )
-    of_first: float = Field(0.15, ge=0, description="… and as a share of the first evaluation's.")
+    of_first: float = Field(
+        0.15, ge=0, description="Rise of the validation loss as a share of the first evaluation's loss."
+    )
     train_fall: float = Field(
-        0.2, ge=0, lt=1, description="Share by which the training loss has fallen since that best."
+        0.2, ge=0, lt=1, description="Share by which the training loss has fallen since the minimum."
     )
-    window: int = Field(20, ge=1, le=1000, description="Training losses whose mean is the training loss.")
+    window: int = Field(
+        20, ge=1, le=1000, description="Number of training losses; their mean is the training loss."
+    )
 
 
 class ValidationMinimum(NamedTuple):
-    """What is kept of a validation loss.
+    """The minimum of a validation loss.
 
     Attributes:
         first: the loss of the first evaluation.
-        loss: the lowest one.
-        step: its step.
-        train: the training loss then.
-        last: the newest one.
-        worse: evaluations in a row, up to the last, that were above the best by half of what is asked.
-        after: evaluations since the best.
-        total: their sum.
-        squares: sum of the squares of their changes, from one to the next.
+        loss: the lowest loss.
+        step: the step of the lowest loss.
+        train: the training loss at that step.
+        last: the newest loss.
+        worse: number of last consecutive evaluations above the minimum by half of the required rise.
+        after: number of evaluations since the minimum.
+        total: sum of their losses.
+        squares: sum of the squares of their successive changes.
         metrics: the best value of each metric up to that step, by ``name/mode``.
     """
 
@@ -60,11 +64,11 @@ class ValidationMinimum(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A metric of validation of which more is better, with the sign turned around.
+    """A validation metric for which higher is better, negated.
 
     Attributes:
-        best: its lowest value.
-        newest: its last values, as many as the patience, oldest first.
+        best: the lowest value.
+        newest: the last values, as many as the patience, oldest first.
     """
 
     best: float
@@ -72,7 +76,7 @@ class Metric(NamedTuple):
 
 
 class OverfitState(State):
-    """What is kept of each validation loss and metric, by ``name/mode``, and the newest mean of each training loss, by name."""
+    """State of `Overfit`: validation losses and metrics by ``name/mode``, and the newest mean of each training loss by name."""
 
     best: dict[str, ValidationMinimum] = Field(default_factory=dict)
     train: dict[str, float] = Field(default_factory=dict)
@@ -80,52 +84,52 @@ class OverfitState(State):
 
 
 class Overfit(Rule[OverfitParams, OverfitState]):
-    """Fires when a validation loss has risen from its best, and the training loss goes on falling.
+    """Fires when a validation loss has risen from its minimum, and the training loss continues to fall.
 
-    With ``best`` the lowest validation loss, ``first`` the first one, ``loss`` the newest, ``train`` the mean of the last
-    ``window`` training losses, and ``train_then`` the same at the best, all must hold::
+    With ``best`` the lowest validation loss, ``first`` the first one, ``loss`` the newest, ``train`` the mean of the last ``window``
+    training losses, and ``train_then`` the same at the minimum, all conditions must be true::
 
         loss - best >= rise * |best|  and  >= of_first * |first|    it has risen
         loss - best >= half of that, for patience evaluations       and stays up
         loss - best >= 2 * rms(changes since the best)              beyond its own noise
-        loss >= mean(losses since the best)                         and does not come back
-        train <= train_then - train_fall * |train_then|             while training goes on to fall
-        loss - train >= rise * |loss|                               far below it
+        loss >= mean(losses since the best)                         and does not recover
+        train <= train_then - train_fall * |train_then|             while the training loss falls
+        loss - train >= rise * |loss|                               and is far below it
 
-    SageMaker's Overfit compares the two losses alone, by 0.1, so every model that generalises a little worse than it fits is
-    found. Rising validation loss with falling training loss is the textbook's sign (Goodfellow et al., Deep Learning,
-    2016, section 7.8), patience Prechelt's ("Early stopping, but when?", 1998). The share of the first evaluation leaves
-    alone a loss that is close to zero, where a few doubtful examples double it.
+    SageMaker's Overfit only compares the two losses, with a ratio of 0.1, so it reports every model that generalizes slightly worse than it
+    fits. A rising validation loss with a falling training loss is the textbook criterion (Goodfellow et al., Deep Learning, 2016, section
+    7.8), and patience is due to Prechelt ("Early stopping, but when?", 1998). The share of the first evaluation excludes losses close to
+    zero, which a few doubtful examples can double.
 
-    A training loss is taken of the same name, or the only one.
+    The training loss is the one with the same name, or the only one.
 
-    *Left alone* is a model that gets better by a metric of its validation of which more is better (accuracy, F1, AUC, reward and the
-    like): the last ``patience`` values of it are all better than any up to the best validation loss. Cross-entropy rises where a few wrong answers
-    become surer, and where validation has classes that training comes to later, while more and more answers are right (Guo et al.,
-    "On Calibration of Modern Neural Networks", ICML 2017, section 3). All of ``patience`` values above the earlier best leave nothing to noise.
+    A model is not reported if it improves by a validation metric for which higher is better (accuracy, F1, AUC, reward, …): the last
+    ``patience`` values of the metric are all better than any up to the minimum of the validation loss. Cross-entropy rises if a few wrong
+    answers become more confident, or if validation has classes that training reaches later, while the number of correct answers grows (Guo
+    et al., "On Calibration of Modern Neural Networks", ICML 2017, section 3). ``patience`` values above the earlier best exclude noise.
     """
 
     name = "overfit"
-    summary = "the validation loss rises from its best while the training loss falls"
+    summary = "the validation loss rises from its minimum while the training loss falls"
     needs = Needs(
         collections=("losses", "metrics"), roles=("loss", "metric"), about=("loss",), evidence_rows=0
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "The training has gone on for longer than the data carry.",
+        "The training is too long for the amount of data.",
         "The model is large for the data.",
-        "There is little regularisation or augmentation.",
+        "There is little regularization or augmentation.",
         "Validation data differ from training data.",
     )
     what_to_try = (
-        "Stop early, and take the weights of the best validation.",
-        "Add weight decay, dropout or augmentation, or take a smaller model.",
-        "Get more data, or begin from trained weights.",
-        "Check how the validation data were split and prepared.",
+        "Stop early, and use the weights of the best validation.",
+        "Add weight decay, dropout or augmentation, or use a smaller model.",
+        "Use more data, or start from pretrained weights.",
+        "Check how the validation data were split and preprocessed.",
     )
     cannot_distinguish = (
-        "A validation loss that rises because a few examples are wrong with more and more certainty, while the share that is right still grows, from a model that gets worse, where no metric of validation is recorded.",
-        "A validation set that is changed on purpose.",
+        "A validation loss that rises because a few wrong predictions become more confident while accuracy still grows, from a model that degrades, if no validation metric is recorded.",
+        "A validation set that is changed on purpose, from overfitting.",
     )
 
     def lookback(self, params: OverfitParams) -> int:
@@ -135,7 +139,7 @@ class Overfit(Rule[OverfitParams, OverfitState]):
     def evaluate(
         self, params: OverfitParams, state: OverfitState, context: Block, block: Block, now: int
     ) -> tuple[OverfitState, list[Finding]]:
-        """Judge each validation loss beside its training loss."""
+        """Judge each validation loss together with its training loss."""
         means = {key: ([-1], [mean]) for key, mean in state.train.items()}
         for series in loss_series(context, block, "train"):
             course = series.trailing(params.window, _mean_of_known)
@@ -159,8 +163,8 @@ class Overfit(Rule[OverfitParams, OverfitState]):
                 better = any(_is_better(params, best, key, metric) for key, metric in reached.items())
                 if train is not None and not better and _overfits(params, best, train):
                     message = (
-                        f"{series.name} of validation is {loss:.4g}, its best was {best.loss:.4g} at step {best.step}; "
-                        f"training's has fallen from {best.train:.4g} to {train:.4g} since"
+                        f"validation {series.name} is {loss:.4g}, its minimum was {best.loss:.4g} at step {best.step}; "
+                        f"the training loss has fallen from {best.train:.4g} to {train:.4g} since"
                     )
                     findings[row] = finding_at(
                         self.name, block, row, value=loss, threshold=best.loss, message=message

@@ -16,48 +16,47 @@ from watchstep_rules.signals.loss_series import LossSeries, loss_series
 class OvertrainingParams(Params):
     """Parameters of `Overtraining`."""
 
-    patience_train: int = Field(
-        500, ge=1, description="Training losses in a row without an improvement: that is too long."
+    patience_train: int = Field(500, ge=1, description="Consecutive training losses without an improvement.")
+    patience_validation: int = Field(20, ge=1, description="Consecutive evaluations without an improvement.")
+    delta: float = Field(0.01, ge=0, description="Fall below the minimum that counts as an improvement.")
+    as_share: bool = Field(True, description="Whether delta is a share of the minimum instead of absolute.")
+    window: int = Field(
+        20, ge=1, le=1000, description="Number of training losses over which the mean is taken."
     )
-    patience_validation: int = Field(20, ge=1, description="The same for evaluations.")
-    delta: float = Field(0.01, ge=0, description="By how much a loss must fall below its best to improve …")
-    as_share: bool = Field(True, description="… as a share of that best; or as it stands.")
-    window: int = Field(20, ge=1, le=1000, description="Training losses whose mean is held against the best.")
 
 
 class LossMinimum(NamedTuple):
-    """The lowest loss that was an improvement, and how many came since."""
+    """The lowest loss that was an improvement, and the number of losses since."""
 
     loss: float
     since: int = 0
 
 
 class OvertrainingState(State):
-    """The best of each loss, by ``train:`` or ``eval:`` and ``name/mode``."""
+    """State of `Overtraining`: the minimum of each loss, by ``train:`` or ``eval:`` and ``name/mode``."""
 
     best: dict[str, LossMinimum] = Field(default_factory=dict)
 
 
 class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
-    """Fires when a loss has not improved for its patience: ``loss < best - delta * |best|`` never held.
+    """Fires when a loss has not improved for its patience: ``loss < best - delta * |best|`` was never true.
 
-    ``loss`` is the mean of the last ``window`` training losses, or a single evaluation, and ``best`` the last loss that was
-    an improvement. It is SageMaker's Overtraining, which takes single losses, 5 steps of training, 10 of validation
-    and a delta of 0.01 as it stands: ``window: 1``, ``as_share: false``. A training whose batches differ does not
-    improve in each five steps; the defaults here are those of early stopping, a percent (Prechelt, "Early stopping, but
-    when?", 1998, stops at a few percent) and patience in the tens of evaluations.
+    ``loss`` is the mean of the last ``window`` training losses, or a single evaluation, and ``best`` is the last loss that was an
+    improvement. This is SageMaker's Overtraining, which uses single losses, 5 training steps, 10 validation steps and an absolute delta of
+    0.01: ``window: 1``, ``as_share: false``. A training with varying batches does not improve every five steps. The defaults are those of
+    early stopping: one percent (Prechelt, "Early stopping, but when?", 1998, stops at a few percent) and a patience of tens of evaluations.
 
-    It says that a training could end, not that anything is wrong with it, and is off by default.
+    The rule reports that a training could end, not a fault, and is off by default.
     """
 
     name = "overtraining"
-    summary = "a loss has not improved for long: training on is of no use"
+    summary = "a loss has not improved for a long time: further training is of no use"
     needs = Needs(collections=("losses",), roles=("loss",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The training has converged.",
-        "The learning rate is too high to get closer, or has become so low that nothing moves.",
-        "The model has too little capacity for what is left to learn.",
+        "The learning rate is too high to converge further, or has become too low to make progress.",
+        "The model has too little capacity to learn more.",
     )
     what_to_try = (
         "Stop here, and keep the weights of the best evaluation.",
@@ -76,33 +75,35 @@ class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
         best, findings = dict(state.best), {}
         for series in loss_series(context, block, "train"):
             means = series.trailing(params.window, lambda windows: windows.mean(axis=1))
-            found = _follow(params, best, f"train:{series.key}", means, params.patience_train)
-            findings.update(self._said(block, series, means, found))
+            expired = _follow(params, best, f"train:{series.key}", means, params.patience_train)
+            findings.update(self._findings(block, series, means, expired))
         for series in loss_series(context, block, "eval"):
             key = f"eval:{series.key}"
-            found = _follow(params, best, key, series.values, params.patience_validation)
-            findings.update(self._said(block, series, series.values, found))
+            expired = _follow(params, best, key, series.values, params.patience_validation)
+            findings.update(self._findings(block, series, series.values, expired))
         return OvertrainingState(best=best), [findings[row] for row in sorted(findings)]
 
-    def _said(
-        self, block: Block, series: LossSeries, losses: Floats, found: list[tuple[int, LossMinimum]]
+    def _findings(
+        self, block: Block, series: LossSeries, losses: Floats, expired: list[tuple[int, LossMinimum]]
     ) -> dict[int, Finding]:
-        said = {}
-        for place, best in found:
+        findings = {}
+        for place, best in expired:
             row, loss = int(series.rows[place]), float(losses[place])
             message = (
                 f"{series.name} is {loss:.4g}; it has not improved on {best.loss:.4g} for {best.since} "
                 f"{'evaluations' if block.mode_name(row) == 'eval' else 'records'}"
             )
-            said[row] = finding_at(self.name, block, row, value=loss, threshold=best.loss, message=message)
-        return said
+            findings[row] = finding_at(
+                self.name, block, row, value=loss, threshold=best.loss, message=message
+            )
+        return findings
 
 
 def _follow(
     params: OvertrainingParams, kept: dict[str, LossMinimum], key: str, losses: Floats, patience: int
 ) -> list[tuple[int, LossMinimum]]:
-    """Places at which the patience is over, and the best then. Losses are few beside rows: one in a step."""
-    found = []
+    """Places at which the patience has expired, and the minimum at each. There are few losses compared with rows: one per step."""
+    expired = []
     best = kept.get(key)
     for place in map(int, np.flatnonzero(np.isfinite(losses))):
         loss = float(losses[place])
@@ -111,7 +112,7 @@ def _follow(
         else:
             best = best._replace(since=best.since + 1)
         if best.since >= patience:
-            found.append((place, best))
+            expired.append((place, best))
     if best is not None:
         kept[key] = best
-    return found
+    return expired

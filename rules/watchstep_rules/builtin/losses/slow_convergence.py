@@ -1,4 +1,4 @@
-"""A training loss that would fall, but whose weights take steps too small to get anywhere."""
+"""A training loss that falls too slowly because weights take very small steps."""
 
 from __future__ import annotations
 
@@ -32,25 +32,33 @@ from watchstep_rules.signals.tensor_selection import is_matrix_of, rows_where
 
 _RECORDS = 5
 _UNSCALED = 0.1
-_STEADY = 0.05  # noise of a loss over its level; a guess's is below, that of a model that has learnt is not
+_STEADY = 0.05  # noise of a loss over its level; a guess's is below, that of a model that has learned is not
 
 
 class SlowConvergenceParams(Params):
     """Parameters of `SlowConvergence`."""
 
-    patience: int = Field(100, ge=4, le=10_000, description="Losses over which progress is measured.")
-    warmup: int = Field(10, ge=1, le=1000, description="First losses, whose median is where it began.")
+    patience: int = Field(
+        100, ge=4, le=10_000, description="Number of losses over which progress is measured."
+    )
+    warmup: int = Field(10, ge=1, le=1000, description="Number of first losses; their median is the start.")
     max_fall: float = Field(
-        0.15, gt=0, lt=1, description="Share of its beginning by which a slow loss has fallen at most."
+        0.15, gt=0, lt=1, description="Largest fall of a slow loss, as a share of the start."
     )
     small_update: float = Field(
         5e-4, gt=0, description="Relative update of the fastest weight below which a flat loss is slow."
     )
-    modest_update: float = Field(2e-3, gt=0, description="The same, for a loss that falls steadily.")
+    modest_update: float = Field(2e-3, gt=0, description="The same for a loss that falls steadily.")
 
 
 class SlowConvergenceState(State):
-    """As of `LossNotDecreasing`; of the fastest weight's relative updates the last five; how large inputs are, 0 where that is not known; and learning rates."""
+    """State of `SlowConvergence`: that of `LossNotDecreasing`, and further fields.
+
+    Attributes:
+        updates: the last five relative updates of the fastest weight.
+        inputs: root mean square of the inputs; 0 if it is not known.
+        rates: learning rates.
+    """
 
     series: dict[str, Beginning] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
@@ -63,30 +71,28 @@ class SlowConvergenceState(State):
 
 
 class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
-    """Fires when a training loss has hardly fallen over ``patience`` losses, and no weight takes steps that could change it.
+    """Fires when a training loss has hardly fallen over ``patience`` losses, and weights take very small steps.
 
-    With ``update`` the largest ``rms(update) / rms(weight)`` of any weight matrix in a step, the median of the last five
-    records, times the root mean square of the model's inputs where that is below 0.1 (a step changes what a first layer gives
-    by no more); ``start``, ``level``, ``earlier`` and ``u`` as in `LossNotDecreasing`::
+    With ``update`` the largest ``rms(update) / rms(weight)`` of any weight matrix in a step, the median of the last five records, times the
+    root mean square of the model's inputs if that is below 0.1 (which limits the change of the first layer's output); and ``start``,
+    ``level``, ``earlier`` and ``u`` as in `LossNotDecreasing`::
 
         level >= (1 - max_fall) * start                    it has hardly fallen
         0 < update < small_update                          and its weights hardly move,
         or update < modest_update and earlier - level > 2 u    or move little, and it falls steadily
 
-    and it does not fall faster and faster (by more than half within half the patience), which is how a plateau ends:
-    of a loss that falls steadily that is known after one and a half times the patience.
-    Updates near 1e-3 of the weights are what trainings that work take (Karpathy, "A Recipe for Training Neural
-    Networks", 2019, and his lectures on activations and gradients). At 5e-4 even a hundred steps in one direction
-    change a weight by a twentieth. While the learning rate warms up, updates grow: where the newest are twice the
-    oldest of the five, nothing is said. No update at all is another rule's.
+    and it does not fall at a growing rate (by more than half within half the patience), as at the end of a plateau; for a loss that falls
+    steadily this is known after one and a half times the patience. Working trainings have updates near 1e-3 of the weights (Karpathy, "A
+    Recipe for Training Neural Networks", 2019, and his lectures on activations and gradients). At 5e-4 even a hundred steps in one
+    direction change a weight by a twentieth. While the learning rate warms up, updates grow: the rule does not fire if the newest of the
+    five updates are twice the oldest. Missing updates are reported by `weight_not_updating`.
 
-    Left alone are the losses that `LossNotDecreasing` leaves alone, so a fine-tuning of a trained model, where labels show it: its
-    loss is below that of the best constant prediction. A loss whose function is not known, that is below and hardly varies between
-    batches, is scaled, and not learnt. Where labels do not tell, a metric or a validation loss that has improved is progress. An
-    attempt that resumes a run is not judged.
+    The losses that `LossNotDecreasing` excludes are not reported, including fine-tuning of a trained model if labels show it: its loss is
+    below that of the best constant prediction. A loss of an unknown function that is below it and hardly varies between batches is scaled,
+    not learned. Without labels, an improved metric or validation loss counts as progress. An attempt that resumes a run is not judged.
 
-    Where a learning rate became three times as large, or a third, from one value to the next within twice the patience before, the
-    message and the advice name that change.
+    If a learning rate rose or fell by a factor of three or more from one value to the next within the last two patiences, the message and
+    the advice name this change.
     """
 
     name = "slow_convergence"
@@ -99,24 +105,24 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         about=("loss",),
         evidence_rows=_RECORDS,
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The learning rate is too low.",
-        "A schedule brings the learning rate down too early, or its warm-up is too long.",
-        "Gradients are scaled down: by a mean where a sum was meant, by clipping, or by weights of losses.",
+        "A schedule lowers the learning rate too early, or its warm-up is too long.",
+        "Gradients are scaled down: by a mean instead of a sum, by clipping, or by loss weights.",
     )
     what_to_try = (
-        "Raise the learning rate by threes; updates near a thousandth of the weights' size are usual.",
-        "Print the rate that the program's schedule gives at this step.",
-        "Compare the program's bound of clipping with the norm of the gradients that it clips.",
+        "Raise the learning rate by factors of three; updates near a thousandth of the weights are usual.",
+        "Print the learning rate of the schedule at this step.",
+        "Compare the clipping norm with the norm of the gradients.",
     )
     cannot_distinguish = (
-        "Small steps that a fine-tuning takes on purpose, from small steps by mistake, where neither labels nor a metric show that the model is good.",
-        "A schedule that begins slowly, beyond the patience, from a rate that is too low.",
+        "Small steps of a fine-tuning on purpose, from small steps by mistake, if neither labels nor a metric show that the model is good.",
+        "A schedule with a warm-up longer than the patience, from a rate that is too low.",
     )
 
     def lookback(self, params: SlowConvergenceParams) -> int:
-        """What the means reach over."""
+        """The losses of the means."""
         return lookback(params.warmup, params.patience)
 
     def evaluate(
@@ -180,16 +186,16 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         return state, [findings[row] for row in sorted(findings)]
 
     def advice(self, finding: Finding) -> Advice:
-        """Where the learning rate jumped or fell shortly before, as recorded, that comes first."""
-        usual, change = super().advice(finding), RateChange.said_in(finding.message)
+        """A recorded abrupt change of the learning rate shortly before is the first cause."""
+        usual, change = super().advice(finding), RateChange.parse(finding.message)
         if change is None:
             return usual
-        went = f"from {change.before:.3g} to {change.after:.3g} at step {change.step} ({change.name})"
+        values = f"from {change.before:.3g} to {change.after:.3g} at step {change.step} ({change.name})"
         if change.after < change.before:
-            cause = f"The learning rate fell {went}: a schedule or the program brought it down too early."
+            cause = f"The learning rate fell {values}: a schedule or the program lowered it too early."
             action = f"Look at what lowered the learning rate at step {change.step}, and keep {change.before:.3g} for longer."
             return Advice((cause, *usual.usual_causes[2:]), (action, *usual.what_to_try))
-        cause = f"The learning rate rose {went}: large steps may have undone what was learnt and left weights that are large beside their updates."
+        cause = f"The learning rate rose {values}: large steps may have undone what was learned and left weights that are large relative to their updates."
         action = f"Look at what raised the learning rate at step {change.step}, and at losses and weights from that step on; go back to {change.before:.3g}."
         return Advice((cause, *usual.usual_causes), (action, *usual.what_to_try[1:]))
 

@@ -12,30 +12,32 @@ from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.loss_series import NOTHING, first_steps, is_whole, loss_series
 
 _LONGEST = 50
-"""Evaluations that a jump has to last at most, however long the model took to learn at first."""
+"""Largest required duration of a jump in evaluations, however long the model took to learn at first."""
 
 
 class ValidationLossJumpParams(Params):
     """Parameters of `ValidationLossJump`."""
 
-    window: int = Field(3, ge=1, le=100, description="Evaluations before the jump; the highest is the level.")
+    window: int = Field(
+        3, ge=1, le=100, description="Number of evaluations before the jump; the highest is the level."
+    )
     lasting: int = Field(
         4,
         ge=1,
         le=100,
-        description="Evaluations in a row that are above; more where it took longer to learn at first.",
+        description="Consecutive evaluations above the bar; more if the model took longer to learn at first.",
     )
-    warmup: int = Field(5, ge=2, le=1000, description="Evaluations before the jump, at least.")
+    warmup: int = Field(5, ge=2, le=1000, description="Fewest evaluations before the jump.")
     fallen: float = Field(
         0.5,
         gt=0,
         lt=1,
-        description="Share of its first value that the level is at most: the model had learned.",
+        description="Share of its first value to which the level must have fallen, so that the model had learned.",
     )
     rise: float = Field(
-        4.0, gt=1, description="How many times the level the loss is, and its rise the largest before."
+        4.0, gt=1, description="Ratio of the loss to the level, and of its rise to the largest earlier rise."
     )
-    of_first: float = Field(0.25, gt=0, description="Share of its first value that the loss is at least.")
+    of_first: float = Field(0.25, gt=0, description="Share of its first value that the loss must reach.")
     falls: float = Field(
         0.9, gt=0, le=1, description="Share of the lowest since the jump below which the loss still falls."
     )
@@ -62,7 +64,7 @@ class ValidationJump(NamedTuple):
 
 
 class Evaluations(NamedTuple):
-    """What is remembered of a series; evaluations that are not finite are left out.
+    """The past of a series; evaluations that are not finite are ignored.
 
     Attributes:
         seen: evaluations so far.
@@ -86,7 +88,7 @@ class Evaluations(NamedTuple):
 
 
 class ValidationLossJumpState(State):
-    """The past of each series, by ``name/mode``; the step of each loss's first row."""
+    """State of `ValidationLossJump`: the past of each series by ``name/mode``, and the step of each loss's first row."""
 
     series: dict[str, Evaluations] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
@@ -95,30 +97,30 @@ class ValidationLossJumpState(State):
 class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]):
     """Fires when a validation loss that had fallen jumps to several times its level, and stays there.
 
-    With ``level`` the highest of the last ``window`` evaluations, ``first`` the first evaluation, and ``ratio`` and ``difference``
-    the largest so far of an evaluation to the highest of the ``window`` before it (at least 1 and 0), the loss jumps where
-    ``level <= fallen * first``, and an evaluation is at least the largest of::
+    With ``level`` the highest of the last ``window`` evaluations, ``first`` the first evaluation, and ``ratio`` and ``difference`` the
+    largest so far between an evaluation and the highest of the ``window`` before it (at least 1 and 0), the loss jumps if ``level <= fallen
+    * first``, and an evaluation is at least the largest of::
 
         rise * ratio * level,    level + rise * difference,    of_first * first
 
-    The alert begins when the loss has been at that bar or above for ``lasting`` evaluations in a row, and for as many as it took at
-    first to come down to ``fallen * first`` (50 at most), and does not fall: the newest evaluation is at least ``falls`` times
-    the lowest since the jump. A model recovers from a spike, or learns another task, in about the time that it took to learn at first. The
-    alert lasts until the loss is below the bar. At least ``warmup`` evaluations come before the jump. A series that scatters, as that of a
-    few examples drawn anew each time, or one that has spikes, has large earlier ratios and differences, and so needs a larger jump.
+    The alert fires when the loss has been at this bar or above for ``lasting`` consecutive evaluations, and for as many as it took at first
+    to fall to ``fallen * first`` (50 at most), and does not fall: the newest evaluation is at least ``falls`` times the lowest since the
+    jump. A model recovers from a spike, or learns another task, in about the time that it took to learn at first. The alert lasts until the
+    loss is below the bar. At least ``warmup`` evaluations precede the jump. A noisy series, such as that of a few randomly drawn examples, or
+    one with spikes, has large earlier ratios and differences, and therefore needs a larger jump.
 
-    The training loss does not show a fault of the training data that is easy to learn: batches of one class after the other, padding
-    that is counted as a target, one batch again and again. The validation data are the same as before, so their loss shows that the model
-    has lost what it had learned. `overfit` finds a slow rise, `lost_progress` and `loss_spike` judge the training loss.
+    The training loss does not show a fault of the training data that is easy to learn: batches sorted by class, padding that is counted as a
+    target, the same batch repeatedly. The validation data do not change, so their loss shows that the model has lost what it had learned.
+    `overfit` detects a slow rise; `lost_progress` and `loss_spike` judge the training loss.
 
-    Left alone are spikes, losses that were ever below zero, a first value below 1e-6, and one of several validation losses unless its
-    name says that it is the sum.
+    Not reported are spikes, losses that were ever below zero, a first value below 1e-6, and one of several validation losses without the name
+    of a total loss.
     """
 
     name = "validation_loss_jump"
     summary = "the validation loss had fallen, jumps to several times its level, and stays there"
     needs = Needs(collections=("losses",), roles=("loss",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The training data have changed: sorted or of one class, padding among the targets, shuffled labels, other units.",
         "Updates damage the model: the sign of the loss, a learning rate or a weight decay was changed.",
@@ -130,11 +132,11 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
         "If the validation data or the task were changed on purpose, silence the alert for this run.",
     )
     cannot_distinguish = (
-        "Validation data or a task that are changed on purpose and are harder than before, from a model that came undone.",
+        "Harder validation data or a harder task on purpose, from a model that lost what it had learned.",
     )
 
     def lookback(self, params: ValidationLossJumpParams) -> int:
-        """None: the state holds the window."""
+        """0, because the state contains the window."""
         return 0
 
     def evaluate(
@@ -172,7 +174,7 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
 
 
 def _after(params: ValidationLossJumpParams, past: Evaluations, loss: float) -> Evaluations:
-    """What is remembered after another evaluation."""
+    """The past after another evaluation."""
     seen, first = past.seen + 1, past.first if past.seen else loss
     learned = past.learned or (seen if loss <= params.fallen * first else 0)
     new = past._replace(
@@ -202,7 +204,7 @@ def _after(params: ValidationLossJumpParams, past: Evaluations, loss: float) -> 
             )
         )
     if past.jump is not None:
-        # It came back: a healthy training has such spikes, and the next jump must be larger than this one.
+        # The loss recovered. A healthy training has such spikes, so the next jump must be larger than this one.
         level, loss = past.jump.level, past.jump.highest
     if len(past.recent) < params.window:
         return new

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from watchstep.capture.config import CHANNEL_SUM, MOST_CHANNELS, TOKEN_COUNT, TOKENS, element_probe
+from watchstep.capture.config import CHANNEL_SUM, MAX_CHANNELS, TOKEN_COUNT, TOKENS, element_probe
 from watchstep.format.block import Block, sort_key
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.builtin.data.class_imbalance import ClassImbalance
@@ -78,7 +78,7 @@ class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerC
     """
 
     name = "sagemaker_check_input_images"
-    summary = "a channel of the input images is not centred on zero, as SageMaker tests it"
+    summary = "a channel of the input images is not centred on zero, by SageMaker's criterion"
     needs = Needs(("inputs",), ("input",))
     merge = "per_worker"
     usual_causes = InputImageMean.usual_causes
@@ -109,7 +109,7 @@ class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerC
         if params.regex is not None:
             images = images & rows_where(block, is_matched, (params.regex,))
         sums = np.stack(
-            [probe(block, f"{params.probe}:{channel}") for channel in range(MOST_CHANNELS)], axis=1
+            [probe(block, f"{params.probe}:{channel}") for channel in range(MAX_CHANNELS)], axis=1
         )
         measured = state.after(images, sums[:, 0])
         inputs, findings = dict(state.inputs), []
@@ -143,7 +143,7 @@ class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerC
 
 def _are_images(info: TensorInfo, channel: int) -> bool:
     shape = info.shape
-    return len(shape) == _IMAGES and "float" in info.dtype and shape[channel] <= MOST_CHANNELS
+    return len(shape) == _IMAGES and "float" in info.dtype and shape[channel] <= MAX_CHANNELS
 
 
 def _after(
@@ -190,11 +190,9 @@ class SagemakerClassImbalance(Rule[SagemakerClassImbalanceParams, State]):
     """
 
     name = "sagemaker_class_imbalance"
-    summary = (
-        "the largest class is many times the smallest, or a class is predicted wrong, as SageMaker tests it"
-    )
+    summary = "the largest class is many times the smallest, or a class is predicted wrong, by SageMaker's criterion"
     needs = Needs(collections=("labels", "confusion"), roles=("label", "confusion"), probes=("class_counts",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = ClassImbalance.usual_causes
     what_to_try = ClassImbalance.what_to_try
 
@@ -317,9 +315,9 @@ class SagemakerConfusion(Rule[SagemakerConfusionParams, State]):
     """
 
     name = "sagemaker_confusion"
-    summary = "a confusion matrix is not diagonal enough, as SageMaker tests it"
+    summary = "a confusion matrix is not diagonal enough, by SageMaker's criterion"
     needs = Needs(collections=("confusion",), roles=("confusion",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = Confusion.usual_causes
     what_to_try = Confusion.what_to_try
 
@@ -423,7 +421,7 @@ class SagemakerNlpSequenceRatio(Rule[SagemakerNlpSequenceRatioParams, ElementCov
     """
 
     name = "sagemaker_nlp_sequence_ratio"
-    summary = "a token makes up much of an embedding's input, as SageMaker tests it"
+    summary = "a token makes up much of an embedding's input, by SageMaker's criterion"
     needs = Needs(("activations",), ("output",))
     merge = "per_worker"
     usual_causes = TokenRatio.usual_causes

@@ -70,7 +70,7 @@ class SagemakerDeadRelu(Rule[SagemakerDeadReluParams, ElementCoverage]):
     """
 
     name = "sagemaker_dead_relu"
-    summary = "most units of a rectifier are dead, as SageMaker tests it"
+    summary = "most units of a rectifier are dead, by SageMaker's criterion"
     needs = Needs(("activations",), ("output",), probes=("function_calls",))
     merge = "per_worker"
     usual_causes = DeadRelu.usual_causes
@@ -153,7 +153,7 @@ class SagemakerSaturatedActivation(Rule[SagemakerSaturatedActivationParams, Elem
     """
 
     name = "sagemaker_saturated_activation"
-    summary = "most units of a tanh or sigmoid are saturated, as SageMaker tests it"
+    summary = "most units of a tanh or sigmoid are saturated, by SageMaker's criterion"
     needs = Needs(("activations",), ("output",), probes=("function_calls",))
     merge = "per_worker"
     usual_causes = SaturatedActivation.usual_causes
@@ -266,7 +266,7 @@ class SagemakerPoorWeightInitialization(
         roles=("output", "gradient", "loss"),
         histograms=True,
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = PoorInitialization.usual_causes
     what_to_try = PoorInitialization.what_to_try
 
@@ -319,8 +319,8 @@ class SagemakerPoorWeightInitialization(
     ) -> list[tuple[int, Finding]]:
         width = probe(block, params.range_probe)[rows]
         unknown = np.flatnonzero(~np.isfinite(width))
-        held = block.statistics.take(rows[unknown])
-        width[unknown] = quantile_bounds(held, 0.95)[1] - quantile_bounds(held, 0.05)[0]
+        statistics = block.statistics.take(rows[unknown])
+        width[unknown] = quantile_bounds(statistics, 0.95)[1] - quantile_bounds(statistics, 0.05)[0]
         found = []
         for place in np.flatnonzero(width < params.distribution_range):
             row, wide = int(rows[place]), float(width[place])
@@ -413,7 +413,7 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, ElementC
     """
 
     name = "sagemaker_weight_update_ratio"
-    summary = "weights change by far more or far less than they are large, as SageMaker tests it"
+    summary = "weights change by far more or far less than they are large, by SageMaker's criterion"
     needs = Needs(("weights",), ("weight",))
     merge = "per_worker"
     usual_causes = WeightUpdateRatio.usual_causes

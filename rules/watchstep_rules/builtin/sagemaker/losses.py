@@ -84,9 +84,9 @@ class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, Sagemake
     """
 
     name = "sagemaker_loss_not_decreasing"
-    summary = "a loss has not fallen by a percentage within some steps, as SageMaker tests it"
+    summary = "a loss has not fallen by a percentage within some steps, by SageMaker's criterion"
     needs = Needs(collections=("losses",), roles=("loss",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = LossNotDecreasing.usual_causes
     what_to_try = LossNotDecreasing.what_to_try
 
@@ -199,14 +199,14 @@ class SagemakerOverfit(Rule[SagemakerOverfitParams, SagemakerOverfitState]):
     """Fires when ``(validation - training) / training > ratio_threshold`` for ``patience`` evaluations in a row.
 
     SageMaker's Overfit, with its defaults. Of several losses the means are held against each other: over those of validation at the
-    evaluation's step, and over the newest of training up to it. Every model that generalises a little worse than it fits is
+    evaluation's step, and over the newest of training up to it. Every model that generalizes a little worse than it fits is
     found: `overfit` asks for a validation loss that rises.
     """
 
     name = "sagemaker_overfit"
-    summary = "the validation loss is above the training loss, as SageMaker tests it"
+    summary = "the validation loss is above the training loss, by SageMaker's criterion"
     needs = Needs(collections=("losses",), roles=("loss",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = Overfit.usual_causes
     what_to_try = Overfit.what_to_try
 
@@ -287,7 +287,7 @@ class SagemakerOvertraining(Translated[SagemakerOvertrainingParams]):
     """
 
     name = "sagemaker_overtraining"
-    summary = "a loss has not improved for some steps, as SageMaker tests it"
+    summary = "a loss has not improved for some steps, by SageMaker's criterion"
     inner = Overtraining()
 
     def translated(self, params: SagemakerOvertrainingParams) -> OvertrainingParams:
@@ -331,7 +331,7 @@ class SagemakerStalledTraining(Translated[SagemakerStalledTrainingParams]):
     """
 
     name = "sagemaker_stalled_training"
-    summary = "nothing was recorded for some time, as SageMaker tests it"
+    summary = "nothing was recorded for some time, by SageMaker's criterion"
     inner = StalledTraining()
 
     def translated(self, params: SagemakerStalledTrainingParams) -> StalledTrainingParams:

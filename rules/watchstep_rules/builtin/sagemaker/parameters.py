@@ -7,7 +7,8 @@ them: ``"20.0"``, ``"True"``, ``"losses, weights"``.
 from __future__ import annotations
 
 import difflib
-from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -25,11 +26,11 @@ from watchstep_rules.signals.tensor_selection import rows_where
 _MOST_WORDS = 100
 _SET_BY_SAGEMAKER = frozenset({"base_trial", "rule_to_invoke", "action_json", "source_s3_uri"})
 _RENAMED = {"outputs": "outputs", "optimizer_variables": "optimizer_state", "sm_metrics": "metrics"}
-"""Collections that Amazon calls otherwise."""
+"""Collections with another name at Amazon."""
 
 
 def _words(value: Any) -> Any:
-    """Amazon takes a list, or a text with commas."""
+    """Amazon accepts a list or a comma-separated string."""
     return [word for part in value.split(",") if (word := part.strip())] if isinstance(value, str) else value
 
 
@@ -51,15 +52,15 @@ Patterns = Annotated[
     Field(max_length=_MOST_WORDS),
 ]
 ScanInterval = Annotated[
-    int, Field(60_000_000, ge=1, description="Accepted and without effect: rows are judged as they come.")
+    int, Field(60_000_000, ge=1, description="Accepted without effect: rows are judged as they arrive.")
 ]
 
 
 class AmazonParams(Params):
-    """Parameters of a rule of Amazon's.
+    """Base class of the parameters of SageMaker rules.
 
     Attributes:
-        amazon: the rule's name at Amazon.
+        amazon: the name of the rule at Amazon.
     """
 
     amazon: ClassVar[str] = ""
@@ -76,52 +77,52 @@ class AmazonParams(Params):
     @classmethod
     def _unknown(cls, name: str) -> str:
         if name in _SET_BY_SAGEMAKER:
-            return f"{name!r} is set by SageMaker, and has no meaning here: leave it out"
+            return f"{name!r} is set by SageMaker and not supported here: remove it"
         fields = list(cls.model_fields)
         close = [field for field in fields if field.startswith(name)] or difflib.get_close_matches(
             name, fields, n=2
         )
-        meant = f": did you mean {' or '.join(close)}?" if close else ";"
-        takes = ", ".join(fields) or "no parameters"
-        return f"{cls.amazon or cls.__name__} has no parameter {name!r}{meant} It takes {takes}"
+        suggestion = f": did you mean {' or '.join(close)}?" if close else ";"
+        accepted = ", ".join(fields) or "no parameters"
+        return f"{cls.amazon or cls.__name__} has no parameter {name!r}{suggestion} It takes {accepted}"
 
 
 class ScopedParams(AmazonParams):
-    """Parameters of a rule that takes the union of collections and of tensors by name."""
+    """Parameters of a rule that judges the union of collections and of tensors selected by name."""
 
     collection_names: Words | None = Field(
-        None, description="Collections whose tensors are judged, as well as:"
+        None, description="Collections of tensors to judge, in addition to tensor_regex."
     )
     tensor_regex: Patterns | None = Field(
         None,
-        description="Tensors by name, Watchstep's or SageMaker's: any of these expressions, from the start.",
+        description="Tensors to judge, by Watchstep's or SageMaker's name: any of these patterns, matched from the start.",
     )
 
     @property
     def names_tensors(self) -> bool:
-        """Whether some are named; else the rule judges its own."""
+        """Whether tensors are named; otherwise the rule judges its default tensors."""
         return self.collection_names is not None or self.tensor_regex is not None
 
     def needs_of(self, own: Needs) -> Needs:
-        """What a rule is to be given: its own tensors, or all, of which it takes those that are named."""
+        """The needs of a rule: its default tensors, or all tensors if some are named, of which it selects the named ones."""
         if not self.names_tensors:
             return own
         return Needs((), probes=own.probes, histograms=own.histograms)
 
     def rows(self, block: Block) -> NDArray[np.bool_]:
-        """Which rows are judged, bool of shape (n,)."""
+        """Rows to judge, bool of shape (n,)."""
         if not self.names_tensors:
             return rows_where(block, is_recorded)
         return rows_where(block, is_named, self.collection_names or (), self.tensor_regex or ())
 
 
 def is_recorded(info: TensorInfo) -> bool:
-    """Whether a tensor is one of the program's, and no figure of the machine."""
+    """Whether a tensor belongs to the program, not to the system samples."""
     return SYSTEM not in info.collections
 
 
 def is_named(info: TensorInfo, collections: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    """Whether a tensor is in one of the collections, or one of the expressions matches one of its names."""
+    """Whether a tensor is in one of the collections, or one of the patterns matches one of its names."""
     chosen = {_RENAMED.get(name, name) for name in collections}
     if not is_recorded(info):
         return False
@@ -129,15 +130,15 @@ def is_named(info: TensorInfo, collections: tuple[str, ...], patterns: tuple[str
 
 
 def is_matched(info: TensorInfo, patterns: tuple[str, ...]) -> bool:
-    """Whether one of the expressions matches one of a tensor's names."""
+    """Whether one of the patterns matches one of a tensor's names."""
     return any(tensor_selection.matches(pattern, name) for pattern in patterns for name in names_of(info))
 
 
 def names_of(info: TensorInfo) -> tuple[str, ...]:
-    """A tensor's name here, and those that SageMaker's hook for PyTorch gives it.
+    """A tensor's name in Watchstep, and its names in SageMaker's hook for PyTorch.
 
-    An output of a module ``relu`` is ``relu_output_0`` there and its input ``relu_input_0``; the root goes by its class. A rule
-    about the input of an activation finds it by either, for its figures stand in the output's row.
+    SageMaker names the output of a module ``relu`` ``relu_output_0`` and its input ``relu_input_0``; the root module is named by its
+    class. A rule about the input of an activation accepts both, because the output's row contains its statistics.
     """
     module = info.module or info.module_type
     if info.role == "output" and module:
@@ -150,41 +151,41 @@ def names_of(info: TensorInfo) -> tuple[str, ...]:
 
 
 class ElementCoverage(State):
-    """Whether rows had the figures of elements that a rule asks for, and whether some lacked them.
+    """Whether rows have the probe of elements that a rule needs.
 
     Attributes:
-        measured: some row had them.
-        lacking: some row did not.
+        measured: whether some row has it.
+        lacking: whether some row does not.
     """
 
     measured: bool = False
     lacking: bool = False
 
     def after(self, wanted: NDArray[np.bool_], figures: Floats) -> ElementCoverage:
-        """With rows more; of those that are wanted, which have the figure."""
+        """Add rows. ``wanted`` selects the rows that should have the figure."""
         has = np.isfinite(figures[wanted])
         return ElementCoverage(
             measured=self.measured or bool(has.any()), lacking=self.lacking or bool((~has).any())
         )
 
     def problem(self, probe_name: str) -> str:
-        """What is said where no row had them; nothing else."""
+        """The problem to report if no row has the probe; empty otherwise."""
         if self.measured or not self.lacking:
             return ""
         return (
-            f"the recorder did not measure {probe_name}: give it this rule, by Hook(rules=…), watchstep run --rules or "
-            "Estimator(rules=…), or name the probe in CaptureConfig(probes=…)"
+            f"the recorder did not measure {probe_name}: pass this rule by Hook(rules=…), watchstep run --rules or "
+            "Estimator(rules=…), or add the probe to CaptureConfig(probes=…)"
         )
 
 
 def percent_of(block: Block, part: str, whole: str) -> Floats:
-    """One probe as a percentage of another, float64 of shape (n,); NaN where there is none."""
+    """One probe as a percentage of another, float64 of shape (n,); NaN if it is not defined."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(100 * probe(block, part) / probe(block, whole))
 
 
 def is_output_of(info: TensorInfo, *kinds: str) -> bool:
-    """Whether a tensor is the output of a module, or call, of one of these types."""
+    """Whether a tensor is the output of a module or function call of one of these types."""
     return info.role == "output" and info.module_type in kinds
 
 
@@ -203,40 +204,45 @@ P = TypeVar("P", bound=Params)
 class Translated(Rule[P, State]):
     """Delegates to a built-in rule, with that rule's parameters translated from its own.
 
-    State, needs, merge, clock and advice are those of the built-in rule.
+    State, needs, merge, clock and advice are those of the built-in rule. By default parameters with the same name are passed on.
 
     Attributes:
         inner: the built-in rule.
+        fixed: fixed values of further parameters of the built-in rule.
     """
 
     inner: ClassVar[AnyRule]
+    fixed: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Take what the built-in rule declares."""
+        """Copy the declarations of the built-in rule."""
         super().__init_subclass__(**arguments)
         for name in ("state_type", "needs", "merge", "clock", "usual_causes", "what_to_try"):
             if name not in cls.__dict__ or name == "state_type":
                 setattr(cls, name, getattr(cls.inner, name))
 
-    @abstractmethod
     def translated(self, params: P) -> Params:
-        """The other rule's parameters."""
+        """The parameters of the built-in rule."""
+        accepted = self.inner.params_type.model_fields
+        values = {name: value for name, value in params.model_dump().items() if name in accepted}
+        translated: Params = self.inner.params_type(**{**values, **self.fixed})
+        return translated
 
     def lookback(self, params: P) -> int:
-        """As the other rule's."""
+        """The lookback of the built-in rule."""
         return self.inner.lookback(self.translated(params))
 
     def due_ns(self, params: P, state: State) -> int | None:
-        """As the other rule's."""
+        """The next tick of the built-in rule."""
         return self.inner.due_ns(self.translated(params), state)
 
     def problem(self, state: State) -> str:
-        """As the other rule's."""
+        """The problem of the built-in rule."""
         return self.inner.problem(state)
 
     def evaluate(
         self, params: P, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge as the other rule, under this one's name."""
+        """Evaluate the built-in rule; findings have the name of this rule."""
         state, findings = self.inner.evaluate(self.translated(params), state, context, block, now)
         return state, [finding.model_copy(update={"rule": self.name}) for finding in findings]

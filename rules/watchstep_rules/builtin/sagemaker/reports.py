@@ -160,7 +160,7 @@ class SagemakerProfilerReport(Rule[SagemakerProfilerReportParams, SagemakerProfi
     name = "sagemaker_profiler_report"
     summary = "one of the profiler's rules fires, in SageMaker's parameters"
     needs = Needs(("system",), ("system",), histograms=True)
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The machine waits for data, for a disk or for other ranks.",
         "Batches are small for the machine.",

@@ -26,31 +26,29 @@ from watchstep_rules.builtin.tensors.unchanged_tensor import UnchangedTensor
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_elements
 from watchstep_rules.signals.reference import COLUMNS, may_be_close
-from watchstep_rules.signals.series import Trail, probe
+from watchstep_rules.signals.series import LaggedRows, probe
 
 
 class SagemakerAllZeroParams(ScopedParams):
     """Parameters of `SagemakerAllZero`."""
 
     amazon: ClassVar[str] = "AllZero"
-    threshold: float = Field(
-        100.0, ge=0, le=100, description="Percent of zeros from which on a tensor is found."
-    )
+    threshold: float = Field(100.0, ge=0, le=100, description="Percent of zeros at which the rule fires.")
 
 
 class SagemakerAllZero(Rule[SagemakerAllZeroParams, State]):
     """Fires when at least ``threshold`` percent of a tensor's elements are zero: SageMaker's AllZero.
 
-    Amazon demands ``collection_names`` or ``tensor_regex``. Where neither is given, weights, gradients, activations and inputs are
-    judged here. A tensor without elements is left alone. Of shards the whole tensor is judged.
+    Amazon requires ``collection_names`` or ``tensor_regex``. Without both, weights, gradients, activations and inputs are judged here. A
+    tensor without elements is not judged. Shards are judged as a whole tensor.
     """
 
     name = "sagemaker_all_zero"
-    summary = "a percentage of a tensor is zero, as SageMaker tests it"
+    summary = "a percentage of a tensor is zero, by SageMaker's criterion"
     needs = Needs(
         ("weights", "gradients", "activations", "inputs"), ("weight", "gradient", "output", "input")
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = AllZero.usual_causes
     what_to_try = AllZero.what_to_try
 
@@ -83,37 +81,37 @@ class SagemakerExplodingTensorParams(ScopedParams):
     """Parameters of `SagemakerExplodingTensor`."""
 
     amazon: ClassVar[str] = "ExplodingTensor"
-    only_nan: bool = Field(False, description="Leave infinities out.")
+    only_nan: bool = Field(False, description="Ignore infinities.")
 
 
 class SagemakerExplodingTensor(Rule[SagemakerExplodingTensorParams, State]):
     """Fires when ``nan + pos_inf + neg_inf > 0``, or ``nan > 0`` with ``only_nan``, of any tensor: SageMaker's ExplodingTensor.
 
-    All tensors that are recorded are judged, or those that are named. Masks of -inf, a best loss that begins as infinity, and
-    inputs with gaps are found: `non_finite_values` leaves them alone.
+    All recorded tensors are judged, or the named ones. Masks of -inf, a best loss that starts at infinity, and inputs with missing values are
+    reported; `non_finite_values` does not report them.
     """
 
     name = "sagemaker_exploding_tensor"
-    summary = "a tensor holds NaN or infinity, as SageMaker tests it"
+    summary = "a tensor contains NaN or infinity, by SageMaker's criterion"
     needs = Needs(("weights", "biases", "gradients", "activations", "outputs", "inputs", "losses", "metrics"))
     merge = "per_worker"
     usual_causes = NonFiniteValues.usual_causes
     what_to_try = NonFiniteValues.what_to_try
 
     def needed(self, params: SagemakerExplodingTensorParams) -> Needs:
-        """All that is recorded, collections of the program's own among it."""
+        """All recorded tensors, including custom collections."""
         return Needs(())
 
     def conclusive(self, params: SagemakerExplodingTensorParams, block: Block) -> NDArray[np.bool_]:
-        """Rows of tensors with elements: those that are not finite are what it is about."""
+        """Rows of tensors with elements, whether finite or not."""
         return has_elements(block)
 
     def evaluate(
         self, params: SagemakerExplodingTensorParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
         """Judge each row by itself."""
-        held = block.statistics
-        bad = held.nan if params.only_nan else held.nonfinite
+        statistics = block.statistics
+        bad = statistics.nan if params.only_nan else statistics.nonfinite
         return state, [
             finding_at(
                 self.name,
@@ -122,7 +120,7 @@ class SagemakerExplodingTensor(Rule[SagemakerExplodingTensorParams, State]):
                 value=float(bad[row]),
                 threshold=0.0,
                 message=(
-                    f"{bad[row]} of {held.count[row]} elements of {block.info(int(row)).name} are "
+                    f"{bad[row]} of {statistics.count[row]} elements of {block.info(int(row)).name} are "
                     f"{'NaN' if params.only_nan else 'NaN or infinite'}"
                 ),
             )
@@ -140,7 +138,7 @@ class SagemakerSimilarAcrossRunsParams(ScopedParams):
     amazon: ClassVar[str] = "SimilarAcrossRuns"
     other_trials: References = Field(
         {},
-        description="The other run's figures, as watchstep_rules.signals.reference.reference_of(rows, 'rms') gives them.",
+        description="The statistics of the other run, a result of watchstep_rules.signals.reference.reference_of(rows, 'rms').",
     )
 
     @field_validator("other_trials", mode="before")
@@ -148,8 +146,8 @@ class SagemakerSimilarAcrossRunsParams(ScopedParams):
     def _is_no_address(cls, value: Any) -> Any:
         if isinstance(value, str | list):
             raise ValueError(  # noqa: TRY004 - pydantic takes no other
-                f"{str(value)[:80]!r}: a rule reads no other run; give the figures that "
-                "watchstep_rules.signals.reference.reference_of(watchstep.open_run(URL).rows()) makes of it"
+                f"{str(value)[:80]!r}: a rule cannot read another run; use the result of "
+                "watchstep_rules.signals.reference.reference_of(watchstep.open_run(URL).rows())"
             )
         return value
 
@@ -170,14 +168,14 @@ class SagemakerSimilarAcrossRuns(Rule[SagemakerSimilarAcrossRunsParams, State]):
     name = "sagemaker_similar_across_runs"
     summary = "tensors are not those of another run"
     needs = SimilarAcrossRuns.needs
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = SimilarAcrossRuns.usual_causes
     what_to_try = SimilarAcrossRuns.what_to_try
 
     def evaluate(
         self, params: SagemakerSimilarAcrossRunsParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Hold the tensors that are named against the other run."""
+        """Compare the named tensors with the other run."""
         chosen = view(block, np.flatnonzero(params.rows(block)))
         inner = SimilarAcrossRunsParams.model_construct(
             reference=params.other_trials, figure="rms", tolerance=_RTOL, atol=_ATOL
@@ -190,21 +188,21 @@ class SagemakerTensorVarianceParams(ScopedParams):
     """Parameters of `SagemakerTensorVariance`; it judges nothing until a bound is given."""
 
     amazon: ClassVar[str] = "TensorVariance"
-    max_threshold: float | None = Field(None, ge=0, description="Variance above which a tensor is found.")
-    min_threshold: float | None = Field(None, ge=0, description="Variance below which a tensor is found.")
+    max_threshold: float | None = Field(None, ge=0, description="Largest tolerated variance.")
+    min_threshold: float | None = Field(None, ge=0, description="Smallest tolerated variance.")
 
 
 class SagemakerTensorVariance(Rule[SagemakerTensorVarianceParams, State]):
     """Fires when ``var(t) > max_threshold`` or ``var(t) < min_threshold``, the population variance: SageMaker's TensorVariance.
 
-    A tensor that holds NaN or infinity has no variance, and a single element one of 0. Amazon demands ``collection_names`` or
-    ``tensor_regex``. Where neither is given, weights, gradients and activations are judged here.
+    A tensor with NaN or infinity has no variance, and a single element has a variance of 0. Amazon requires ``collection_names`` or
+    ``tensor_regex``. Without both, weights, gradients and activations are judged here.
     """
 
     name = "sagemaker_tensor_variance"
-    summary = "a tensor's variance is above or below given bounds, as SageMaker tests it"
+    summary = "a tensor's variance is above or below given bounds, by SageMaker's criterion"
     needs = Needs(("weights", "gradients", "activations"), ("weight", "gradient", "output"))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = TensorVariance.usual_causes
     what_to_try = TensorVariance.what_to_try
 
@@ -258,7 +256,7 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCover
     """
 
     name = "sagemaker_unchanged_tensor"
-    summary = "a tensor does not change, as SageMaker tests it"
+    summary = "a tensor does not change, by SageMaker's criterion"
     needs = Needs(("losses",))
     merge = "per_worker"
     usual_causes = UnchangedTensor.usual_causes
@@ -295,7 +293,7 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCover
         same = chosen & (block.statistics.count > 0) & ~(several & ~(compared > 0))
         left = np.flatnonzero(same)
         if len(left):
-            left = self._same(params, Trail.of(context, block), left)
+            left = self._same(params, LaggedRows.of(context, block), left)
         return state, [
             finding_at(
                 self.name,
@@ -312,20 +310,20 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCover
         ]
 
     def _same(
-        self, params: SagemakerUnchangedTensorParams, trail: Trail, left: NDArray[np.intp]
+        self, params: SagemakerUnchangedTensorParams, lagged: LaggedRows, left: NDArray[np.intp]
     ) -> NDArray[np.intp]:
         """Those of some rows whose last records are the same, step by step back."""
-        columns = {name: trail.column(figure) for name, figure in COLUMNS.items()}
-        compared = trail.column(lambda rows: probe(rows, params.probe))
+        columns = {name: lagged.column(figure) for name, figure in COLUMNS.items()}
+        compared = lagged.column(lambda rows: probe(rows, params.probe))
         for back in range(params.num_steps - 1):
-            places = trail.at(left)
-            later = {name: places.back(column, back) for name, column in columns.items()}
-            earlier = {name: places.back(column, back + 1) for name, column in columns.items()}
+            places = lagged.at(left)
+            later = {name: places.lag(column, back) for name, column in columns.items()}
+            earlier = {name: places.lag(column, back + 1) for name, column in columns.items()}
             close = may_be_close(later.__getitem__, earlier.__getitem__, params.rtol, params.atol)
             single = later["count"] == 1
             if not params.equal_nan:
                 close &= later["nan"] == 0
-            left = left[close & (single | (places.back(compared, back) > 0))]
+            left = left[close & (single | (places.lag(compared, back) > 0))]
         return left
 
 
@@ -340,14 +338,14 @@ class SagemakerVanishingGradient(Rule[SagemakerVanishingGradientParams, State]):
     """Fires when ``mean(|g|) < threshold`` for any gradient: SageMaker's VanishingGradient, with its 1e-7.
 
     The mean is over all elements, zeros included; a gradient that holds NaN or infinity has no such mean. Biases before
-    normalisation, embeddings of which a batch touches few rows, and trainings that have converged have such gradients:
+    normalization, embeddings of which a batch touches few rows, and trainings that have converged have such gradients:
     `vanishing_gradient` leaves them alone, this rule does not.
     """
 
     name = "sagemaker_vanishing_gradient"
-    summary = "the mean magnitude of a gradient is below a threshold, as SageMaker tests it"
+    summary = "the mean magnitude of a gradient is below a threshold, by SageMaker's criterion"
     needs = Needs(collections=("gradients",), roles=("gradient",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = VanishingGradient.usual_causes
     what_to_try = VanishingGradient.what_to_try
 

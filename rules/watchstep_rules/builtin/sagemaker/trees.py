@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from watchstep.format.block import Block
-from watchstep_rules.builtin.data.trees import FeatureImportance, TreeDepth
+from watchstep_rules.builtin.data.trees import FeatureImportance, TreeDepth, share_findings
 from watchstep_rules.builtin.sagemaker.parameters import AmazonParams, Patterns, is_matched
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_probe
@@ -17,33 +17,37 @@ from watchstep_rules.signals.series import probe
 from watchstep_rules.signals.tensor_selection import rows_where
 
 MOST_FEATURES = 10
-"""Of up to so many features the recorder tells the share."""
+"""The largest number of features for which the recorder measures the share."""
 
 
 class SagemakerFeatureImportanceOverweightParams(AmazonParams):
     """Parameters of `SagemakerFeatureImportanceOverweight`."""
 
     amazon: ClassVar[str] = "FeatureImportanceOverweight"
-    threshold: float = Field(0.8, ge=0, description="Share of all importance that they may have.")
-    nfeatures: int = Field(3, ge=1, description="How many features that is, up to 10.")
+    threshold: float = Field(
+        0.8, ge=0, description="Tolerated share of all importance in the largest features."
+    )
+    nfeatures: int = Field(3, ge=1, description="Number of largest features, up to 10.")
     tensor_regex: Patterns = Field((".*feature_importance/weight",), description="Importances by name.")
 
     @field_validator("nfeatures")
     @classmethod
     def _is_recorded(cls, value: int) -> int:
         if value > MOST_FEATURES:
-            raise ValueError(f"{value}: shares are recorded of the {MOST_FEATURES} largest features at most")
+            raise ValueError(
+                f"{value}: shares are recorded for up to {MOST_FEATURES} features; use a smaller number"
+            )
         return value
 
 
 class SagemakerFeatureImportanceOverweight(Rule[SagemakerFeatureImportanceOverweightParams, State]):
     """Fires when the ``nfeatures`` largest importances are more than ``threshold`` of their sum: SageMaker's FeatureImportanceOverweight.
 
-    A model of no more features than that fires always: `feature_importance` leaves it alone.
+    It always fires for a model with no more than ``nfeatures`` features; `feature_importance` does not judge such a model.
     """
 
     name = "sagemaker_feature_importance_overweight"
-    summary = "a few features have nearly all importance, as SageMaker tests it"
+    summary = "a few features have nearly all importance, by SageMaker's criterion"
     needs = Needs(collections=("custom",), roles=("feature_importance",))
     merge = "per_worker"
     usual_causes = FeatureImportance.usual_causes
@@ -65,46 +69,33 @@ class SagemakerFeatureImportanceOverweight(Rule[SagemakerFeatureImportanceOverwe
     ) -> tuple[State, list[Finding]]:
         """Judge each record by itself."""
         share = probe(block, f"top_share_{params.nfeatures}")
-        found = (share > params.threshold) & rows_where(block, is_matched, params.tensor_regex)
-        return state, [
-            finding_at(
-                self.name,
-                block,
-                int(row),
-                value=float(share[row]),
-                threshold=params.threshold,
-                message=(
-                    f"{block.info(int(row)).name}: the {params.nfeatures} largest of {block.statistics.count[row]} features have "
-                    f"{share[row]:.0%} of all importance, more than {params.threshold:.0%}"
-                ),
-            )
-            for row in np.flatnonzero(found)
-        ]
+        is_hit = (share > params.threshold) & rows_where(block, is_matched, params.tensor_regex)
+        return state, share_findings(self.name, block, is_hit, params.nfeatures, params.threshold)
 
 
 class SagemakerTreeDepthParams(AmazonParams):
     """Parameters of `SagemakerTreeDepth`."""
 
     amazon: ClassVar[str] = "TreeDepth"
-    depth: float = Field(4.0, ge=0, description="How deep the trees of a round may be.")
+    depth: float = Field(4.0, ge=0, description="Tolerated depth of the trees of a round.")
 
 
 class SagemakerTreeDepth(Rule[SagemakerTreeDepthParams, State]):
     """Fires when ``log2(largest node id) > depth`` in a boosting round: SageMaker's TreeDepth, with its limit.
 
-    Nodes are numbered from 0 in the order of XGBoost's dump, so of a complete tree of depth d the last is ``2^(d + 1) - 2``: the
-    logarithm is nearly ``d + 1``. `tree_depth` judges the depth itself.
+    Nodes are numbered from 0 in the order of XGBoost's dump. The last node of a complete tree of depth d is ``2^(d + 1) - 2``, with a
+    logarithm of nearly ``d + 1``. `tree_depth` judges the depth itself.
     """
 
     name = "sagemaker_tree_depth"
-    summary = "a boosted tree has many nodes, as SageMaker tests its depth"
+    summary = "a boosted tree has many nodes, by SageMaker's criterion for its depth"
     needs = Needs(collections=("custom",), roles=("tree_depth",))
     merge = "per_worker"
     usual_causes = TreeDepth.usual_causes
     what_to_try = TreeDepth.what_to_try
 
     def conclusive(self, params: SagemakerTreeDepthParams, block: Block) -> NDArray[np.bool_]:
-        """Rows with the largest node."""
+        """Rows with the number of the largest node."""
         return has_probe(block, "largest_node")
 
     def evaluate(

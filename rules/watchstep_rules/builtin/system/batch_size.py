@@ -1,4 +1,4 @@
-"""Batches that are small for the machine: nothing of it is used much."""
+"""Batches that are small for the machine, so that all of its resources have low utilization."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ class BatchSizeParams(Params):
     """Parameters of `BatchSize`."""
 
     cpu_threshold_p95: float = Field(70.0, gt=0, le=100, description="Percent of the machine's CPUs.")
-    gpu_threshold_p95: float = Field(70.0, gt=0, le=100, description="Percent of the time of a GPU.")
-    gpu_memory_threshold_p95: float = Field(70.0, gt=0, le=100, description="Percent of its memory.")
-    window: int = Field(500, ge=1, description="Samples that count; older ones count for less and less.")
-    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+    gpu_threshold_p95: float = Field(70.0, gt=0, le=100, description="Percent of a GPU's time.")
+    gpu_memory_threshold_p95: float = Field(70.0, gt=0, le=100, description="Percent of the GPU's memory.")
+    window: int = Field(500, ge=1, description="Samples in the window; older samples have less weight.")
+    patience: int = Field(1000, ge=1, description="Samples before the first evaluation.")
 
 
 class BatchSizeState(State):
-    """How many of the last samples were low, by ``figure@worker/mode``."""
+    """State of `BatchSize`: the share of the last samples that were low, by ``figure@worker/mode``."""
 
     low: dict[str, Recent] = Field(default_factory=dict)
 
 
 class BatchSize(Rule[BatchSizeParams, BatchSizeState]):
-    """Fires when neither the CPUs nor a GPU nor that GPU's memory is used much: larger batches would fit, and be faster.
+    """Fires when neither the CPUs nor a GPU nor its memory is used much: larger batches would fit, and be faster.
 
-    The 95th percentiles of the last samples of all three are below their thresholds, for so many samples surely are.
-    Parameters are those of SageMaker's BatchSize, in percent and in samples of half a second; the window fades.
+    The 95th percentiles of the last samples of all three are below their thresholds; only samples that are certainly below count. The
+    parameters are those of SageMaker's BatchSize, in percent and in samples of half a second; the window decays exponentially.
 
-    Off by default: how large a batch may be is also a question of how the model learns. Where PyTorch's allocator keeps
-    memory that it took once, memory looks fuller than it is, and the rule is silent.
+    Off by default, because the batch size also affects learning. PyTorch's allocator keeps memory that it has allocated, so memory may appear
+    fuller than it is, and the rule does not fire.
     """
 
     name = "batch_size"
     summary = "CPUs, GPU and its memory are all used little: batches are small for the machine"
     needs = Needs(collections=("system",), roles=("system",), histograms=True)
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = ("batches are small for this machine", "the model is small for this machine")
     what_to_try = (
         "enlarge the batch, and the learning rate with it",
@@ -49,11 +49,11 @@ class BatchSize(Rule[BatchSizeParams, BatchSizeState]):
     def evaluate(
         self, params: BatchSizeParams, state: BatchSizeState, context: Block, block: Block, now: int
     ) -> tuple[BatchSizeState, list[Finding]]:
-        """Judge what each worker sampled at the same time."""
-        held = block.statistics
+        """Judge the samples that each worker took at the same time."""
+        statistics = block.statistics
         limits = (params.cpu_threshold_p95, params.gpu_threshold_p95, params.gpu_memory_threshold_p95)
         columns = dict(
-            zip(("cpu", "gpu", "memory"), (surely_below(held, x / 100) for x in limits), strict=True)
+            zip(("cpu", "gpu", "memory"), (surely_below(statistics, x / 100) for x in limits), strict=True)
         )
         low, findings = dict(state.low), []
         for rows in by_step(block):
@@ -62,7 +62,7 @@ class BatchSize(Rule[BatchSizeParams, BatchSizeState]):
                 if kind:
                     name = series_name(block, row)
                     low[name] = low.get(name, Recent()).after(
-                        int(columns[kind][row]), int(held.finite[row]), params.window
+                        int(columns[kind][row]), int(statistics.finite[row]), params.window
                     )
             findings += [
                 self._finding(params, block, row)

@@ -1,4 +1,4 @@
-"""Training that waits for its data, or has more processes that load them than it can use."""
+"""Training that waits for its data, or has more data loading processes than it can use."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ class DataLoaderParams(Params):
     """Parameters of `DataLoader`."""
 
     data_wait: float = Field(
-        30.0, gt=0, le=100, description="Percent of a step that may pass before it begins."
+        30.0, gt=0, le=100, description="Tolerated percent of a step that is spent waiting for data."
     )
     min_threshold: float = Field(
-        70.0, ge=0, description="Percent of the CPUs: with fewer workers than that, more are advised."
+        70.0, ge=0, description="Number of workers, in percent of the CPUs, below which more are advised."
     )
-    max_threshold: float = Field(200.0, gt=0, description="Percent of the CPUs that workers may be.")
+    max_threshold: float = Field(
+        200.0, gt=0, description="Tolerated number of workers, in percent of the CPUs."
+    )
     gpu_threshold: float = Field(
         70.0,
         gt=0,
         le=100,
-        description="Percent of a GPU's use from which on nothing waits, whatever it seems.",
+        description="Percent of a GPU's utilization at which waiting times are ignored.",
     )
-    window: int = Field(30, ge=1, description="Rows that count; one comes every ten seconds.")
-    patience: int = Field(30, ge=1, description="Rows before the first judgement.")
+    window: int = Field(30, ge=1, description="Rows in the window; one every ten seconds.")
+    patience: int = Field(30, ge=1, description="Rows before the first evaluation.")
 
 
 class Loading(NamedTuple):
-    """What is known of one worker.
+    """The data loading of one worker.
 
     Attributes:
-        wait: the mean share of a step that was waited, of the last rows.
-        gpu: the mean use of its GPUs.
-        workers: processes that load data for it.
-        cpus: that it may use.
+        wait: the mean share of a step spent waiting, over the last rows.
+        gpu: the mean utilization of its GPUs.
+        workers: the number of its data loading processes.
+        cpus: the number of CPUs that it may use.
     """
 
     wait: Recent = Recent()
@@ -50,7 +52,7 @@ class Loading(NamedTuple):
 
 
 class DataLoaderState(State):
-    """By ``worker/mode``."""
+    """State of `DataLoader`, by ``worker/mode``."""
 
     loading: dict[str, Loading] = Field(default_factory=dict)
 
@@ -63,24 +65,22 @@ class DataLoader(Rule[DataLoaderParams, DataLoaderState]):
         data_wait >= 30 %  of a step   and   no GPU is used at gpu_threshold or more
         processes that load data > 200 % of the CPUs that this process may use
 
-    The wait is from an update to the start of the next forward pass. On a GPU that is also where ``loss.item()`` waits for
-    the device, so a GPU that is busy clears the data loader. The bounds of 70 and 200 percent are those of SageMaker's
-    Dataloader; too few processes alone are no finding here, for who does not wait has enough of them: they only shape what
-    is said of a wait.
+    The wait is the time from an update to the start of the next forward pass. On a GPU ``loss.item()`` also waits for the device in this time,
+    so a busy GPU rules out the data loader. The bounds of 70 and 200 percent are those of SageMaker's Dataloader. Too few processes alone are
+    not a finding, because a training that does not wait has enough of them; they only affect the message about a wait.
 
-    Off by default: programs do other things between an update and a forward pass (a simulation, a game), and that is
-    how they are.
+    Off by default, because programs may do other work between an update and a forward pass (a simulation, a game).
     """
 
     name = "data_loader"
     summary = "steps wait for data, or far more processes load data than there are CPUs"
     needs = Needs(collections=("system",), roles=("system",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "data are loaded in the training process (num_workers=0), or by too few workers",
-        "each example is decoded or augmented anew, at length",
-        "something else runs between two steps: logging, checkpoints, an environment",
-        "more workers than CPUs hold each other up",
+        "each example is decoded or augmented repeatedly, at high cost",
+        "other work runs between two steps: logging, checkpoints, an environment",
+        "more workers than CPUs compete with each other",
     )
     what_to_try = (
         "set num_workers, pin_memory and persistent_workers of the data loader",
@@ -92,7 +92,7 @@ class DataLoader(Rule[DataLoaderParams, DataLoaderState]):
     def evaluate(
         self, params: DataLoaderParams, state: DataLoaderState, context: Block, block: Block, now: int
     ) -> tuple[DataLoaderState, list[Finding]]:
-        """Judge what each worker sampled at the same time."""
+        """Judge the samples that each worker took at the same time."""
         loading, findings = dict(state.loading), []
         values = means(block)
         for rows in by_step(block):
@@ -135,7 +135,7 @@ def _after(held: Loading, named: dict[str, tuple[int, float]], window: int) -> L
 
 def _who_loads(params: DataLoaderParams, held: Loading) -> str:
     if not held.workers:
-        return "no process was seen that loads data for it"
+        return "it has no data loading process"
     few = held.cpus and 100 * held.workers < params.min_threshold * held.cpus
     return f"{held.workers:.0f} processes load data on {held.cpus:.3g} CPUs" + (
         ", which could hold more" if few else ""

@@ -21,10 +21,12 @@ from watchstep_rules.signals.system_samples import Recent, by_step, series_name,
 class IdleGpuParams(Params):
     """Parameters of the rules about an idle GPU."""
 
-    threshold: float = Field(50.0, gt=0, le=100, description="Percent of samples that may be so.")
+    threshold: float = Field(
+        50.0, gt=0, le=100, description="Tolerated percent of samples with a bottleneck."
+    )
     gpu_threshold: float = Field(10.0, gt=0, le=100, description="Percent below which a GPU is idle.")
-    window: int = Field(1000, ge=1, description="Samples that count; older ones count for less and less.")
-    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+    window: int = Field(1000, ge=1, description="Samples in the window; older samples have less weight.")
+    patience: int = Field(1000, ge=1, description="Samples before the first evaluation.")
 
 
 class IdleGpuState(State):
@@ -57,7 +59,7 @@ class IdleGpu(Rule[P, IdleGpuState]):
 
     figures: ClassVar[tuple[str, ...]]
     needs = Needs(collections=("system",), roles=("system",), histograms=True)
-    merge = "sealed"
+    merge = "watermark"
 
     @abstractmethod
     def bottleneck(self, params: P) -> Bottleneck:
@@ -66,7 +68,7 @@ class IdleGpu(Rule[P, IdleGpuState]):
     def evaluate(
         self, params: P, state: IdleGpuState, context: Block, block: Block, now: int
     ) -> tuple[IdleGpuState, list[Finding]]:
-        """Judge what each worker sampled at the same time."""
+        """Judge the samples that each worker took at the same time."""
         recent, findings = dict(state.recent), []
         bottleneck, batch = self.bottleneck(params), block.statistics
         idle, busy = (
@@ -103,18 +105,18 @@ class IdleGpu(Rule[P, IdleGpuState]):
 class CpuBottleneckParams(IdleGpuParams):
     """Parameters of `CpuBottleneck`."""
 
-    cpu_threshold: float = Field(90.0, gt=0, le=100, description="Percent from which on the CPUs are busy.")
+    cpu_threshold: float = Field(90.0, gt=0, le=100, description="Percent at which the CPUs are busy.")
 
 
 class CpuBottleneck(IdleGpu[CpuBottleneckParams]):
     """Fires when a GPU is idle and the machine's CPUs are busy, both at once, for much of the time.
 
-    The share of the last samples with ``use of the GPU < gpu_threshold`` and ``use of the CPUs >= cpu_threshold`` is at
-    least ``threshold``; all in percent. Defaults are those of SageMaker's CPUBottleneck, which counts from the start of the
-    run on; here a window fades, so that a slow start is forgotten. CPUs are the container's, where it has a quota.
+    The share of the last samples with ``use of the GPU < gpu_threshold`` and ``use of the CPUs >= cpu_threshold`` is at least ``threshold``;
+    all in percent. Defaults are those of SageMaker's CPUBottleneck, which counts from the start of the run; here the window decays, so that a
+    slow start is forgotten. CPUs are those of the container if it has a quota.
 
-    A single thread that holds everything up does not show in the CPUs of a machine that has many: `data_loader` sees the
-    wait. Off by default: nothing is wrong with what is learnt.
+    A single blocking thread is not visible in the utilization of many CPUs; `data_loader` detects the wait. Off by default, because the model
+    learns correctly.
     """
 
     name = "cpu_bottleneck"
@@ -127,8 +129,8 @@ class CpuBottleneck(IdleGpu[CpuBottleneckParams]):
     )
     what_to_try = (
         "prepare data beforehand, or on the GPU",
-        "ask for more CPUs beside the GPU",
-        "set OMP_NUM_THREADS and torch.set_num_threads to what the CPUs hold",
+        "request more CPUs per GPU",
+        "set OMP_NUM_THREADS and torch.set_num_threads to the number of CPUs",
     )
 
     def bottleneck(self, params: CpuBottleneckParams) -> Bottleneck:
@@ -141,20 +143,19 @@ class IoBottleneckParams(IdleGpuParams):
     """Parameters of `IoBottleneck`."""
 
     io_threshold: float = Field(
-        50.0, gt=0, le=100, description="Percent of waiting from which on it is much."
+        50.0, gt=0, le=100, description="Percent of time at which tasks wait much for disks."
     )
 
 
 class IoBottleneck(IdleGpu[IoBottleneckParams]):
     """Fires when a GPU is idle and something waits for disks, both at once, for much of the time.
 
-    The share of the last samples with ``use of the GPU < gpu_threshold`` and ``wait >= io_threshold`` is at least
-    ``threshold``; all in percent, and SageMaker's of IOBottleneck. The wait is the share of time in which some task of the
-    machine waits for disks, where the kernel tells (pressure stall information, Linux 4.20 and later); else the share of
-    its CPUs that wait, SageMaker's figure, which one reader on a machine of many CPUs never brings to a half.
+    The share of the last samples with ``use of the GPU < gpu_threshold`` and ``wait >= io_threshold`` is at least ``threshold``; all in
+    percent, with the defaults of SageMaker's IOBottleneck. The wait is the share of time in which some task of the machine waits for disks, if
+    the kernel reports it (pressure stall information, Linux 4.20 and later); otherwise the share of its CPUs that wait, as in SageMaker, which
+    a single reader on a machine with many CPUs never raises to one half.
 
-    Reading over the network does not count as a wait for disks: `data_loader` sees it. Off by default: nothing is wrong
-    with what is learnt.
+    Reading over the network does not count as a wait for disks; `data_loader` detects it. Off by default, because the model learns correctly.
     """
 
     name = "io_bottleneck"
@@ -163,12 +164,12 @@ class IoBottleneck(IdleGpu[IoBottleneckParams]):
     usual_causes = (
         "data lie on a slow disk, or in very many small files",
         "checkpoints are written often, and training waits for them",
-        "memory is short, and pages are read again and again",
+        "memory is insufficient, and pages are read repeatedly",
     )
     what_to_try = (
         "put the data on a local disk, in few large files, and read ahead",
-        "write checkpoints more rarely, or beside training",
-        "ask for more memory",
+        "write checkpoints less often, or asynchronously",
+        "request more memory",
     )
 
     def bottleneck(self, params: IoBottleneckParams) -> Bottleneck:

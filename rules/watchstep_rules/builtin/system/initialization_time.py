@@ -1,4 +1,4 @@
-"""A program that takes long until its first step."""
+"""A program with a long initialization before its first step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from watchstep_rules.signals.system_samples import means
 class InitializationTimeParams(Params):
     """Parameters of `InitializationTime`."""
 
-    threshold: float = Field(20.0, gt=0, description="Minutes that may pass until the first update.")
+    threshold: float = Field(20.0, gt=0, description="Tolerated minutes until the first update.")
 
 
 class InitializationTime(Rule[InitializationTimeParams, State]):
     """Fires when more than twenty minutes passed from the start of the process to its first update.
 
-    The threshold is that of SageMaker's MaxInitializationTime. It is known once the first update is done: of a program
-    that never gets there `stalled_training` tells.
+    The threshold is that of SageMaker's MaxInitializationTime. The time is known after the first update; `stalled_training` reports a program
+    that does not reach it.
 
-    Off by default: how long a program may load its data and its model is for its author to say.
+    Off by default, because the acceptable time for loading data and model depends on the program.
     """
 
     name = "initialization_time"
@@ -44,7 +44,7 @@ class InitializationTime(Rule[InitializationTimeParams, State]):
     def evaluate(
         self, params: InitializationTimeParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge the one row that each worker has of it."""
+        """Judge the single row of each worker."""
         minutes = means(block) / 60
         chosen = block.mask_of_tensors([info.name == INITIALIZATION_SECONDS for info in block.catalogue])
         with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""A GPU that has less to do than the others, or a rank that takes longer."""
+"""A GPU that is used less than the others, or a rank that takes longer."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ class LoadBalanceParams(Params):
     """Parameters of `LoadBalance`."""
 
     threshold: float = Field(
-        0.5, gt=0, description="Share by which one may differ from the median of the others."
+        0.5, gt=0, description="Tolerated share by which a GPU or rank differs from the median of the others."
     )
-    window: int = Field(500, ge=1, description="Samples that count; older ones count for less and less.")
-    patience: int = Field(1000, ge=1, description="Samples, or steps, of each before the first judgement.")
+    window: int = Field(500, ge=1, description="Samples in the window; older samples have less weight.")
+    patience: int = Field(1000, ge=1, description="Samples, or steps, of each before the first evaluation.")
 
 
 class LoadBalanceState(State):
-    """The mean of the last samples, by ``figure@worker/mode``."""
+    """State of `LoadBalance`: the mean of the last samples, by ``figure@worker/mode``."""
 
     recent: dict[str, Recent] = Field(default_factory=dict)
 
 
 class LoadBalance(Rule[LoadBalanceParams, LoadBalanceState]):
-    """Fires when one GPU does much less than the others of the run, or one rank's steps take much longer.
+    """Fires when one GPU is used much less than the others of the run, or the steps of one rank take much longer.
 
-    With the mean of the last samples, against the median m of the means of all others::
+    With the mean of the last samples, and the median m of the means of all others::
 
         use of the GPU  < (1 - threshold) * m
         time of a step  > (1 + threshold) * m
 
-    SageMaker's LoadBalancing compares histograms of the GPUs' use by a distance that it does not tell, with the threshold
-    0.5; here it is a share of the others' mean, so that 45 and 55 percent are alike. Ranks that wait for each other in
-    every step take equally long: there only the GPUs tell.
+    SageMaker's LoadBalancing compares histograms of the GPUs' use by an undocumented distance with the threshold 0.5. Here the threshold
+    is a share of the others' mean, so that 45 and 55 percent are considered equal. Ranks that wait for each other in every step take
+    equally long; in this case only the GPUs differ.
 
-    Off by default: pipelines and parameter servers are uneven by design.
+    Off by default, because pipelines and parameter servers are uneven by design.
     """
 
     name = "load_balance"
-    summary = "one GPU has much less to do than the others, or one rank takes much longer"
+    summary = "one GPU is used much less than the others, or one rank takes much longer"
     needs = Needs(collections=("system",), roles=("system",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "ranks get unequal shares of the data, or examples of unequal length",
-        "one rank does more: logging, evaluation, checkpoints",
-        "a GPU is slower: heat, another program, a weaker model of it",
+        "one rank does more work: logging, evaluation, checkpoints",
+        "a GPU is slower: throttling, another program, a weaker model",
     )
     what_to_try = (
-        "deal out batches by length",
-        "look at the step times and waits for data of each worker",
-        "run nvidia-smi on the machine that is apart",
+        "distribute batches by length",
+        "compare the step times and data waits of the workers",
+        "run nvidia-smi on the deviating machine",
     )
 
     def evaluate(
         self, params: LoadBalanceParams, state: LoadBalanceState, context: Block, block: Block, now: int
     ) -> tuple[LoadBalanceState, list[Finding]]:
-        """Judge each row by the means as they are when all of its step is in."""
+        """Judge each row by the means after all rows of its step."""
         recent, findings = dict(state.recent), []
-        held, mean = block.statistics, means(block)
+        statistics, mean = block.statistics, means(block)
         for rows in by_step(block):
             judged = [row for row in rows if _kind(block.info(row).name) and not math.isnan(mean[row])]
             for row in judged:
-                name, samples = series_name(block, row), int(held.finite[row])
+                name, samples = series_name(block, row), int(statistics.finite[row])
                 total = float(mean[row]) * samples
                 recent[name] = recent.get(name, Recent()).after(total, samples, params.window)
             for row in judged:
-                found = self._judged(params, recent, block, row)
-                findings += [found] if found is not None else []
+                finding = self._judged(params, recent, block, row)
+                findings += [finding] if finding is not None else []
         return LoadBalanceState(recent=recent), findings
 
     def _judged(
@@ -82,18 +82,18 @@ class LoadBalance(Rule[LoadBalanceParams, LoadBalanceState]):
         own, name = series_name(block, row), block.info(row).name
         kind = _kind(name)
         others = [
-            one.mean
-            for other, one in recent.items()
-            if other != own and _kind(other.partition("@")[0]) == kind and one.seen >= params.patience
+            samples.mean
+            for other, samples in recent.items()
+            if other != own and _kind(other.partition("@")[0]) == kind and samples.seen >= params.patience
         ]
         if not others or recent[own].seen < params.patience:
             return None
         value, middle = recent[own].mean, median(others)
-        whose = f"{name} of worker {block.worker[row]}"
+        subject = f"{name} of worker {block.worker[row]}"
         if kind == "gpu" and value < (limit := (1 - params.threshold) * middle):
-            message = f"{whose} is used at {100 * value:.0f} %, the others at {100 * middle:.0f} %"
+            message = f"{subject} is used at {100 * value:.0f} %, the others at {100 * middle:.0f} %"
         elif kind == "step" and value > (limit := (1 + params.threshold) * middle):
-            message = f"{whose} is {value:.3g} s, that of the others {middle:.3g} s"
+            message = f"{subject} is {value:.3g} s, that of the others {middle:.3g} s"
         else:
             return None
         return finding_at(self.name, block, row, value=value, threshold=limit, message=message)

@@ -18,14 +18,14 @@ class LowGpuUtilizationParams(Params):
         70.0, gt=0, le=100, description="Percent below which the 95th percentile of a GPU's use is low."
     )
     threshold_p5: float = Field(
-        10.0, gt=0, le=100, description="Percent below which the 5th percentile says that the GPU pauses."
+        10.0, gt=0, le=100, description="Percent below which the 5th percentile is a pause."
     )
-    window: int = Field(500, ge=1, description="Samples that count; older ones count for less and less.")
-    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+    window: int = Field(500, ge=1, description="Samples in the window; older samples have less weight.")
+    patience: int = Field(1000, ge=1, description="Samples before the first evaluation.")
 
 
 class LowGpuUtilizationState(State):
-    """By GPU, worker and mode: how many of the last samples were low, were high, and were next to nothing."""
+    """State of `LowGpuUtilization`, by GPU, worker and mode: the shares of the last samples that were low, high, and near zero."""
 
     low: dict[str, Recent] = Field(default_factory=dict)
     high: dict[str, Recent] = Field(default_factory=dict)
@@ -40,11 +40,11 @@ class LowGpuUtilization(Rule[LowGpuUtilizationParams, LowGpuUtilizationState]):
         p95 < threshold_p95                               hardly used
         p95 >= threshold_p95  and  p5 < threshold_p5      bursts and pauses
 
-    Parameters are those of SageMaker's LowGPUUtilization, in percent and in samples of half a second. The window fades
-    (``e^-n`` after n windows) where SageMaker's has an edge. A quantile is held to be below a limit where so many samples
-    surely are: rows know powers of two and extremes, not each sample.
+    The parameters are those of SageMaker's LowGPUUtilization, in percent and in samples of half a second. The window decays (``e^-n`` after n
+    windows), whereas SageMaker's is rectangular. A quantile counts as below a limit if enough samples are certainly below it, because rows
+    contain extremes and a histogram over powers of two, not each sample.
 
-    Off by default: a small model on a large GPU is slow at worst, and nothing that its author does not know.
+    Off by default, because a small model on a large GPU is only slow, and usually intended.
     """
 
     name = "low_gpu_utilization"
@@ -71,16 +71,16 @@ class LowGpuUtilization(Rule[LowGpuUtilizationParams, LowGpuUtilizationState]):
         now: int,
     ) -> tuple[LowGpuUtilizationState, list[Finding]]:
         """Judge each GPU's rows, one after the other."""
-        held, window = block.statistics, params.window
+        statistics, window = block.statistics, params.window
         recent = dict(state.low), dict(state.high), dict(state.idle)
         counted = (
-            surely_below(held, params.threshold_p95 / 100),
-            surely_above(held, params.threshold_p95 / 100),
-            surely_below(held, params.threshold_p5 / 100),
+            surely_below(statistics, params.threshold_p95 / 100),
+            surely_above(statistics, params.threshold_p95 / 100),
+            surely_below(statistics, params.threshold_p5 / 100),
         )
         findings = []
         for row in map(int, np.flatnonzero(block.mask_of_tensors([is_gpu(i.name) for i in block.catalogue]))):
-            name, samples = series_name(block, row), int(held.finite[row])
+            name, samples = series_name(block, row), int(statistics.finite[row])
             for kind, count in zip(recent, counted, strict=True):
                 kind[name] = kind.get(name, Recent()).after(int(count[row]), samples, window)
             low, high, idle = (kind[name] for kind in recent)

@@ -12,17 +12,17 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep.format.system_figures import MEMORY_PRIVATE, is_gpu_memory
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.series import Trail
+from watchstep_rules.signals.series import LaggedRows
 from watchstep_rules.signals.system_samples import means, series_name
 
 
 class Growth(NamedTuple):
-    """What the last rows of each series did, one entry for each row of a block.
+    """The growth over the last rows of each series, one entry for each row of a block.
 
     Attributes:
         began: median of the first quarter of the rows.
-        risen: by how much the median of the last quarter is above that; NaN where there are too few rows.
-        is_steady: every quarter's median is above that of the quarter before, by half of an even share at least.
+        risen: increase to the median of the last quarter; NaN if there are too few rows.
+        is_steady: whether the median of each quarter exceeds that of the previous one by at least half of an even share.
     """
 
     began: Floats
@@ -31,25 +31,25 @@ class Growth(NamedTuple):
 
 
 def whole_quarters(window: int) -> int:
-    """How many of so many rows can be looked at in four equal parts; 4 at least."""
+    """The largest multiple of four up to ``window``, and at least 4."""
     return 4 * max(1, window // 4)
 
 
 def growth(context: Block, block: Block, width: int) -> Growth:
     """The growth of each row's mean over the last rows of its series.
 
-    A leak adds about as much in each quarter of the time; a cache that fills, or one large allocation, does not, and medians
-    do not see peaks that go away.
+    A leak adds about the same amount in each quarter of the time. A cache that fills, or one large allocation, does not, and medians ignore
+    temporary peaks.
 
     Args:
-        context: earlier rows; the rule looks back on ``width`` of them.
+        context: earlier rows; the rule's lookback is ``width``.
         block: n rows.
-        width: how many rows count, the row itself included, as `whole_quarters` gives it.
+        width: number of rows, including the row itself, a result of `whole_quarters`.
     """
     quarter = width // 4
-    trail = Trail.of(context, block)
-    column = trail.column(means)
-    back = [trail.back(column, row) for row in reversed(range(width))]
+    lagged = LaggedRows.of(context, block)
+    column = lagged.column(means)
+    back = [lagged.lag(column, row) for row in reversed(range(width))]
     medians = np.median(np.reshape(back, (4, quarter, len(block))), axis=1)
     risen = medians[3] - medians[0]
     with np.errstate(invalid="ignore"):
@@ -64,52 +64,49 @@ class MemoryGrowthParams(Params):
     """Parameters of `MemoryGrowth`."""
 
     growth: float = Field(
-        0.1, gt=0, description="Share of itself by which memory may grow within the window."
+        0.1, gt=0, description="Tolerated growth within the window, as a share of the memory."
     )
-    least_mib: float = Field(64.0, ge=0, description="… and so many MiB at least.")
-    window: int = Field(
-        120, ge=1, le=1000, description="Rows that are looked at; one comes every ten seconds."
-    )
+    least_mib: float = Field(64.0, ge=0, description="Tolerated growth within the window in MiB.")
+    window: int = Field(120, ge=1, le=1000, description="Rows in the window; one every ten seconds.")
     warmup: int = Field(
-        60, ge=0, description="First rows, which do not count: caches fill, libraries are loaded."
+        60, ge=0, description="First rows, which are ignored: caches fill and libraries are loaded."
     )
 
 
 class MemoryGrowthState(State):
-    """Rows so far, by ``figure@worker/mode``; no more than count."""
+    """State of `MemoryGrowth`: number of rows so far, by ``figure@worker/mode``, up to the number needed."""
 
     seen: dict[str, int] = Field(default_factory=dict)
 
 
 class MemoryGrowth(Rule[MemoryGrowthParams, MemoryGrowthState]):
-    """Fires when a process' memory has grown steadily for twenty minutes: a leak, that ends the training some day.
+    """Fires when the memory of a process has grown steadily for twenty minutes: a leak, which eventually ends the training.
 
     With m1 … m4 the median memory of each quarter of the window::
 
         m4 - m1 >= growth * m1   and   m4 - m1 >= least_mib
         m2 - m1, m3 - m2 and m4 - m3 are each at least half of (m4 - m1) / 3
 
-    The second line is what a leak does, and neither a cache that fills up nor a model that is loaded. Only private
-    memory is judged, without pages of files: a data set that is mapped into memory grows for a whole epoch, and the kernel
-    takes it back when it likes. SageMaker's rules look at GPUs only (`gpu_memory_increase`).
+    The second line is true for a leak, and neither for a cache that fills nor for a model that is loaded. Only private memory is judged,
+    without file pages: a memory-mapped data set grows for a whole epoch, and the kernel can reclaim it. SageMaker's rules judge only GPUs
+    (`gpu_memory_increase`).
 
-    Off by default: a program that keeps its losses, or its data set as it comes, grows steadily as well, and may end before
-    that matters.
+    Off by default: a program that stores its losses, or its data set as it arrives, grows steadily as well, and may end before it matters.
     """
 
     name = "memory_growth"
-    summary = "the memory of the training process grows and grows"
+    summary = "the memory of the training process grows steadily"
     needs = Needs(collections=("system",), roles=("system",))
     merge = "per_worker"
     usual_causes = (
-        "losses or outputs are kept with their graph (losses.append(loss))",
-        "a list or dictionary grows by every step",
-        "workers of the data loader copy Python objects of the data set as they touch them",
+        "losses or outputs are stored with their graph (losses.append(loss))",
+        "a list or dictionary grows at every step",
+        "workers of the data loader copy Python objects of the data set on access",
     )
     what_to_try = (
-        "keep loss.item() or loss.detach()",
-        "compare tracemalloc's snapshots of two steps",
-        "hold the data set in arrays instead of lists of objects",
+        "store loss.item() or loss.detach()",
+        "compare tracemalloc snapshots of two steps",
+        "store the data set in arrays instead of lists of objects",
     )
 
     def lookback(self, params: MemoryGrowthParams) -> int:
@@ -120,17 +117,17 @@ class MemoryGrowth(Rule[MemoryGrowthParams, MemoryGrowthState]):
         self, params: MemoryGrowthParams, state: MemoryGrowthState, context: Block, block: Block, now: int
     ) -> tuple[MemoryGrowthState, list[Finding]]:
         """Judge each row of a process by the window that ends with it."""
-        found = growth(context, block, window := whole_quarters(params.window))
-        least = np.maximum(params.growth * found.began, params.least_mib * _MIB)
-        grows = found.is_steady & (found.risen >= least)
+        trend = growth(context, block, window := whole_quarters(params.window))
+        least = np.maximum(params.growth * trend.began, params.least_mib * _MIB)
+        grows = trend.is_steady & (trend.risen >= least)
         seen, findings = dict(state.seen), []
-        enough = params.warmup + window
+        needed = params.warmup + window
         chosen = block.mask_of_tensors([info.name == MEMORY_PRIVATE for info in block.catalogue])
         for row in map(int, np.flatnonzero(chosen)):
             name = series_name(block, row)
-            seen[name] = min(seen.get(name, 0) + 1, enough)
-            if grows[row] and seen[name] == enough:
-                findings.append(self._finding(params, block, row, found.began[row], found.risen[row]))
+            seen[name] = min(seen.get(name, 0) + 1, needed)
+            if grows[row] and seen[name] == needed:
+                findings.append(self._finding(params, block, row, trend.began[row], trend.risen[row]))
         return MemoryGrowthState(seen=seen), findings
 
     def _finding(
@@ -139,7 +136,7 @@ class MemoryGrowth(Rule[MemoryGrowthParams, MemoryGrowthState]):
         limit = max(params.growth * began, params.least_mib * _MIB)
         message = (
             f"{block.info(row).name} has grown from {began / _MIB:.0f} to {(began + risen) / _MIB:.0f} MiB over "
-            f"{whole_quarters(params.window)} rows, and steadily"
+            f"{whole_quarters(params.window)} rows, steadily"
         )
         return finding_at(self.name, block, row, value=risen, threshold=limit, message=message)
 
@@ -147,49 +144,44 @@ class MemoryGrowth(Rule[MemoryGrowthParams, MemoryGrowthState]):
 class GpuMemoryIncreaseParams(Params):
     """Parameters of `GpuMemoryIncrease`."""
 
-    increase: float = Field(
-        5.0, gt=0, le=100, description="Percent of the GPU's memory by which it may grow."
-    )
-    window: int = Field(
-        60, ge=1, le=1000, description="Rows that are looked at; one comes every ten seconds."
-    )
-    patience: int = Field(1000, ge=0, description="First samples, which do not count.")
+    increase: float = Field(5.0, gt=0, le=100, description="Tolerated growth in percent of the GPU's memory.")
+    window: int = Field(60, ge=1, le=1000, description="Rows in the window; one every ten seconds.")
+    patience: int = Field(1000, ge=0, description="First samples, which are ignored.")
 
 
 class GpuMemoryIncreaseState(State):
-    """By ``figure@worker/mode``: samples so far, at most the patience, and rows since then, at most the window."""
+    """State of `GpuMemoryIncrease`, by ``figure@worker/mode``: number of samples up to the patience, and of rows since then up to the window."""
 
     seen: dict[str, tuple[int, int]] = Field(default_factory=dict)
 
 
 class GpuMemoryIncrease(Rule[GpuMemoryIncreaseParams, GpuMemoryIncreaseState]):
-    """Fires when the memory that is taken of a GPU has grown by five percent of it in ten minutes, and steadily.
+    """Fires when the used memory of a GPU has grown steadily by five percent of its memory within ten minutes.
 
     With m1 … m4 the median of each quarter of the window, in percent of the GPU's memory::
 
         m4 - m1 >= increase
         m2 - m1, m3 - m2 and m4 - m3 are each at least half of (m4 - m1) / 3
 
-    The increase and the patience are those of SageMaker's GPUMemoryIncrease, which asks for the first line alone, of a
-    moving average; the second keeps the one step out that PyTorch's allocator makes at a longer batch or at the first
-    evaluation.
+    The increase and the patience are those of SageMaker's GPUMemoryIncrease, which requires only the first line, for a moving average. The
+    second line excludes the single step of PyTorch's allocator at a longer batch or at the first evaluation.
 
-    Off by default: batches of growing length fill the allocator's memory by and by, and nothing is wrong.
+    Off by default: batches of growing length gradually fill the allocator's memory without a fault.
     """
 
     name = "gpu_memory_increase"
-    summary = "the memory of a GPU grows and grows"
+    summary = "the memory of a GPU grows steadily"
     needs = Needs(collections=("system",), roles=("system",))
     merge = "per_worker"
     usual_causes = (
-        "losses or outputs are kept with their graph (losses.append(loss))",
-        "batches of ever longer examples",
+        "losses or outputs are stored with their graph (losses.append(loss))",
+        "batches have increasingly long examples",
         "another program uses this GPU",
     )
     what_to_try = (
-        "keep loss.item() or loss.detach()",
+        "store loss.item() or loss.detach()",
         "compare torch.cuda.memory_snapshot() of two steps",
-        "sort or cut examples by their length",
+        "sort or truncate examples by length",
     )
 
     def lookback(self, params: GpuMemoryIncreaseParams) -> int:
@@ -205,8 +197,8 @@ class GpuMemoryIncrease(Rule[GpuMemoryIncreaseParams, GpuMemoryIncreaseState]):
         now: int,
     ) -> tuple[GpuMemoryIncreaseState, list[Finding]]:
         """Judge each row of a GPU by the window that ends with it."""
-        found = growth(context, block, window := whole_quarters(params.window))
-        grows = found.is_steady & (100 * found.risen >= params.increase)
+        trend = growth(context, block, window := whole_quarters(params.window))
+        grows = trend.is_steady & (100 * trend.risen >= params.increase)
         seen, findings = dict(state.seen), []
         chosen = block.mask_of_tensors([is_gpu_memory(info.name) for info in block.catalogue])
         for row in map(int, np.flatnonzero(chosen)):
@@ -216,12 +208,12 @@ class GpuMemoryIncrease(Rule[GpuMemoryIncreaseParams, GpuMemoryIncreaseState]):
             samples = min(samples + int(block.statistics.finite[row]), params.patience)
             seen[name] = (samples, rows)
             if grows[row] and rows == window:
-                before, after = 100 * found.began[row], 100 * (found.began[row] + found.risen[row])
+                before, after = 100 * trend.began[row], 100 * (trend.began[row] + trend.risen[row])
                 message = (
                     f"{block.info(row).name} has grown from {before:.1f} to {after:.1f} % over {window} rows, "
-                    "and steadily"
+                    "steadily"
                 )
-                value = 100 * float(found.risen[row])
+                value = 100 * float(trend.risen[row])
                 findings.append(
                     finding_at(self.name, block, row, value=value, threshold=params.increase, message=message)
                 )

@@ -1,4 +1,4 @@
-"""A tensor of which all, or nearly all, elements are zero."""
+"""A tensor with all, or nearly all, elements equal to zero."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from watchstep_rules.signals.nonfinite import has_elements
 class AllZeroParams(Params):
     """Parameters of `AllZero`."""
 
-    share: float = Field(1.0, gt=0, le=1, description="Share of zeros from which on a tensor is found.")
+    share: float = Field(1.0, gt=0, le=1, description="Share of zeros at which the rule fires.")
 
 
 class AllZero(Rule[AllZeroParams, State]):
     """Fires when ``zero / count >= share``.
 
-    That is SageMaker's AllZero, whose share is 100 percent. Many a healthy training has tensors of zeros: biases
-    and the last layers of branches begin so, a converged loss leaves gradients of zero, a rectifier may be off for a
-    whole small batch. So it is off by default; name the tensors that must not be zero, and ask for several records
-    in a row with ``for``. Of token ids, whose padding is 0, a share below one tells batches that are mostly padding.
+    This is SageMaker's AllZero, with a share of 100 percent. Many healthy trainings have tensors of zeros: biases and the last layers of
+    branches start at zero, a converged loss has zero gradients, a rectifier may be off for a whole small batch. The rule is therefore off
+    by default. Select the tensors that must not be zero, and require several consecutive records with ``for``. For token ids with padding
+    0, a share below one detects batches with mostly padding.
 
-    Of shards the whole tensor is judged. A tensor without elements is left alone.
+    Shards are judged as a whole tensor. A tensor without elements is not judged.
     """
 
     name = "all_zero"
@@ -35,20 +35,20 @@ class AllZero(Rule[AllZeroParams, State]):
         collections=("weights", "gradients", "activations", "inputs"),
         roles=("weight", "gradient", "output", "input"),
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "The layer before it gives only zeros: dead rectifiers, or an input that is empty or masked.",
-        "It was set to zero at the start and nothing has changed it.",
+        "The previous layer outputs only zeros: dead rectifiers, or an input that is empty or masked.",
+        "It was initialized with zeros and has not changed.",
         "The loss does not depend on it: detached, multiplied by zero, or frozen.",
     )
     what_to_try = (
-        "Look at the first of the recorded tensors that is all zero, in the flow of data; those recorded before it are sound.",
-        "Look at the weights' initialisation.",
+        "Look at the first recorded tensor with only zeros, in the order of data flow; the recorded tensors before it are correct.",
+        "Check the initialization of the weights.",
         "Look for detach(), no_grad() and masks between it and the loss.",
     )
 
     def conclusive(self, params: AllZeroParams, block: Block) -> NDArray[np.bool_]:
-        """Rows of tensors with elements: one that is not finite is not zero."""
+        """Rows of tensors with elements; an element that is not finite is not zero."""
         return has_elements(block)
 
     def evaluate(
@@ -65,7 +65,7 @@ class AllZero(Rule[AllZeroParams, State]):
                 threshold=params.share,
                 message=(
                     f"{zeros[row]:.1%} of the {block.statistics.count[row]} elements of {block.info(int(row)).name} "
-                    f"are zero, {params.share:.1%} or more is too many"
+                    f"are zero, the limit is {params.share:.1%}"
                 ),
             )
             for row in np.flatnonzero(zeros >= params.share)

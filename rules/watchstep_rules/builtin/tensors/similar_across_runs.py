@@ -1,4 +1,4 @@
-"""A run whose figures part from those of another one."""
+"""A run with statistics that deviate from those of another run."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class SimilarAcrossRunsParams(Params):
 
     reference: References = Field(
         {},
-        description="For each tensor the other run's steps, ascending, and its figure there.",
+        description="For each tensor the steps of the other run, ascending, and the statistic at each step.",
     )
-    figure: str = Field("rms", description="The figure that is compared; the reference is of the same.")
+    figure: str = Field("rms", description="The statistic to compare, also that of the reference.")
     tolerance: float = Field(
-        0.5, ge=0, description="How far from the reference the figure may be, as a share of it …"
+        0.5, ge=0, description="Tolerated difference from the reference, as a share of it."
     )
-    atol: float = Field(1e-8, ge=0, description="… and besides, as it stands.")
+    atol: float = Field(1e-8, ge=0, description="Tolerated absolute difference, in addition to tolerance.")
 
     @field_validator("figure")
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in FIGURES:
-            raise ValueError(f"figure {value!r} is not known: use one of {', '.join(FIGURES)}")
+            raise ValueError(f"unknown figure {value!r}: use one of {', '.join(FIGURES)}")
         return value
 
     @field_validator("reference")
@@ -52,7 +52,7 @@ class SimilarAcrossRunsParams(Params):
 
 
 def ascending(reference: References) -> References:
-    """The same reference.
+    """Check that steps ascend; returns the reference.
 
     Raises:
         ValueError: the steps of a tensor do not ascend.
@@ -66,35 +66,35 @@ def ascending(reference: References) -> References:
 class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, State]):
     """Fires when ``|figure - reference(step)| > atol + tolerance * |reference(step)|``.
 
-    ``reference(step)`` is the other run's figure. Between its steps it is on straight lines, and the figure may besides be
-    anything that the other run had between them; before the first and after the last nothing is judged. So a run that
-    is equal to the other never fires, whatever the tolerance. The other run is no input of a rule, for then the same rows could be judged otherwise later:
-    its figures stand in the parameters, as `watchstep_rules.signals.reference.reference_of` gives them. Rows of the modes train
-    and global are judged, of shards the whole tensor, of several workers the lowest that has the tensor at the step.
+    ``reference(step)`` is the statistic of the other run, linearly interpolated between its steps; any value that the other run had
+    between them is accepted too. Nothing is judged before the first and after the last step. A run that equals the other therefore never
+    fires, whatever the tolerance. The other run is not an input of the rule, because then the same rows could later be judged differently:
+    its statistics are parameters, as computed by `watchstep_rules.signals.reference.reference_of`. Rows of the modes train and global are
+    judged: shards as a whole tensor, and of several workers the lowest that has the tensor at the step.
 
-    SageMaker's SimilarAcrossRuns compares tensors with those of another trial by a criterion that is not published. Half of the
-    reference is our choice: two seeds of one program differ by less in weights, by more in losses and gradients, where
-    `for` should ask for many steps in a row. Off by default: it needs a reference.
+    SageMaker's SimilarAcrossRuns compares tensors with those of another trial by an unpublished criterion. Half of the reference is our
+    choice: two seeds of one program differ by less in weights, and by more in losses and gradients, for which ``for`` should require many
+    consecutive steps. Off by default, because it needs a reference.
     """
 
     name = "similar_across_runs"
-    summary = "figures are no longer those of another run"
+    summary = "statistics deviate from those of another run"
     needs = Needs(collections=("losses", "metrics", "weights", "biases", "gradients", "activations"))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "The program, its data, its seed or a library's version is not what it was in the other run.",
+        "The program, its data, its seed or a library version differs from the other run.",
         "The number of workers changed, and with it the batch of a step.",
-        "Numbers are rounded otherwise: another device, number format or compiler.",
+        "Rounding differs: another device, number format or compiler.",
     )
     what_to_try = (
-        "Find the first step and tensor at which the two runs part: watchstep runs diff.",
+        "Find the first step and tensor at which the two runs differ: watchstep runs diff.",
         "Compare seeds, versions, the order of the data and the batch of all workers together.",
     )
 
     def evaluate(
         self, params: SimilarAcrossRunsParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Hold each row against the other run's step."""
+        """Compare each row with the step of the other run."""
         known = block.mask_of_tensors([info.name in params.reference for info in block.catalogue])
         if not known.any():  # without a reference, or in a block of other tensors
             return state, []
@@ -122,7 +122,7 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, State]):
 
 
 def _reference(params: SimilarAcrossRunsParams, block: Block) -> tuple[Floats, Floats, Floats]:
-    """The other run's figure at each row, and the lowest and highest that it may have been; NaN where it has none."""
+    """The statistic of the other run at each row, and its lowest and highest possible value; NaN if it has none."""
     wanted, lowest, highest = np.full((3, len(block)), np.nan)
     order = np.argsort(block.tensor, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(block.tensor[order])) + 1):
@@ -133,7 +133,7 @@ def _reference(params: SimilarAcrossRunsParams, block: Block) -> tuple[Floats, F
         steps = np.array([point[0] for point in points])
         figures = np.array([point[1] for point in points])
         line = np.interp(step, steps, figures, left=np.nan, right=np.nan)
-        # Of a step between two points, the range that the later one has of the steps that were left out before it.
+        # For a step between two points, the later point has the range of the omitted steps before it.
         after = np.minimum(np.searchsorted(steps, step), len(steps) - 1)
         low = np.array([point[2] if len(point) > 2 else np.inf for point in points])[after]
         high = np.array([point[3] if len(point) > 2 else -np.inf for point in points])[after]

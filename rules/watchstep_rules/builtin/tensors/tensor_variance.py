@@ -1,4 +1,4 @@
-"""A tensor whose variance is above or below what its owner expects."""
+"""A tensor with a variance outside the configured bounds."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 
 
 class TensorVarianceParams(Params):
-    """Parameters of `TensorVariance`; it judges nothing until one is given."""
+    """Parameters of `TensorVariance`; without any the rule judges nothing."""
 
-    max_threshold: float | None = Field(None, ge=0, description="Variance above which a tensor is found.")
-    min_threshold: float | None = Field(None, ge=0, description="Variance below which a tensor is found.")
+    max_threshold: float | None = Field(None, ge=0, description="Largest tolerated variance.")
+    min_threshold: float | None = Field(None, ge=0, description="Smallest tolerated variance.")
 
 
 class TensorVariance(Rule[TensorVarianceParams, State]):
     """Fires when ``m2 / finite > max_threshold`` or ``< min_threshold``, the population variance of the finite elements.
 
-    That is SageMaker's TensorVariance; as there, a bound that is not given is not tested, for none fits all tensors. A
-    tensor without finite elements has no variance, and one of a single element has none to speak of: both are left alone.
+    This is SageMaker's TensorVariance. As there, an omitted bound is not tested, because no bound fits all tensors. A tensor without finite
+    elements has no variance, and that of a single element is meaningless; both are not judged.
     """
 
     name = "tensor_variance"
-    summary = "a tensor's variance is above or below the bounds that it was given"
+    summary = "a tensor's variance is outside the configured bounds"
     needs = Needs(collections=("weights", "gradients", "activations"), roles=("weight", "gradient", "output"))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "Activations grow or shrink from layer to layer: the initialisation does not fit the activation function.",
-        "The learning rate is so high that weights run away.",
-        "Inputs are not normalised.",
+        "Activations grow or shrink from layer to layer: the initialization does not fit the activation function.",
+        "The learning rate is so high that weights diverge.",
+        "Inputs are not normalized.",
     )
     what_to_try = (
-        "Use the initialisation made for the activation (He for rectifiers, Glorot for tanh), or normalisation layers.",
+        "Use the initialization for the activation (He for rectifiers, Glorot for tanh), or normalization layers.",
         "Lower the learning rate, or warm it up.",
         "Scale inputs to mean 0 and variance 1.",
     )
@@ -48,16 +48,15 @@ class TensorVariance(Rule[TensorVarianceParams, State]):
         self, params: TensorVarianceParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
         """Judge each row by itself."""
-        held = np.where(block.statistics.finite > 1, variance(block.statistics), np.nan)
+        variances = np.where(block.statistics.finite > 1, variance(block.statistics), np.nan)
         high = np.inf if params.max_threshold is None else params.max_threshold
         low = -np.inf if params.min_threshold is None else params.min_threshold
-        found = []
-        for row in map(int, np.flatnonzero((held > high) | (held < low))):
-            limit, word = (high, "above") if held[row] > high else (low, "below")
-            message = f"the variance of {block.info(row).name} is {held[row]:.4g}, {word} {limit:.4g}"
-            found.append(
-                finding_at(
-                    self.name, block, row, value=float(held[row]), threshold=float(limit), message=message
-                )
+        findings = []
+        for row in map(int, np.flatnonzero((variances > high) | (variances < low))):
+            value = float(variances[row])
+            limit, side = (high, "above") if value > high else (low, "below")
+            message = f"the variance of {block.info(row).name} is {value:.4g}, {side} {limit:.4g}"
+            findings.append(
+                finding_at(self.name, block, row, value=value, threshold=float(limit), message=message)
             )
-        return state, found
+        return state, findings

@@ -1,4 +1,4 @@
-"""A tensor that is the same, record after record."""
+"""A tensor that does not change from record to record."""
 
 from __future__ import annotations
 
@@ -10,50 +10,49 @@ from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_elements
 from watchstep_rules.signals.reference import COLUMNS, is_within, may_be_close
-from watchstep_rules.signals.series import Trail
+from watchstep_rules.signals.series import LaggedRows
 
 
 class UnchangedTensorParams(Params):
     """Parameters of `UnchangedTensor`."""
 
-    num_steps: int = Field(3, ge=2, le=100, description="Records in a row that must be the same.")
+    num_steps: int = Field(3, ge=2, le=100, description="Number of consecutive equal records.")
     rtol: float = Field(
-        1e-5, ge=0, lt=1, description="Difference that is none, as a share of the earlier element; with atol."
+        1e-5, ge=0, lt=1, description="Ignored difference as a share of the earlier element, added to atol."
     )
-    atol: float = Field(1e-8, ge=0, description="Difference that is none, whatever the element.")
-    equal_nan: bool = Field(False, description="Whether tensors that hold NaN can be the same.")
+    atol: float = Field(1e-8, ge=0, description="Ignored absolute difference.")
+    equal_nan: bool = Field(False, description="Whether tensors with NaN can be equal.")
 
 
 class UnchangedTensor(Rule[UnchangedTensorParams, State]):
-    """Fires when the figures of the last ``num_steps`` records of a tensor agree with the newest.
+    """Fires when the statistics of the last ``num_steps`` records of a tensor agree with the newest.
 
-    The counts of elements, NaN and infinities are equal; minimum, maximum, mean, mean magnitude and root mean square have moved
-    by no more than they can where each element has moved by ``atol + rtol * |old|`` at most (the bounds are derived in
-    `watchstep_rules.signals.reference`). Checksums must be equal. Inputs are judged in train mode only: validation sees the
-    same examples each time.
+    The counts of elements, NaN and infinities must be equal. Minimum, maximum, mean, mean magnitude and root mean square may differ by no
+    more than is possible if each element moved by at most ``atol + rtol * |old|`` (the bounds are derived in
+    `watchstep_rules.signals.reference`). Checksums must be equal. Inputs are judged in train mode only, because validation uses the same
+    examples each time.
 
-    What ``numpy.allclose`` finds, element by element, is found. The other way round a tensor whose elements have only changed
-    places is taken for the same. It is off by default: inputs of a training on one batch, outputs of a converged one and frozen
-    weights are the same on purpose.
+    Every tensor that is equal by ``numpy.allclose`` is reported. A tensor with permuted elements is also reported. The rule is off by
+    default: inputs of a training on one batch, outputs of a converged training and frozen weights are equal on purpose.
     """
 
     name = "unchanged_tensor"
-    summary = "a tensor is the same, record after record"
+    summary = "a tensor does not change from record to record"
     needs = Needs(collections=("weights", "gradients", "activations", "inputs", "losses", "checksums"))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "Of a weight: the optimizer does not hold it, its learning rate is zero, or it is frozen.",
-        "Of an input: the program draws the same batch each time.",
-        "Of an output or loss: what it is computed from does not change, or it is a value that is logged again and again.",
+        "A weight: it is in no optimizer, its learning rate is zero, or it is frozen.",
+        "An input: the program uses the same batch each time.",
+        "An output or loss: its inputs do not change, or the same value is logged repeatedly.",
     )
     what_to_try = (
-        "Look at which parameters the optimizer was given, and at requires_grad.",
-        "Look at the iterator of the data: next(iter(loader)) in a loop gives the same batch if it is not shuffled.",
-        "Log the loss of the step, not one from before the loop.",
+        "Check the parameters of the optimizer, and requires_grad.",
+        "Check the data iterator: next(iter(loader)) in a loop returns the same batch if it is not shuffled.",
+        "Log the loss of the step, not a loss computed before the loop.",
     )
 
     def lookback(self, params: UnchangedTensorParams) -> int:
-        """The other records."""
+        """The earlier records."""
         return params.num_steps - 1
 
     def conclusive(self, params: UnchangedTensorParams, block: Block) -> NDArray[np.bool_]:
@@ -63,39 +62,39 @@ class UnchangedTensor(Rule[UnchangedTensorParams, State]):
     def evaluate(
         self, params: UnchangedTensorParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Hold each row against the last of its series."""
-        trail = Trail.of(context, block)
+        """Compare each row with the last records of its series."""
+        lagged = LaggedRows.of(context, block)
         same = (block.statistics.count > 0) & ~_validated(block)
         exact = block.mask_of_tensors([info.role == "checksum" for info in block.catalogue])
         if not params.equal_nan:
             same &= block.statistics.nan == 0
-        left = self._least_is_close(params, trail, np.flatnonzero(same))
-        if not len(left):
+        rows = self._with_close_minimum(params, lagged, np.flatnonzero(same))
+        if not len(rows):
             return state, []
-        columns = {name: trail.column(figure) for name, figure in COLUMNS.items()}
-        for rows in range(1, params.num_steps):
-            places = trail.at(left)
+        columns = {name: lagged.column(figure) for name, figure in COLUMNS.items()}
+        for lag in range(1, params.num_steps):
+            at_rows = lagged.at(rows)
             new, old = (
-                {name: places.back(column, back) for name, column in columns.items()} for back in (0, rows)
+                {name: at_rows.lag(column, back) for name, column in columns.items()} for back in (0, lag)
             )
             close = may_be_close(new.__getitem__, old.__getitem__, params.rtol, params.atol)
-            left = left[close & (~exact[left] | (new["mean"] == old["mean"]))]
-        return state, [self._finding(params, block, int(row)) for row in left]
+            rows = rows[close & (~exact[rows] | (new["mean"] == old["mean"]))]
+        return state, [self._finding(params, block, int(row)) for row in rows]
 
-    def _least_is_close(
-        self, params: UnchangedTensorParams, trail: Trail, left: NDArray[np.intp]
+    def _with_close_minimum(
+        self, params: UnchangedTensorParams, lagged: LaggedRows, rows: NDArray[np.intp]
     ) -> NDArray[np.intp]:
-        """Those of some rows whose least element has hardly moved. One column rules out nearly all rows of a training that learns."""
-        least = trail.column(COLUMNS["min"])
-        for rows in range(1, params.num_steps):
-            new, old = least[len(trail.context) + left], trail.at(left).back(least, rows)
-            left = left[is_within(new, old, old, params.rtol, params.atol)]
-        return left
+        """Rows with a nearly unchanged minimum. This single column excludes nearly all rows of a training that learns."""
+        minimum = lagged.column(COLUMNS["min"])
+        for lag in range(1, params.num_steps):
+            new, old = minimum[len(lagged.context) + rows], lagged.at(rows).lag(minimum, lag)
+            rows = rows[is_within(new, old, old, params.rtol, params.atol)]
+        return rows
 
     def _finding(self, params: UnchangedTensorParams, block: Block, row: int) -> Finding:
         message = (
-            f"{block.info(row).name} has been the same for {params.num_steps} records in a row: no figure has moved by more "
-            f"than a change of {params.rtol:g} of each element, and of {params.atol:g}, allows"
+            f"{block.info(row).name} has not changed for {params.num_steps} records in a row: no statistic has moved by more "
+            f"than a change of each element by {params.rtol:g} of it plus {params.atol:g} allows"
         )
         return finding_at(
             self.name,
@@ -108,6 +107,6 @@ class UnchangedTensor(Rule[UnchangedTensorParams, State]):
 
 
 def _validated(block: Block) -> NDArray[np.bool_]:
-    """Inputs in another mode than train."""
+    """Inputs in modes other than train."""
     inputs = block.mask_of_tensors([info.role == "input" for info in block.catalogue])
     return np.asarray(inputs & (block.mode != 0))

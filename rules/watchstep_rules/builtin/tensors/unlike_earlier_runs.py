@@ -1,4 +1,4 @@
-"""A run that leaves the ranges of earlier sound runs of its program."""
+"""A run with statistics outside the ranges of earlier healthy runs of its program."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from watchstep.format.tensors import ACTIVATIONS, BIASES, GRADIENTS, LOSSES, MET
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.baseline import Baseline, CatalogueRanges, phase_of, ranges_of
 from watchstep_rules.signals.reference import figure_of, is_training
-from watchstep_rules.signals.tensor_selection import OfCatalogue
+from watchstep_rules.signals.tensor_selection import CatalogueCache
 
 _NEGLIGIBLE = 1e-6
-"""Share of the largest value in any phase below which values and ranges are not compared: what is left of updates when a schedule ends."""
+"""Share of the largest value in any phase below which values and ranges are not compared, such as updates at the end of a schedule."""
 
 
 class UnlikeEarlierRunsParams(Params):
@@ -21,31 +21,31 @@ class UnlikeEarlierRunsParams(Params):
 
     baseline: Baseline = Field(
         Baseline(),
-        description="The ranges. Left out, they come from the project's earlier runs of the same program, once there are three.",
+        description="The ranges; by default those of the project's earlier runs of the same program, once there are three.",
     )
     min_magnitude: float = Field(
         1e-12,
         ge=0,
-        description="Values that are nearer to zero than this, and whose range is too, are not compared.",
+        description="Values with a smaller magnitude are not compared if their range is smaller too.",
     )
 
 
 class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, State]):
-    """Fires when a statistic leaves the range that it had in earlier sound runs of the same program.
+    """Fires when a statistic leaves the range that it had in earlier healthy runs of the same program.
 
-    The range of a tensor's statistic (the mean of losses and metrics, the rms of all others) is that of at least three earlier
-    runs in the same phase of training, widened by a factor of two or more (`watchstep_rules.signals.baseline`). Phases double in
-    length. Not judged are tensors of another shape, the rms of tensors with fewer than 16 elements, steps beyond the longest earlier run,
-    and values that are, as their range, below a millionth of the largest value of the tensor's ranges in any phase.
+    The range of a tensor's statistic (the mean of losses and metrics, the rms of all others) is that of at least three earlier runs in the
+    same phase of training, widened by a factor of two or more (`watchstep_rules.signals.baseline`). Phases double in length. Not judged
+    are tensors of another shape, the rms of tensors with fewer than 16 elements, steps beyond the longest earlier run, and values that,
+    like their range, are below a millionth of the largest value of the tensor's ranges in any phase.
 
-    The service makes the baseline of runs that completed without an alert of severity warning or critical, and pins it to an
-    attempt before any of the attempt's rows is judged. Without a baseline the rule is silent.
+    The service computes the baseline from runs that completed without an alert of severity warning or critical, and pins it to an attempt
+    before any of the attempt's rows is judged. Without a baseline the rule does not fire.
     """
 
     name = "unlike_earlier_runs"
-    summary = "statistics leave the range of earlier sound runs of the program"
+    summary = "statistics leave the range of earlier healthy runs of the program"
     needs = Needs(collections=(LOSSES, METRICS, GRADIENTS, ACTIVATIONS, WEIGHTS, BIASES, UPDATES))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "A hyperparameter, the data or the initialization differs from the earlier runs.",
         "A fault that did not occur in the earlier runs.",
@@ -97,4 +97,4 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, State]):
         return state, findings
 
 
-_RANGES: OfCatalogue[CatalogueRanges] = OfCatalogue()
+_RANGES: CatalogueCache[CatalogueRanges] = CatalogueCache()

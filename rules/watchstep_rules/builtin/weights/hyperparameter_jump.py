@@ -1,4 +1,4 @@
-"""A learning rate or a weight decay that has jumped far above all before, and what became of the training since."""
+"""A learning rate or a weight decay that jumped far above all earlier values, and its effect on the training."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _ABOVE = 8
 class HyperparameterJumpParams(Params):
     """Parameters of `HyperparameterJump`."""
 
-    factor: float = Field(10.0, gt=1, description="A value this many times its largest before is a jump.")
-    warmup: int = Field(20, ge=1, le=1000, description="Steps before a jump at least.")
-    patience: int = Field(
-        500, ge=1, description="Steps after a jump within which harm is taken for its effect."
+    factor: float = Field(
+        10.0, gt=1, description="Ratio to the largest earlier value at which a value is a jump."
     )
+    warmup: int = Field(20, ge=1, le=1000, description="Fewest steps before a jump.")
+    patience: int = Field(500, ge=1, description="Steps after a jump within which harm is attributed to it.")
     deviations: float = Field(
-        3.0, gt=0, description="Robust standard deviations by which the loss is above its level …"
+        3.0, gt=0, description="Robust standard deviations by which the loss exceeds its level."
     )
-    rise: float = Field(0.2, ge=0, description="… and by this share of the level.")
+    rise: float = Field(0.2, ge=0, description="Share of the level by which the loss exceeds it.")
     large: float = Field(
-        0.3, gt=0, description="Or, of a learning rate: the median update over its weights is above this."
+        0.3, gt=0, description="Median relative update above which a learning rate is harmful."
     )
     shrunk: float = Field(
         0.7,
         gt=0,
         lt=1,
-        description="Or, of a weight decay: the median weight is below this share of its size.",
+        description="Median share of their earlier size below which a weight decay has shrunk the weights.",
     )
 
 
@@ -151,25 +151,26 @@ class HyperparameterJumpState(State):
 
 
 class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]):
-    """Fires when a learning rate or weight decay of a parameter group jumps in mid-run, and the training suffers.
+    """Fires when a learning rate or weight decay of a parameter group jumps during a run, and the training suffers.
 
-    A *jump* is a value ``factor`` times the largest that the group had 50 to 100 steps before, ``warmup`` steps after its first above zero; in
-    the first hundred steps, ``factor`` times the largest before. What comes back to where it was is none: warm restarts, cycles, a schedule
-    that begins anew. What rises over hundreds of steps, as one-cycle and warm-up do, is none. Zero has no multiple. A jump alone raises no alarm: a warm-up of few stages may take it, and so may
-    a second phase with other rates. Within ``patience`` steps it must be followed by one of:
+    A *jump* is a value of ``factor`` times the largest value of the group 50 to 100 steps before, at least ``warmup`` steps after its first
+    value above zero; in the first hundred steps, ``factor`` times the largest value before. A return to an earlier value is not a jump: warm
+    restarts, cycles, a restarted schedule. Neither is a rise over hundreds of steps, as in one-cycle and warm-up schedules, nor a rise from
+    zero. A jump alone does not make the rule fire, because a warm-up with few stages, or a second phase with other rates, may contain it.
+    Within ``patience`` steps it must be followed by one of:
 
     - 8 of the last 10 training losses are above ``level + max(deviations * spread, rise * |level|)``, with the median and the robust
       spread (Hampel 1974) of the 30 losses before the jump;
-    - after a jump of the learning rate, the median over weight matrices of ``rms(update) / rms(weight)`` is above ``large``. Trainings
-      that work are near 1e-3 (Karpathy, CS231n, 2015);
-    - after a jump of weight decay, the median over weight matrices of their size is below ``shrunk`` of what it was.
+    - after a jump of the learning rate, the median over weight matrices of ``rms(update) / rms(weight)`` is above ``large``. Working
+      trainings have values near 1e-3 (Karpathy, CS231n, 2015);
+    - after a jump of the weight decay, the median size of weight matrices is below ``shrunk`` of the size before.
 
-    The values are those that capture records by itself, ``optimizer:learning_rate/0`` and ``optimizer:weight_decay/0``. A training that
-    goes on from a checkpoint with another rate begins anew.
+    The values are those that capture records automatically, ``optimizer:learning_rate/0`` and ``optimizer:weight_decay/0``. The history
+    starts again when a training resumes from a checkpoint.
     """
 
     name = "hyperparameter_jump"
-    summary = "a learning rate or weight decay jumps far above all before, and the training suffers"
+    summary = "a learning rate or weight decay jumps far above all earlier values, and the training suffers"
     needs = Needs(
         collections=("metrics", "losses", "updates", "weights"),
         roles=("metric", "loss", "update", "weight"),
@@ -177,20 +178,20 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
         about=("metric", "loss"),
         evidence_rows=0,
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "A schedule, or code that edits param_groups, sets a value in the wrong unit, or multiplies it at each call.",
-        "A scheduler was made anew, with a base rate that is not the optimizer's.",
-        "Learning rate and weight decay were mixed up in a parameter group.",
+        "A scheduler was recreated with a base rate other than the optimizer's.",
+        "Learning rate and weight decay were swapped in a parameter group.",
     )
     what_to_try = (
         "Plot the series that the message names, and look at what the program does at that step.",
-        "Restart from a checkpoint before that step, with the value before.",
-        "If the jump is wanted, raise factor, or leave the rule out.",
+        "Restart from a checkpoint before that step, with the earlier value.",
+        "If the jump is intended, raise factor, or disable the rule.",
     )
     cannot_distinguish = (
-        "A jump that harms, from one after which the data changed for the worse.",
-        "A jump to a value that the schedule had reached before is not found.",
+        "A harmful jump, from one that is followed by worse data.",
+        "A jump to a value that the schedule had reached before is not detected.",
     )
 
     def lookback(self, params: HyperparameterJumpParams) -> int:
@@ -268,11 +269,11 @@ def _values(block: Block) -> list[_Value]:
     rows = np.flatnonzero(rows_where(block, _is_hyperparameter) & (block.mode == 0))
     if not len(rows):
         return []
-    held = block.statistics
+    statistics = block.statistics
     return sorted(
-        _Value(int(block.step[row]), block.info(row).name, float(held.mean[row]))
+        _Value(int(block.step[row]), block.info(row).name, float(statistics.mean[row]))
         for row in rows.tolist()
-        if held.finite[row] > 0 and 0 < held.mean[row] < np.inf
+        if statistics.finite[row] > 0 and 0 < statistics.mean[row] < np.inf
     )
 
 

@@ -1,4 +1,4 @@
-"""Layers that learn at rates that are far from usual, or far from each other."""
+"""Layers that learn at unusual rates, or at very different rates."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.robust import medians
-from watchstep_rules.signals.series import Trail
+from watchstep_rules.signals.series import LaggedRows
 from watchstep_rules.signals.tensor_selection import is_weighted
 
 
 class LearningRateScaleParams(Params):
     """Parameters of `LearningRateScale`."""
 
-    records: int = Field(5, ge=1, le=100, description="Updates of a layer whose median counts.")
-    large: float = Field(0.1, gt=0, description="Every layer's updates, over its weights, are above this …")
-    small: float = Field(1e-5, gt=0, description="… or every layer's are below this …")
-    apart: float = Field(1e3, gt=1, description="… or the largest is so many times the smallest.")
+    records: int = Field(
+        5, ge=1, le=100, description="Number of updates of a layer over which the median is taken."
+    )
+    large: float = Field(0.1, gt=0, description="Relative update that every layer exceeds.")
+    small: float = Field(1e-5, gt=0, description="Relative update that no layer reaches.")
+    apart: float = Field(1e3, gt=1, description="Ratio of the largest to the smallest relative update.")
 
 
 class LearningRateScale(Rule[LearningRateScaleParams, State]):
@@ -31,36 +33,36 @@ class LearningRateScale(Rule[LearningRateScaleParams, State]):
 
         min(ratio) > large    or    0 < max(ratio) < small    or    max(ratio) > apart * min(ratio)
 
-    Trainings that work take updates near 1e-3 of their weights (Karpathy, CS231n, 2015, and "A Recipe for Training Neural
-    Networks", 2019); large and small are two decades from it. Optimizers that scale each layer's update by its weights
-    (You et al., LARS, 2017; LAMB, 2020) were made for networks whose layers lie orders of magnitude apart; three
-    decades are more than these papers show. Off by default: fine-tuning with a small rate for the body and a large one
-    for the head, and zero-initialised branches, are such on purpose. Of sharded parameters the ratio is not known.
+    Working trainings have updates near 1e-3 of their weights (Karpathy, CS231n, 2015, and "A Recipe for Training Neural Networks", 2019);
+    large and small are two decades from it. Optimizers that scale each layer's update by its weights (You et al., LARS, 2017; LAMB, 2020)
+    were designed for networks with layers that differ by orders of magnitude; three decades are more than these papers show. Off by
+    default: fine-tuning with a small rate for the body and a large one for the head, and zero-initialized branches, do this on purpose. The
+    ratio of sharded parameters is not known.
     """
 
     name = "learning_rate_scale"
     summary = "layers take steps far too large or small for their weights, or for each other"
     needs = Needs(collections=("updates",), roles=("update",), probes=("update_ratio",))
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
         "The learning rate is off by orders of magnitude for this optimizer.",
         "Layers' weights, or gradients, are of very different scales, and the optimizer does not adapt to it (plain SGD).",
-        "Parameter groups have rates that do not fit.",
+        "Parameter groups have unsuitable learning rates.",
     )
     what_to_try = (
         "Change the learning rate by factors of ten until updates are near a thousandth of the weights.",
-        "Use an optimizer that adapts to each weight (Adam) or layer (LAMB), or normalisation layers.",
+        "Use an optimizer that adapts to each weight (Adam) or layer (LAMB), or normalization layers.",
         "Print the rate of each parameter group.",
     )
 
     def lookback(self, params: LearningRateScaleParams) -> int:
-        """The records before."""
+        """The previous records."""
         return params.records - 1
 
     def evaluate(
         self, params: LearningRateScaleParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge each step's layers against each other."""
+        """Compare the layers of each step with each other."""
         ratio = _medians(params, context, block)
         rows = np.flatnonzero(ratio > 0)
         if not len(rows):
@@ -100,9 +102,9 @@ class LearningRateScale(Rule[LearningRateScaleParams, State]):
 
 def _medians(params: LearningRateScaleParams, context: Block, block: Block) -> Floats:
     """The median of each layer's last ratios; NaN for what is no layer, and where there are too few."""
-    trail = Trail.of(context, block)
-    held = trail.column(lambda rows: rows.probes.get("update_ratio", np.full(len(rows), np.nan)))
-    last = np.stack([trail.back(held, place) for place in range(params.records)], axis=1)
+    lagged = LaggedRows.of(context, block)
+    held = lagged.column(lambda rows: rows.probes.get("update_ratio", np.full(len(rows), np.nan)))
+    last = np.stack([lagged.lag(held, place) for place in range(params.records)], axis=1)
     is_layer = block.mask_of_tensors([len(info.shape) > 1 and is_weighted(info) for info in block.catalogue])
     is_layer &= block.mode == 0
     return np.where(is_layer, medians(last), np.nan)

@@ -1,4 +1,4 @@
-"""A training loop that goes on while no optimizer updates the weights any more."""
+"""A training loop that continues while no optimizer updates the weights."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ class OptimizerNotSteppingParams(Params):
 
 
 class OptimizerNotStepping(Rule[OptimizerNotSteppingParams, State]):
-    """Fires when ``updates:overdue`` is at least ``passes``: no optimizer has stepped for so many backward passes.
+    """Fires when ``updates:overdue`` is at least ``passes``: no optimizer has stepped for this many backward passes.
 
-    Capture records that metric in a step with 200 backward passes of finite losses, and fifty times as many as any step before it had, after ten updates or
-    more, where the program logs a training loss for at least every second of the newest half of these passes, and no weight changes in that half
-    (of each the first 64 elements are compared). In such a step nothing else is recorded that other rules could judge: the step of the run
-    does not end.
+    Capture records this metric in a step with 200 backward passes of finite losses, and fifty times as many as in any earlier step, after at
+    least ten updates, if the program logs a training loss for at least every second pass of the newest half, and no weight changes in that
+    half (the first 64 elements of each are compared). In such a step nothing else is recorded that other rules could judge, because the
+    step of the run does not end.
 
-    Left alone are programs that compute gradients for something else (the Fisher information between two tasks, saliency,
-    adversarial inputs), which log no training loss; those that update weights by themselves; steps that `Hook.step` counts; and an
-    accumulation of gradients over as many micro-batches as before.
+    Not reported are programs that compute gradients for another purpose (the Fisher information between two tasks, saliency, adversarial
+    inputs), which log no training loss; programs that update weights themselves; steps that `Hook.step` counts; and gradient accumulation
+    over as many micro-batches as before.
     """
 
     name = "optimizer_not_stepping"
-    summary = "losses and gradients are computed on and on, but no optimizer steps any more"
+    summary = "losses and gradients are computed, but no optimizer steps"
     needs = Needs(collections=("metrics",), roles=("metric",))
     merge = "per_worker"
     usual_causes = (
-        "A condition in the loop never lets optimizer.step() be reached: of accumulation, of a schedule, of a scaler.",
-        "Updates go to a copy of the weights, which are never copied back.",
+        "A condition in the loop never reaches optimizer.step(): of gradient accumulation, a schedule or a scaler.",
+        "Updates go to a copy of the weights that is never copied back.",
         "An exception handler skips every batch.",
     )
     what_to_try = (
         "Check that optimizer.step() is called after backward(), and under which condition.",
-        "If main weights are kept apart from the model's, copy them back after each update.",
+        "If main weights are separate from the model's, copy them back after each update.",
         "If the program counts steps in another way, call hook.step() after each update.",
     )
     cannot_distinguish = (
-        "Gradients that are accumulated over fifty times as many micro-batches as before, from an update that never comes.",
-        "Sharded parameters are not compared, and so not judged.",
+        "Gradients that are accumulated over fifty times as many micro-batches as before, from a missing update.",
+        "Sharded parameters are not compared and therefore not judged.",
     )
 
     def evaluate(

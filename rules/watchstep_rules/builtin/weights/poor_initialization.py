@@ -1,4 +1,4 @@
-"""Weights that a training should not begin with: all the same, far too large, or far too small."""
+"""Unsuitable initial weights: all equal, far too large, or far too small."""
 
 from __future__ import annotations
 
@@ -14,68 +14,69 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats, rms, std
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.tensor_selection import is_normalisation, is_weighted
+from watchstep_rules.signals.tensor_selection import is_normalization, is_weighted
 
-_SURE = 2.0  # spread of logits, from which on softmax is about as sure as it may be wrong
-_LOUD = 3.0  # root mean square of inputs; UMLAUT (CHI 2021) warns of inputs beyond -1 to 1
-_CONSTANT = 1e-10  # m2 over the sum of squares: what float32 leaves of a constant's
+_SURE = 2.0  # spread of logits at which softmax is overconfident
+_LOUD = 3.0  # root mean square of inputs; UMLAUT (CHI 2021) warns of inputs outside -1 to 1
+_CONSTANT = 1e-10  # m2 over the sum of squares of a constant, after float32 rounding
 
 
 class PoorInitializationParams(Params):
     """Parameters of `PoorInitialization`."""
 
-    large: float = Field(3.0, gt=1, description="Gain of a layer, from which on it is large.")
+    large: float = Field(3.0, gt=1, description="Gain at which a layer is large.")
     growth: float = Field(
-        10.0, gt=1, description="Product over large layers of gain / 1.5, from which on it is a fault."
+        10.0, gt=1, description="Product of gain / 1.5 over large layers at which it is a fault."
     )
-    small: float = Field(0.1, gt=0, lt=1, description="Gain of a hidden layer, below which it is small.")
+    small: float = Field(0.1, gt=0, lt=1, description="Gain below which a hidden layer is small.")
     shrinkage: float = Field(
-        1e-3, gt=0, lt=1, description="Product over small layers of gain / 0.5, below which it is a fault."
+        1e-3, gt=0, lt=1, description="Product of gain / 0.5 over small layers below which it is a fault."
     )
     spread: float = Field(
         100.0,
         gt=1,
-        description="Spread of a hidden layer's output over that of another, from which on it is a fault.",
+        description="Ratio of the output spreads of two hidden layers at which it is a fault.",
     )
     above_guess: float = Field(
-        3.0, gt=1, description="First loss over that of a guess, from which on large weights are a fault."
+        3.0,
+        gt=1,
+        description="Ratio of the first loss to that of a random guess at which large weights are a fault.",
     )
 
 
 class PoorInitializationState(State):
-    """Whether the first step has been judged."""
+    """State of `PoorInitialization`: whether the first step has been judged."""
 
     judged: bool = False
 
 
 class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]):
-    """Fires at the first step when its weights are of one of five kinds.
+    """Fires at the first step if the weights have one of five faults.
 
-    - **All the same**: a layer's weights are one number other than zero, and the next layer's too; or all layers'
-      weights are constant, zero or not, those of one input or one output included. Units of such a layer stay equal for ever (Goodfellow et al. 2016, 8.4). One
-      layer alone is no fault, if it is zero: last layers, residual branches and adapters begin so on purpose.
+    - **All equal**: a layer's weights are a constant other than zero, and so are the next layer's; or the weights of all layers are
+      constant, zero or not, including layers with one input or one output. Units of such a layer remain equal forever (Goodfellow et al.
+      2016, 8.4). A single layer of zeros is not a fault: last layers, residual branches and adapters start like this on purpose.
     - **Too large**: in two layers or more ``gain = rms(W) * sqrt(fan_in)`` is at least 3, and over these
       ``prod(gain / 1.5) >= 10``. A signal keeps its size at a gain of 1 (Glorot and Bengio 2010) to 1.41 (He et al.
       2015); PyTorch's own is 0.58.
-    - **Too small**: in two hidden layers or more the gain is below 0.1, and over these ``prod(gain / 0.5) < 1e-3``,
-      and no weight's gradient is a hundredth of the largest bias's: the input has hardly any say.
-    - **The signal dies or runs away**: the spread (standard deviation) of the last hidden layer's output is ``spread`` times
-      less than the first's, and gains in between are below 0.5; or some later layer's is as many times more. Layers whose output is
-      zero are left out. SageMaker's PoorWeightInitialization takes a ratio of variances of 10, which default
-      initialisation has.
-    - **Too sure**: the first loss is ``above_guess`` times the logarithm of how many classes the last layer tells apart, its
-      outputs spread by 2 or more and can make such a loss, and a layer (or an embedding that the last layer shares) has a gain of at least 3: it
-      is sure before it has learnt, and the first steps only take that back (Karpathy, "A Recipe for Training Neural
-      Networks", 2019: verify the loss at initialisation). Inputs with a root mean square above 3 are another fault, and
-      so are measured targets; a model that was trained on other labels is sure too, but has no such gains.
+    - **Too small**: in two hidden layers or more the gain is below 0.1, and over these ``prod(gain / 0.5) < 1e-3``, and no weight's gradient
+      is a hundredth of the largest bias's: the input has hardly any influence.
+    - **The signal vanishes or explodes**: the spread (standard deviation) of the last hidden layer's output is ``spread`` times less than
+      the first's, and gains in between are below 0.5; or that of some later layer is as many times larger. Layers with an output of zero
+      are ignored. SageMaker's PoorWeightInitialization uses a ratio of variances of 10, which default initialization exceeds.
+    - **Overconfident**: the first loss is ``above_guess`` times the logarithm of the number of classes of the last layer, its outputs have a
+      spread of 2 or more, which can cause such a loss, and a layer (or an embedding that shares the last layer's weights) has a gain of at
+      least 3: the model is confident before it has learned, and the first steps only undo this (Karpathy, "A Recipe for Training Neural
+      Networks", 2019: verify the loss at initialization). Inputs with a root mean square above 3 are another fault, and so are measured
+      targets. A model that was trained on other labels is also confident, but has no such gains.
 
-    All but the first and the last leave out models with normalisation, which takes any scale out again. A layer is linear,
-    convolutional or recurrent; its weights are matrices with at least two inputs and two outputs. Scales, biases,
-    embeddings and tables are none. Weights that a checkpoint brought count like others.
+    Only the first and the last fault are judged in models with normalization, which removes any scale. A layer is linear, convolutional or
+    recurrent; its weights are matrices with at least two inputs and two outputs, without scales, biases, embeddings and tables. Weights from
+    a checkpoint are judged like others.
     """
 
     name = "poor_initialization"
-    summary = "weights begin all the same, far too large, or far too small"
+    summary = "initial weights are all equal, far too large, or far too small"
     version = 2
     needs = Needs(
         collections=("weights", "gradients", "activations", "inputs", "losses", "labels"),
@@ -83,21 +84,21 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         probes=("class_counts",),
         about=("weight", "output"),
     )
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "A hand-written initialisation sets all weights alike, or with a fixed deviation at any width.",
+        "A custom initialization sets all weights equal, or uses a fixed deviation at any width.",
         "Weights were loaded or scaled by mistake.",
         "The gain is that of another activation.",
     )
     what_to_try = (
-        "Initialise by fan-in: torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh (He et al., 2015; Glorot, 2010).",
-        "Leave weights random; only biases and last layers of branches may begin at zero.",
-        "Put normalisation after layers whose scale is uncertain.",
+        "Initialize by fan-in: torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh (He et al., 2015; Glorot, 2010).",
+        "Use random weights; only biases and last layers of branches may start at zero.",
+        "Add normalization after layers of uncertain scale.",
     )
     cannot_distinguish = (
-        "Large weights that a layer of the program's own scales down in its forward pass, from weights that are too large.",
-        "Weights of a checkpoint that were trained for other labels and are large, from an initialization that is too sure.",
-        "Normalization that is a function or a module of the program's own is not known as such unless its class name says so.",
+        "Large weights that a custom layer scales down in its forward pass, from weights that are too large.",
+        "Large weights of a checkpoint that were trained for other labels, from an overconfident initialization.",
+        "Normalization by a function or a custom module is not recognized unless its class name shows it.",
     )
 
     def evaluate(
@@ -133,7 +134,7 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         sure = _too_sure(params, step, weights)
         if sure is not None:
             return [self._sure(params, block, *sure)]
-        if any(is_normalisation(info) for info in step.infos(weights)):
+        if any(is_normalization(info) for info in step.infos(weights)):
             return []
         large = gain >= params.large
         if large.sum() > 1 and prod((gain[large] / 1.5).tolist()) >= params.growth:
@@ -141,7 +142,7 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         small = (gain < params.small) & ~alike
         small[-1:] = False  # the last layer may begin small
         faint = small.sum() > 1 and prod((gain[small] / 0.5).tolist()) < params.shrinkage
-        if faint and _input_has_no_say(step):
+        if faint and _input_is_small(step):
             return self._scales(params.small, block, layers[small], gain[small], "below")
         return self._signal(params, step, gain)
 
@@ -274,7 +275,7 @@ def _all_the_same(alike: NDArray[np.bool_], gain: Floats, *, others_are_random: 
     return same
 
 
-def _input_has_no_say(step: _FirstStep) -> bool:
+def _input_is_small(step: _FirstStep) -> bool:
     """Whether all gradients of weights are small beside that of a bias, which is the error that comes back."""
     errors = step.size[step.of_role("gradient", lambda info: len(info.shape) == 1)]
     weights = step.size[step.of_role("gradient", lambda info: len(info.shape) > 1)]

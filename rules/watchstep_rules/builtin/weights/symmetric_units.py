@@ -1,4 +1,4 @@
-"""Units of a layer that began alike, learn, and never part."""
+"""Units of a layer that start equal and remain equal while they learn."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ class SymmetricUnitsParams(Params):
         0.01,
         gt=0,
         lt=1,
-        description="How far units may be apart, over how far they have come, and still count as alike.",
+        description="Largest ratio of the distance between units to their movement at which they are equal.",
     )
-    records: int = Field(3, ge=1, le=1000, description="Records in a row at which they are alike.")
+    records: int = Field(3, ge=1, le=1000, description="Consecutive records with equal units.")
 
 
 class SymmetricUnits(Rule[SymmetricUnitsParams, State]):
-    """Fires when ``unit_spread <= share * unit_movement`` at ``records`` records in a row.
+    """Fires when ``unit_spread <= share * unit_movement`` at ``records`` consecutive records.
 
-    The spread is the largest distance of any unit's weights from those of the first unit, the movement how far the first
-    has come since it was first looked at. Units with the same weights in and out get the same gradient, so they stay one
-    unit however long they learn: initialisation has to break the symmetry (Goodfellow, Bengio, Courville, Deep
-    Learning, 2016, section 8.4). Rounding parts them by 1e-6 of what they move; where anything tells them apart they
-    part as fast as they move, at the first update. One percent lies between, far from both.
+    The spread is the largest distance of any unit's weights from those of the first unit; the movement is the distance that the first unit
+    has moved since its first record. Units with equal incoming and outgoing weights get equal gradients, so they remain equal however long
+    they learn: initialization must break the symmetry (Goodfellow, Bengio, Courville, Deep Learning, 2016, section 8.4). Rounding separates
+    them by 1e-6 of their movement; any other difference separates them as fast as they move, at the first update. One percent is far from
+    both.
 
-    A layer that begins at one number and parts is fine: heads and branches that begin at zero do. A layer that does not
-    move is not judged. ``poor_initialization`` says at once that weights begin alike; this rule says that they stay so.
+    A layer that starts at a constant and separates is healthy, such as heads and branches that start at zero. A layer that does not move is
+    not judged. ``poor_initialization`` reports immediately that weights start equal; this rule reports that they remain equal.
     """
 
     name = "symmetric_units"
-    summary = "all units of a layer learn the same"
+    summary = "all units of a layer learn the same weights"
     needs = Needs(collections=("weights",), roles=("weight",), probes=("unit_spread",))
     merge = "per_worker"
     usual_causes = (
-        "This layer and the one after it begin at a constant.",
-        "One row was copied into all of a layer's weights.",
+        "This layer and the next one start at a constant.",
+        "One row was copied to all rows of a layer's weights.",
     )
     what_to_try = (
-        "Draw weights at random: torch.nn.init.kaiming_uniform_ or xavier_uniform_; biases may be zero.",
-        "Let the layer's default initialisation stand.",
+        "Initialize weights randomly: torch.nn.init.kaiming_uniform_ or xavier_uniform_; biases may be zero.",
+        "Keep the layer's default initialization.",
     )
     cannot_distinguish = (
-        "Units that are tied on purpose, such as copies of a filter that a program keeps equal, from units that never part.",
+        "Units that are tied on purpose, such as copies of a filter that a program keeps equal, from units that remain equal by a fault.",
     )
 
     def lookback(self, params: SymmetricUnitsParams) -> int:
-        """The records before."""
+        """The previous records."""
         return params.records - 1
 
     def conclusive(self, params: SymmetricUnitsParams, block: Block) -> NDArray[np.bool_]:

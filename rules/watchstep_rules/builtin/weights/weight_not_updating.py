@@ -1,4 +1,4 @@
-"""Weights that the optimizer leaves as they are, though there is something to learn."""
+"""Weights that the optimizer does not update although the model could learn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from watchstep_rules.builtin.weights.absent_from_optimizer import AbsentFromOpti
 from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.loss_progress import LossProgress
 from watchstep_rules.signals.series import in_training
-from watchstep_rules.signals.tensor_selection import is_normalisation, is_weighted
+from watchstep_rules.signals.tensor_selection import is_normalization, is_weighted
 from watchstep_rules.signals.update_evidence import OptimizedWeights, forgotten
 from watchstep_rules.signals.weight_steps import (
     HALF,
@@ -26,36 +26,43 @@ class WeightNotUpdatingParams(Params):
     """Parameters of `WeightNotUpdating`."""
 
     threshold: float = Field(
-        1e-8, ge=0, description="Root mean square of an update over the weight's, up to which it is none."
+        1e-8, ge=0, description="Relative update (root mean squares) up to which there is no update."
     )
     rounded: float = Field(
         0.99,
         gt=0,
         le=1,
-        description="Share of elements that an update leaves as they are, from which on it is lost to rounding.",
+        description="Share of elements unchanged by an update at which the update is lost to rounding.",
     )
     patience: int = Field(
         20,
         ge=1,
-        description="Records through which all updates are none, from which on a rate that ran down is a fault too.",
+        description="Records without any update after which a decayed learning rate is also a fault.",
     )
     ran_down: float = Field(
         1e-6,
         ge=0,
-        description="Such a ratio of the fastest weight, from which on a rate has run down, if its largest was a thousand times that, or has always been too small.",
+        description="Relative update of the fastest weight at which a learning rate has decayed, if it was a thousand times that, or has always been too small.",
     )
     alive: float = Field(
         1e-3,
         gt=0,
         le=1,
-        description="A gradient below this share of its largest so far says that the layer has converged.",
+        description="Share of its largest gradient so far below which a layer has converged.",
     )
 
 
 class WeightNotUpdatingState(State):
-    """The past of each parameter, by ``name@worker``, the order of weighted modules whose output was seen, and losses that are zero.
+    """State of `WeightNotUpdating`.
 
-    ``still`` counts records in a row in which all updates were none; ``held`` is what optimizers update.
+    Attributes:
+        parameters: the past of each parameter, by ``name@worker``.
+        computed: the order of weighted modules with a recorded output.
+        nothing_lost: whether a loss is zero.
+        still: consecutive records without any update.
+        pace: how fast weights change.
+        losses: the progress of the losses.
+        held: the weights that optimizers update.
     """
 
     parameters: dict[str, WeightHistory] = Field(default_factory=dict)
@@ -68,41 +75,38 @@ class WeightNotUpdatingState(State):
 
 
 class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
-    """Fires when updates are missing in one of eight ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
+    """Fires when updates are missing in one of eight ways. There is *no update* if ``rms(update) <= threshold * rms(weight)``.
 
-    - **None at all**: all updates of a step are none while some gradient is alive: the optimizer is skipped, or its
-      learning rate is zero. Also where no weight has ever been updated, whatever the gradients,
-      though some loss is not zero. A gradient is alive
-      at ``alive`` times its own largest; below, a plain optimizer's updates round to nothing because it has converged.
-      Updates that were there must have ended at once: a learning rate that a schedule brings down to zero is
-      no fault, unless it stays there through ``patience`` records.
-    - **A rate that ran down**: no weight changes by more than ``ran_down`` of its size in a step, at ten records in a row and for a
-      quarter of the run so far, though the fastest once took a thousand times that, gradients are alive, and the loss is above half of where
-      it began: a schedule that was stepped too often. At 1e-6 ten thousand steps in one direction change a weight by a
-      hundredth; schedules that end at nothing do so at the end.
-    - **Too small from the beginning**: at ten records and through fifty steps no weight has ever changed by more than ``ran_down`` of its
-      size in a step, updates do not grow, gradients are alive, and the loss is above half of where it began: a rate that is far too small, or
-      gradients that are clipped to almost nothing.
-    - **In no optimizer**: a weight gets gradients, no optimizer holds it, and it has not changed since the first look,
-      as `watchstep_rules.signals.update_evidence.forgotten` tells it from what is left out on purpose.
-    - **Lost to rounding**: ``rounded`` of an update's elements are zero, though half of the gradient's are not.
-      Weights in half precision do that where the learning rate is small; in others a gradient that small has vanished.
-    - **Cut off**: layers that require a gradient, and were computed, never got one, while all layers after them learn:
-      what they give is detached from the loss.
-    - **Masked**: the gradient of a layer's weight has always been zero, though its bias has one, and layers before it
-      get theirs. Zero inputs do that as well, from their layer on.
-    - **Vectors alone**: all that learns are biases and scales of weighted layers and normalisation, and nothing of the
-      last weighted layer that was computed: the loop that was to freeze some layers froze others as well. Tuning of
-      biases, which trains the head, is another thing.
+    - **No update at all**: no weight of a step has an update while some gradient is alive: the optimizer is skipped, or its learning rate
+      is zero. Also if no weight has ever been updated, whatever the gradients, and some loss is not zero. A gradient is alive from ``alive``
+      times its own largest; below, updates of a plain optimizer round to zero because the layer has converged. Existing updates must have
+      ended abruptly: a schedule that decays to zero is not a fault, unless it stays there for ``patience`` records.
+    - **Decayed learning rate**: no weight changes by more than ``ran_down`` of its size in a step, at ten consecutive records and for a
+      quarter of the run so far, although the fastest weight once changed by a thousand times that, gradients are alive, and the loss is
+      above half of its first value: a schedule that was stepped too often. At 1e-6 ten thousand steps in one direction change a weight by
+      a hundredth; schedules that end at zero reach it at the end.
+    - **Too small from the start**: over ten records and fifty steps no weight has ever changed by more than ``ran_down`` of its size in a
+      step, updates do not grow, gradients are alive, and the loss is above half of its first value: a learning rate that is far too small,
+      or gradients that are clipped to almost zero.
+    - **In no optimizer**: a weight gets gradients, is in no optimizer, and has not changed since its first record;
+      `watchstep_rules.signals.update_evidence.forgotten` distinguishes it from weights that are excluded on purpose.
+    - **Lost to rounding**: ``rounded`` of an update's elements are zero, although half of the gradient's are not. This happens with
+      half-precision weights and a small learning rate; in other formats a gradient this small has vanished.
+    - **Disconnected**: layers that require a gradient and were computed have never had one, while all later layers learn: their output is
+      detached from the loss.
+    - **Masked**: the gradient of a layer's weight has always been zero, although its bias and earlier layers have gradients. Zero inputs
+      have the same effect from their layer on.
+    - **Only vectors**: only biases and scales of weighted and normalization layers learn, and nothing of the last computed weighted layer:
+      the loop that freezes some layers froze others as well. Bias tuning, which also trains the head, is not reported.
 
-    Gradients that are zero at some steps tell nothing of updates at others: where one of the last eight was, updates that end
-    are left alone. So is deliberate freezing: parameters with ``requires_grad=False`` have no row on record. The threshold 1e-8 is that of SageMaker's
-    WeightUpdateRatio. Vectors are judged only where there is nothing else: the gradient of a bias before
-    normalisation is zero by construction.
+    Zero gradients at some steps are no evidence about updates at others: if one of the last eight gradients was zero, ending updates are
+    not reported. Neither is deliberate freezing: parameters with ``requires_grad=False`` have no records. The threshold 1e-8 is that of
+    SageMaker's WeightUpdateRatio. Vectors are judged only if there is no matrix, because the gradient of a bias before normalization is
+    zero by construction.
     """
 
     name = "weight_not_updating"
-    summary = "weights stay as they are though there is something to learn"
+    summary = "weights do not change although the model could learn"
     needs = Needs(
         collections=("updates", "gradients", "activations", "losses", "not_in_optimizer"),
         roles=("update", "gradient", "output", "loss", "not_in_optimizer"),
@@ -110,23 +114,23 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         about=("update", "not_in_optimizer"),
     )
     version = 3
-    merge = "sealed"
+    merge = "watermark"
     usual_causes = (
-        "The optimizer does not step: it is skipped, its rate is zero, or another model's parameters are in it.",
+        "The optimizer does not step: it is skipped, its learning rate is zero, or it has the parameters of another model.",
         "The layer gets no gradient: detach, no_grad, or it does not reach the loss.",
-        "Updates are lost in half precision: they are smaller than the weight can show.",
-        "A schedule has brought the learning rate to zero too early, or it is far too small, or gradients are clipped to almost nothing.",
+        "Updates are lost in half precision: they are below the resolution of the weights.",
+        "A schedule decayed the learning rate to zero too early, or it is far too small, or gradients are clipped to almost zero.",
     )
     what_to_try = (
-        "Check optimizer.step(), the learning rate now, and that the optimizer was made after the model was moved or replaced.",
+        "Check optimizer.step(), the current learning rate, and that the optimizer was created after the model was moved or replaced.",
         "Check that param.grad is not None and not zero after backward.",
         "Keep the weights in float32, with torch.amp.autocast around the forward pass.",
-        "If the layer is frozen on purpose, set requires_grad=False, or leave it out with tensors: {exclude: …}.",
+        "If the layer is frozen on purpose, set requires_grad=False, or exclude it with tensors: {exclude: …}.",
     )
     cannot_distinguish = (
-        "A program that leaves a layer out of the optimizer on purpose, without requires_grad=False, and trains layers before and after it, from one that forgot it.",
-        "A layer that is detached on purpose and still requires a gradient, from one that is cut off by mistake.",
-        "A branch that is detached amid layers that learn, from one whose output is not used on purpose: it is left alone.",
+        "A layer that is excluded from the optimizer on purpose without requires_grad=False, between layers that learn, from a forgotten layer.",
+        "A layer that is detached on purpose and still requires a gradient, from one that is disconnected by mistake.",
+        "A detached branch between layers that learn, from one with an output that is unused on purpose: neither is reported.",
         "An optimizer that is paused on purpose while gradients are alive, from one that is skipped.",
     )
 
@@ -157,7 +161,7 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         return WeightNotUpdatingState(**vars(past)), findings
 
     def advice(self, finding: Finding) -> Advice:
-        """Of a parameter that no optimizer holds, what `AbsentFromOptimizer` says."""
+        """The advice of `AbsentFromOptimizer` for a parameter in no optimizer."""
         if finding.role == "not_in_optimizer":
             return Advice(AbsentFromOptimizer.usual_causes, AbsentFromOptimizer.what_to_try)
         return super().advice(finding)
@@ -165,16 +169,16 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
     def _forgotten(self, block: Block, row: int) -> Finding:
         size = float(block.statistics.abs_sum[row])
         message = (
-            f"{block.info(row).name}: sum |gradient| is {size:.3g}, but no optimizer holds the parameter, "
-            "and it has not changed since the first look"
+            f"{block.info(row).name}: sum |gradient| is {size:.3g}, but the parameter is in no optimizer, "
+            "and it has not changed since its first record"
         )
         return finding_at(self.name, block, row, value=size, threshold=0.0, message=message)
 
     def _finding(
         self, params: WeightNotUpdatingParams, block: Block, row: int, ratio: float, why: str
     ) -> Finding:
-        none = f", at most {params.threshold:.3g} is none" if ratio <= params.threshold else ""
-        message = f"{block.info(row).name} is {ratio:.3g} of the weight{none}: {why}"
+        no_update = f", no update up to {params.threshold:.3g}" if ratio <= params.threshold else ""
+        message = f"{block.info(row).name} is {ratio:.3g} of the weight{no_update}: {why}"
         return finding_at(self.name, block, row, value=ratio, threshold=params.threshold, message=message)
 
 
@@ -247,7 +251,7 @@ def _masked(block: Block, judged: list[int], none: list[bool], past: Weights) ->
 def _vectors_alone(block: Block, updates: list[int], past: Weights) -> list[tuple[int, str]]:
     infos = [block.info(row) for row in updates]
     held = {info.module for info in infos}
-    if any(len(info.shape) > 1 or not (is_weighted(info) or is_normalisation(info)) for info in infos):
+    if any(len(info.shape) > 1 or not (is_weighted(info) or is_normalization(info)) for info in infos):
         return []
     if not past.computed or max(past.computed, key=lambda module: past.computed[module]) in held:
         return []

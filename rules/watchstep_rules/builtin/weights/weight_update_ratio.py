@@ -1,4 +1,4 @@
-"""Updates that are very large or very small beside the weights that they change."""
+"""Updates that are very large or very small relative to their weights."""
 
 from __future__ import annotations
 
@@ -16,34 +16,32 @@ class WeightUpdateRatioParams(Params):
 
     large_threshold: float = Field(10.0, gt=0, description="Ratio above which an update is too large.")
     small_threshold: float = Field(1e-8, ge=0, description="Ratio below which an update is too small.")
-    min_dimensions: int = Field(2, ge=0, description="Judge parameters with at least so many dimensions.")
+    min_dimensions: int = Field(2, ge=0, description="Fewest dimensions of the parameters to judge.")
 
 
 class WeightUpdateRatio(Rule[WeightUpdateRatioParams, State]):
     """Fires when ``rms(update) / rms(weight)`` is above ``large_threshold`` or below ``small_threshold``.
 
-    Both thresholds are those of SageMaker's WeightUpdateRatio, which takes the change since the last saved step, however
-    long ago that was; here it is the update of one step, taken as the optimizer makes it. A weight that is all zero has no
-    ratio and is left alone, where SageMaker divides by an epsilon.
+    Both thresholds are those of SageMaker's WeightUpdateRatio, which uses the change since the last saved step, however long ago. Here it
+    is the update of one step of the optimizer. A weight of zeros has no ratio and is not judged; SageMaker divides by an epsilon instead.
 
-    Off by default: `weight_not_updating` tells an update that is missing from a schedule that has ended, and
-    `learning_rate_scale` judges ratios that are far from usual but not absurd. Of sharded parameters each worker's shard
-    is judged.
+    Off by default: `weight_not_updating` distinguishes a missing update from the end of a schedule, and `learning_rate_scale` judges
+    unusual ratios. For sharded parameters the shard of each worker is judged.
     """
 
     name = "weight_update_ratio"
-    summary = "updates are far larger or smaller than the weights they change"
+    summary = "updates are far too large or too small for their weights"
     needs = Needs(collections=("updates",), roles=("update",), probes=("update_ratio",))
     merge = "per_worker"
     usual_causes = (
         "The learning rate is far too high, or far too low, for this layer.",
         "A gradient has exploded or vanished.",
-        "The weights are much smaller than is usual, so that any update is large beside them.",
+        "The weights are much smaller than usual, so that any update is relatively large.",
     )
     what_to_try = (
         "Change the learning rate by factors of ten until updates are near a thousandth of the weights.",
         "Clip gradients, or look at where they vanish.",
-        "Look at the weights' initialisation and at weight decay.",
+        "Look at the weights' initialization and at weight decay.",
     )
 
     def conclusive(self, params: WeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:

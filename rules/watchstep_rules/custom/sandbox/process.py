@@ -138,7 +138,7 @@ class Child:
         os.set_blocking(self._incoming, False)
         try:
             self.isolation = self._confined()
-            self.ask(program.setup(), (), _LOAD_SECONDS)
+            self.request(program.setup(), (), _LOAD_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -153,7 +153,7 @@ class Child:
         """Whether it still runs; one that waits may have been killed."""
         return self._process.poll() is None
 
-    def ask(
+    def request(
         self, request: dict[str, Any], parts: Parts, seconds: float, bounds: FrameLimits = SHORT
     ) -> Reply:
         """Send a request and return the only reply.
@@ -232,7 +232,7 @@ class Child:
         """What it reached; said before it is told anything of the program."""
         try:
             request = {"kind": self.program.kind, "memory_mb": self.program.memory_mb}
-            reached = Isolation.model_validate(self.ask(request, (), _START_SECONDS).document)
+            reached = Isolation.model_validate(self.request(request, (), _START_SECONDS).document)
         except (DeadError, ValidationError) as error:
             raise StartError(
                 f"{self.program.called}: its process does not start ({error})", "see if Python runs"

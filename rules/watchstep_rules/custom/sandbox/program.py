@@ -150,7 +150,7 @@ def answer(rule: AnyRule, request: dict[str, Any], parts: list[bytearray]) -> _A
     return _evaluated(rule, params, request, *map(from_bytes, parts))
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error in one line, with the line of the user's program where it came from."""
     if isinstance(error, ProgramError):
         return str(error)[:MAX_MESSAGE]

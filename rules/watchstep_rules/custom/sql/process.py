@@ -132,7 +132,7 @@ def checked(query: str) -> CheckedQuery:
     culprit = ("check", query)
     try:
         with POOL.child(SqlProgram.for_query(0), "checks", culprit) as child:
-            document = child.ask({"ask": "check", "query": query}, (), _CHECK_SECONDS).document
+            document = child.request({"ask": "check", "query": query}, (), _CHECK_SECONDS).document
     except StartError:
         raise
     except RuleError as error:

@@ -1,4 +1,4 @@
-"""A rule that is a SELECT: what it gives for a step are the findings at that step."""
+"""SQL rules: a SELECT whose result rows for a step are the findings at that step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from watchstep_rules.signals.nonfinite import has_elements
 _MAX_FAILURE = 400
 
 QUERIES_CHECKED = {"queries": "checked"}
-"""Validation context under which a query is checked in a process: where a rule config is written, not where it is read."""
+"""Validation context in which a query is checked in a child process: when a rule config is written, not when it is read."""
 
 
 class SqlParams(Params):
@@ -28,35 +28,35 @@ class SqlParams(Params):
     query: str = Field(
         min_length=1,
         max_length=MAX_QUERY,
-        description="One SELECT over statistics, tensors and losses. It gives tensor, and may give worker, mode, step, "
+        description="One SELECT over statistics, tensors and losses. It returns tensor, and optionally worker, mode, step, "
         "value, threshold and message.",
     )
     window: int = Field(
-        1, ge=1, le=10_000, description="How many steps it sees: the judged one and those before it."
+        1, ge=1, le=10_000, description="Number of steps in the input: the judged step and earlier ones."
     )
-    memory_mb: int = Field(256, ge=16, le=8192, description="Memory that it may take for one step, in MiB.")
-    seconds: float = Field(1.0, gt=0, le=60, description="Seconds that it may take for one step.")
+    memory_mb: int = Field(256, ge=16, le=8192, description="Limit of memory for one step, in MiB.")
+    seconds: float = Field(1.0, gt=0, le=60, description="Limit of seconds for one step.")
 
     @field_validator("query")
     @classmethod
     def _may_be_run(cls, value: str, info: ValidationInfo) -> str:
         if info.context != QUERIES_CHECKED:
-            return value  # it is checked before it is run
+            return value  # it is checked before it runs
         try:
             checked(value)
         except BusyError:
             raise
         except StartError:
-            pass  # the machine is at fault, not the query
+            pass  # a fault of the machine, not of the query
         return value
 
 
 class SqlState(State):
-    """What could not be judged; the window holds what a query looks back on.
+    """State of `Sql`: steps that could not be judged.
 
     Attributes:
-        failed_steps: at how many steps the query failed.
-        last_failure: what was said of the last of them.
+        failed_steps: number of steps at which the query failed.
+        last_failure: the error of the last failed step.
     """
 
     failed_steps: int = 0
@@ -64,31 +64,31 @@ class SqlState(State):
 
 
 class Sql(Rule[SqlParams, SqlState]):
-    """Fires for each tensor that a query gives.
+    """Fires for each tensor that a query returns.
 
-    The query is run once for each judged step ``s``, over the rows of the steps ``s - window + 1 … s`` in its scope. A row
-    that it gives is a finding about that tensor at step ``s``, if it was recorded there; a row whose own column ``step`` is
-    another step is left out, for it was judged when its time came. Where several workers or modes have the tensor, the
-    columns ``worker`` and ``mode`` say which is meant; without them it is the first.
+    The query runs once for each judged step ``s``, over the rows of the steps ``s - window + 1 … s`` in its scope. A result row is a finding
+    about its tensor at step ``s``, if the tensor was recorded at this step. A result row with another value in the column ``step`` is
+    ignored, because that step was judged before. If several workers or modes have the tensor, the columns ``worker`` and ``mode`` select
+    one; without them the first is used.
 
-    Queries are run in a child process, which cannot take more memory or time than it may.
+    Queries run in a child process with limits of memory and time.
 
-    A step at which the query fails is not judged; it is counted, told as the rule's health, and the others are judged.
+    A step at which the query fails is not judged. It is counted and reported as the rule's health; other steps are judged.
 
-    Nothing else goes in: no function reads a clock, a file, a setting or chance, so the same rows give the same findings.
+    There is no other input: no function reads a clock, a file, a setting or random numbers, so the same rows give the same findings.
     """
 
     name = "sql"
-    summary = "a query of yours gives rows"
+    summary = "a custom SQL query returns rows"
     needs = Needs(collections=())
-    merge = "sealed"
+    merge = "watermark"
 
     def lookback(self, params: SqlParams) -> int:
-        """A series has a row a step, and one more where it is measured before and after a reduction."""
+        """A series has one row per step, or two if it is measured before and after a reduction."""
         return 2 * (params.window - 1)
 
     def needed(self, params: SqlParams) -> Needs:
-        """The probes that the query names; none where it cannot be checked now, which is told when it is evaluated."""
+        """The probes that the query uses; empty if the query cannot be checked now, which its evaluation reports."""
         try:
             probes = checked(params.query).probes
         except (ValueError, RuleError):
@@ -96,14 +96,14 @@ class Sql(Rule[SqlParams, SqlState]):
         return Needs(collections=(), probes=probes)
 
     def problem(self, state: SqlState) -> str:
-        """At how many steps the query failed."""
+        """The number of steps at which the query failed, and the last error."""
         if not state.failed_steps:
             return ""
         steps = "1 step was" if state.failed_steps == 1 else f"{state.failed_steps} steps were"
-        return f"{steps} not judged, the last for this: {state.last_failure}"
+        return f"{steps} not judged; last error: {state.last_failure}"
 
     def conclusive(self, params: SqlParams, block: Block) -> NDArray[np.bool_]:
-        """Rows of tensors with elements: which values the query looks at is not known."""
+        """Rows of tensors with elements, because the values that the query uses are not known."""
         return has_elements(block)
 
     def evaluate(
@@ -126,14 +126,14 @@ class Sql(Rule[SqlParams, SqlState]):
             else:
                 findings += [
                     finding_at(
-                        Sql.name, rows, found.row,
-                        value=found.value, threshold=found.threshold, message=found.message,
+                        Sql.name, rows, entry.row,
+                        value=entry.value, threshold=entry.threshold, message=entry.message,
                     )
-                    for found in outcome
+                    for entry in outcome
                 ]  # fmt: skip
         return state, findings
 
 
 def _failed(state: SqlState, error: RuleError) -> SqlState:
-    said = str(error).encode(errors="replace").decode().replace("\0", "\ufffd")
-    return SqlState(failed_steps=state.failed_steps + 1, last_failure=said[:_MAX_FAILURE])
+    message = str(error).encode(errors="replace").decode().replace("\0", "\ufffd")
+    return SqlState(failed_steps=state.failed_steps + 1, last_failure=message[:_MAX_FAILURE])

@@ -57,7 +57,7 @@ def test_a_model_that_is_never_in_training_mode(tmp_path: Path) -> None:
     said = found(tmp_path, never_in_training)
     assert min(said) == 25
     assert said[25] == (
-        "1 learns while the whole model is in evaluation mode, and 1.running_var is 1 everywhere, as it begins, at 2 records in a row"
+        "1 learns while the whole model is in evaluation mode, and 1.running_var is 1 everywhere, its initial value, at 2 records in a row"
     )
 
 
@@ -76,7 +76,7 @@ def test_a_momentum_of_zero(tmp_path: Path) -> None:
 
     said = found(tmp_path, make=make)
     assert min(said) == 50
-    assert "1 has taken in 51 batches, and 1.running_var is 1 everywhere" in said[50]
+    assert "1 has processed 51 batches, and 1.running_var is 1 everywhere" in said[50]
 
 
 def evaluates_now_and_then(step: int, model: nn.Sequential) -> None:
@@ -143,7 +143,7 @@ def test_a_layer_in_evaluation_mode_on_purpose_is_noted_without_a_warning(
     assert min(said) == first
     assert said[first] == (
         "1 is in evaluation mode, at 2 records in a row: its running statistics (1.running_var) are frozen; "
-        "sound when deliberate, e.g. fine-tuning"
+        "correct if deliberate, e.g. fine-tuning"
     )
     assert {config.rule: config.severity for config in DEFAULT_RULES}["running_statistics_frozen"] == "info"
 

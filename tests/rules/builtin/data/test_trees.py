@@ -40,6 +40,6 @@ def test_one_feature_that_decides_nearly_all_and_the_twin(kind: str, tmp_path: P
     params: dict[str, object] = {"kind": kind, "features": 2, "share": 0.6}
     found = said_of(lambda hook: trained(hook, 2, 1), "feature_importance", tmp_path / "a", params)
     assert {finding.tensor for finding in found} == {f"feature_importance/{kind}"}
-    assert "2 of 8 features have" in found[-1].message
+    assert "2 largest of 8 features have" in found[-1].message
     twin = said_of(lambda hook: trained(hook, 4, 8), "feature_importance", tmp_path / "b", params)
     assert [finding for finding in twin if finding.step > 3] == []

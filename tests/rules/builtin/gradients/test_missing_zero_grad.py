@@ -30,8 +30,8 @@ def test_a_loop_without_zero_grad_and_its_twin(tmp_path: Path) -> None:
     found = said_of(lambda hook: trained(hook, clears=False), "missing_zero_grad", tmp_path / "faulty")
     assert [finding.step for finding in found] == list(range(6, 15))
     assert found[0].message == (
-        "gradients:stale: at 6 steps in a row the optimizer was given gradients that hold those of the step before; "
-        "nothing cleared them"
+        "gradients:stale: at 6 steps in a row the gradients included those of the previous step; "
+        "they were not cleared"
     )
     for passes in (1, 4):
         twin = said_of(

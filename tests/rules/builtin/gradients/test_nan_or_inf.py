@@ -298,7 +298,9 @@ def test_weights_that_an_update_makes_nan_are_found_at_its_step(
     assert [finding.step for finding in said.stops] == [BAD]
     assert "skipped" not in said.stops[0].message
     assert said.stops[0].upstream == ("model:input",)
-    assert "which the optimizer applies; the input held 256 NaN among 256 elements" in said.stops[0].message
+    assert (
+        "which the optimizer applies; the input contained 256 NaN among 256 elements" in said.stops[0].message
+    )
 
 
 class Overflows(nn.Module):

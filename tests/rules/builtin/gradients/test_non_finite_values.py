@@ -88,8 +88,8 @@ def test_it_is_judged_as_it_arrives_and_the_likeliest_cause_is_named() -> None:
 @pytest.mark.parametrize(
     ("info", "cause", "advised"),
     [
-        (tensor("a:output", "activations"), "The data hold NaN", "Look at model:input"),
-        (tensor("a.weight", "weights"), "The learning rate", "Look at the first of the recorded"),
+        (tensor("a:output", "activations"), "The data contain NaN", "Look at model:input"),
+        (tensor("a.weight", "weights"), "The learning rate", "Look at the first recorded"),
     ],
 )
 def test_a_bad_output_points_at_the_batch_and_a_bad_weight_does_not(
@@ -152,11 +152,11 @@ def test_an_input_that_was_bad_is_said_with_what_follows_from_it(
     (finding,) = at_once(Row(3, INPUT, held), Row(3, WEIGHT, [1.0]), Row(3, bad, [NAN]))
     assert (finding.tensor, finding.upstream) == (bad.name, (INPUT.name,))
     assert finding.message == (
-        f"1 NaN among 1 elements of {bad.name}, 0 tolerated; the input held {seen} among {len(held)} elements of model:input"
+        f"1 NaN among 1 elements of {bad.name}, 0 tolerated; the input contained {seen} among {len(held)} elements of model:input"
     )
     advice = NonFiniteValues().advice(finding)
-    assert advice.usual_causes[0].startswith("The batch of this step was bad, as measured")
-    assert advice.what_to_try[0].startswith("Find the examples by torch.isfinite")
+    assert advice.usual_causes[0].startswith("The batch of this step was measured as bad")
+    assert advice.what_to_try[0].startswith("Find the examples with torch.isfinite")
     assert not any("Look at model:input" in one for one in advice.what_to_try)
     assert len(set(advice.usual_causes)) == len(NonFiniteValues.usual_causes)
 
@@ -176,7 +176,7 @@ def test_an_input_that_was_bad_is_said_with_what_follows_from_it(
 def test_an_input_is_not_blamed_for_what_it_did_not_cause(rows: list[Row], named: list[str]) -> None:
     findings = at_once(*rows)
     assert [finding.tensor for finding in findings] == named
-    assert all(finding.upstream == () and "input held" not in finding.message for finding in findings)
+    assert all(finding.upstream == () and "input contained" not in finding.message for finding in findings)
 
 
 def test_inputs_are_judged_where_that_is_asked_for() -> None:

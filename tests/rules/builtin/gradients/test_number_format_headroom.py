@@ -65,7 +65,7 @@ def test_the_message_says_what_becomes_of_how_many() -> None:
         block_of([Row(0, GRADIENT, [2.0**-30, 1.0])]),
     )
     assert said.findings[0].message == (
-        "50.0% of the numbers of a.weight:gradient, times 2, would become zero in fp16, 5.0% may"
+        "50.0% of the numbers of a.weight:gradient, times 2, would become zero in fp16, 5.0% tolerated"
     )
 
 

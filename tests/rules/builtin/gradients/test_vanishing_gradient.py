@@ -72,7 +72,7 @@ def test_a_training_that_never_began_is_found_in_every_layer() -> None:
     said = all_at_once(RuleConfig(rule="vanishing_gradient"), block)
     assert steps_of(said, FIRST) == [0, 1, 2]
     assert steps_of(said, LAST) == [0, 2]
-    assert "no layer has learnt yet" in said.findings[0].message
+    assert "no layer has learned yet" in said.findings[0].message
 
 
 def test_it_begins_late_and_is_fine_from_then_on() -> None:

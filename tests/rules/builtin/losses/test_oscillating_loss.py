@@ -39,7 +39,7 @@ def found(block: Block, **params: object) -> bool:
 BURSTS = np.concatenate([[30.0], RNG(3).uniform(40, 5000, 239)])
 CALM_VALIDATION = falling(2.3, 0.3, 24, 5)
 FAULTY = {
-    "overshoots, worse than saying the same for all": run_of(BURSTS, labels=[60, 40]),
+    "overshoots, worse than with_message the same for all": run_of(BURSTS, labels=[60, 40]),
     "overshoots, labels unknown": run_of(BURSTS),
     "jumps from side to side": run_of(1.2 + 0.4 * (-1.0) ** STEPS),
     "jumps from side to side, with noise": run_of(noisy(1.2 + 0.4 * (-1.0) ** STEPS, 0.05)),
@@ -123,7 +123,7 @@ def test_thresholds_are_the_users_to_set() -> None:
 
 def test_the_finding_says_between_what_it_swings() -> None:
     said = all_at_once(RuleConfig(rule="oscillating_loss"), FAULTY["jumps from side to side"])
-    assert said.findings[0].message == "loss has swung between 0.8 and 1.6 over 40 records"
+    assert said.findings[0].message == "loss oscillated between 0.8 and 1.6 over 40 records"
 
 
 @settings(max_examples=15, deadline=None)

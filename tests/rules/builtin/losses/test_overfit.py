@@ -138,7 +138,7 @@ def test_thresholds_are_the_users_to_set() -> None:
 def test_the_finding_says_since_when() -> None:
     finding = all_at_once(RuleConfig(rule="overfit"), FAULTY["turns and rises"]).findings[0]
     assert (finding.mode, finding.threshold) == ("eval", 0.5)
-    assert "its best was 0.5 at step 60; training's has fallen from" in finding.message
+    assert "its minimum was 0.5 at step 60; the training loss has fallen from" in finding.message
 
 
 @settings(max_examples=15, deadline=None)

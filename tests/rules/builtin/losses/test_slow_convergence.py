@@ -143,8 +143,13 @@ def with_rate(values: dict[int, float], worker: int = 0) -> Block:
             "The learning rate rose from 0.001 to 1 at step 10",
             "Look at what raised the learning rate at step 10",
         ),
-        ({0: 0.1}, "", "The learning rate is too low.", "Raise the learning rate by threes"),
-        ({0: 0.0, 40: 0.1}, "", "The learning rate is too low.", "Raise the learning rate by threes"),
+        ({0: 0.1}, "", "The learning rate is too low.", "Raise the learning rate by factors of three"),
+        (
+            {0: 0.0, 40: 0.1},
+            "",
+            "The learning rate is too low.",
+            "Raise the learning rate by factors of three",
+        ),
         ({step: 0.1 * 0.97**step for step in range(200)}, "", "The learning rate is too low.", "Raise"),
     ],
 )

@@ -61,7 +61,7 @@ def test_a_training_that_stands_still_is_told_and_one_that_goes_on_is_not() -> N
     _, said = followed([*begun, *watched(1860, since=60)])
     assert [(second, finding.step, finding.tensor) for second, finding in said] == [(1860, 5, "")]
     assert said[0][1].message == (
-        "nothing was recorded for 1800 s, since step 5, 1800 s tolerated; the longest pause before took 60 s"
+        "nothing was recorded for 1800 s, since step 5, 1800 s tolerated; the longest earlier pause took 60 s"
     )
     assert times([*begun, *[(60.0 * minute, 1) for minute in range(2, 200)]]) == []
     assert times([*begun, *watched(1560, since=60), (1700, 1), *watched(3400, since=1700)]) == []

@@ -219,7 +219,7 @@ def test_a_wait_is_told_with_who_loads() -> None:
     def message(name: str) -> str:
         return all_at_once(RuleConfig(rule="data_loader"), FAULTY["data_loader"][name]).findings[0].message
 
-    assert message("waits").endswith("no process was seen that loads data for it")
+    assert message("waits").endswith("it has no data loading process")
     assert message("waits, and GPUs as well").endswith(
         "2 processes load data on 8 CPUs, which could hold more"
     )

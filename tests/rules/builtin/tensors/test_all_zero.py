@@ -43,5 +43,5 @@ def test_of_shards_the_whole_tensor_is_judged() -> None:
 def test_the_message_says_how_many() -> None:
     said = all_at_once(RuleConfig(rule="all_zero"), block_of([Row(0, OUTPUT, [0.0] * 4)]))
     assert said.findings[0].message == (
-        "100.0% of the 4 elements of first:output are zero, 100.0% or more is too many"
+        "100.0% of the 4 elements of first:output are zero, the limit is 100.0%"
     )

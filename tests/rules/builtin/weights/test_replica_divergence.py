@@ -35,7 +35,7 @@ def test_the_odd_one_out_is_told_by_the_most() -> None:
     (finding,) = found([1.0, 5.0, 5.0, 5.0])
     assert finding.worker == 0
     assert finding.message == (
-        "last.weight:checksum of worker 0 is not that of worker 1: of 4 workers 1 hold other weights"
+        "last.weight:checksum of worker 0 differs from that of worker 1: of 4 workers 1 have other weights"
     )
 
 

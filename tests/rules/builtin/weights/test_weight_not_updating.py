@@ -193,5 +193,5 @@ def test_the_finding_says_what_was_seen() -> None:
     block = in_steps(updates("a", [1e-3, 0.0]), gradients("a", [0.1, 0.1]))
     (finding,) = all_at_once(RuleConfig(rule="weight_not_updating"), block).findings
     assert finding.message == (
-        "a.weight:update is 0 of the weight, at most 1e-08 is none: no weight changes, though there are gradients"
+        "a.weight:update is 0 of the weight, no update up to 1e-08: no weight changes, though there are gradients"
     )
