@@ -1,4 +1,4 @@
-"""Launch jobs with rules attached, on whatever runs them; ask how they are; stop them. Needs none of the service."""
+"""Launch jobs with rules attached on any backend, query their status and stop them. Does not require the service package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from watchstep_launch.relaunch import Requeue as Requeue
     from watchstep_launch.relaunch import requeue as requeue
 
-_PLACES = {
+_MODULES = {
     "AwsBatch": "backends.aws.batch",
     "Backend": "backend",
     "BackendModel": "backend",
@@ -41,7 +41,7 @@ _PLACES = {
     "Slurm": "backends.slurm.backend",
     "requeue": "relaunch",
 }
-"""Name → module here. Imported when first used: no backend costs those who use another."""
+"""Name → module in this package. Modules are imported on first use, so that an unused backend costs nothing."""
 
 __all__ = [
     "AwsBatch",
@@ -64,6 +64,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Taking up a job that others launched: its run is judged by more rules, and its job can be stopped."""
+"""Attaching to a job that others launched: its run is evaluated with more rules, and its job can be stopped."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from watchstep_launch.backend import Backend, ChecksOwner, JobHandle
 from watchstep_launch.backend_registry import KINDS, open_backend
 from watchstep_launch.backends.local.backend import Local
 from watchstep_launch.job_record import JobRecord
-from watchstep_launch.registration import Registering, config_of, known_as, settings_of
-from watchstep_launch.service_location import judge_of
+from watchstep_launch.registration import LaunchRegistration, config_of, registered_name, settings_of
+from watchstep_launch.service_location import locate_service
 from watchstep_rules.config.attached import AttachedRule
 from watchstep_rules.config.rule_config import RuleConfig
 
-_GOES_ON = frozenset(("open", "stopping"))
+_ACTIVE = frozenset(("open", "stopping"))
 
 
 def attach(
@@ -42,19 +42,21 @@ def attach(
     handle = _running(runs_on, job_id)
     store = opened.location.rsplit("/", 2)[0]
     store_url = store if urlsplit(store).scheme else Path(store).as_uri()
-    judge = judge_of(service, store_url)
+    service_reference = locate_service(service, store_url)
     document = opened.document
-    asked = Registering(judge.address().operator, document.project, document.run)
-    asked.know((), "")
-    _check_place(asked, store_url)
+    registration = LaunchRegistration(service_reference.address().operator, document.project, document.run)
+    registration.register((), "")
+    _check_store(registration, store_url)
     if isinstance(runs_on, Local):
         record_process(int(handle.id), runs_on.records.folder)
-    asked.bind(attempt, replace(handle, backend=known_as(runs_on, judge, backend_name)))
-    # Only now: rules that stop are of no use to a run whose job nobody can stop.
-    asked.know(configs, "who attached to it")
+    registration.bind(
+        attempt, replace(handle, backend=registered_name(runs_on, service_reference, backend_name))
+    )
+    # Only now: rules that stop are of no use to a run if its job cannot be stopped.
+    registration.register(configs, "who attached to it")
     settings = settings_of(runs_on)
     record = JobRecord(
-        document.project, document.run, attempt, store_url, handle, runs_on.kind, settings, judge
+        document.project, document.run, attempt, store_url, handle, runs_on.kind, settings, service_reference
     )
     record.save()
     return record
@@ -63,10 +65,10 @@ def attach(
 def _parts(job: str) -> tuple[str, str]:
     kind, colon, job_id = job.partition(":")
     if not colon or not job_id:
-        raise ConfigError(f"job {job!r}: no job", "name it KIND:ID, as in slurm:1234")
+        raise ConfigError(f"{job!r} does not name a job", "use KIND:ID, for example slurm:1234")
     if kind not in KINDS:
         raise ConfigError(
-            f"job {job!r}: backend kind {kind!r} is not known", f"use one of: {', '.join(sorted(KINDS))}"
+            f"job {job!r}: unknown backend kind {kind!r}", f"use one of: {', '.join(sorted(KINDS))}"
         )
     return kind, job_id
 
@@ -77,63 +79,63 @@ def _open(run: str) -> Run:
     except NotFoundError as error:
         raise NotFoundError(
             error.what,
-            "check the URL, <store>/<project>/<run>; a job is attached to once its program has begun to record",
+            "check the URL, <store>/<project>/<run>; attaching is possible once the program has started to record",
         ) from error
 
 
 def _attempt_of(run: Run) -> str:
-    """The attempt that goes on.
+    """Return the active attempt.
 
     Raises:
-        ConfigError: none has begun, or the newest is over.
+        ConfigError: the run has no attempt yet, or the newest one is over.
     """
-    named = f"run {run.document.project}/{run.id}"
+    name = f"run {run.document.project}/{run.id}"
     state = run.state()
     if state == "created":
-        raise ConfigError(f"{named}: has no attempt yet", "attach once its program has begun to record")
-    if state not in _GOES_ON:
-        raise ConfigError(f"{named}: is over ({state})", "attach to a run that goes on")
-    held = [
+        raise ConfigError(f"{name} has no attempt yet", "attach once its program has started to record")
+    if state not in _ACTIVE:
+        raise ConfigError(f"{name} is over ({state})", "attach to an active run")
+    attempts = [
         documents.decode(
             documents.AttemptDocument, run.store.get(entry.key, limit=documents.MAX_BYTES), entry.key
         )
         for entry in run.store.entries(ATTEMPTS)
     ]
-    return max(held, key=lambda attempt: (attempt.started_ns, attempt.attempt)).attempt
+    return max(attempts, key=lambda attempt: (attempt.started_ns, attempt.attempt)).attempt
 
 
-def _check_place(asked: Registering, store_url: str) -> None:
-    """A service that looks elsewhere would never see a row of the run, and say nothing of it.
+def _check_store(registration: LaunchRegistration, store_url: str) -> None:
+    """Check that the service reads the run's store. Otherwise it would never see a row of the run, and report nothing.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the service reads another store.
     """
-    location = asked.location().rstrip("/")
+    location = registration.location().rstrip("/")
     read = location if urlsplit(location).scheme else Path(location).as_uri()
     if read != store_url.rstrip("/"):
         raise ConfigError(
-            f"run {asked.project}/{asked.run}: lies in {store_url}, and the service at {asked.address.url} reads"
-            f" this project's runs from {location}",
-            "name the service that watches the run's store, or the run in the service's store",
+            f"run {registration.project}/{registration.run} is in {store_url}, but the service at"
+            f" {registration.address.url} reads this project's runs from {location}",
+            "name the service that watches the run's store, or a run in the service's store",
         )
 
 
 def _running(backend: Backend, job_id: str) -> JobHandle:
-    """The job that goes by this id.
+    """Return the job that has this id.
 
     Raises:
-        JobNotFoundError: none does.
-        ConfigError: it is over.
-        BackendError: it is another user's, or the backend does not answer.
+        JobNotFoundError: there is none.
+        ConfigError: the job is over.
+        BackendError: the job belongs to another user, or the backend does not answer.
     """
     handle = backend.reattach(job_id)
     status = backend.status(handle)
     if status.is_over:
         code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
         raise ConfigError(
-            f"job {backend.kind}:{job_id}: is over ({status.state}{code})", "attach to a job that runs"
+            f"job {backend.kind}:{job_id} is over ({status.state}{code})", "attach to a running job"
         )
-    # Rules that stop are of no use to a job that may not be stopped; and who may not stop it has no say in who does.
+    # Rules that stop are of no use to a job that may not be stopped, and only a user who may stop the job may attach rules.
     if isinstance(backend, ChecksOwner):
         backend.check_may_stop(handle)
     return handle

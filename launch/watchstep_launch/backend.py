@@ -1,8 +1,8 @@
-"""What runs jobs: the protocol by which launchers start them and the service stops them, its errors, and parts of log files.
+"""The protocol between launchers, the service and what runs jobs; its errors; reading parts of log files.
 
-A backend holds no state that a job depends on: every method takes a handle that any process made at any time before. See
-``docs/launch/estimator.md``, *A backend of your own*, and the tests that every backend passes, ``tests/launch/backends/backend_contract.py``.
-Each class of errors stands for one thing to do about it.
+A backend keeps no state that a job depends on: every method takes a handle, which any process may have created earlier. See
+``docs/launch/estimator.md``, *Custom backends*, and the tests that every backend passes, ``tests/launch/backends/backend_contract.py``.
+Each error class calls for a different reaction.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from watchstep.errors import ConfigError, NotFoundError, WatchstepError
 
 
 class BackendError(WatchstepError):
-    """A backend could not do what it was asked."""
+    """A backend could not complete a request."""
 
 
 class SubmissionRejectedError(BackendError, ConfigError):
-    """The backend took no job, and none of it runs: correct what was submitted. Trying the same again is of no use."""
+    """The backend rejected the submission, and nothing of the job runs. Correct what was submitted; a retry fails again."""
 
 
 class BackendDownError(BackendError):
-    """The backend does not answer, or said that it cannot now. Nothing is known of the job by it: try again later."""
+    """The backend does not answer, or reports that it is unavailable. The job's status is unknown: try again later."""
 
 
 class CredentialsExpiredError(BackendError):
-    """The backend refused who asks: credentials are missing, have expired, or do not suffice.
+    """The backend refused the credentials: they are missing, have expired, or do not suffice.
 
-    The job goes on. Ask again once the credentials are renewed.
+    The job continues. Retry once the credentials are renewed.
     """
 
 
 class MissingRightError(CredentialsExpiredError):
-    """The backend knows who asks, and does not allow it."""
+    """The credentials are valid, but do not permit the request."""
 
 
 class JobNotFoundError(BackendError, NotFoundError):
-    """No job goes by this id now."""
+    """No job has this id now."""
 
 
 JobState = Literal["queued", "running", "ended", "cancelled", "vanished", "unknown"]
@@ -49,10 +49,10 @@ JobState = Literal["queued", "running", "ended", "cancelled", "vanished", "unkno
 ======== ===================================================================================================
 queued   accepted; nothing of it runs yet
 running  runs, or is being started or ended
-ended    over by itself or by a signal; the exit code says how, where it is known
-cancelled ended by a stop that the backend knows as one, before or after it began
-vanished over, and nobody can say how: the backend knows it no more, or its id is another job's now
-unknown  it cannot be seen from here; it may run
+ended    finished by itself or by a signal; the exit code, if known, tells which
+cancelled ended by a stop that the backend recognizes as one, before or after it started
+vanished finished with unknown result: the backend no longer knows it, or another job has its id now
+unknown  its state cannot be queried from here; it may be running
 ======== ===================================================================================================
 """
 
@@ -62,16 +62,16 @@ OVER: frozenset[str] = frozenset(("ended", "cancelled", "vanished"))
 
 @dataclass(frozen=True)
 class JobHandle:
-    """One job, so named that no other can be taken for it. It outlives the process that made it: see `as_data`.
+    """One job, identified so that no other job is mistaken for it. It outlives the process that created it: see `as_data`.
 
     Attributes:
-        backend: name of the backend that it runs on; its kind, where it is registered under no other name.
-        id: as people know it.
-        identity: the backend's own facts that tell this job from every other that has, had or will have the same id: when
-            it was submitted or started, its UID, its cluster. JSON-ready. It stays when the cluster itself starts the
-            job again (requeue, back-off): that is a new attempt of the same job, which meets the run's tombstone
-            if it was stopped. With the id it is all that `Backend.status`, `stop` and `kill` may need.
-        details: what else finds it, as where its output lies. JSON-ready; no part of what the job is.
+        backend: name of the job's backend; the backend's kind if it is registered under no other name.
+        id: id of the job as shown to users.
+        identity: the backend's own facts that distinguish this job from every other job with the same id, past and future:
+            time of submission or start, UID, cluster. JSON-ready. It stays the same when the cluster itself restarts the
+            job (requeue, back-off): that is a new attempt of the same job, which finds the run's tombstone if the run was
+            stopped. `Backend.status`, `stop` and `kill` may need nothing but the id and the identity.
+        details: further facts, such as the location of its output. JSON-ready; not part of the job's identity.
     """
 
     backend: str
@@ -90,10 +90,10 @@ class JobHandle:
 
     @classmethod
     def from_data(cls, data: Any) -> JobHandle:
-        """Read what `as_data` gave.
+        """Parse the result of `as_data`.
 
         Raises:
-            ConfigError: it has another form.
+            ConfigError: the data has another form.
         """
         try:
             return cls(
@@ -101,19 +101,20 @@ class JobHandle:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"job {str(data)[:80]!r}: cannot be read ({error!r})", "give what JobHandle.as_data gave"
+                f"job {str(data)[:80]!r}: cannot be parsed ({error!r})",
+                "pass the result of JobHandle.as_data",
             ) from error
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """How a job is.
+    """A job's status.
 
     Attributes:
         state: see `JobState`.
-        exit_code: negative for a signal, as in `subprocess`; None while it runs or where nobody knows. Of many
+        exit_code: negative for a signal, as in `subprocess`; None while the job runs or if it is unknown. Of several
             workers, the first that is not 0.
-        detail: for people: the backend's own word for the state, a reason, a node.
+        detail: for people: the backend's own name of the state, a reason, a node.
     """
 
     state: JobState
@@ -126,8 +127,8 @@ class JobStatus:
         return self.state in OVER
 
     @property
-    def in_sight(self) -> bool:
-        """Whether its state can be seen from here."""
+    def is_visible(self) -> bool:
+        """Whether the job's state can be queried from here."""
         return self.state != "unknown"
 
 
@@ -136,14 +137,14 @@ class Launch:
     """A command to run as a job.
 
     Attributes:
-        command: program and arguments. They reach the job as they are: no shell takes them apart.
-        environment: variables added to those that the backend gives every job, which override them.
-        folder: the working directory, where the backend can have one that the launcher knows.
-        log: file that takes its output and errors, appended; None leaves the place to the backend.
-        name: what people see in the backend's lists, and what finds a job whose submission got no answer: 1 to 63 of
-            a-z, 0-9 and '-', and no other launch's. Empty lets the backend choose.
-        secrets: variables like those of ``environment`` that must not show in listings, manifests and logs, as
-            far as the backend can help it.
+        command: program and arguments. They reach the job unchanged; no shell splits them.
+        environment: variables added to those that the backend sets for every job; they override those.
+        folder: the working directory, on backends that share the launcher's file system.
+        log: file to which the job's output and errors are appended; None leaves the choice to the backend.
+        name: name in the backend's lists, by which a job is found if its submission got no answer: 1 to 63 characters of
+            a-z, 0-9 and '-', unique among launches. If empty, the backend chooses one.
+        secrets: variables like those of ``environment`` that must not appear in listings, manifests and logs, as
+            far as the backend can avoid it.
     """
 
     command: tuple[str, ...]
@@ -156,11 +157,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class LogPart:
-    """Some of a job's output.
+    """A part of a job's output.
 
     Attributes:
-        data: bytes as the job wrote them, where the backend keeps them so.
-        cursor: where the next part begins; give it to `Backend.logs`.
+        data: bytes as the job wrote them, if the backend keeps them so.
+        cursor: position of the next part; pass it to `Backend.logs`.
     """
 
     data: bytes
@@ -170,111 +171,111 @@ class LogPart:
 class Backend(Protocol):
     """What runs jobs of one kind.
 
-    Every call returns within half a minute, and raises what it could not find out:
+    Every call returns within half a minute, and raises an error for what it could not determine:
 
-    - `BackendDownError`: it does not answer;
-    - `CredentialsExpiredError`: it refuses who asks.
+    - `BackendDownError`: the backend does not answer;
+    - `CredentialsExpiredError`: the backend refuses the credentials.
 
-    A job that is over is no error: `stop` and `kill` of it do nothing, and tell how it is.
+    A finished job is not an error: `stop` and `kill` do nothing, and return its status.
     """
 
     kind: ClassVar[str]
-    """By what it is registered with the service, and named in ``--job KIND:ID``."""
+    """Name of the kind, for registration with the service and in ``--job KIND:ID``."""
 
     poll_seconds: ClassVar[float]
-    """How long an answer of `status` serves the service; asking more often would burden what runs the jobs."""
+    """How long the service reuses an answer of `status`; more frequent requests would burden the backend."""
 
     def submit(self, launch: Launch) -> JobHandle:
-        """Start a job. Either a handle is returned, or nothing of it runs and nothing will.
+        """Start a job. Returns a handle, or raises an error; after an error nothing of the job runs, now or later.
 
-        A submission that got no answer is looked for by ``launch.name`` before it is given up; where that fails too,
-        `BackendDownError` names it.
+        A submission without answer is searched for by ``launch.name``. If that fails too, `BackendDownError` includes the
+        name.
 
         Raises:
-            SubmissionRejectedError: it cannot be started as it is.
+            SubmissionRejectedError: the launch cannot be started as it is.
         """
 
     def status(self, job: JobHandle) -> JobStatus:
-        """How this very job is; "vanished" where its id means another one now."""
+        """Return the job's status: "vanished" if its id means another job now."""
 
     def logs(self, job: JobHandle, cursor: str = "") -> LogPart:
-        """Output from a place on, or from the first that is kept; empty where there is no more now.
+        """Return output after a cursor, by default from the beginning of what is kept; empty if there is no more yet.
 
-        What was written before `status` said that the job is over can be read by then.
+        Once `status` reports that the job is over, all of its output can be read.
         """
 
     def stop(self, job: JobHandle) -> JobStatus:
-        """Ask the job to end (SIGTERM, or the like), once it is sure that it is this very job; how it is then."""
+        """Request the job's end (SIGTERM or similar) after verifying its identity. Returns its status afterwards."""
 
     def kill(self, job: JobHandle) -> JobStatus:
-        """End the job, once it is sure that it is this very job; how it is then."""
+        """End the job after verifying its identity. Returns its status afterwards."""
 
     def jobs(self) -> list[JobHandle]:
-        """Jobs that launchers of Watchstep submitted here and that are not over, as far as this user can see them."""
+        """List jobs that Watchstep submitted and that are not over, as far as this user can see them."""
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - as people call it
-        """The job that goes by this id now, whoever started it.
+        """Return the job that has this id now, whoever started it.
 
         Raises:
-            JobNotFoundError: none does.
+            JobNotFoundError: there is no such job.
         """
 
     def settled(self, job: JobHandle) -> JobHandle:
-        """The same job with its identity in one spelling, so that no job can be bound twice under two.
+        """Return the same job with its identity in canonical form, so that no job can be bound twice under two spellings.
 
         Raises:
-            ConfigError: the identity is not one of this kind's, or the id is another's.
+            ConfigError: the identity has not the form of this kind's, or does not match the id.
         """
 
 
 @runtime_checkable
 class FindsByName(Protocol):
-    """A backend that can say for sure whether a launch was taken, after whoever submitted it has ended; each of ours can."""
+    """A backend that can determine whether a launch was accepted after its launcher has ended. All built-in backends can."""
 
     submission_seconds: ClassVar[float]
-    """So long a submission may go on after its launcher has ended. 0 where the backend takes no name twice."""
+    """How long a submission may still be in progress after its launcher has ended. 0 if the backend rejects duplicate names."""
 
     def find(self, name: str) -> JobHandle | None:
-        """The job of the launch with this name, over or not; None where there is none. Nobody submits it meanwhile.
+        """Return the job of the launch with this name, over or not; None if there is none. Must not run during its submission.
 
         Raises:
-            BackendError: nobody knows.
+            BackendError: the answer cannot be determined.
         """
 
 
 @runtime_checkable
 class ChecksOwner(Protocol):
-    """A backend that can say whether a job may be stopped from here, without a signal that tries it."""
+    """A backend that can check the permission to stop a job without sending a signal."""
 
     def check_may_stop(self, job: JobHandle) -> None:
-        """See that whoever runs this process may stop the job.
+        """Check that the user of this process may stop the job.
 
         Raises:
-            BackendError: it is another's.
+            BackendError: the job belongs to another user.
         """
 
 
 class BackendModel(BaseModel):
-    """A backend is its settings: what one process writes down, another reads back and has the same backend.
+    """A backend consists of its settings: one process saves them, and another process restores the same backend from them.
 
-    Clients and the like are private attributes, made when they are first used; so are imports of what an extra
-    brings. A field is a setting that users give: ``Slurm(partition="gpu", nodes=2)``.
+    Clients and similar objects are private attributes, created on first use, as are imports of packages that an extra
+    installs. Each field is a setting for users: ``Slurm(partition="gpu", nodes=2)``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shares_files: ClassVar[bool] = False
-    """Whether its jobs see this machine's files and interpreter, at the same places."""
+    """Whether jobs see this machine's files and interpreter under the same paths."""
 
 
 LARGEST_PART = 1024 * 1024
 
 
 def read_part(path: Path, cursor: str) -> LogPart:
-    """What a file holds from a place on, a megabyte at most; empty where it is not there yet.
+    """Return a file's content after a cursor, at most one MiB; empty if the file does not exist yet.
 
     Raises:
-        BackendDownError: it is there and cannot be read.
+        BackendDownError: the file exists and cannot be read.
     """
     start = int(cursor) if cursor.isdecimal() else 0
     try:
@@ -286,6 +287,6 @@ def read_part(path: Path, cursor: str) -> LogPart:
     except OSError as error:
         raise BackendDownError(
             f"log {path}: cannot be read ({error.strerror})",
-            "see to its permissions, or read it as its owner",
+            "check its permissions, or read it as its owner",
         ) from error
     return LogPart(data, str(start + len(data)))

@@ -1,4 +1,4 @@
-"""Backends by the name of their kind, and the file that names backends."""
+"""Registry of backend kinds, and the file that stores backends."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ KINDS: dict[str, tuple[str, str]] = {
     "sagemaker": ("watchstep_launch.backends.aws.sagemaker", "SageMaker"),
     "slurm": ("watchstep_launch.backends.slurm.backend", "Slurm"),
 }
-"""Kind → module and class. The class is a `BackendModel` that fulfils `Backend`."""
+"""Kind → module and class. The class is a `BackendModel` that implements `Backend`."""
 
 IN_SERVICE = frozenset(KINDS) - {"command"}
-"""Kinds that admins may register with a service. Commands of the user's own run on the launcher's side only: whoever may
-register a backend is not thereby one who may run programs on the service's machine."""
+"""Kinds that admins may register with a service. User-defined commands run on the launcher's side only: permission to
+register a backend must not imply permission to run programs on the service's machine."""
 
 
 def backend_class(kind: str) -> type[BackendModel]:
-    """The class of a kind.
+    """Return the class of a kind.
 
     Raises:
-        ConfigError: there is no such kind, or what it needs is not installed.
+        ConfigError: the kind is unknown, or its requirements are not installed.
     """
     if kind not in KINDS:
-        raise ConfigError(f"backend kind {kind!r} is not known", f"use one of: {', '.join(sorted(KINDS))}")
+        raise ConfigError(f"unknown backend kind {kind!r}", f"use one of: {', '.join(sorted(KINDS))}")
     module, name = KINDS[kind]
     try:
-        found: type[BackendModel] = getattr(importlib.import_module(module), name)
+        loaded: type[BackendModel] = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise ConfigError(
             f"backend kind {kind!r} is not installed ({error})", f"pip install 'watchstep[{kind}]'"
         ) from error
-    return found
+    return loaded
 
 
 def checked_settings(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they are kept: JSON-ready, without those that are at their defaults.
+    """Return settings as they are stored: JSON-ready, without default values.
 
     Raises:
-        ConfigError: the kind is not known or not installed, or the settings cannot be used.
+        ConfigError: the kind is unknown or not installed, or the settings are invalid.
     """
     return _opened(kind, settings).model_dump(mode="json", exclude_defaults=True)
 
 
 def open_backend(kind: str, settings: Mapping[str, Any]) -> Backend:
-    """The backend with these settings.
+    """Return the backend with these settings.
 
     Raises:
-        ConfigError: the kind is not known or not installed, or the settings cannot be used.
+        ConfigError: the kind is unknown or not installed, or the settings are invalid.
     """
     opened: Any = _opened(kind, settings)
     backend: Backend = opened
@@ -87,53 +87,54 @@ BACKENDS_FILE = "backends.json"
 
 @dataclass(frozen=True)
 class StoredBackend:
-    """A backend as its settings."""
+    """A backend's kind and settings."""
 
     kind: str
     settings: Mapping[str, Any]
 
 
 def read(file: Path) -> dict[str, StoredBackend]:
-    """Backends by name; none where there is no file.
+    """Return backends by name; empty if the file does not exist.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        entries = json.loads(file.read_text(encoding="utf-8"))
         return {
-            str(name): StoredBackend(str(one["kind"]), dict(one["settings"])) for name, one in held.items()
+            str(name): StoredBackend(str(entry["kind"]), dict(entry["settings"]))
+            for name, entry in entries.items()
         }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file}: cannot be read ({error!r})", "remove it; launching a job writes it anew"
+            f"{file}: cannot be read ({error!r})", "remove it; the next launch of a job creates a new one"
         ) from error
 
 
 def put(file: Path, kind: str, settings: Mapping[str, Any]) -> str:
-    """Have a backend in the file; returns the name by which jobs on it are bound: two with other settings have two.
+    """Add a backend to the file. Returns the name under which its jobs are bound; different settings get different names.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigError: the file cannot be read or written.
     """
-    given = json.dumps(dict(settings), sort_keys=True)
-    name = kind if not settings else f"{kind.replace('_', '-')}-{sha256(given.encode()).hexdigest()[:8]}"
+    encoded = json.dumps(dict(settings), sort_keys=True)
+    name = kind if not settings else f"{kind.replace('_', '-')}-{sha256(encoded.encode()).hexdigest()[:8]}"
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (file.parent / f".{file.name}.lock").open("w", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            held = read(file)
-            if name not in held:
-                held[name] = StoredBackend(kind, dict(settings))
+            backends = read(file)
+            if name not in backends:
+                backends[name] = StoredBackend(kind, dict(settings))
                 partial = file.with_suffix(".partial")
                 descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
                 with os.fdopen(descriptor, "w", encoding="utf-8") as writing:
-                    json.dump({each: asdict(one) for each, one in held.items()}, writing, indent=1)
+                    json.dump({key: asdict(backend) for key, backend in backends.items()}, writing, indent=1)
                 partial.replace(file)
     except OSError as error:
         raise ConfigError(
-            f"{file}: cannot be written ({error.strerror})", "see to the permissions of its folder"
+            f"{file}: cannot be written ({error.strerror})", "check the permissions of its folder"
         ) from error
     return name

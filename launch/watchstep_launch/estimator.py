@@ -1,4 +1,4 @@
-"""Launch a program on a cluster, recorded and judged, without a change to it."""
+"""Launch an unmodified program on a backend, with recording and rules."""
 
 from __future__ import annotations
 
@@ -24,40 +24,46 @@ from watchstep_launch.backend import Backend, Launch, SubmissionRejectedError
 from watchstep_launch.job import Job
 from watchstep_launch.job_record import JobRecord, job_name
 from watchstep_launch.job_status import end
-from watchstep_launch.registration import Registering, config_of, known_as, recorder_token, settings_of
+from watchstep_launch.registration import (
+    LaunchRegistration,
+    config_of,
+    recorder_token,
+    registered_name,
+    settings_of,
+)
 from watchstep_launch.relaunch import Relaunch, Requeue
-from watchstep_launch.service_location import judge_of
+from watchstep_launch.service_location import locate_service
 from watchstep_rules.config.attached import AttachedRule, element_probes
 from watchstep_rules.config.rule_config import RuleConfig
 
-# The current folder, which Python would look into first, may hold modules of any name.
+# The current folder comes first in Python's search path, and may contain modules of any name.
 _RUN = "import sys; sys.path[:1] = []; from watchstep.command import main; main()"
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """What to launch, where, and what judges it.
+    """A program to launch, its backend, and the rules that evaluate it.
 
     Attributes:
         program: a Python file, or a command line, as text or as its words: ``"train.py"``,
             ``"torchrun --nproc-per-node=2 train.py"``.
-        backend: what runs it.
-        store: where runs lie: a folder that its jobs see, or s3://, gs://, az://.
-        rules: judge it, beside the service's own.
-        arguments: of the program.
-        environment: variables added to what the backend gives every job.
+        backend: the backend that runs it.
+        store: store for runs: a folder that its jobs can access, or s3://, gs://, az://.
+        rules: rules to evaluate in addition to the service's own.
+        arguments: the program's arguments.
+        environment: variables added to those that the backend sets for every job.
         folder: the working directory.
-        project: of its runs.
-        service: URL of the service that judges it, with WATCHSTEP_TOKEN (an operator's) and WATCHSTEP_RECORDER_TOKEN (what
-            the job itself shows; a new one that records its run alone where it is not set). Left out, it is WATCHSTEP_SERVICE, or
-            the one that serves the store on this machine; where there is none, one is started beside the job, and ends when nothing
-            has run for five minutes.
-        on_stop: what a stop asks of the program: "stop" (or "raise"): `StopTraining` at the end of a step, in all ranks at the same;
-            "checkpoint": the same, once the program's own ``on_stop`` function, or its trainer, has saved one;
-            `requeue`: as "stop", and launch it again from the last good checkpoint; or "ignore", which leaves it to the
-            backend's stop.
-        backend_name: under which an admin registered the backend with the service for this project; its kind where it is left
-            out. The service stops the job through what is registered, by the settings that it has there.
+        project: the project of its runs.
+        service: URL of the service, with WATCHSTEP_TOKEN (an operator's token) and WATCHSTEP_RECORDER_TOKEN (the token that the
+            job itself uses; by default a new one that only records its run). By default WATCHSTEP_SERVICE, or the service of the
+            store on this machine. If there is none, one is started with the job, and ends when nothing has run for five
+            minutes.
+        on_stop: what a stop does in the program: "stop" (or "raise") raises `StopTraining` at the end of a step, the same step in all
+            ranks; "checkpoint" does the same once the program's own ``on_stop`` function, or its trainer, has saved a checkpoint;
+            `requeue` does the same as "stop", and launches the job again from the last good checkpoint; "ignore" leaves the
+            stop to the backend.
+        backend_name: name under which an admin registered the backend with the service for this project; by default its kind.
+            The service stops the job through the registered backend, with the settings registered there.
     """
 
     program: str | Sequence[str]
@@ -73,63 +79,69 @@ class Estimator:
     backend_name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what the program would refuse only when it runs: it would train on, and nothing would watch it.
+        """Reject an invalid ``on_stop`` here: the program itself would ignore it, and train without being watched.
 
         Raises:
-            ConfigError: ``on_stop`` is none of its words.
+            ConfigError: ``on_stop`` is invalid.
         """
         if not isinstance(self.on_stop, Requeue) and self.on_stop not in ON_STOP_WORDS:
             raise ConfigError(
-                f"on_stop {self.on_stop!r}: there is none of this name",
+                f"invalid on_stop {self.on_stop!r}",
                 f"use {', '.join(map(repr, ON_STOP_WORDS))}, or requeue(…)",
             )
 
     def fit(self, *, run: str = "", wait: bool = True, show: bool | None = None) -> Job:
-        """Launch it.
+        """Launch the program.
 
         Args:
-            run: the run's id; a new one where it is left out.
-            wait: return when it is over.
-            show: how it is shown meanwhile; see `Job.wait`.
+            run: the run's id; a new one by default.
+            wait: return when the job is over.
+            show: how progress is shown while waiting; see `Job.wait`.
 
         Raises:
-            SubmissionRejectedError: it cannot be started as it is.
-            BackendDownError, CredentialsExpiredError: the backend did not take it. Nothing runs after any of these.
+            SubmissionRejectedError: the program cannot be started as it is.
+            BackendDownError, CredentialsExpiredError: the backend did not accept the job. After any of these errors, nothing runs.
             RuleError, ServiceError: the service refuses a rule, or does not answer; nothing is launched.
-            ConfigError: a name cannot be used, or no backend is registered under ``backend_name``; nothing is launched.
+            ConfigError: a name is invalid, or ``backend_name`` is not registered; nothing is launched.
         """
         project = check_name("project", self.project)
         name, attempt = check_name("run", run or new_run_id()), new_nonce()
         words = self._words()
         store = self._store_url()
-        judge = judge_of(self.service, store)
-        address = judge.address()
-        asked = Registering(address.operator, project, name)
-        asked.know([config_of(rule) for rule in self.rules], "who launched it")
-        if self.backend_name and judge.url:
-            asked.check_backend(self.backend_name)
-        bound_as = known_as(self.backend, judge, self.backend_name)
-        given = {STORE: store, PROJECT: project, RUN: name, LAUNCHED: attempt, ON_STOP: self._said_of_stops}
+        service = locate_service(self.service, store)
+        address = service.address()
+        registration = LaunchRegistration(address.operator, project, name)
+        registration.register([config_of(rule) for rule in self.rules], "who launched it")
+        if self.backend_name and service.url:
+            registration.check_backend(self.backend_name)
+        bound_as = registered_name(self.backend, service, self.backend_name)
+        variables = {
+            STORE: store,
+            PROJECT: project,
+            RUN: name,
+            LAUNCHED: attempt,
+            ON_STOP: self._on_stop_word,
+        }
         if probes := element_probes(map(config_of, self.rules)):
-            given[PROBES] = " ".join(probes)
-        given |= self._identity_of(store).variables(store)
+            variables[PROBES] = " ".join(probes)
+        variables |= self._identity_of(store).variables(store)
         launch = Launch(
             (self._python(), "-c", _RUN, "run", "--", *words),
-            {**self.environment, **given, SERVICE: address.recorder.url},
+            {**self.environment, **variables, SERVICE: address.recorder.url},
             Path(self.folder).expanduser().absolute(),
             name=job_name(name),
-            secrets={TOKEN: recorder_token(address, project, name, judge.recorder_token)},
+            secrets={TOKEN: recorder_token(address, project, name, service.recorder_token)},
         )
         handle = self.backend.submit(launch)
         try:
             settings = settings_of(self.backend)
-            record = JobRecord(project, name, attempt, store, handle, self.backend.kind, settings, judge)
+            record = JobRecord(project, name, attempt, store, handle, self.backend.kind, settings, service)
             record = replace(record, relaunch=self._relaunch(launch, bound_as))
             record.save()
-            asked.bind(attempt, replace(handle, backend=bound_as))
+            registration.bind(attempt, replace(handle, backend=bound_as))
         except (
             BaseException
-        ):  # a job that no service can stop, or that nobody finds again, is not left running
+        ):  # never keep a job running that no service can stop, or that cannot be found again
             end(self.backend, handle, 0.0)
             raise
         job = Job(record, self.backend)
@@ -144,31 +156,31 @@ class Estimator:
 
     def _words(self) -> list[str]:
         if isinstance(self.program, str):
-            is_file = Path(self.folder, self.program).is_file()  # of which the name may have a space
+            is_file = Path(self.folder, self.program).is_file()  # a name may contain a space
             words = [self.program] if is_file else shlex.split(self.program)
         else:
             words = list(self.program)
         if not words:
-            raise SubmissionRejectedError("program: none is named", 'Estimator("train.py", …)')
+            raise SubmissionRejectedError("program is empty", 'name one, as in Estimator("train.py", …)')
         if words[0].endswith(".py"):
             if self._shares_files and not Path(self.folder, words[0]).expanduser().is_file():
                 raise SubmissionRejectedError(
                     f"program {words[0]!r}: not found in {Path(self.folder).absolute()}",
-                    "check its name, or give folder=",
+                    "check its name, or set folder=",
                 )
             words = [self._python(), *words]
         return [*words, *self.arguments]
 
     def _identity_of(self, store: str) -> StoreIdentity:
-        """The identity of a store that the job sees as this process does; an unknown one where the store is not there yet."""
+        """Return the identity of a store that the job accesses like this process; an unknown identity if the store does not exist yet."""
         identity = StoreIdentity()
         if self._shares_files and local_folder(store) is not None:
-            with contextlib.suppress(StoreError):  # the job makes it, or reports what is wrong with it
+            with contextlib.suppress(StoreError):  # the job creates the store, or reports the error
                 Store.open(store, identity=identity)
         return identity
 
     @property
-    def _said_of_stops(self) -> str:
+    def _on_stop_word(self) -> str:
         return "stop" if isinstance(self.on_stop, Requeue) else self.on_stop
 
     def _relaunch(self, launch: Launch, bound_as: str) -> Relaunch | None:

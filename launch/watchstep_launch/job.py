@@ -1,4 +1,4 @@
-"""A launched job, from the side that launched it or that takes it up later."""
+"""A launched job, for its launcher or for a process that finds it later."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from watchstep_rules.config.rule_config import RuleConfig
 
 ENDED = frozenset(("completed", "failed", "stopped", "lost"))
-"""States of a run of which nothing more is to come."""
+"""Final states of a run."""
 
-_FIRST_LOOK = 0.05
-_LONGEST_LOOK = 5.0
-_LONGEST_SLEEP = 0.5
-_LAST_WORDS_SECONDS = 60.0
+_FIRST_PAUSE = 0.05
+_MAX_PAUSE = 5.0
+_MAX_SLEEP = 0.5
+_EVALUATION_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
 
 class Job:
-    """A job with its run. It keeps nothing that `Job.reattach` in another process would not find again.
+    """A job with its run. `Job.reattach` in another process restores all of its state.
 
-    Methods that ask the backend raise `BackendDownError` and `CredentialsExpiredError` where it does not answer or refuses; the
-    job goes on meanwhile. Methods that ask the service raise `ServiceError`.
+    Methods that query the backend raise `BackendDownError` and `CredentialsExpiredError` if it does not answer or refuses; the
+    job continues meanwhile. Methods that query the service raise `ServiceError`.
 
     Attributes:
-        record: what it is, JSON-ready.
-        backend: what it runs on.
+        record: description of the job, JSON-ready.
+        backend: the backend that it runs on.
     """
 
     def __init__(self, record: JobRecord, backend: Backend | None = None) -> None:
@@ -52,16 +52,16 @@ class Job:
 
     @classmethod
     def reattach(cls, run: str, project: str = "default", *, backend: Backend | None = None) -> Job:
-        """The newest launch of a run from this machine, after the launcher has ended.
+        """Return the newest launch of a run from this machine, after its launcher has ended.
 
         Args:
-            run: its id.
-            project: its project.
-            backend: for a backend of your own, which cannot be made of what is written down.
+            run: the run's id.
+            project: the run's project.
+            backend: for a custom backend, which cannot be restored from the record.
 
         Raises:
-            NotFoundError: none is known here.
-            ConfigError: its record cannot be used.
+            NotFoundError: no launch is known on this machine.
+            ConfigError: the record is invalid.
         """
         return cls(load(run, project), backend)
 
@@ -76,24 +76,24 @@ class Job:
         backend_name: str = "",
         service: str = "",
     ) -> Job:
-        """Take up a job that others launched and that records a run: have it judged by more rules, and stopped by them.
+        """Attach to a job that others launched and that records a run: evaluate it with more rules, which may stop it.
 
-        Safe to repeat. Where it fails, the run is judged by no rule of these.
+        Safe to repeat. If it fails, none of these rules is evaluated.
 
         Args:
-            run: where it lies, ``<store>/<project>/<run>``, as a path or URL.
-            job: ``KIND:ID``, as in ``slurm:1234``; of a local process its id.
-            rules: judge it from its next rows on, beside the service's own. Those that say "stop" may stop it.
-            backend: what the job runs on, where the settings of its kind are not the defaults.
-            backend_name: under which the service knows the backend; its kind where it is left out.
-            service: URL of the service, as `Estimator` takes it.
+            run: path or URL of the run, ``<store>/<project>/<run>``.
+            job: ``KIND:ID``, as in ``slurm:1234``; the id of a local process is its process id.
+            rules: rules to evaluate from the next rows on, in addition to the service's own. Those with the action "stop" may stop it.
+            backend: the job's backend, if its settings are not the defaults of its kind.
+            backend_name: name of the backend with the service; by default its kind.
+            service: URL of the service, as for `Estimator`.
 
         Raises:
-            NotFoundError: there is no such run, or no such job.
-            ConfigError: run or job is over, or cannot be named so.
-            ServiceError: the job is another project's, the run's attempt is bound to another job, or the service refuses
+            NotFoundError: the run or the job does not exist.
+            ConfigError: the run or the job is over, or its name is invalid.
+            ServiceError: the job belongs to another project, the run's attempt is bound to another job, or the service refuses
                 or does not answer.
-            BackendError: the job is another user's, or its backend does not answer.
+            BackendError: the job belongs to another user, or its backend does not answer.
         """
         from watchstep_launch.attach import attach
 
@@ -111,103 +111,102 @@ class Job:
         return self.record.handle
 
     def status(self) -> JobStatus:
-        """How the job is, by its backend."""
+        """Return the job's status, as its backend reports it."""
         return self.backend.status(self.handle)
 
     def logs(self, *, follow: bool = False) -> Iterator[bytes]:
-        """The job's output so far, in pieces; with ``follow``, until it is over."""
-        cursor, pause = "", _FIRST_LOOK
+        """Yield the job's output so far, in pieces; with ``follow``, until the job is over."""
+        cursor, pause = "", _FIRST_PAUSE
         while True:
             over = not follow or self.status().is_over
             part = self.backend.logs(self.handle, cursor)
             cursor = part.cursor
             if part.data:
-                pause = _FIRST_LOOK
+                pause = _FIRST_PAUSE
                 yield part.data
             elif over:
                 return
             else:
                 time.sleep(max(pause, self.backend.poll_seconds))
-                pause = min(_LONGEST_LOOK, 2 * pause)
+                pause = min(_MAX_PAUSE, 2 * pause)
 
     def run(self) -> Run:
-        """What the job has recorded. Raises `NotFoundError` before it has begun to."""
+        """Open what the job has recorded. Raises `NotFoundError` before it has started to record."""
         from watchstep.reading.run import open_run
 
         return open_run(f"{self.record.store}/{self.record.project}/{self.record.run}")
 
     def client(self) -> Client:
-        """A client of the service that judges it.
+        """Return a client of the service that evaluates the run.
 
         Raises:
-            ServiceError: none does, or it cannot be started again.
+            ServiceError: there is no such service, or it cannot be started again.
         """
-        if self.record.judge is None:
+        if self.record.service is None:
             raise ServiceError(
-                f"run {self.record.project}/{self.record.run}: no service judges it",
+                f"no service evaluates run {self.record.project}/{self.record.run}",
                 "launch with rules, or name a service",
             )
-        address = self.record.judge.address().operator
+        address = self.record.service.address().operator
         return Client(address.url, address.token, self.record.project)
 
     def run_state(self) -> RunState:
-        """All that the service knows of the run."""
+        """Return the service's view of the run."""
         return self.client().run(self.record.run)
 
     def events(self) -> Iterator[Event]:
-        """Events of the run from its beginning, as they come, until this launch of it has ended.
+        """Yield the run's events from its beginning, as they arrive, until this launch has ended.
 
-        A connection that breaks is made again where it broke.
+        After a broken connection it continues with the next event.
         """
         for event in self.client().follow(self.record.run, after=0):
             yield event
-            if event.type == "watchstep.run.ended" and self._is_mine(str(event.data.get("attempt", ""))):
+            if event.type == "io.watchstep.run.ended" and self._is_mine(str(event.data.get("attempt", ""))):
                 return
 
     def wait(self, timeout: float | None = None, *, show: bool | None = None) -> JobStatus:
-        """Wait until the job is over, and its run has been judged to the end; how the job ended.
+        """Wait until the job is over and its run has been evaluated completely. Returns the job's final status.
 
-        A cluster that does not answer is asked again. An interrupt ends the waiting, not the job, and a line on standard error
-        says how to find the job again. How the run goes is shown meanwhile: in a terminal or a notebook as a picture, elsewhere as a
-        line on standard error for each event. A job that is to be launched again (`requeue`) is, once a rule has stopped it,
-        and waited for.
+        A backend that does not answer is polled again. An interrupt ends the waiting, not the job, and prints to standard error
+        how to find the job again. Progress is shown meanwhile: in a terminal or a notebook as a picture, elsewhere as a
+        line on standard error for each event. With `requeue`, a job that a rule has stopped is launched again, and waited for.
 
         Args:
-            timeout: seconds; without an end where it is left out.
-            show: True for a picture, False for lines; where it is left out, a picture where somebody watches: not where
-                CI or WATCHSTEP_QUIET is set.
+            timeout: seconds; unlimited by default.
+            show: True for a picture, False for lines; by default a picture if the output is interactive and neither CI nor
+                WATCHSTEP_QUIET is set.
 
         Raises:
-            TimeoutError: it is not over by then; it goes on.
+            TimeoutError: the job is not over by then; it continues.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            status = self._awaited(deadline, show)
+            status = self._wait_for_end(deadline, show)
         except KeyboardInterrupt:
-            sys.stderr.write(f"{printable(self._words_to_wait_again())}\n")
+            sys.stderr.write(f"{printable(self._reattach_message())}\n")
             raise
-        if self._follows_another():
+        if self._was_relaunched():
             return self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()), show=show)
         return status
 
     def stop(self, reason: str = "", *, grace_seconds: float = 30.0) -> None:
-        """Stop the job, graded: its workers are asked first, then the backend, then it is killed.
+        """Stop the job in stages: request a stop from its workers, then from the backend, then kill it.
 
-        The service does it, and records it: of a job that is over, that there was nothing to stop. Where no service
-        answers, the backend is asked from here.
+        The service does this and records it, also if the job is already over. If no service answers, this process requests the stop
+        from the backend.
 
         Args:
             reason: for people.
-            grace_seconds: how long the job may take to end when no service answers; the service has its own setting.
+            grace_seconds: how long the job may take to end if no service answers; the service has its own setting.
         """
         try:
-            self.client().stop(self.record.run, reason or "asked by its launcher")
+            self.client().stop(self.record.run, reason or "requested by its launcher")
         except ServiceError as error:
             _log.warning("run %s is stopped by its backend alone: %s", self.record.run, error.what)
             end(self.backend, self.handle, grace_seconds)
 
-    def _follows_another(self) -> bool:
-        """Whether the job was launched again, now or by somebody else meanwhile: this is that launch from here on."""
+    def _was_relaunched(self) -> bool:
+        """Launch the job again if that is due, here or by another process. Afterwards this object is the new launch."""
         from watchstep_launch.requeueing import launched_again
 
         following = launched_again(self.record, self.backend)
@@ -215,26 +214,26 @@ class Job:
             self.record = following
         return following is not None
 
-    def _awaited(self, deadline: float | None, show: bool | None) -> JobStatus:
-        pause = _FIRST_LOOK
+    def _wait_for_end(self, deadline: float | None, show: bool | None) -> JobStatus:
+        pause = _FIRST_PAUSE
         with self._showing(show) as showing:
-            while not (status := self._asked()).is_over:
-                self._rest(pause, deadline, partial(showing.turn, self._told(status)))
-                pause = min(_LONGEST_LOOK, 1.5 * pause)
-            self._await_judgement(partial(showing.turn, self._told(status)))
-            showing.turn(self._told(status), last=True)
+            while not (status := self._poll_status()).is_over:
+                self._pause(pause, deadline, partial(showing.turn, self._describe(status)))
+                pause = min(_MAX_PAUSE, 1.5 * pause)
+            self._await_evaluation(partial(showing.turn, self._describe(status)))
+            showing.turn(self._describe(status), last=True)
         return status
 
-    def _words_to_wait_again(self) -> str:
+    def _reattach_message(self) -> str:
         project, run = self.record.project, self.record.run
-        named = f'"{run}"' if project == "default" else f'"{run}", "{project}"'
+        arguments = f'"{run}"' if project == "default" else f'"{run}", "{project}"'
         return (
             f"watchstep: no longer waiting for run {project}/{run}; nothing was stopped. "
-            f"Job {self.handle.backend}:{self.handle.id} is found again by Estimator.reattach({named})"
+            f"Find job {self.handle.backend}:{self.handle.id} again with Estimator.reattach({arguments})"
         )
 
-    def _asked(self) -> JobStatus:
-        """How the job is. A trouble is told once, however often it is met."""
+    def _poll_status(self) -> JobStatus:
+        """Return the job's status. A repeated error is logged once."""
         try:
             status, trouble = self.status(), ""
         except BackendDownError as error:
@@ -244,56 +243,58 @@ class Job:
         self._trouble = trouble
         return status
 
-    def _rest(self, pause: float, deadline: float | None, turn: Callable[[], None]) -> None:
-        """Wait until the backend may be asked again, and show meanwhile how the run goes."""
+    def _pause(self, pause: float, deadline: float | None, turn: Callable[[], None]) -> None:
+        """Wait until the backend may be polled again, and show the run's progress meanwhile."""
         until = time.monotonic() + max(pause, self.backend.poll_seconds)
         while True:
             turn()
             now = time.monotonic()
             if deadline is not None and now >= deadline:
-                raise TimeoutError(f"job {self.handle.backend}:{self.handle.id} is not over yet; it goes on")
+                raise TimeoutError(
+                    f"job {self.handle.backend}:{self.handle.id} is not over yet; it continues"
+                )
             if now >= until:
                 return
-            time.sleep(min(_LONGEST_SLEEP, until - now, until if deadline is None else deadline - now))
+            time.sleep(min(_MAX_SLEEP, until - now, until if deadline is None else deadline - now))
 
-    def _await_judgement(self, turn: Callable[[], None]) -> None:
-        """What a job wrote last is judged a moment after it has ended."""
-        if self.record.judge is None:
+    def _await_evaluation(self, turn: Callable[[], None]) -> None:
+        """Wait for the evaluation of the job's last rows, which ends shortly after the job."""
+        if self.record.service is None:
             return
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + _EVALUATION_SECONDS
         try:
             client = self.client()
-            while not self._is_judged(client) and time.monotonic() < deadline:
+            while not self._is_evaluated(client) and time.monotonic() < deadline:
                 turn()
-                time.sleep(10 * _FIRST_LOOK)
+                time.sleep(10 * _FIRST_PAUSE)
         except ServiceError as error:
-            _log.warning("run %s: what it came to is not known yet: %s", self.record.run, error.what)
+            _log.warning("run %s: its result is not known yet: %s", self.record.run, error.what)
 
     def _showing(self, show: bool | None) -> Showing:
         from watchstep_launch.view.run_status import RunWatcher
         from watchstep_launch.view.show import Showing, kind_of
 
-        judged = self.record.judge is not None
-        watcher = RunWatcher(self.client, self.record.project, self.record.run) if judged else None
+        has_service = self.record.service is not None
+        watcher = RunWatcher(self.client, self.record.project, self.record.run) if has_service else None
         return Showing(watcher, kind_of(show))
 
-    def _told(self, status: JobStatus) -> str:
+    def _describe(self, status: JobStatus) -> str:
         code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
-        unseen = f": {status.detail}" if status.state == "unknown" and status.detail else ""
-        return f"job {self.handle.backend}:{self.handle.id} {status.state}{code}{unseen}"
+        detail = f": {status.detail}" if status.state == "unknown" and status.detail else ""
+        return f"job {self.handle.backend}:{self.handle.id} {status.state}{code}{detail}"
 
-    def _is_judged(self, client: Client) -> bool:
-        """Whether the run has ended. One that was launched again is told as it was before until the new attempt is looked at."""
+    def _is_evaluated(self, client: Client) -> bool:
+        """Whether the run has ended. After a relaunch, the service reports the old state until it evaluates the new attempt."""
         if client.run(self.record.run).info.state not in ENDED:
             return False
         if self.record.relaunch is None or not self.record.relaunch.done:
             return True
-        ended = client.events(self.record.run, types=("watchstep.run.ended",))
+        ended = client.events(self.record.run, types=("io.watchstep.run.ended",))
         return any(self._is_mine(str(event.data.get("attempt", ""))) for event in ended)
 
     def _is_mine(self, attempt: str) -> bool:
         return attempt == self.record.attempt or attempt.startswith(f"{self.record.attempt}-r")
 
     def __repr__(self) -> str:
-        named: Any = f"{self.record.project}/{self.record.run}"
-        return f"Job({named}, {self.handle.backend}:{self.handle.id})"
+        name: Any = f"{self.record.project}/{self.record.run}"
+        return f"Job({name}, {self.handle.backend}:{self.handle.id})"

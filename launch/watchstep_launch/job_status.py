@@ -1,4 +1,4 @@
-"""Ending a job, and asking for the status of many jobs."""
+"""Ending a job, and polling the status of many jobs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _KILL_SECONDS = 30.0
 def end(
     backend: Backend, job: JobHandle, grace_seconds: float, pause: Callable[[float], None] = time.sleep
 ) -> JobStatus:
-    """Ask a job to end, wait so long, then kill it; how it is in the end. Nothing is done to a job that is over.
+    """Request a job's end, wait for the grace time, then kill it. Returns its final status. Does nothing to a job that is over.
 
     Raises:
-        BackendError: the backend does not answer, or refuses; what was asked stays asked.
+        BackendError: the backend does not answer, or refuses; requests already made remain in effect.
     """
     status = backend.stop(job)
     if not _over_within(backend, job, grace_seconds, pause) and not status.is_over:
@@ -29,22 +29,22 @@ def end(
 
 def _over_within(backend: Backend, job: JobHandle, seconds: float, pause: Callable[[float], None]) -> bool:
     deadline = time.monotonic() + seconds
-    look = max(_POLL_SECONDS, backend.poll_seconds)
+    interval = max(_POLL_SECONDS, backend.poll_seconds)
     while not backend.status(job).is_over:
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        pause(min(look, left))
+        pause(min(interval, left))
     return True
 
 
-_MOST = 10_000
+_MAX_JOBS = 10_000
 _SILENT_SECONDS = 15.0
-"""So long a backend that did not answer in time is not asked where an evaluation waits."""
+"""How long a backend that timed out is not queried during an evaluation."""
 
 
-class JobLooks:
-    """Answers of `Backend.status`, each kept for the backend's own time. Safe from any thread."""
+class JobPolling:
+    """Answers of `Backend.status`, each cached for the backend's ``poll_seconds``. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,18 +53,18 @@ class JobLooks:
         self._lock = threading.Lock()
 
     def recent(self, job: JobHandle) -> JobStatus | None:
-        """How a job was when its backend answered last, if that was within the time for which a silent backend is not asked."""
+        """Return a job's last status if it is not older than the time for which a silent backend is skipped."""
         with self._lock:
-            found = self._seen.get(_named(job))
-        return found[1] if found is not None and self._clock() - found[0] < _SILENT_SECONDS else None
+            entry = self._seen.get(_key(job))
+        return entry[1] if entry is not None and self._clock() - entry[0] < _SILENT_SECONDS else None
 
     def note_silence(self, project: str, backend: str) -> None:
-        """A backend has not answered in time."""
+        """Note that a backend timed out."""
         with self._lock:
             self._silent[project, backend] = self._clock() + _SILENT_SECONDS
 
     def is_silent(self, project: str, backend: str) -> bool:
-        """Whether a backend has not answered in time a moment ago."""
+        """Whether a backend timed out within the last `_SILENT_SECONDS`."""
         with self._lock:
             if self._clock() < self._silent.get((project, backend), 0.0):
                 return True
@@ -72,25 +72,25 @@ class JobLooks:
             return False
 
     def status(self, backend: Backend, job: JobHandle) -> JobStatus:
-        """How a job is, or was a moment ago.
+        """Return a job's status, which may be up to ``poll_seconds`` old.
 
         Raises:
-            BackendError: as of `Backend.status`; nothing is kept of it.
+            BackendError: as for `Backend.status`; errors are not cached.
         """
         if not backend.poll_seconds:
             return backend.status(job)
-        named = _named(job)
+        key = _key(job)
         with self._lock:
-            held = self._seen.get(named)
-        if held is not None and self._clock() - held[0] < backend.poll_seconds:
-            return held[1]
+            entry = self._seen.get(key)
+        if entry is not None and self._clock() - entry[0] < backend.poll_seconds:
+            return entry[1]
         status = backend.status(job)
         with self._lock:
-            if len(self._seen) >= _MOST:
+            if len(self._seen) >= _MAX_JOBS:
                 self._seen.clear()
-            self._seen[named] = (self._clock(), status)
+            self._seen[key] = (self._clock(), status)
         return status
 
 
-def _named(job: JobHandle) -> tuple[str, str, str]:
+def _key(job: JobHandle) -> tuple[str, str, str]:
     return job.backend, job.id, repr(sorted(job.identity.items()))

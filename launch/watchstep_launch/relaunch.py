@@ -1,4 +1,4 @@
-"""How a launched job is launched again after a stop: what its record holds of it, and what users ask for."""
+"""Relaunching a job after a stop: the user's settings, and the part of the job record."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from watchstep.errors import ConfigError
 
 @dataclass(frozen=True)
 class Requeue:
-    """Launch again what a rule has stopped; see `requeue`."""
+    """Settings for launching a job again after a rule has stopped it; see `requeue`."""
 
     from_: Literal["last_good"] = "last_good"
     limit: int = 1
 
     def __post_init__(self) -> None:
         if self.from_ != "last_good":
-            raise ConfigError(
-                f"requeue(from_={self.from_!r})", 'use "last_good": there is no other place yet'
-            )
+            raise ConfigError(f"requeue(from_={self.from_!r})", 'use "last_good", the only supported value')
         if type(self.limit) is not int or not 1 <= self.limit <= 100:
             raise ConfigError(f"requeue(limit={self.limit!r})", "use a whole number from 1 to 100")
 
@@ -29,29 +27,29 @@ class Requeue:
 def requeue(from_: Literal["last_good"] = "last_good", *, limit: int = 1) -> Requeue:
     """Launch a job again when a rule has stopped it, as a new attempt of its run: ``Estimator(…, on_stop=requeue(limit=2))``.
 
-    Whoever waits does it: `Job.wait`, here or after `Job.reattach`. What people stopped, and a run of which no good checkpoint is
-    known, is not launched again.
+    The waiting process does this: `Job.wait`, here or after `Job.reattach`. A job that a person stopped, or a run without a known good
+    checkpoint, is not launched again.
 
     Args:
-        from_: the program is given the last checkpoint before the bad step (``WATCHSTEP_RESUME_FROM``).
+        from_: the program receives the last checkpoint before the bad step (``WATCHSTEP_RESUME_FROM``).
         limit: how often at most, over the whole run.
 
     Raises:
-        ConfigError: an argument is none of these.
+        ConfigError: an argument is invalid.
     """
     return Requeue(from_, limit)
 
 
 @dataclass(frozen=True)
 class Intent:
-    """A launch that is under way: written down before it is submitted, so that nobody submits it twice.
+    """A launch in progress, saved before it is submitted, so that it is submitted only once.
 
     Attributes:
-        attempt: which it will be.
-        name: of the job on its backend.
-        path: of the checkpoint.
-        step: the last step that it holds.
-        written: when, in seconds since 1970; 0 where nobody knows, a long time ago.
+        attempt: the attempt that it will be.
+        name: name of the job on its backend.
+        path: path of the checkpoint.
+        step: the last step that the checkpoint includes.
+        written: time of the intent in seconds since 1970; 0 if unknown, which counts as long ago.
     """
 
     attempt: str
@@ -60,23 +58,23 @@ class Intent:
     step: int
     written: float = 0.0
 
-    def may_go_on_for(self, seconds: float) -> float:
-        """How many seconds it may still be under way that takes so long at most, at most so long by a clock that was set back."""
+    def remaining_seconds(self, seconds: float) -> float:
+        """Return how long the submission may still be in progress if it takes ``seconds`` at most; never more, even if the clock was set back."""
         return min(seconds, self.written + seconds - time.time())
 
 
 @dataclass(frozen=True)
 class Relaunch:
-    """What it takes to launch a job again. It holds no token; the environment is the one that the user gave the job.
+    """What is needed to launch a job again. It contains no token; the environment is the one that the user gave the job.
 
     Attributes:
-        command: program and arguments, as they were submitted.
-        environment: variables beside those that name service, attempt and checkpoint.
+        command: program and arguments, as submitted.
+        environment: variables except those for service, attempt and checkpoint.
         folder: the working directory.
-        bound_as: the backend's name with the service.
-        limit: how often.
-        done: how often it was.
-        intent: the launch that is under way; None for none.
+        bound_as: name of the backend with the service.
+        limit: how often the job may be launched again.
+        done: how often it was launched again.
+        intent: the launch in progress; None if there is none.
     """
 
     command: tuple[str, ...]
@@ -93,8 +91,8 @@ class Relaunch:
 
     @classmethod
     def from_data(cls, data: Any) -> Relaunch:
-        """Read what `as_data` gave. Raises KeyError, TypeError, ValueError where it has another form."""
-        held = dict(data)
-        intent = held.pop("intent", None)
-        command = tuple(str(word) for word in held.pop("command"))
-        return cls(command=command, intent=Intent(**intent) if intent else None, **held)
+        """Parse the result of `as_data`. Raises KeyError, TypeError, ValueError if it has another form."""
+        fields = dict(data)
+        intent = fields.pop("intent", None)
+        command = tuple(str(word) for word in fields.pop("command"))
+        return cls(command=command, intent=Intent(**intent) if intent else None, **fields)

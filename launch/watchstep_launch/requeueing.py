@@ -1,7 +1,7 @@
-"""Launching a job again that a rule has stopped: once for each stop, by whichever waiting process comes first.
+"""Relaunching a job that a rule has stopped: once for each stop, by the first waiting process.
 
-The launching side does it, because only it has the program, its environment and the right to submit. A lock admits one process, and the
-intent is written down before the submission. A process that finds an intent looks for the job by its name. Where it cannot decide
+The launching side does this, because only it has the program, its environment and the right to submit. A lock admits one process, and the
+intent is saved before the submission. A process that finds an intent looks for the job by its name. If it cannot determine
 whether that job was submitted, it submits nothing.
 """
 
@@ -33,52 +33,52 @@ from watchstep_launch.backend import (
     Launch,
     SubmissionRejectedError,
 )
-from watchstep_launch.job_record import JobRecord, job_name, load, place_of
+from watchstep_launch.job_record import JobRecord, job_name, load, record_path
 from watchstep_launch.job_status import end
-from watchstep_launch.registration import Registering, recorder_token
+from watchstep_launch.registration import LaunchRegistration, recorder_token
 from watchstep_launch.relaunch import Intent, Relaunch
 
 _SUBMISSION_POLL_SECONDS = 1.0
 
 
-def taken(backend: Backend, record: JobRecord, intent: Intent) -> JobHandle | None:
-    """The job that somebody was about to submit, over or not; None where it is sure that there is none, and will be none.
+def submitted_job(backend: Backend, record: JobRecord, intent: Intent) -> JobHandle | None:
+    """Return the job of an intended submission, over or not; None if it is certain that there is none and will be none.
 
-    Waits as long as the submission may still go on (`FindsByName.submission_seconds`).
+    Waits as long as the submission may still be in progress (`FindsByName.submission_seconds`).
 
     Raises:
-        BackendDownError: nobody knows, or it ran and the backend has forgotten it.
+        BackendDownError: the answer cannot be determined, or the job ran and the backend no longer knows it.
         BackendError: the backend does not answer, or refuses.
     """
     while True:
-        ended = intent.may_go_on_for(_submission_seconds(backend)) <= 0.0
-        found = _named(backend, intent.name)
-        if found is not None:
-            return found
+        ended = intent.remaining_seconds(_submission_seconds(backend)) <= 0.0
+        job = _named(backend, intent.name)
+        if job is not None:
+            return job
         if ended:
             break
         time.sleep(
-            min(_SUBMISSION_POLL_SECONDS, max(0.0, intent.may_go_on_for(_submission_seconds(backend))))
+            min(_SUBMISSION_POLL_SECONDS, max(0.0, intent.remaining_seconds(_submission_seconds(backend))))
         )
     if _has_recorded(record, intent.attempt):
         raise BackendDownError(
-            f"job {intent.name!r} ran as attempt {intent.attempt} of run {record.project}/{record.run}, and"
-            f" {backend.kind} shows it no more",
-            "see its run for what it came to; launch the run anew where it is not over",
+            f"job {intent.name!r} ran as attempt {intent.attempt} of run {record.project}/{record.run}, but"
+            f" {backend.kind} no longer knows it",
+            "see the run for its result; launch it again if it is not over",
         )
     return None
 
 
-def came_through(backend: Backend, intent: Intent) -> JobHandle | None:
-    """The job of an earlier submission, where a backend that takes no name twice has refused this one; None where there is none.
+def job_of_earlier_submission(backend: Backend, intent: Intent) -> JobHandle | None:
+    """Return the job of an earlier submission after a backend has refused its name as a duplicate; None if there is none.
 
     Raises:
         BackendError: the backend does not answer, or refuses.
     """
     if not isinstance(backend, FindsByName) or backend.submission_seconds:
         return None
-    found = backend.find(intent.name)
-    return None if found is None or backend.status(found).is_over else found
+    job = backend.find(intent.name)
+    return None if job is None or backend.status(job).is_over else job
 
 
 def _named(backend: Backend, name: str) -> JobHandle | None:
@@ -92,8 +92,8 @@ def _named(backend: Backend, name: str) -> JobHandle | None:
     except JobNotFoundError:
         pass
     raise BackendDownError(
-        f"job {name!r} was about to be submitted when its launcher ended, and may have been taken",
-        "look for it by its name: attach to it where it runs, or launch the run anew where it does not",
+        f"the launcher ended while it submitted job {name!r}, which the backend may have accepted",
+        "look for the job by its name: attach to it if it runs, or launch the run again if it does not",
     )
 
 
@@ -102,7 +102,7 @@ def _submission_seconds(backend: Backend) -> float:
 
 
 def _has_recorded(record: JobRecord, attempt: str) -> bool:
-    """Whether a program was started as this attempt: on most backends it is known for longer than the job."""
+    """Whether a program was started as this attempt. Most backends know a job for less time than the store keeps its attempt."""
     try:
         run = open_run(f"{record.store}/{record.project}/{record.run}")
     except NotFoundError:
@@ -118,8 +118,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Good:
-    """The checkpoint that a stop named, and what it said of why."""
+class _GoodCheckpoint:
+    """The last good checkpoint and the reason, from a stop event."""
 
     path: str
     step: int
@@ -127,45 +127,45 @@ class _Good:
 
 
 def launched_again(record: JobRecord, backend: Backend) -> JobRecord | None:
-    """The launch that follows one that is over: made now, or by somebody else meanwhile; None where none is to follow.
+    """Return the launch that follows one that is over, made now or meanwhile by another process; None if none is to follow.
 
     Args:
-        record: of the launch that is over, and whose run has been judged to the end.
-        backend: what it ran on.
+        record: the launch that is over, after its run has been evaluated completely.
+        backend: the backend that it ran on.
 
     Raises:
-        SubmissionRejectedError: it cannot be started again; nothing runs.
-        BackendDownError, CredentialsExpiredError: the backend did not take it, or nobody knows whether it did. Waiting again finds
-            out where the backend can tell, and submits nothing otherwise.
-        ServiceError: the service does not answer, or refuses. Waiting again goes on from there.
+        SubmissionRejectedError: the job cannot be started again; nothing runs.
+        BackendDownError, CredentialsExpiredError: the backend did not accept the job, or it is unknown whether it did. Waiting again
+            resolves this if the backend can determine it, and submits nothing otherwise.
+        ServiceError: the service does not answer, or refuses. Waiting again continues from there.
     """
-    if record.relaunch is None or record.judge is None:
+    if record.relaunch is None or record.service is None:
         return None
-    with _alone(record):
-        held = load(record.run, record.project)
-        if held.attempt != record.attempt:
-            return held
-        relaunch = held.relaunch
+    with _lock(record):
+        latest = load(record.run, record.project)
+        if latest.attempt != record.attempt:
+            return latest
+        relaunch = latest.relaunch
         if relaunch is None:
             return None
         handle: JobHandle | None = None
         if relaunch.intent is not None:
-            handle = taken(backend, held, relaunch.intent)
+            handle = submitted_job(backend, latest, relaunch.intent)
         else:
             if relaunch.done >= relaunch.limit:
                 return None
-            _await_stop(held)
-            if (good := _good(held)) is None:
+            _await_stop(latest)
+            if (good := _last_good_checkpoint(latest)) is None:
                 return None
-            relaunch = _intended(held, relaunch, good)
-        return _go_on(held, relaunch, backend, handle)
+            relaunch = _save_intent(latest, relaunch, good)
+        return _submit_intended(latest, relaunch, backend, handle)
 
 
-def _intended(record: JobRecord, relaunch: Relaunch, good: _Good) -> Relaunch:
-    """Let a new attempt pass the run's tombstone, and write down that it is about to be launched."""
+def _save_intent(record: JobRecord, relaunch: Relaunch, good: _GoodCheckpoint) -> Relaunch:
+    """Permit a new attempt despite the run's tombstone, and save that it is about to be launched."""
     intent = Intent(new_nonce(), job_name(record.run), good.path, good.step, time.time())
-    why = f"requeue {relaunch.done + 1} of {relaunch.limit} by its launcher, from {good.path} (step {good.step}), after: {good.reason}"
-    _client(record).allow_restart(record.run, why[:1000], intent.attempt)
+    reason = f"requeue {relaunch.done + 1} of {relaunch.limit} by its launcher, from {good.path} (step {good.step}), after: {good.reason}"
+    _client(record).allow_restart(record.run, reason[:1000], intent.attempt)
     _log.warning(
         "run %s/%s is launched again from %s: %s", record.project, record.run, good.path, good.reason
     )
@@ -174,59 +174,63 @@ def _intended(record: JobRecord, relaunch: Relaunch, good: _Good) -> Relaunch:
     return intended
 
 
-def _go_on(record: JobRecord, relaunch: Relaunch, backend: Backend, handle: JobHandle | None) -> JobRecord:
-    """Submit what is intended, unless it was, and have the service know of it."""
-    assert record.judge is not None
+def _submit_intended(
+    record: JobRecord, relaunch: Relaunch, backend: Backend, handle: JobHandle | None
+) -> JobRecord:
+    """Submit the intended launch unless it was submitted, and register it with the service."""
+    assert record.service is not None
     assert relaunch.intent is not None
-    address, intent = record.judge.address(), relaunch.intent
+    address, intent = record.service.address(), relaunch.intent
     settled = replace(relaunch, done=relaunch.done + 1, intent=None)
     if handle is None:
-        given = {LAUNCHED: intent.attempt, RESUME_FROM: intent.path, FIRST_STEP: str(intent.step + 1)}
+        variables = {LAUNCHED: intent.attempt, RESUME_FROM: intent.path, FIRST_STEP: str(intent.step + 1)}
         launch = Launch(
             relaunch.command,
-            {**relaunch.environment, **given, SERVICE: address.recorder.url},
+            {**relaunch.environment, **variables, SERVICE: address.recorder.url},
             Path(relaunch.folder),
             name=intent.name,
-            secrets={TOKEN: recorder_token(address, record.project, record.run, record.judge.recorder_token)},
+            secrets={
+                TOKEN: recorder_token(address, record.project, record.run, record.service.recorder_token)
+            },
         )
         try:
             handle = backend.submit(launch)
         except SubmissionRejectedError:
-            handle = came_through(backend, intent)
-            if handle is None:  # none of it runs
+            handle = job_of_earlier_submission(backend, intent)
+            if handle is None:  # nothing runs
                 replace(record, relaunch=settled).save()
                 raise
     following = replace(record, attempt=intent.attempt, handle=handle, relaunch=settled)
     try:
-        Registering(address.operator, record.project, record.run).bind(
+        LaunchRegistration(address.operator, record.project, record.run).bind(
             intent.attempt, replace(handle, backend=relaunch.bound_as)
         )
-    except BaseException:  # as of every launch: what no service can stop is not left running
+    except BaseException:  # as for every launch, a job that no service can stop is ended
         end(backend, handle, 0.0)
         replace(
             record, relaunch=replace(relaunch, intent=None)
-        ).save()  # and whoever waits next launches another
+        ).save()  # the next waiting process launches another job
         raise
-    following.save()  # last: who ends before this is followed by one who finds the job by its name
+    following.save()  # last: if this process ends earlier, the next one finds the job by its name
     return following
 
 
 def _await_stop(record: JobRecord) -> None:
-    """A stop is recorded as done a moment after its job is over."""
+    """Wait until the stop is recorded as done, which happens shortly after its job is over."""
     client, deadline = _client(record), time.monotonic() + _STOP_SECONDS
-    while any(one.kind == "stop" and one.state == "pending" for one in client.actions(record.run)):
+    while any(action.kind == "stop" and action.state == "pending" for action in client.actions(record.run)):
         if time.monotonic() > deadline:
             return
         time.sleep(_POLL_SECONDS)
 
 
-def _good(record: JobRecord) -> _Good | None:
-    """The last good checkpoint, where a rule has stopped this launch and one is known."""
-    for event in _client(record).events(record.run, types=("watchstep.stop.done",)):
+def _last_good_checkpoint(record: JobRecord) -> _GoodCheckpoint | None:
+    """Return the last good checkpoint if a rule has stopped this launch and such a checkpoint is known."""
+    for event in _client(record).events(record.run, types=("io.watchstep.stop.done",)):
         data: Any = event.data
         attempt = str(data.get("attempt", ""))
         mine = attempt == record.attempt or attempt.startswith(f"{record.attempt}-r")
-        if not mine or data.get("step") is None:  # what people asked for names no step
+        if not mine or data.get("step") is None:  # stops that people request have no step
             continue
         good = data.get("last_good_checkpoint")
         if good is None:
@@ -234,20 +238,20 @@ def _good(record: JobRecord) -> _Good | None:
                 "run %s/%s is not launched again: no checkpoint from before step %s is known", record.project, record.run, data["step"]
             )  # fmt: skip
             return None
-        return _Good(str(good["path"]), int(good["step"]), str(data.get("reason", "")))
+        return _GoodCheckpoint(str(good["path"]), int(good["step"]), str(data.get("reason", "")))
     return None
 
 
 def _client(record: JobRecord) -> Client:
-    if record.judge is None:
-        raise ServiceError(f"run {record.project}/{record.run}: no service judges it", "launch it with rules")
-    address = record.judge.address().operator
+    if record.service is None:
+        raise ServiceError(f"no service evaluates run {record.project}/{record.run}", "launch it with rules")
+    address = record.service.address().operator
     return Client(address.url, address.token, record.project)
 
 
 @contextmanager
-def _alone(record: JobRecord) -> Iterator[None]:
-    """One process at a time looks whether a run is to be launched again."""
-    with place_of(record.project, record.run).with_suffix(".lock").open("w") as file:
+def _lock(record: JobRecord) -> Iterator[None]:
+    """Admit one process at a time to decide on a relaunch."""
+    with record_path(record.project, record.run).with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

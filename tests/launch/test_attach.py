@@ -100,7 +100,7 @@ def test_a_job_that_was_started_by_hand_is_stopped_by_the_rule_that_was_attached
     assert job.status().state == "running"
     eventually(lambda: job.run_state().info.state == "running", SECONDS)  # once the service has looked
     foreign.fault.touch()
-    told = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
+    told = {event.type.removeprefix("io.watchstep."): event.data for event in job.events()}
     assert (told["stop.done"]["how"], told["stop.done"]["job"]) == ("cooperative", foreign.job)
     assert told["stop.done"]["tensor"] == "loss"
     assert told["run.ended"]["state"] == "stopped"
@@ -108,7 +108,7 @@ def test_a_job_that_was_started_by_hand_is_stopped_by_the_rule_that_was_attached
     assert job.wait(SECONDS) == JobStatus(
         "vanished", detail=job.status().detail
     )  # nobody here knows its code
-    with pytest.raises(ConfigError, match=r"default/stopped: is over \(stopped\)"):
+    with pytest.raises(ConfigError, match=r"default/stopped is over \(stopped\)"):
         Job.attach(foreign.url, foreign.job)
 
 
@@ -139,11 +139,11 @@ def test_a_healthy_job_is_left_alone_by_rules_of_a_file(
     [
         ("default/never", None, NotFoundError, "default/never: not found"),
         ("default/empty", None, ConfigError, "no attempt yet"),
-        (None, "local:99999999", NotFoundError, "99999999: not running"),
-        (None, "local:1x", NotFoundError, "'1x': no process id"),
+        (None, "local:99999999", NotFoundError, "99999999 is not running"),
+        (None, "local:1x", NotFoundError, "'1x' is not a process id"),
         (None, "1234", ConfigError, "KIND:ID"),
         (None, "slurm:", ConfigError, "KIND:ID"),
-        (None, "pbs:1234", ConfigError, "'pbs' is not known"),
+        (None, "pbs:1234", ConfigError, "unknown backend kind 'pbs'"),
     ],
 )
 def test_what_is_not_there_is_refused(
@@ -166,7 +166,7 @@ def test_a_job_that_is_over_is_refused(foreign: Foreign) -> None:
         submit_command="false", status_command="echo DONE code 3 {id}", stop_command="false",
         exit_code_pattern=r"code (\d+)", states={"DONE": "ended"},
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"command:7: is over \(ended with exit code 3\)"):
+    with pytest.raises(ConfigError, match=r"command:7 is over \(ended with exit code 3\)"):
         Job.attach(foreign.url, "command:7", backend=over)
 
 
@@ -220,9 +220,9 @@ def test_a_job_that_was_given_to_slurm_is_stopped_by_the_rule_that_was_attached(
         [non_finite_values().stop()],
         backend=Slurm(partition="all"),
     )
-    with pytest.raises(NotFoundError, match="Slurm knows none"):
+    with pytest.raises(NotFoundError, match="Slurm has no job"):
         Job.attach(f"{store}/default/by-sbatch", "slurm:999999999")
     fault.touch()
-    told = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
+    told = {event.type.removeprefix("io.watchstep."): event.data for event in job.events()}
     assert (told["stop.done"]["how"], told["run.ended"]["state"]) == ("cooperative", "stopped")
     assert job.wait(SECONDS).exit_code == EXIT_STOPPED

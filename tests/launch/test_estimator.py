@@ -88,7 +88,7 @@ def written(job: Job) -> bytes:
 def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimator) -> None:
     rules = [non_finite_values().stop(), vanishing_gradient(threshold=1e-7).notify("ml-oncall")]
     job = changed(estimate, program="train.py", arguments=("12", "100000"), rules=rules).fit(wait=False)
-    events = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
+    events = {event.type.removeprefix("io.watchstep."): event.data for event in job.events()}
     assert list(events) == ["run.started", "alert.firing", "stop.requested", "stop.done", "run.ended"]
     assert events["alert.firing"]["step"] == 12
     assert events["alert.firing"]["finding"]["tensor"]
@@ -106,14 +106,14 @@ def test_a_launched_program_measures_what_its_rules_need(estimate: Estimator) ->
     rules = [sagemaker_saturated_activation(threshold_tanh_min=7.0, threshold_tanh_max=8.0).stop()]
     job = changed(estimate, program="train.py", arguments=("-1", "100000"), rules=rules).fit(wait=False)
     assert job.wait(SECONDS) == JobStatus("ended", EXIT_STOPPED)
-    fired = next(event for event in job.events() if event.type == "watchstep.alert.firing")
+    fired = next(event for event in job.events() if event.type == "io.watchstep.alert.firing")
     assert fired.data["finding"]["tensor"] == "1:output"
 
 
 def test_a_healthy_run_is_left_alone(estimate: Estimator, caplog: pytest.LogCaptureFixture) -> None:
     rules = [non_finite_values().stop().notify("of-nobody")]
     job = changed(estimate, program="train.py -1 30", rules=rules).fit()
-    assert "receiver 'of-nobody' is not known" in caplog.text
+    assert "receiver 'of-nobody' does not exist" in caplog.text
     assert job.status() == JobStatus("ended", 0)
     assert (job.run_state().info.state, written(job)) == ("completed", b"trained to the end\n")
 
@@ -189,7 +189,7 @@ def test_a_job_that_cannot_be_bound_is_not_left_running(estimate: Estimator, fol
 
 
 def test_a_launch_of_nobody_is_told() -> None:
-    with pytest.raises(NotFoundError, match="no launch of it"):
+    with pytest.raises(NotFoundError, match="no launch is known"):
         Job.reattach("never-launched")
 
 

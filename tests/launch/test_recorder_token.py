@@ -15,7 +15,7 @@ from tests.services.driving import Driven
 from watchstep.capture.service.location import FoundService
 from watchstep.errors import ServiceError
 from watchstep.platform.transport import ServiceAddress
-from watchstep_launch.registration import Registering, recorder_token
+from watchstep_launch.registration import LaunchRegistration, recorder_token
 from watchstep_services.api import app
 from watchstep_services.api.routes import tokens
 from watchstep_services.auth.tokens import AuthenticatedCaller, Role, create_token, identify
@@ -38,7 +38,7 @@ def held_by(driven: Driven, token: str) -> AuthenticatedCaller:
 
 
 def know(found: FoundService, run: str, project: str = "vision") -> None:
-    Registering(found.operator, project, run).know((), "")
+    LaunchRegistration(found.operator, project, run).register((), "")
 
 
 @pytest.mark.parametrize("role", ["operator", "admin"])

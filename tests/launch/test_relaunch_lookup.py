@@ -22,9 +22,9 @@ from watchstep.errors import ServiceError
 from watchstep_launch import Estimator, Job, JobStatus, Kubernetes, Local, Slurm, requeue
 from watchstep_launch.backend import Backend, BackendDownError
 from watchstep_launch.job_record import load
-from watchstep_launch.registration import Registering
+from watchstep_launch.registration import LaunchRegistration
 from watchstep_launch.relaunch import Intent, Relaunch
-from watchstep_launch.requeueing import launched_again, taken
+from watchstep_launch.requeueing import launched_again, submitted_job
 from watchstep_rules import non_finite_values
 
 SECONDS = 180.0
@@ -71,7 +71,7 @@ class Where:
             rules=[non_finite_values().stop()], arguments=(kind, str(folder)), on_stop=requeue(limit=1),
         ).fit(run=run, wait=False)  # fmt: skip
         eventually(lambda: job.status().is_over, SECONDS)
-        eventually(lambda: [*job.client().events(run, types=("watchstep.stop.done",))], SECONDS)
+        eventually(lambda: [*job.client().events(run, types=("io.watchstep.stop.done",))], SECONDS)
         return job
 
 
@@ -127,7 +127,7 @@ def check_launched_once_more(job: Job, first: str, intent: Intent) -> None:
     relaunch = job.record.relaunch
     assert relaunch is not None
     assert (job.record.attempt, relaunch.done, relaunch.intent) == (intent.attempt, 1, None)
-    ended = job.client().events(job.id, types=("watchstep.run.ended",))
+    ended = job.client().events(job.id, types=("io.watchstep.run.ended",))
     assert [event.data["attempt"] for event in ended] == [first, intent.attempt]
     assert job.run_state().info.state == "completed"
     output = b"".join(job.logs()).decode()
@@ -200,7 +200,7 @@ def test_a_service_that_is_away_costs_no_launch_and_in_doubt_nothing_is_submitte
         raise ServiceError("no answer", "ask again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Registering, "bind", refuse)
+        patched.setattr(LaunchRegistration, "bind", refuse)
         with pytest.raises(ServiceError, match="no answer"):
             launched_again(load(first.id), first.backend)
     held = load(first.id)
@@ -215,17 +215,17 @@ def test_a_service_that_is_away_costs_no_launch_and_in_doubt_nothing_is_submitte
     # One that ran and that its backend has forgotten is not launched once more; of another nobody knows.
     intent = Intent(job.record.attempt, "ws-forgotten", "", 0)
     with pytest.raises(BackendDownError, match=f"ran as attempt {job.record.attempt} of run default/away"):
-        taken(Forgets(), job.record, intent)
-    assert taken(Forgets(), job.record, replace(intent, attempt="never")) is None
-    with pytest.raises(BackendDownError, match="may have been taken"):
-        taken(Own(), job.record, intent)
+        submitted_job(Forgets(), job.record, intent)
+    assert submitted_job(Forgets(), job.record, replace(intent, attempt="never")) is None
+    with pytest.raises(BackendDownError, match="may have accepted"):
+        submitted_job(Own(), job.record, intent)
 
 
 def test_a_submission_that_may_still_go_on_is_waited_for(where: Where) -> None:
     running = where.backend.submit(_sleeping(where.folder))
     try:
         record: Any = None  # nothing of it is looked at: the job comes before the day is over
-        assert taken(Slow(), record, Intent("a", running.id, "", 0, time.time())) == running
+        assert submitted_job(Slow(), record, Intent("a", running.id, "", 0, time.time())) == running
     finally:
         where.backend.kill(running)
 

@@ -101,10 +101,10 @@ def test_it_goes_on_from_the_last_good_checkpoint_whoever_waits(launch: Estimato
     assert job.record == other.record == load(job.id)
     assert written(job).split("\n")[:2] == ["from 11", "trained to the end"]
     attempts = {
-        event.data["attempt"] for event in job.client().events(job.id, types=("watchstep.run.ended",))
+        event.data["attempt"] for event in job.client().events(job.id, types=("io.watchstep.run.ended",))
     }
     assert len(attempts) == 2  # two waited, and it was launched again once
-    (allowed,) = job.client().events(job.id, types=("watchstep.run.restart_allowed",))
+    (allowed,) = job.client().events(job.id, types=("io.watchstep.run.restart_allowed",))
     assert allowed.data["admitted"] == job.record.attempt
     assert f"from {tmp_path / 'step-10'} (step 10)" in allowed.data["reason"]
     assert job.record.relaunch is not None

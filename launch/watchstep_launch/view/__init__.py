@@ -1,1 +1,1 @@
-"""What people see while a job goes on: a picture that changes, in a terminal or a notebook, or a line for each event."""
+"""Progress of a running job for people: a live picture in a terminal or a notebook, or a line for each event."""

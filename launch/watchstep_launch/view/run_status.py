@@ -15,35 +15,35 @@ from watchstep.format.tensors import LOSSES
 from watchstep.platform.terminal_text import printable
 
 POINTS = 40
-_MOST_LOSSES = 3
-_MOST_EVENTS = 6
+_MAX_LOSSES = 3
+_MAX_EVENTS = 6
 _PACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss over the whole run, in at most `POINTS` points; None where something is not finite."""
+    """A loss over the whole run, in at most `POINTS` points; None for values that are not finite."""
 
     name: str
     points: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What is shown of a run.
+class RunStatus:
+    """Status of a run, for display.
 
     Attributes:
         name: ``<project>/<run>``.
-        state: of the run, or "waiting" before the service knows it.
-        step: the last that was recorded; -1 before the first.
-        steps_per_second: over the last half minute; None while too little is known.
-        seconds: since the run was registered, until it ended.
-        losses: the first few.
-        rules: name → phase, where the rule has data; else "no data" or "error".
-        events: the last few, oldest first.
-        overhead: recording's share of the program's time, and the budget; None where nobody tells.
-        amiss: what recorders could not do, in words.
-        trouble: why the service tells nothing; empty where it does.
+        state: the run's state, or "waiting" before it is registered.
+        step: the last recorded step; -1 before the first.
+        steps_per_second: over the last half minute; None without enough data.
+        seconds: from the run's registration to its end.
+        losses: the first few losses.
+        rules: name → phase if the rule has data; else "no data" or "error".
+        events: the last few events, oldest first.
+        overhead: recording's share of the program's time, and the budget; None if unknown.
+        problems: what recorders could not do, as text.
+        trouble: why the service does not answer; empty if it does.
     """
 
     name: str
@@ -55,51 +55,51 @@ class Sight:
     rules: Mapping[str, str] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     overhead: tuple[float, float] | None = None
-    amiss: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     trouble: str = ""
 
 
 class RunWatcher:
-    """Looks at one run again and again. Where the service does not answer, the last sight stays, with the trouble.
+    """Polls one run. If the service does not answer, the last status is kept, with the error in ``trouble``.
 
     Args:
-        client: gives a client of the run's service; asked for it until it does.
-        project: of the run.
-        run: its id.
-        clock: in seconds.
+        client: creates a client of the run's service; called until it succeeds.
+        project: the run's project.
+        run: the run's id.
+        clock: time in seconds.
     """
 
     def __init__(
         self, client: Callable[[], Client], project: str, run: str, clock: Callable[[], float] = time.time
     ) -> None:
         self._client = client
-        self._known: Client | None = None
+        self._connected: Client | None = None
         self._run = run
         self._clock = clock
         self._after = 0
         self._pace: deque[tuple[float, int]] = deque()
         self._losses: tuple[str, ...] = ()
-        self.sight = Sight(f"{project}/{run}")
+        self.status = RunStatus(f"{project}/{run}")
 
     def look(self) -> list[Event]:
-        """Look again; the events that came since the last look, in their order."""
+        """Poll the run. Returns the events since the last call, in order."""
         try:
-            self._known = self._known or self._client()
-            fresh, self._after = self._known.events_after(self._run, self._after)
-            state = self._known.run(self._run)
-            self.sight = self._seen(state, fresh, self._series(self._known))
+            self._connected = self._connected or self._client()
+            fresh, self._after = self._connected.events_after(self._run, self._after)
+            state = self._connected.run(self._run)
+            self.status = self._updated(state, fresh, self._series(self._connected))
         except NotFoundError:
             return []  # not registered yet
         except ServiceError as error:
-            self.sight = replace(self.sight, trouble=error.what)
+            self.status = replace(self.status, trouble=error.what)
             return []
         return fresh
 
-    def _seen(self, state: RunState, fresh: list[Event], losses: tuple[Loss, ...]) -> Sight:
+    def _updated(self, state: RunState, fresh: list[Event], losses: tuple[Loss, ...]) -> RunStatus:
         info, now = state.info, self._clock()
         until = now if info.ended_ns is None else info.ended_ns / 1e9
-        return Sight(
-            self.sight.name,
+        return RunStatus(
+            self.status.name,
             info.state,
             info.last_step,
             self._steps_per_second(now, info.last_step),
@@ -109,9 +109,9 @@ class RunWatcher:
                 rule.name: rule.phase if rule.health == "ok" else rule.health.replace("_", " ")
                 for rule in state.rules
             },
-            (*self.sight.events, *fresh)[-_MOST_EVENTS:],
+            (*self.status.events, *fresh)[-_MAX_EVENTS:],
             _overhead(state.health),
-            tuple(_amiss(state.health)),
+            tuple(_problems(state.health)),
         )
 
     def _steps_per_second(self, now: float, step: int) -> float | None:
@@ -124,14 +124,14 @@ class RunWatcher:
         return max(0.0, (step - self._pace[0][1]) / (now - self._pace[0][0]))
 
     def _series(self, client: Client) -> tuple[Loss, ...]:
-        """The losses. What the store cannot give just now is as it was."""
+        """Return the losses; the previous ones if the store does not answer."""
         try:
             if not self._losses:
-                found = client.tensors(self._run, LOSSES)
-                self._losses = tuple(str(tensor["name"]) for tensor in found)[:_MOST_LOSSES]
+                tensors = client.tensors(self._run, LOSSES)
+                self._losses = tuple(str(tensor["name"]) for tensor in tensors)[:_MAX_LOSSES]
             return tuple(Loss(name, self._points(client, name)) for name in self._losses)
         except ServiceError:
-            return self.sight.losses
+            return self.status.losses
 
     def _points(self, client: Client, name: str) -> tuple[float | None, ...]:
         rows = client.series(self._run, name, "mean", mode="train", points=POINTS).to_pylist()
@@ -140,24 +140,28 @@ class RunWatcher:
 
 
 def _recorders(health: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    held = health.get("recorders")
-    told = held.values() if isinstance(held, Mapping) else ()
-    return [each for each in told if isinstance(each, Mapping)]
+    recorders = health.get("recorders")
+    values = recorders.values() if isinstance(recorders, Mapping) else ()
+    return [recorder for recorder in values if isinstance(recorder, Mapping)]
 
 
 def _overhead(health: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Of the recorder that costs its program most."""
-    told = [each["overhead"] for each in _recorders(health) if isinstance(each.get("overhead"), Mapping)]
-    shares = [(each.get("share"), each.get("budget")) for each in told]
-    known = [
+    """Return the largest share of all recorders, with its budget."""
+    overheads = [
+        recorder["overhead"]
+        for recorder in _recorders(health)
+        if isinstance(recorder.get("overhead"), Mapping)
+    ]
+    shares = [(overhead.get("share"), overhead.get("budget")) for overhead in overheads]
+    valid = [
         (float(share), float(budget))
         for share, budget in shares
         if isinstance(share, int | float) and isinstance(budget, int | float)
     ]
-    return max(known, default=None)
+    return max(valid, default=None)
 
 
-def _amiss(health: Mapping[str, Any]) -> list[str]:
+def _problems(health: Mapping[str, Any]) -> list[str]:
     dropped, faults = 0, 0
     for recorder in _recorders(health):
         counts = recorder.get("counts")
@@ -167,13 +171,13 @@ def _amiss(health: Mapping[str, Any]) -> list[str]:
     failed = health.get("failed_attempts")
     words = (
         (dropped, "rows dropped"),
-        (faults, "faults of recorders"),
+        (faults, "recorder faults"),
         (_number(health.get("missing_segments")), "segments missing"),
         (_number(health.get("corrupt_segments")), "segments damaged"),
         (_number(health.get("lost_context")), "segments of context lost"),
         (len(failed) if isinstance(failed, Mapping) else 0, "attempts not evaluated"),
     )
-    return [f"{number:,} {what}" for number, what in words if number]
+    return [f"{number:,} {label}" for number, label in words if number]
 
 
 def _number(value: Any) -> int:
@@ -181,15 +185,15 @@ def _number(value: Any) -> int:
 
 
 def line_of(event: Event) -> str:
-    """``05:19:32 default/night: …``; the time is this machine's."""
+    """Format an event as ``05:19:32 default/night: …``, in local time."""
     project, run = (str(event.data.get(name, "")) for name in ("project", "run"))
-    named = f"{project}/{run}" if run else event.subject
-    return printable(f"{time_of(event)} {named}: {words_of(event)}")
+    name = f"{project}/{run}" if run else event.subject
+    return printable(f"{time_of(event)} {name}: {words_of(event)}")
 
 
 def words_of(event: Event) -> str:
-    """What an event says."""
-    kind, data = event.type.removeprefix("watchstep."), event.data
+    """Describe an event."""
+    kind, data = event.type.removeprefix("io.watchstep."), event.data
     if kind == "run.started":
         return f"started, attempt {data.get('attempt', '')}"
     if kind == "run.ended":
@@ -202,24 +206,26 @@ def words_of(event: Event) -> str:
         return f"would have been stopped: {data.get('reason', '')}"
     if kind == "stop.done":
         good = data.get("last_good_checkpoint")
-        kept = f"; last good checkpoint {good}" if isinstance(good, str) and good else ""
-        return f"{data.get('detail') or 'stopped'}{kept}"
+        checkpoint = f"; last good checkpoint {good}" if isinstance(good, str) and good else ""
+        return f"{data.get('detail') or 'stopped'}{checkpoint}"
     if kind == "rule.no_data":
-        return f"rule {data.get('name', '')} has judged nothing up to step {data.get('step')}: it has no data"
+        return (
+            f"rule {data.get('name', '')} has evaluated nothing up to step {data.get('step')}: it has no data"
+        )
     return kind.replace(".", " ").replace("_", " ")
 
 
 def _alert(kind: str, data: Mapping[str, Any]) -> str:
     explanation = data.get("explanation")
-    told = explanation if isinstance(explanation, Mapping) else {}
-    title = str(told.get("title") or f"{data.get('name', 'a rule')} {kind} at step {data.get('step')}")
-    seen = f": {data.get('message') or told.get('seen')}" if kind != "resolved" else ""
+    details = explanation if isinstance(explanation, Mapping) else {}
+    title = str(details.get("title") or f"{data.get('name', 'a rule')} {kind} at step {data.get('step')}")
+    message = f": {data.get('message') or details.get('seen')}" if kind != "resolved" else ""
     quiet = f"; kept quiet by {data['inhibited_by']}" if data.get("inhibited_by") else ""
-    return f"{title}{seen}{quiet}{' (dry run)' if data.get('dry_run') else ''}"
+    return f"{title}{message}{quiet}{' (dry run)' if data.get('dry_run') else ''}"
 
 
 def time_of(event: Event) -> str:
-    """Hours, minutes and seconds of this machine's clock; the event's own text where it has another form."""
+    """Return an event's local time as hours, minutes and seconds; the event's own text if it has another form."""
     try:
         at = datetime.fromisoformat(event.time.replace("Z", "+00:00"))
     except ValueError:

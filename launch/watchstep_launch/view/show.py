@@ -1,4 +1,4 @@
-"""Where a job's way is shown: a picture in a terminal or a notebook, or a line for each event, where nobody watches."""
+"""Where a job's progress is shown: a picture in a terminal or a notebook, or a line for each event."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ if TYPE_CHECKING:
 Kind = Literal["lines", "terminal", "notebook"]
 
 QUIET = "WATCHSTEP_QUIET"
-"""The variable that has a line for each event shown, in a terminal too."""
+"""Environment variable that selects a line for each event, also in a terminal."""
 
-_BETWEEN = {"lines": 2.0, "terminal": 1.0, "notebook": 2.0}
+_INTERVALS = {"lines": 2.0, "terminal": 1.0, "notebook": 2.0}
 _DUMB = frozenset(("dumb", "unknown"))
 
 
 def kind_of(show: bool | None) -> Kind:
-    """How to show it here.
+    """Return how to show progress here.
 
     Args:
-        show: True for a picture, False for lines; None for a picture where somebody watches: standard error is a terminal
-            that can be drawn on or this is a notebook, and neither CI nor WATCHSTEP_QUIET is set.
+        show: True for a picture, False for lines; None for a picture if the output is interactive: standard error is a terminal
+            that supports it or this is a notebook, and neither CI nor WATCHSTEP_QUIET is set.
     """
     quiet = any(os.environ.get(name, "").lower() not in ("", "0", "false", "no") for name in ("CI", QUIET))
     if show is False or (show is None and quiet) or importlib.util.find_spec("rich") is None:
         return "lines"
     if _notebook() is not None:
         return "notebook"
-    return "terminal" if show or _is_drawn_on() else "lines"
+    return "terminal" if show or _supports_drawing() else "lines"
 
 
-def _is_drawn_on() -> bool:
-    """Whether standard error is a terminal that takes a cursor back and shows bars."""
+def _supports_drawing() -> bool:
+    """Whether standard error is a terminal that can move the cursor and show bars."""
     if not sys.stderr.isatty() or os.environ.get("TERM", "").lower() in _DUMB:
         return False
     return (sys.stderr.encoding or "").lower().startswith("utf")
 
 
 class Showing:
-    """Shows a run as often as `turn` is called, and not more often than is of use. Used as a context manager.
+    """Shows a run's progress whenever `turn` is called, at a limited rate. Used as a context manager.
 
-    It goes to standard error, or into the notebook's cell. Nothing that goes wrong here is raised, but what writing raises.
+    Output goes to standard error, or into the notebook's cell. Only errors of writing are raised.
 
     Args:
-        watcher: of the run; None where no service judges it, so that there is nothing to show.
+        watcher: watches the run; None if no service evaluates it, in which case nothing is shown.
         kind: see `kind_of`.
-        clock: in seconds.
+        clock: time in seconds.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Showing:
         self._cell: str = ""
 
     def turn(self, job: str = "", *, last: bool = False) -> None:
-        """Look and show, where it is time to.
+        """Poll the run and show its status, if the interval has passed.
 
         Args:
-            job: how the job is, in words.
-            last: look once more, whatever the time.
+            job: text for the job's status.
+            last: poll regardless of the interval.
         """
         if self._watcher is None or (self._clock() < self._next and not last):
             return
         fresh = self._watcher.look()
-        self._next = self._clock() + _BETWEEN[self._kind]
+        self._next = self._clock() + _INTERVALS[self._kind]
         if self._kind == "lines":
             for event in fresh:
                 sys.stderr.write(line_of(event) + "\n")
@@ -88,7 +88,7 @@ class Showing:
             return
         from watchstep_launch.view.picture import picture
 
-        drawn = picture(self._watcher.sight, job)
+        drawn = picture(self._watcher.status, job)
         if self._kind == "terminal":
             self._in_terminal(drawn)
         else:
@@ -110,7 +110,7 @@ class Showing:
         if self._live is None:
             from rich.live import Live
 
-            from watchstep_launch.view.console import TerminalConsole
+            from watchstep.platform.terminal_console import TerminalConsole
 
             self._live = Live(console=TerminalConsole(stderr=True), auto_refresh=False)
             self._live.start()
@@ -129,7 +129,7 @@ class Showing:
 
 
 def _notebook() -> Any:
-    """The notebook's kernel; None outside of one."""
+    """Return the notebook's kernel; None outside a notebook."""
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None)

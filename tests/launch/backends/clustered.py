@@ -60,7 +60,7 @@ class Clustered:
 
     def stop_done(self) -> dict[str, Any] | None:
         """What the service says of a stop that is over."""
-        done = list(self.job.client().events(self.job.id, types=("watchstep.stop.done",)))
+        done = list(self.job.client().events(self.job.id, types=("io.watchstep.stop.done",)))
         return dict(done[0].data) if done else None
 
 

@@ -62,13 +62,13 @@ def test_the_service_stops_it_through_the_backend_of_that_name(
         service=service.url,
         on_stop="ignore",
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"'gpu-west': not registered for project 'default'") as refused:
+    with pytest.raises(ConfigError, match=r"'gpu-west' is not registered for project 'default'") as refused:
         replace(estimator, backend_name="gpu-west").fit(run="refused")
     assert "gpu-east" in refused.value.hint
     assert double.objects("Job", NAMESPACE) == []
 
     job = estimator.fit(run="named", wait=False)
-    told = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
+    told = {event.type.removeprefix("io.watchstep."): event.data for event in job.events()}
     assert told["stop.done"]["job"] == f"gpu-east:{job.handle.id}"
     assert told["stop.done"]["how"] != "cooperative"
     assert told["run.ended"]["state"] == "stopped"

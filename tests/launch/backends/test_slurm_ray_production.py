@@ -96,6 +96,6 @@ def test_jobs_of_slurm_and_ray_are_stopped_by_a_worker_though_their_tokens_were_
             (stop,) = [one for one in production.get(f"{run}/actions")["actions"] if one["kind"] == "stop"]
             assert stop["state"] == "done"
             types = [event["type"] for event in production.get(f"{run}/events")["events"]]
-            assert types.count("watchstep.stop.requested") == types.count("watchstep.stop.done") == 1
+            assert types.count("io.watchstep.stop.requested") == types.count("io.watchstep.stop.done") == 1
             phases = {one["rule"]: one["phase"] for one in production.get(f"{run}/alerts")["alerts"]}
             assert phases["non_finite_values"] == "firing"

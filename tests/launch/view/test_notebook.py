@@ -65,4 +65,4 @@ print(next(client.tensors("run-1", "losses"))["name"])
 print(watchstep.open_run("{tmp_path}/store/{PROJECT}/run-1").tensor("loss").steps()[-1])
 """)
     assert stream(notebook.nb.cells[-1].outputs, "stderr") == ""
-    assert told.split() == ["watchstep.run.started", "loss", "19"]
+    assert told.split() == ["io.watchstep.run.started", "loss", "19"]

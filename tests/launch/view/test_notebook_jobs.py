@@ -90,7 +90,7 @@ job.wait(show=False)
 print(job.run().tensor("loss").steps(), job.run_state().info.state, list(job.logs()))
 await asyncio.to_thread(job.wait, show=False)
 """)
-    assert told == "watchstep.run.started watchstep.run.ended\n[0, 1, 2] completed []\n"
+    assert told == "io.watchstep.run.started io.watchstep.run.ended\n[0, 1, 2] completed []\n"
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_job(notebook: Notebook) -> None:
@@ -103,9 +103,9 @@ def test_an_interrupt_ends_the_waiting_and_not_the_job(notebook: Notebook) -> No
     assert error.ename == "KeyboardInterrupt"
     assert said.name == "stderr"
     assert said.text.startswith(
-        "watchstep: no longer waiting for run default/long; nothing was stopped. Job local:"
+        "watchstep: no longer waiting for run default/long; nothing was stopped. Find job local:"
     )
-    assert said.text.endswith(' is found again by Estimator.reattach("long")\n')
+    assert said.text.endswith(' again with Estimator.reattach("long")\n')
     assert notebook.text('job = Estimator.reattach("long")\nprint(job.status().state)') == "running\n"
     assert notebook.text("job.backend.kill(job.handle)\nprint(job.wait(show=False).exit_code)") == "-9\n"
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from watchstep.client import Event
 from watchstep_launch.view.console import notebook_data
 from watchstep_launch.view.picture import fewer, line_of_bars, picture, span
-from watchstep_launch.view.run_status import POINTS, Loss, Sight, line_of
+from watchstep_launch.view.run_status import POINTS, Loss, RunStatus, line_of
 
 RUN = {"project": "default", "run": "night"}
-SIGHT = Sight(
+STATUS = RunStatus(
     "default/night",
     "stopped",
     628,
@@ -22,8 +22,8 @@ SIGHT = Sight(
     (Loss("loss", (1.0, 0.5, 0.25, 0.2, None)), Loss("[bold]aux", ())),
     {"nan_or_inf": "firing", "dead_relu": "inactive", "overfit": "no data"},
     (
-        Event("1", "watchstep.stop.requested", "", "never", {**RUN, "reason": "NaN in loss"}, {}),
-        Event("2", "watchstep.run.ended", "", "never", {**RUN, "state": "stopped", "last_step": 628}, {}),
+        Event("1", "io.watchstep.stop.requested", "", "never", {**RUN, "reason": "NaN in loss"}, {}),
+        Event("2", "io.watchstep.run.ended", "", "never", {**RUN, "state": "stopped", "last_step": 628}, {}),
     ),
     (0.0447, 0.01),
     ("1,200 rows dropped",),
@@ -31,30 +31,30 @@ SIGHT = Sight(
 )
 
 
-def text_of(sight: Sight, job: str = "", width: int = 100) -> list[str]:
+def text_of(status: RunStatus, job: str = "", width: int = 100) -> list[str]:
     console = Console(file=io.StringIO(), width=width, record=True, highlight=False)
-    console.print(picture(sight, job))
+    console.print(picture(status, job))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
 def test_all_that_there_is_to_see() -> None:
-    assert text_of(SIGHT, "job local:7 ended with exit code 86") == [
+    assert text_of(STATUS, "job local:7 ended with exit code 86") == [
         "default/night  stopped after 44 s  job local:7 ended with exit code 86",
         "step              628",
         "loss       not finite  █▃▁▁\N{MULTIPLICATION SIGN}",
         "[bold]aux           -",
         "recording       4.47%  of the program's time; budget 1.0%",
-        "amiss                  1,200 rows dropped",
+        "problems                  1,200 rows dropped",
         "rules  1 firing, 1 inactive, 1 no data",
         "  ● nan_or_inf  firing",
         "never  stop requested: NaN in loss",
         "never  stopped after step 628",
-        "the service tells nothing: http://127.0.0.1:9: no answer",
+        "no answer from the service: http://127.0.0.1:9: no answer",
     ]
 
 
 def test_before_anything_is_known() -> None:
-    assert text_of(Sight("default/night"), "job slurm:7 queued") == [
+    assert text_of(RunStatus("default/night"), "job slurm:7 queued") == [
         "default/night  waiting  job slurm:7 queued",
         "step  -",
     ]
@@ -62,9 +62,9 @@ def test_before_anything_is_known() -> None:
 
 def test_what_does_not_fit_goes_on_below_and_nothing_is_cut_off() -> None:
     reason = "rule nan_or_inf at step 600: 32 NaN among 32 elements of 1:output"
-    event = Event("1", "watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
+    event = Event("1", "io.watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
     narrow = text_of(
-        Sight("default/20261122-121517-a8c3ce", "running", events=(event,)), "job slurm:7 queued", 40
+        RunStatus("default/20261122-121517-a8c3ce", "running", events=(event,)), "job slurm:7 queued", 40
     )
     assert narrow == [
         "default/20261122-121517-a8c3ce  running",
@@ -78,8 +78,8 @@ def test_what_does_not_fit_goes_on_below_and_nothing_is_cut_off() -> None:
 
 def test_figures_are_whole_where_there_is_little_room() -> None:
     loss = Loss("train_loss", tuple(float(value) for value in range(POINTS)))
-    sight = Sight("a/b", "running", 123_456, 7.0, losses=(loss,), overhead=(0.01, 0.01))
-    assert text_of(sight, width=40)[1:] == [
+    status = RunStatus("a/b", "running", 123_456, 7.0, losses=(loss,), overhead=(0.01, 0.01))
+    assert text_of(status, width=40)[1:] == [
         "step        123,456  7 steps/s",
         "train_loss       39  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▇▇███",
         "recording     1.00%  of the program's",
@@ -89,20 +89,20 @@ def test_figures_are_whole_where_there_is_little_room() -> None:
 
 def test_the_pace_is_of_what_goes_on() -> None:
     running, ended = (
-        text_of(Sight("a/b", state, 7, steps_per_second=20.0)) for state in ("running", "completed")
+        text_of(RunStatus("a/b", state, 7, steps_per_second=20.0)) for state in ("running", "completed")
     )
     assert (running[1].split(), ended[1].split()) == (["step", "7", "20", "steps/s"], ["step", "7"])
 
 
 def test_many_rules_are_counted() -> None:
-    many = Sight("a/b", "running", rules={f"rule-{number}": "pending" for number in range(20)})
+    many = RunStatus("a/b", "running", rules={f"rule-{number}": "pending" for number in range(20)})
     assert text_of(many)[-1] == "  and 12 more"
 
 
 @given(st.text(max_size=40), st.text(max_size=40), st.integers(20, 120))
 def test_nothing_of_a_programs_own_is_markup_or_moves_the_cursor(name: str, reason: str, width: int) -> None:
-    event = Event("1", "watchstep.stop.requested", "", "now", {**RUN, "reason": reason}, {})
-    odd = Sight(name, "running", losses=(Loss(name, (1.0,)),), rules={name: "firing"}, events=(event,))
+    event = Event("1", "io.watchstep.stop.requested", "", "now", {**RUN, "reason": reason}, {})
+    odd = RunStatus(name, "running", losses=(Loss(name, (1.0,)),), rules={name: "firing"}, events=(event,))
     for line in (*text_of(odd, reason, width), line_of(event)):
         assert line.isprintable()
 
@@ -137,8 +137,8 @@ def test_a_span_has_two_units(seconds: float, said: str) -> None:
 
 def test_a_notebook_gets_colours_and_plain_text() -> None:
     reason = "of many words " * 20
-    event = Event("1", "watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
-    data = notebook_data(picture(Sight("a<b/night", "running", events=(event,))))
+    event = Event("1", "io.watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
+    data = notebook_data(picture(RunStatus("a<b/night", "running", events=(event,))))
     assert data["text/html"].startswith("<pre style='font-family")
     assert "a&lt;b/night" in data["text/html"]
     assert data["text/html"].count("<div ") == data["text/html"].count("</div>") == 3  # the browser folds
@@ -159,10 +159,10 @@ def test_a_notebook_gets_colours_and_plain_text() -> None:
         ("stop.done", {"detail": "job local:7 is gone", "last_good_checkpoint": "c.pt"},
          "job local:7 is gone; last good checkpoint c.pt"),
         ("stop.would_have", {"reason": "NaN"}, "would have been stopped: NaN"),
-        ("rule.no_data", {"name": "r", "step": 9}, "rule r has judged nothing up to step 9: it has no data"),
+        ("rule.no_data", {"name": "r", "step": 9}, "rule r has evaluated nothing up to step 9: it has no data"),
         ("store.became_slow", {}, "store became slow"),
     ],
 )  # fmt: skip
 def test_an_event_is_a_line(kind: str, data: dict[str, object], said: str) -> None:
-    event = Event("1", f"watchstep.{kind}", "s", "2026-11-22T05:19:32Z", {**RUN, **data}, {})
+    event = Event("1", f"io.watchstep.{kind}", "s", "2026-11-22T05:19:32Z", {**RUN, **data}, {})
     assert line_of(event)[8:] == f" default/night: {said}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -86,16 +87,16 @@ def test_what_is_seen_of_a_run(ended: tuple[Driven, Recording, Client]) -> None:
     now = [1000.0]
     watcher = RunWatcher(lambda: client, PROJECT, "run-1", clock=lambda: now[0])
     watcher.look()
-    sight = watcher.sight
-    assert (sight.name, sight.state, sight.step) == ("vision/run-1", "running", 19)
-    assert [(loss.name, loss.points[0], loss.points[-1]) for loss in sight.losses] == [("loss", 1.0, None)]
-    assert sight.rules == {"non_finite_values": "firing", "exploding_gradient": "inactive"}
-    assert sight.steps_per_second is None
+    status = watcher.status
+    assert (status.name, status.state, status.step) == ("vision/run-1", "running", 19)
+    assert [(loss.name, loss.points[0], loss.points[-1]) for loss in status.losses] == [("loss", 1.0, None)]
+    assert status.rules == {"non_finite_values": "firing", "exploding_gradient": "inactive"}
+    assert status.steps_per_second is None
     now[0] += 10
     with driven.service.database.write() as session:
         session.get_one(RunRow, 1).last_step = 119
     watcher.look()
-    assert watcher.sight.steps_per_second == 10.0
+    assert watcher.status.steps_per_second == 10.0
 
 
 def test_a_service_that_is_away_takes_nothing_from_what_was_seen(
@@ -106,9 +107,9 @@ def test_a_service_that_is_away_takes_nothing_from_what_was_seen(
     clients = [client, away]
     watcher = RunWatcher(lambda: clients.pop(0), PROJECT, "run-1")
     watcher.look()
-    watcher._known = away
+    watcher._connected = away
     assert watcher.look() == []
-    assert (watcher.sight.step, "no answer" in watcher.sight.trouble) == (19, True)
+    assert (watcher.status.step, "no answer" in watcher.status.trouble) == (19, True)
     assert RunWatcher(lambda: client, PROJECT, "never").look() == []
 
 
@@ -140,5 +141,10 @@ def test_the_command_shows_it_to_its_end(
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert (done.exit_code, done.stdout) == (0, "")
     assert "vision/run-1: non_finite_values (critical) firing at step 15" in done.stderr
+    done = CliRunner().invoke(app, [*words[:-1], "--json"], catch_exceptions=False)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        event.raw for event in client.events("run-1")
+    ]
     with pytest.raises(ServiceError, match="no service runs"):
         CliRunner().invoke(app, ["watch", "x", "--store", str(tmp_path)], catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""Jobs on AWS Batch, and their states. See ``docs/launch/aws-batch.md``."""
+"""AWS Batch backend and its job states. See ``docs/launch/aws-batch.md``."""
 
 from __future__ import annotations
 
@@ -34,80 +34,78 @@ from watchstep_launch.backends.aws.calls import (
 
 NAME = "aws_batch"
 REASON = "stopped by Watchstep"
-_LOOKS = 3
-_MOST_DESCRIBED = 100
+_ATTEMPTS = 3
+_MAX_DESCRIBED = 100
 
 _JOB_ID = re.compile(r"[A-Za-z0-9-]{1,64}(:[0-9]{1,5})?")
 _JOB_ARN = re.compile(r"arn:aws[a-z-]*:batch:[a-z0-9-]+:[0-9]{12}:job/(?P<id>.+)")
 
 
 class AwsBatch(AwsBatchSettings):
-    """Submits by SubmitJob to a queue, looks by DescribeJobs and CloudWatch Logs, stops by TerminateJob.
+    """Submits with SubmitJob to a queue, queries with DescribeJobs and CloudWatch Logs, stops with TerminateJob.
 
-    TerminateJob is SIGTERM and, after the container agent's stop timeout (30 s unless it is set otherwise), SIGKILL: there is no other
-    end, so that `stop` and `kill` ask for the same. A job that waits is cancelled by it.
+    TerminateJob sends SIGTERM and, after the container agent's stop timeout (30 s by default), SIGKILL. Batch has no other way to end
+    a job, so `stop` and `kill` do the same. A waiting job is cancelled.
 
-    An identity is the job's ARN and the time at which it was created. A job's id is a UUID of Batch's own, which no other job ever has.
+    An identity consists of the job's ARN and its creation time. A job's id is a UUID that Batch never reuses.
 
-    It was never run on AWS: the tests meet moto, and a stand-in for what moto lacks.
+    The backend has not been run on AWS: it is tested with moto, and with a stand-in for what moto lacks.
     """
 
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 5.0
-    submission_seconds: ClassVar[float] = 60.0  # and lists show a job some time after it was taken
+    submission_seconds: ClassVar[float] = 60.0  # and lists show a job some time after it was accepted
 
     def submit(self, launch: Launch) -> JobHandle:
-        """Submit a job, called like the launch.
+        """Submit a job with the launch's name.
 
-        Variables of the job, secrets among them that ``secrets`` does not name, can be read by whoever may describe it.
+        Variables of the job, including secrets that ``secrets`` does not name, are visible to everyone with permission to describe it.
 
         Raises:
-            SubmissionRejectedError: Batch refused it, or would.
+            SubmissionRejectedError: Batch refused the job, or would refuse it.
         """
         name = launch.name or f"watchstep-{randoms.token_hex(6)}"
         if self.job_queue is None or (self.job_definition is None and self.image is None):
             raise SubmissionRejectedError(
-                "AWS Batch: job_queue, or job_definition or image, is not set, and a job needs them",
-                "AwsBatch(job_queue=…, job_definition=…)",
+                "AWS Batch: job_queue is not set, or both job_definition and image are not set",
+                "set them as in AwsBatch(job_queue=…, job_definition=…)",
             )
-        asked = submission(self, launch, name, self.job_definition or "")
+        parameters = submission(self, launch, name, self.job_definition or "")
         try:
-            asked["jobDefinition"] = self._definition()
-            answer = self.aws().call("batch", "submit_job", once=True, **asked)
+            parameters["jobDefinition"] = self._definition()
+            response = self.aws().call("batch", "submit_job", once=True, **parameters)
         except AwsCallError as error:
             raise SubmissionRejectedError(
-                f"AWS Batch took no job: {error}", "correct the backend's settings or the launch"
+                f"AWS Batch rejected the job: {error}", "correct the backend's settings or the launch"
             ) from error
         except BackendDownError as error:
-            return self._looked_for(name, error)
-        return self._just_submitted(str(answer["jobId"]), name)
+            return self._find_submitted(name, error)
+        return self._await_description(str(response["jobId"]), name)
 
     def status(self, job: JobHandle) -> JobStatus:
-        """How the job is; "vanished" where Batch knows it no more, which is a week after its end."""
-        found = self._described(job)
-        return (
-            JobStatus("vanished", detail="Batch does not know it")
-            if found is None
-            else self._status(job, found)
-        )
+        """Return the job's status; "vanished" once Batch no longer knows it, a week after its end."""
+        description = self._describe(job)
+        if description is None:
+            return JobStatus("vanished", detail="Batch does not know the job")
+        return self._status(job, description)
 
     def logs(self, job: JobHandle, cursor: str = "") -> LogPart:
-        """What the job's attempts wrote, one after another, from CloudWatch Logs; lines of other nodes than the main one name theirs.
+        """Return the output of the job's attempts from CloudWatch Logs, one after another. Lines from nodes other than the main one have a label.
 
-        CloudWatch gets lines some seconds after they are written. Bytes that are not UTF-8 do not come through.
+        CloudWatch receives lines some seconds after they are written. Bytes that are not UTF-8 are lost.
         """
         region = region_of(identity_of(job, "AwsBatch")["arn"])
-        found = self._described(job)
-        if found is None:
+        description = self._describe(job)
+        if description is None:
             return LogPart(b"", cursor)
-        labels = dict.fromkeys(streams_of(found), "")
-        for number, node in enumerate(self._nodes(found, region)):
+        labels = dict.fromkeys(streams_of(description), "")
+        for number, node in enumerate(self._nodes(description, region)):
             for stream in streams_of(node):
                 labels.setdefault(stream, f"[node {number}] " if number else "")
         return aws_logs.read_streams(self.aws(), region, self.log_group, labels, cursor, labels.__getitem__)
 
     def stop(self, job: JobHandle) -> JobStatus:
-        """TerminateJob: SIGTERM to the program and, after the agent's stop timeout, SIGKILL; a job that waits is cancelled."""
+        """Call TerminateJob: SIGTERM to the program and, after the agent's stop timeout, SIGKILL; a waiting job is cancelled."""
         before = self.status(job)
         if before.is_over:
             return before
@@ -117,192 +115,200 @@ class AwsBatch(AwsBatchSettings):
         except AwsCallError as error:
             if not (after := self.status(job)).is_over:
                 raise BackendError(
-                    f"job {job.id}: could not be stopped ({error})", "see it in Batch's console"
+                    f"job {job.id}: could not be stopped ({error})", "see the job in the Batch console"
                 ) from error
             return after
         return self.status(job)
 
     def kill(self, job: JobHandle) -> JobStatus:
-        """The same as `stop`: Batch has no other end, and kills by itself. Asking twice changes nothing."""
+        """Same as `stop`: Batch kills by itself after its timeout. Repeating it has no effect."""
         return self.stop(job)
 
     def jobs(self) -> list[JobHandle]:
-        """Those of the queue that carry the tag of Watchstep's launchers; none without a queue."""
+        """List the queue's jobs with the tag of Watchstep; empty without a queue."""
         if self.job_queue is None:
             return []
-        listed = [str(one["jobId"]) for state in ACTIVE for one in self._listed(jobStatus=state)]
-        ids = list(dict.fromkeys(listed))  # a job may go on to the next state while they are listed
-        found = self._all_described(ids, "")
+        listed = [str(summary["jobId"]) for state in ACTIVE for summary in self._list(jobStatus=state)]
+        ids = list(dict.fromkeys(listed))  # a job may change its state between the lists
         return [
-            _handle(one) for one in found if MARK in (one.get("tags") or {}) and not status_of(one).is_over
+            _handle(description)
+            for description in self._describe_all(ids, "")
+            if MARK in (description.get("tags") or {}) and not status_of(description).is_over
         ]
 
     def find(self, name: str) -> JobHandle | None:
-        """The newest job of the queue that is called like the launch, for a week after its end.
+        """Return the newest job of the queue with this name, until a week after its end.
 
         Raises:
-            BackendDownError: there is no queue to look in, or Batch does not answer.
+            BackendDownError: there is no queue to search, or Batch does not answer.
         """
         if self.job_queue is None:
             raise BackendDownError(
-                f"job {name}: no queue to look for it in", "AwsBatch(job_queue=…), the one of its launch"
+                f"job {name} cannot be searched for: job_queue is not set",
+                "set AwsBatch(job_queue=…) as at its launch",
             )
-        found = self._listed(filters=[{"name": "JOB_NAME", "values": [name]}])
-        return self._just_submitted(str(found[0]["jobId"]), name) if found else None
+        jobs = self._list(filters=[{"name": "JOB_NAME", "values": [name]}])
+        return self._await_description(str(jobs[0]["jobId"]), name) if jobs else None
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
-        """The job with this id or ARN; of an array, one of its jobs (``id:0``).
+        """Return the job with this id or ARN; for an array, one of its jobs (``id:0``).
 
         Raises:
-            JobNotFoundError: there is none.
+            JobNotFoundError: there is no such job.
         """
         arn = _JOB_ARN.fullmatch(id)
         job_id = id if arn is None else arn["id"]
         if not _JOB_ID.fullmatch(job_id):
-            raise JobNotFoundError(f"job {id!r}: no job id of Batch's", "give an id, or an ARN")
-        found = self._all_described([job_id], region_of(id))
-        if not found or (arn is not None and found[0]["jobArn"] != id):
+            raise JobNotFoundError(f"{id!r} is not an AWS Batch job id", "use an id or an ARN")
+        descriptions = self._describe_all([job_id], region_of(id))
+        if not descriptions or (arn is not None and descriptions[0]["jobArn"] != id):
             raise JobNotFoundError(
-                f"job {id!r}: Batch knows none here", "see to the region and the account; give its ARN"
+                f"AWS Batch has no job {id!r} here", "check the region and the account, or use its ARN"
             )
-        if "size" in (found[0].get("arrayProperties") or {}):
-            raise JobNotFoundError(f"job {id!r}: is an array", f"name one of its jobs: {job_id}:0")
-        return _handle(found[0])
+        if "size" in (descriptions[0].get("arrayProperties") or {}):
+            raise JobNotFoundError(f"job {id!r} is an array", f"name one of its jobs: {job_id}:0")
+        return _handle(descriptions[0])
 
     def settled(self, job: JobHandle) -> JobHandle:
-        """The same, its identity spelt as this class spells it.
+        """Return the same job with its identity in canonical form.
 
         Raises:
-            ConfigError: the identity is not one of Batch's, or another's than the id's.
+            ConfigError: the identity is not a Batch identity, or does not match the id.
         """
         identity = identity_of(job, "AwsBatch")
-        named = _JOB_ARN.fullmatch(identity["arn"])
-        if named is None or named["id"] != job.id:
+        match = _JOB_ARN.fullmatch(identity["arn"])
+        if match is None or match["id"] != job.id:
             raise ConfigError(
                 f"job {job.id!r}: its ARN is {identity['arn'][:200]!r}",
-                "bind it as AwsBatch.reattach gives it",
+                "bind it as AwsBatch.reattach returns it",
             )
         return JobHandle(job.backend, job.id, identity, job.details)
 
     def _definition(self) -> str:
-        """The definition to submit with: the user's, or one that is registered unless an equal one is."""
+        """Return the definition to submit with: the user's, or an equal registered one, or a newly registered one."""
         if self.job_definition is not None:
             if self.secrets:
                 self._check_secrets(self.job_definition)
             return self.job_definition
-        asked = definition_of(self)
-        held = self._definitions(jobDefinitionName=asked["jobDefinitionName"], status="ACTIVE")
-        if not held:
-            held = [self.aws().call("batch", "register_job_definition", **asked)]
-        return str(held[0]["jobDefinitionArn"])
+        parameters = definition_of(self)
+        registered = self._definitions(jobDefinitionName=parameters["jobDefinitionName"], status="ACTIVE")
+        if not registered:
+            registered = [self.aws().call("batch", "register_job_definition", **parameters)]
+        return str(registered[0]["jobDefinitionArn"])
 
     def _check_secrets(self, definition: str) -> None:
-        """See that a definition of the user's own gives the secrets: SubmitJob cannot add them."""
+        """Check that the user's own definition provides the secrets: SubmitJob cannot add them."""
         by_name = not definition.startswith("arn:") and ":" not in definition
-        asked: Any = (
+        query: Any = (
             {"jobDefinitionName": definition, "status": "ACTIVE"}
             if by_name
             else {"jobDefinitions": [definition]}
         )
-        held = sorted(self._definitions(**asked), key=lambda one: int(one["revision"]))
-        given = {str(one["name"]): one["valueFrom"] for each in held[-1:] for one in _secrets_in(each)}
-        for name, place in self.secrets.items():
-            if given.get(name) != place:
+        definitions = sorted(self._definitions(**query), key=lambda entry: int(entry["revision"]))
+        provided = {
+            str(secret["name"]): secret["valueFrom"]
+            for newest in definitions[-1:]
+            for secret in _secrets_in(newest)
+        }
+        for name, arn in self.secrets.items():
+            if provided.get(name) != arn:
                 raise SubmissionRejectedError(
-                    f"job definition {definition}: has no secret {name} from {place}",
-                    "add it to the definition's containerProperties.secrets, or let image= register one",
+                    f"job definition {definition} does not provide secret {name} from {arn}",
+                    "add it to the definition's containerProperties.secrets, or set image= to register a definition",
                 )
 
-    def _definitions(self, **asked: Any) -> list[dict[str, Any]]:
-        return list(self.aws().call("batch", "describe_job_definitions", **asked)["jobDefinitions"])
+    def _definitions(self, **query: Any) -> list[dict[str, Any]]:
+        return list(self.aws().call("batch", "describe_job_definitions", **query)["jobDefinitions"])
 
-    def _status(self, job: JobHandle, found: Mapping[str, Any]) -> JobStatus:
-        status = status_of(found)
+    def _status(self, job: JobHandle, description: Mapping[str, Any]) -> JobStatus:
+        status = status_of(description)
         if not status.is_over:
             return status
-        return status_of(found, self._nodes(found, region_of(identity_of(job, "AwsBatch")["arn"])))
+        return status_of(
+            description, self._nodes(description, region_of(identity_of(job, "AwsBatch")["arn"]))
+        )
 
-    def _nodes(self, found: Mapping[str, Any], region: str) -> list[dict[str, Any]]:
-        """What Batch says of each node of a multi-node job; none of any other."""
-        count = int((found.get("nodeProperties") or {}).get("numNodes", 0))
-        return self._all_described([f"{found['jobId']}#{number}" for number in range(count)], region)
+    def _nodes(self, description: Mapping[str, Any], region: str) -> list[dict[str, Any]]:
+        """Return the descriptions of a multi-node job's nodes; empty for any other job."""
+        count = int((description.get("nodeProperties") or {}).get("numNodes", 0))
+        return self._describe_all([f"{description['jobId']}#{number}" for number in range(count)], region)
 
-    def _looked_for(self, name: str, error: BackendDownError) -> JobHandle:
-        """A job whose submission got no answer.
+    def _find_submitted(self, name: str, error: BackendDownError) -> JobHandle:
+        """Return a job whose submission got no answer.
 
         Raises:
-            BackendDownError: there is none, or nobody knows.
+            BackendDownError: there is none, or the answer cannot be determined.
         """
-        why: BackendError = error
-        for look in range(_LOOKS):
-            time.sleep(0.5 * look)
+        cause: BackendError = error
+        for attempt in range(_ATTEMPTS):
+            time.sleep(0.5 * attempt)
             try:
-                found = self._listed(filters=[{"name": "JOB_NAME", "values": [name]}])
+                jobs = self._list(filters=[{"name": "JOB_NAME", "values": [name]}])
             except (BackendDownError, CredentialsExpiredError) as listing:
-                why = listing
+                cause = listing
                 break
-            if found:
-                return self._just_submitted(str(found[0]["jobId"]), name)
+            if jobs:
+                return self._await_description(str(jobs[0]["jobId"]), name)
         raise BackendDownError(
-            f"job {name}: may have been taken, and Batch does not show it ({error.what})",
-            "look for it in Batch's console; watchstep attach takes it once it is seen",
-        ) from why
+            f"AWS Batch may have accepted job {name}, but does not show it ({error.what})",
+            "look for it in the Batch console; use watchstep attach once it is visible",
+        ) from cause
 
-    def _just_submitted(self, job_id: str, name: str) -> JobHandle:
-        why: BackendError | None = None
-        for look in range(_LOOKS):
-            time.sleep(0.5 * look)
+    def _await_description(self, job_id: str, name: str) -> JobHandle:
+        cause: BackendError | None = None
+        for attempt in range(_ATTEMPTS):
+            time.sleep(0.5 * attempt)
             try:
-                if found := self._all_described([job_id], ""):
-                    return _handle(found[0])
+                if descriptions := self._describe_all([job_id], ""):
+                    return _handle(descriptions[0])
             except (BackendDownError, CredentialsExpiredError) as error:
-                why = error
+                cause = error
                 break
         raise BackendDownError(
-            f"job {job_id} ({name}) was taken, and Batch does not say when ({why.what if why else 'it knows none'})",
-            "look for it in Batch's console; watchstep attach takes it once it is seen",
-        ) from why
+            f"AWS Batch accepted job {job_id} ({name}), but does not show it ({cause.what if cause else 'it does not know the job'})",
+            "look for it in the Batch console; use watchstep attach once it is visible",
+        ) from cause
 
-    def _described(self, job: JobHandle) -> dict[str, Any] | None:
-        """What Batch says of this very job; None where it knows it no more."""
+    def _describe(self, job: JobHandle) -> dict[str, Any] | None:
+        """Return the description of exactly this job; None if Batch no longer knows it."""
         identity = identity_of(job, "AwsBatch")
-        found = self._all_described([job.id], region_of(identity["arn"]))
-        if not found:
+        descriptions = self._describe_all([job.id], region_of(identity["arn"]))
+        if not descriptions:
             self.aws().check_account(identity["arn"])
             return None
-        return found[0] if dict(_handle(found[0]).identity) == identity else None
+        return descriptions[0] if dict(_handle(descriptions[0]).identity) == identity else None
 
-    def _all_described(self, ids: Sequence[str], region: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for first in range(0, len(ids), _MOST_DESCRIBED):
-            some = list(ids[first : first + _MOST_DESCRIBED])
+    def _describe_all(self, ids: Sequence[str], region: str) -> list[dict[str, Any]]:
+        descriptions: list[dict[str, Any]] = []
+        for first in range(0, len(ids), _MAX_DESCRIBED):
+            chunk = list(ids[first : first + _MAX_DESCRIBED])
             try:
-                found += self.aws().call("batch", "describe_jobs", region=region, jobs=some)["jobs"]
+                descriptions += self.aws().call("batch", "describe_jobs", region=region, jobs=chunk)["jobs"]
             except AwsCallError as error:
-                raise BackendDownError(f"AWS Batch: {error}", "see its console") from error
-        return found
+                raise BackendDownError(f"AWS Batch: {error}", "see the Batch console") from error
+        return descriptions
 
-    def _listed(self, **asked: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def _list(self, **parameters: Any) -> list[dict[str, Any]]:
+        jobs: list[dict[str, Any]] = []
         while True:
             try:
-                page = self.aws().call("batch", "list_jobs", jobQueue=self.job_queue, **asked)
+                page = self.aws().call("batch", "list_jobs", jobQueue=self.job_queue, **parameters)
             except AwsCallError as error:
-                raise BackendDownError(f"queue {self.job_queue}: {error}", "see Batch's console") from error
-            found += page["jobSummaryList"]
+                raise BackendDownError(f"queue {self.job_queue}: {error}", "see the Batch console") from error
+            jobs += page["jobSummaryList"]
             if not page.get("nextToken"):
-                return found
-            asked["nextToken"] = page["nextToken"]
+                return jobs
+            parameters["nextToken"] = page["nextToken"]
 
 
-def _handle(found: Mapping[str, Any]) -> JobHandle:
-    identity = {"arn": str(found["jobArn"]), "created": milliseconds(found["createdAt"])}
-    return JobHandle(NAME, str(found["jobId"]), identity)
+def _handle(description: Mapping[str, Any]) -> JobHandle:
+    identity = {"arn": str(description["jobArn"]), "created": milliseconds(description["createdAt"])}
+    return JobHandle(NAME, str(description["jobId"]), identity)
 
 
 def _secrets_in(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
     ranges = (definition.get("nodeProperties") or {}).get("nodeRangeProperties", [])
-    containers = [definition.get("containerProperties"), *(one.get("container") for one in ranges)]
+    containers = [definition.get("containerProperties"), *(entry.get("container") for entry in ranges)]
     return [secret for container in containers if container for secret in container.get("secrets", [])]
 
 
@@ -319,35 +325,40 @@ ACTIVE = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
 """Statuses of jobs that are not over."""
 
 
-def status_of(found: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]] = ()) -> JobStatus:
-    """How a job is, by what DescribeJobs answers of it, and of its nodes where it has several."""
-    held = str(found["status"])
-    state = _STATES.get(held, "unknown")
-    why = " ".join(str(found.get("statusReason") or _last_container(found).get("reason") or "").split())[:500]
-    detail = f"{held}: {why}" if why else held
+def status_of(description: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]] = ()) -> JobStatus:
+    """Return a job's status from its DescribeJobs description, and from its nodes' if it has several."""
+    batch_status = str(description["status"])
+    state = _STATES.get(batch_status, "unknown")
+    reason = " ".join(
+        str(description.get("statusReason") or _last_container(description).get("reason") or "").split()
+    )[:500]
+    detail = f"{batch_status}: {reason}" if reason else batch_status
     if state != "ended":
         return JobStatus(state, None, detail)
-    codes = [code for one in (found, *nodes) if (code := _exit_code(one)) is not None]
-    code = next((code for code in codes if code), 0 if held == "SUCCEEDED" else None)
-    if held == "FAILED" and (found.get("isTerminated") or found.get("isCancelled")):
+    codes = [code for container in (description, *nodes) if (code := _exit_code(container)) is not None]
+    code = next((code for code in codes if code), 0 if batch_status == "SUCCEEDED" else None)
+    if batch_status == "FAILED" and (description.get("isTerminated") or description.get("isCancelled")):
         return JobStatus("cancelled", code, detail)
     return JobStatus("ended", code, detail)
 
 
-def streams_of(found: Mapping[str, Any]) -> Iterator[str]:
-    """The log streams of a job's attempts, oldest first."""
-    containers = [one.get("container") or {} for one in found.get("attempts", [])]
-    named = [str(one.get("logStreamName") or "") for one in (*containers, found.get("container") or {})]
-    yield from dict.fromkeys(filter(None, named))
+def streams_of(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the log streams of a job's attempts, oldest first."""
+    containers = [attempt.get("container") or {} for attempt in description.get("attempts", [])]
+    streams = [
+        str(container.get("logStreamName") or "")
+        for container in (*containers, description.get("container") or {})
+    ]
+    yield from dict.fromkeys(filter(None, streams))
 
 
-def _exit_code(found: Mapping[str, Any]) -> int | None:
-    code = _last_container(found).get("exitCode")
+def _exit_code(description: Mapping[str, Any]) -> int | None:
+    code = _last_container(description).get("exitCode")
     return None if code is None else of_container(int(code))
 
 
-def _last_container(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    now: Mapping[str, Any] = found.get("container") or {}
-    if "exitCode" in now or not found.get("attempts"):
-        return now
-    return found["attempts"][-1].get("container") or now
+def _last_container(description: Mapping[str, Any]) -> Mapping[str, Any]:
+    current: Mapping[str, Any] = description.get("container") or {}
+    if "exitCode" in current or not description.get("attempts"):
+        return current
+    return description["attempts"][-1].get("container") or current

@@ -19,71 +19,70 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=
 
 
 class AwsBatchSettings(AwsModel):
-    """What users set of a backend on AWS Batch."""
+    """User settings of the AWS Batch backend."""
 
     job_queue: Word | None = Field(
-        None, description="Name or ARN of the queue. Needed to submit and to list."
+        None, description="Name or ARN of the queue. Required to submit and to list jobs."
     )
     job_definition: Word | None = Field(
-        None, description="Name, name:revision or ARN of a definition; else one is registered for the image."
+        None,
+        description="Name, name:revision or ARN of a definition; by default, one is registered for the image.",
     )
     image: str | None = Field(
-        None, max_length=512, description="The image, with watchstep and a shell in it."
+        None, max_length=512, description="Container image that includes watchstep and a shell."
     )
-    platform: Literal["EC2", "FARGATE"] = Field("EC2", description="What the definition is for.")
-    job_role: RoleArn | None = Field(None, description="The role that the job itself has.")
-    execution_role: RoleArn | None = Field(
-        None, description="The role by which the image is pulled and secrets are fetched."
-    )
+    platform: Literal["EC2", "FARGATE"] = Field("EC2", description="Platform of the definition.")
+    job_role: RoleArn | None = Field(None, description="Role of the job itself.")
+    execution_role: RoleArn | None = Field(None, description="Role that pulls the image and fetches secrets.")
     vcpus: float | None = Field(None, gt=0, description="vCPUs of each node.")
     memory_mib: int | None = Field(None, gt=0, description="MiB of memory of each node.")
     gpus: int | None = Field(None, gt=0, description="GPUs of each node.")
     shared_memory_mib: int | None = Field(
-        None, gt=0, description="MiB of /dev/shm, which DataLoader's workers use."
+        None, gt=0, description="MiB of /dev/shm, used by DataLoader workers."
     )
-    assign_public_ip: bool = Field(False, description="On Fargate: whether the task gets a public address.")
+    assign_public_ip: bool = Field(False, description="Whether a Fargate task gets a public address.")
     nodes: int = Field(1, ge=1, le=1000, description="Nodes; with several, a multi-node parallel job.")
     attempts: int | None = Field(
         None,
         ge=1,
         le=10,
-        description="How often the job is started; the definition's own where it is left out.",
+        description="How often the job is started; by default as in the definition.",
     )
     evaluate_on_exit: tuple[Mapping[str, str], ...] = Field(
         (),
         max_length=3,
-        description="Conditions on which it is started again, behind those that keep what was stopped stopped.",
+        description="Conditions for starting the job again, after those that prevent restarts of stopped runs.",
     )
     timeout_seconds: int | None = Field(None, ge=60, description="Seconds that each attempt may take.")
     share_identifier: str | None = Field(None, max_length=255, description="For queues with fair shares.")
     tags: Mapping[str, str] = Field(default_factory=dict, description="Tags of the job and its definition.")
     secrets: Mapping[Variable, Arn] = Field(
         default_factory=dict,
-        description="Variable: ARN in Secrets Manager or Parameter Store, from which the container agent fetches its value.",
+        description="Variable → ARN in Secrets Manager or Parameter Store, from which the container agent fetches its value.",
     )
     log_group: str = Field(
-        "/aws/batch/job", min_length=1, max_length=512, description="Where its output goes."
+        "/aws/batch/job", min_length=1, max_length=512, description="Log group of the job's output."
     )
     extra: Mapping[str, Any] = Field(
-        default_factory=dict, description="Whatever else SubmitJob takes, in its own form."
+        default_factory=dict, description="Further parameters of SubmitJob, in its own format."
     )
     definition_extra: Mapping[str, Any] = Field(
-        default_factory=dict, description="Whatever else RegisterJobDefinition takes, in its own form."
+        default_factory=dict, description="Further parameters of RegisterJobDefinition, in its own format."
     )
 
     @model_validator(mode="after")
-    def _has_what_to_run(self) -> AwsBatchSettings:
+    def _check_image_or_definition(self) -> AwsBatchSettings:
         if self.job_definition is not None and self.image is not None:
-            raise ValueError("give job_definition or image, not both")
+            raise ValueError("set job_definition or image, not both")
         if self.image is not None and (self.vcpus is None or self.memory_mib is None):
-            raise ValueError("an image needs vcpus and memory_mib")
+            raise ValueError("image requires vcpus and memory_mib")
         if self.evaluate_on_exit and self.attempts is None:
-            raise ValueError("evaluate_on_exit needs attempts")
+            raise ValueError("evaluate_on_exit requires attempts")
         return self
 
 
-MOST_BYTES = 30 * 1024
-"""Of a SubmitJob request."""
+MAX_BYTES = 30 * 1024
+"""Size limit of a SubmitJob request."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -96,17 +95,17 @@ _NODES = (
 
 
 def submission(settings: AwsBatchSettings, launch: Launch, name: str, definition: str) -> dict[str, Any]:
-    """What SubmitJob is asked.
+    """Return the parameters of SubmitJob.
 
     Raises:
-        SubmissionRejectedError: Batch does not take it, or would change it.
+        SubmissionRejectedError: Batch would refuse or modify the job.
     """
     overrides = {
         "command": _command(settings, launch),
         "environment": _environment(settings, launch),
         "resourceRequirements": resources(settings),
     }
-    asked: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "jobName": name,
         "jobQueue": settings.job_queue,
         "jobDefinition": definition,
@@ -116,54 +115,54 @@ def submission(settings: AwsBatchSettings, launch: Launch, name: str, definition
         "tags": {**settings.tags, MARK: "1"},
     }
     if settings.nodes > 1:
-        asked["nodeOverrides"] = {
+        parameters["nodeOverrides"] = {
             "numNodes": settings.nodes,
             "nodePropertyOverrides": [{"targetNodes": "0:", "containerOverrides": overrides}],
         }
     else:
-        asked["containerOverrides"] = overrides
-    made: dict[str, Any] = merged(without_empty(asked), settings.extra)
-    if (size := len(json.dumps(made))) > MOST_BYTES:
+        parameters["containerOverrides"] = overrides
+    request: dict[str, Any] = merged(without_empty(parameters), settings.extra)
+    if (size := len(json.dumps(request))) > MAX_BYTES:
         raise SubmissionRejectedError(
-            f"job {name}: command and environment make {size} bytes, and Batch takes {MOST_BYTES}",
-            "put what is long into the image, or into a file on S3",
+            f"job {name}: command and environment have {size} bytes, more than Batch's limit of {MAX_BYTES}",
+            "move long values into the image, or into a file on S3",
         )
-    return made
+    return request
 
 
 def definition_of(settings: AwsBatchSettings) -> dict[str, Any]:
-    """What RegisterJobDefinition is asked; its name follows from all the rest, so that equal ones are one."""
-    fargate = settings.platform == "FARGATE"
+    """Return the parameters of RegisterJobDefinition. The name is a hash of the rest, so that equal definitions are shared."""
+    is_fargate = settings.platform == "FARGATE"
     container = {
         "image": settings.image,
         "jobRoleArn": settings.job_role,
         "executionRoleArn": settings.execution_role,
         "command": ["true"],
         "resourceRequirements": resources(settings),
-        "secrets": [{"name": name, "valueFrom": place} for name, place in settings.secrets.items()],
+        "secrets": [{"name": name, "valueFrom": arn} for name, arn in settings.secrets.items()],
         "networkConfiguration": {"assignPublicIp": "ENABLED"} if settings.assign_public_ip else None,
         "linuxParameters": {"sharedMemorySize": settings.shared_memory_mib},
     }
-    asked: dict[str, Any] = {"platformCapabilities": ["FARGATE" if fargate else "EC2"]}
+    parameters: dict[str, Any] = {"platformCapabilities": ["FARGATE" if is_fargate else "EC2"]}
     if settings.nodes > 1:
-        every = [{"targetNodes": "0:", "container": without_empty(container)}]
-        properties = {"numNodes": settings.nodes, "mainNode": 0, "nodeRangeProperties": every}
-        asked = {"type": "multinode", "nodeProperties": properties}
+        ranges = [{"targetNodes": "0:", "container": without_empty(container)}]
+        properties = {"numNodes": settings.nodes, "mainNode": 0, "nodeRangeProperties": ranges}
+        parameters = {"type": "multinode", "nodeProperties": properties}
     else:
-        asked = {**asked, "type": "container", "containerProperties": container}
-    made: dict[str, Any] = merged(without_empty(asked), settings.definition_extra)
-    named = sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
-    return {"jobDefinitionName": f"watchstep-{named}", **made, "tags": {**settings.tags, MARK: "1"}}
+        parameters = {**parameters, "type": "container", "containerProperties": container}
+    definition: dict[str, Any] = merged(without_empty(parameters), settings.definition_extra)
+    digest = sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:16]
+    return {"jobDefinitionName": f"watchstep-{digest}", **definition, "tags": {**settings.tags, MARK: "1"}}
 
 
 def resources(settings: AwsBatchSettings) -> list[dict[str, str]]:
-    """What each node is to have, as far as it is said."""
-    said = {"VCPU": settings.vcpus, "MEMORY": settings.memory_mib, "GPU": settings.gpus}
-    return [{"type": kind, "value": f"{value:g}"} for kind, value in said.items() if value is not None]
+    """Return the resources of each node that are set."""
+    amounts = {"VCPU": settings.vcpus, "MEMORY": settings.memory_mib, "GPU": settings.gpus}
+    return [{"type": kind, "value": f"{value:g}"} for kind, value in amounts.items() if value is not None]
 
 
 def retries(settings: AwsBatchSettings) -> dict[str, Any]:
-    """What is tried again: nothing that a rule stopped, whatever the user says of the rest."""
+    """Return the retry strategy. It never retries a run that a rule stopped, whatever the user configures."""
     if settings.attempts is None:
         return {}
     never = [{"onExitCode": str(code), "action": "EXIT"} for code in (EXIT_STOPPED, EXIT_TOMBSTONE)]
@@ -176,24 +175,24 @@ def _command(settings: AwsBatchSettings, launch: Launch) -> list[str]:
     for word in launch.command:
         if word.startswith("Ref::"):
             raise SubmissionRejectedError(
-                f"argument {word!r}: Batch would put a parameter of the job's in its place",
-                "give it another form, --name=Ref::value for one",
+                f"argument {word!r}: Batch would replace it by a job parameter",
+                "use another form, such as --name=Ref::value",
             )
         if "\0" in word:
-            raise SubmissionRejectedError(f"argument {word!r}: has a zero byte", "leave it out")
+            raise SubmissionRejectedError(f"argument {word!r} contains a zero byte", "remove it")
     script = f'{_ATTEMPT}{_NODES if settings.nodes > 1 else ""}exec "$@"'
     return ["sh", "-c", script, "watchstep", *launch.command]
 
 
 def _environment(settings: AwsBatchSettings, launch: Launch) -> list[dict[str, str]]:
-    held = {**launch.environment, **launch.secrets}
-    given = {name: value for name, value in held.items() if name not in settings.secrets}
-    for name, value in given.items():
+    merged_variables = {**launch.environment, **launch.secrets}
+    variables = {name: value for name, value in merged_variables.items() if name not in settings.secrets}
+    for name, value in variables.items():
         if not _VARIABLE.fullmatch(name) or name.startswith("AWS_BATCH"):
             raise SubmissionRejectedError(
-                f"environment variable {name!r}: Batch does not take its name",
-                "use letters, digits and '_', and no AWS_BATCH at the beginning",
+                f"environment variable {name!r} has an invalid name for AWS Batch",
+                "use letters, digits and '_', and no prefix AWS_BATCH",
             )
         if "\0" in value:
-            raise SubmissionRejectedError(f"environment variable {name}: has a zero byte", "leave it out")
-    return [{"name": name, "value": value} for name, value in given.items()]
+            raise SubmissionRejectedError(f"environment variable {name} contains a zero byte", "remove it")
+    return [{"name": name, "value": value} for name, value in variables.items()]

@@ -1,4 +1,4 @@
-"""Calls of AWS by boto3: credentials, timeouts, errors, request fields and CloudWatch logs. Needs ``watchstep[aws]``."""
+"""Calls of AWS through boto3: credentials, timeouts, errors, request fields and CloudWatch logs. Requires ``watchstep[aws]``."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from watchstep_launch.backend import (
 )
 
 MARK = "watchstep"
-"""Key of the tag of jobs that launchers of Watchstep submitted."""
+"""Tag key of jobs that Watchstep submitted."""
 
 _CONNECT_SECONDS = 4
 _READ_SECONDS = 8
-_TRIES = 2
+_MAX_ATTEMPTS = 2
 
-_PASSING = re.compile(
+_TRANSIENT = re.compile(
     r"Throttl|TooManyRequests|RequestLimitExceeded|InternalError|InternalFailure|InternalServer|ServerException"
     r"|ServiceUnavailable|Timeout|SlowDown"
 )
-_UNWELCOME = re.compile(
+_CREDENTIAL_ERRORS = re.compile(
     r"ExpiredToken|TokenRefreshRequired|RequestExpired|AccessDenied|NotAuthorized|UnauthorizedOperation|UnrecognizedClient"
     r"|InvalidClientTokenId|InvalidAccessKeyId|SignatureDoesNotMatch|InvalidSignature|IncompleteSignature|MissingAuthenticationToken"
     r"|OptInRequired|InvalidIdentityToken"
@@ -46,27 +46,27 @@ S3Url = Annotated[str, Field(pattern=r"^s3://[a-z0-9.-]{3,63}(/.*)?$", max_lengt
 
 
 class AwsCallError(Exception):
-    """AWS answered with an error that is about what was asked: ``code`` is its name of it, ``said`` its text."""
+    """AWS refused the request itself: ``code`` is its error code, ``message`` its text."""
 
-    def __init__(self, code: str, said: str) -> None:
-        super().__init__(f"{code}: {said}")
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
         self.code = code
-        self.said = said
+        self.message = message
 
     @property
-    def means_missing(self) -> bool:
-        """Whether it says that there is no such thing. SageMaker has no error of its own for that."""
-        lacks = re.search(r"not found|not find|does not exist", self.said, re.IGNORECASE) is not None
+    def is_missing(self) -> bool:
+        """Whether the requested object does not exist. SageMaker has no separate error code for that."""
+        lacks = re.search(r"not found|not find|does not exist", self.message, re.IGNORECASE) is not None
         return self.code.startswith("ResourceNotFound") or (self.code.startswith("Validation") and lacks)
 
 
 class Aws:
-    """Calls of one account, by credentials that boto3 finds, or by a role that is taken with them. Safe from any thread.
+    """Calls of one AWS account, with credentials that boto3 finds, or with a role assumed by them. Thread-safe.
 
     Args:
-        region: where calls go that name none; boto3's own where it is empty.
-        role: to take; empty for none.
-        external_id: asked for by the role's trust policy; empty for none.
+        region: default region; if empty, boto3's own.
+        role: role to assume; empty for none.
+        external_id: required by the role's trust policy; empty for none.
     """
 
     def __init__(self, region: str = "", role: str = "", external_id: str = "") -> None:
@@ -77,50 +77,50 @@ class Aws:
         self._lock = threading.Lock()
 
     def call(
-        self, service: str, operation: str, *, region: str = "", once: bool = False, **asked: Any
+        self, service: str, operation: str, *, region: str = "", once: bool = False, **parameters: Any
     ) -> dict[str, Any]:
-        """What an operation answers. The request is checked by botocore's model of the service before it is sent.
+        """Call an operation and return its response. botocore validates the request by its model of the service before it is sent.
 
         Args:
-            service: boto3's name of it.
-            operation: boto3's name of it.
-            region: where to.
-            once: ask no second time, for what must not be done twice.
-            asked: the operation's parameters.
+            service: boto3's name of the service.
+            operation: boto3's name of the operation.
+            region: region of the call.
+            once: do not retry; for operations that must not be done twice.
+            parameters: the operation's parameters.
 
         Raises:
-            BackendDownError: no answer, or one that says that AWS cannot now.
-            CredentialsExpiredError: there are none, they are refused, or they do not suffice.
-            RefusedError: whatever else AWS or botocore refuses.
-            ConfigError: boto3 is not installed, or no region is named.
+            BackendDownError: AWS does not answer, or reports that it is unavailable.
+            CredentialsExpiredError: credentials are missing, refused or insufficient.
+            AwsCallError: AWS or botocore refuses the request for another reason.
+            ConfigError: boto3 is not installed, or no region is set.
         """
         try:
             from botocore.exceptions import BotoCoreError, ClientError
         except ImportError as error:
             raise ConfigError(f"boto3 is not installed ({error})", "pip install 'watchstep[aws]'") from error
-        place = f"AWS {service}"
+        service_name = f"AWS {service}"
         try:
-            answer: dict[str, Any] = getattr(self._client(service, region, once), operation)(**asked)
+            response: dict[str, Any] = getattr(self._client(service, region, once), operation)(**parameters)
         except ClientError as error:
-            raise self._told(place, error.response) from error
+            raise self._response_error(service_name, error.response) from error
         except (BotoCoreError, OSError) as error:
-            raise self._untold(place, error) from error
-        return answer
+            raise self._client_error(service_name, error) from error
+        return response
 
     def check_account(self, arn: str) -> None:
-        """See that the credentials are of the account that an ARN names, before it is believed that something is not there.
+        """Check that the credentials belong to the account of an ARN. Otherwise a missing object would mean nothing.
 
         Raises:
-            CredentialsExpiredError: they are another's.
-            BackendDownError: nobody answers.
+            CredentialsExpiredError: they belong to another account.
+            BackendDownError: AWS does not answer.
         """
         if not self._account:
             self._account = str(self.call("sts", "get_caller_identity", region=region_of(arn))["Account"])
-        if self._account != (theirs := arn.split(":")[4]):
+        if self._account != (expected := arn.split(":")[4]):
             account, self._account = self._account, ""
             self._forget()
             raise CredentialsExpiredError(
-                f"{arn}: is of account {theirs}, and the credentials are of {account}",
+                f"{arn} is in account {expected}, but the credentials belong to account {account}",
                 "use credentials of that account, or assume_role",
             )
 
@@ -128,83 +128,87 @@ class Aws:
         from botocore.config import Config
 
         with self._lock:
-            if (held := self._clients.get((service, region, once))) is None:
+            if (client := self._clients.get((service, region, once))) is None:
                 if self._session is None:
                     self._session = _session(self._region, self._role, self._external_id)
                 config = Config(
                     connect_timeout=_CONNECT_SECONDS,
                     read_timeout=_READ_SECONDS,
-                    retries={"mode": "standard", "total_max_attempts": 1 if once else _TRIES},
+                    retries={"mode": "standard", "total_max_attempts": 1 if once else _MAX_ATTEMPTS},
                 )
-                held = self._session.client(service, region_name=region or None, config=config)
-                self._clients[service, region, once] = held
-            return held
+                client = self._session.client(service, region_name=region or None, config=config)
+                self._clients[service, region, once] = client
+            return client
 
     def _forget(self) -> None:
-        """Look for credentials anew with the next call: a client keeps those that it was made with."""
+        """Discard clients, so that the next call loads credentials again."""
         with self._lock:
             self._clients.clear()
             self._session = None
 
-    def _told(self, place: str, response: Any) -> Exception:
+    def _response_error(self, service_name: str, response: Any) -> Exception:
         error = response.get("Error", {})
-        code, said = str(error.get("Code", "")), " ".join(str(error.get("Message", "")).split())[:500]
+        code, message = str(error.get("Code", "")), " ".join(str(error.get("Message", "")).split())[:500]
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        if _UNWELCOME.search(code) or code in ("401", "403"):
-            return self._unwelcome(f"{place}: {code}: {said}")
-        if status >= 500 or status == 429 or _PASSING.search(code):
-            return BackendDownError(f"{place}: cannot now ({code}: {said})", "try again later")
-        return AwsCallError(code, said)
+        if _CREDENTIAL_ERRORS.search(code) or code in ("401", "403"):
+            return self._credentials_error(f"{service_name}: {code}: {message}")
+        if status >= 500 or status == 429 or _TRANSIENT.search(code):
+            return BackendDownError(f"{service_name} is unavailable ({code}: {message})", "try again later")
+        return AwsCallError(code, message)
 
-    def _untold(self, place: str, error: Exception) -> Exception:
+    def _client_error(self, service_name: str, error: Exception) -> Exception:
         from botocore import exceptions
 
-        said = " ".join(str(error).split())[:500]
+        message = " ".join(str(error).split())[:500]
         if isinstance(error, exceptions.NoRegionError):
-            return ConfigError(f"{place}: no region is named", "set region=, or AWS_DEFAULT_REGION")
+            return ConfigError(f"{service_name}: no region is set", "set region=, or AWS_DEFAULT_REGION")
         if isinstance(error, exceptions.ParamValidationError):
-            return AwsCallError("ParamValidation", said)
+            return AwsCallError("ParamValidation", message)
         if isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError | OSError):
-            return BackendDownError(f"{place}: does not answer ({said})", "see to the network, and try again")
-        # Of what is left nearly all is about credentials: none, half of them, a profile, a sign-on that has run out.
-        return self._unwelcome(f"{place}: {said}")
+            return BackendDownError(
+                f"{service_name} does not answer ({message})", "check the network, and try again"
+            )
+        # Nearly all other errors concern credentials: missing, incomplete, a wrong profile, an expired sign-on.
+        return self._credentials_error(f"{service_name}: {message}")
 
-    def _unwelcome(self, said: str) -> CredentialsExpiredError:
+    def _credentials_error(self, message: str) -> CredentialsExpiredError:
         self._forget()
-        return CredentialsExpiredError(said, "renew the credentials, or see to what their policies allow")
+        return CredentialsExpiredError(message, "renew the credentials, or check their policies")
 
 
 class AwsModel(BackendModel):
-    """What the backends on AWS share: whose calls they are."""
+    """Settings that all AWS backends share."""
 
     region: str = Field(
         "",
         pattern=r"^[a-z0-9-]*$",
         max_length=40,
-        description="Region of the jobs; boto3's own where it is empty.",
+        description="Region of the jobs; if empty, boto3's default.",
     )
     assume_role: RoleArn | None = Field(
-        None, description="Role by which the launcher or the service acts; else boto3's own credentials."
+        None, description="Role that the launcher or the service assumes; by default boto3's own credentials."
     )
-    external_id: str = Field("", max_length=1224, description="Asked for by that role's trust policy.")
-    _held: Aws | None = PrivateAttr(None)
-    _making: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    external_id: str = Field(
+        "", max_length=1224, description="External id that the role's trust policy requires."
+    )
+    _aws: Aws | None = PrivateAttr(None)
+    _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
 
     def aws(self) -> Aws:
-        """Calls of AWS, with what is set here."""
-        with self._making:
-            if self._held is None:
-                self._held = Aws(self.region, self.assume_role or "", self.external_id)
-            return self._held
+        """Return the AWS client with these settings."""
+        with self._lock:
+            if self._aws is None:
+                self._aws = Aws(self.region, self.assume_role or "", self.external_id)
+            return self._aws
 
 
 def region_of(arn: str) -> str:
-    """The region that an ARN names; empty where it is none."""
+    """Return the region in an ARN; empty if the text is not an ARN."""
     return parts[3] if len(parts := arn.split(":", 5)) == 6 else ""
 
 
 def milliseconds(time: Any) -> int:
-    """A time as boto3 gives it, or in milliseconds already, in milliseconds since 1970."""
+    """Convert boto3's time, or a time in milliseconds, to milliseconds since 1970."""
     return int(time) if isinstance(time, int) else round(time.timestamp() * 1000)
 
 
@@ -213,32 +217,32 @@ def _session(region: str, role: str, external_id: str) -> Any:
     from botocore.config import Config
     from botocore.credentials import DeferredRefreshableCredentials, create_assume_role_refresher
 
-    own = boto3.Session(botocore_session=_core(), region_name=region or None)
+    base = boto3.Session(botocore_session=_core(), region_name=region or None)
     if not role:
-        return own
-    asked = {"RoleArn": role, "RoleSessionName": "watchstep-jobs"}
+        return base
+    parameters = {"RoleArn": role, "RoleSessionName": "watchstep-jobs"}
     if external_id:
-        asked["ExternalId"] = external_id
+        parameters["ExternalId"] = external_id
     config = Config(
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_READ_SECONDS,
-        retries={"mode": "standard", "total_max_attempts": _TRIES},
+        retries={"mode": "standard", "total_max_attempts": _MAX_ATTEMPTS},
     )
-    refresh = create_assume_role_refresher(own.client("sts", config=config), asked)
-    taken = _core()
-    taken._credentials = DeferredRefreshableCredentials(  # noqa: SLF001 - boto3 has no other way in
+    refresh = create_assume_role_refresher(base.client("sts", config=config), parameters)
+    assumed = _core()
+    assumed._credentials = DeferredRefreshableCredentials(  # noqa: SLF001 - boto3 has no public API for this
         refresh_using=refresh, method="sts-assume-role"
     )
-    return boto3.Session(botocore_session=taken, region_name=own.region_name)
+    return boto3.Session(botocore_session=assumed, region_name=base.region_name)
 
 
 def _core() -> Any:
-    """A session of botocore's; the models of services, which take half a second of a processor to read, are read once."""
+    """Create a botocore session with a shared loader: reading the service models takes half a second of CPU time."""
     import botocore.session
 
-    made = botocore.session.get_session()
-    made.register_component("data_loader", _loader())
-    return made
+    session = botocore.session.get_session()
+    session.register_component("data_loader", _loader())
+    return session
 
 
 @functools.cache
@@ -249,37 +253,37 @@ def _loader() -> Any:
 
 
 def identity_of(job: JobHandle, backend: str) -> dict[str, Any]:
-    """What tells a job from all others with its name: its ARN, and when it was created, in milliseconds.
+    """Return a job's identity, which distinguishes it from other jobs with its name: ARN and creation time in milliseconds.
 
     Raises:
-        ConfigError: the handle is none of this backend's.
+        ConfigError: the identity is not one of this backend.
     """
     try:
         return {"arn": str(job.identity["arn"]), "created": int(job.identity["created"])}
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"job {job.id!r}: its identity is none of {backend}'s ({error!r})",
-            f"bind it with arn and created, in milliseconds, as {backend}.reattach gives them",
+            f"job {job.id!r}: the identity is not a {backend} identity ({error!r})",
+            f"use arn and created, in milliseconds, as {backend}.reattach returns them",
         ) from error
 
 
 def without_empty(value: Any) -> Any:
-    """A request without what is not set: None, False, and lists and objects of nothing."""
+    """Return a request without fields that are not set: None, False, and empty lists and objects."""
     if not isinstance(value, dict):
         return value
-    kept = {name: without_empty(held) for name, held in value.items()}
-    return {name: held for name, held in kept.items() if not _is_nothing(held)}
+    fields = {name: without_empty(field) for name, field in value.items()}
+    return {name: field for name, field in fields.items() if not _is_nothing(field)}
 
 
 def merged(value: Any, more: Any) -> Any:
-    """A request with what else is to be in it: objects become one, anything else takes the place of what was there."""
+    """Merge further fields into a request: objects are merged recursively, other values are replaced."""
     if not (isinstance(value, Mapping) and isinstance(more, Mapping)):
         return more
-    return {**value, **{name: merged(value.get(name), held) for name, held in more.items()}}
+    return {**value, **{name: merged(value.get(name), field) for name, field in more.items()}}
 
 
 def of_container(code: int) -> int:
-    """An exit code with signals as negative numbers: a container that ends by one has 128 and its number."""
+    """Convert a container's exit code, which is 128 plus the number after a signal, to a negative number for a signal."""
     return 128 - code if 128 < code < 160 else code
 
 
@@ -290,13 +294,13 @@ def _is_nothing(value: Any) -> bool:
 _SECONDS = 15.0
 
 
-class _Place(NamedTuple):
-    """Where reading of a stream goes on.
+class _Position(NamedTuple):
+    """Where reading of a stream continues.
 
     Attributes:
-        token: CloudWatch's. It is good for a day.
-        written: when the last line that was read was written, in milliseconds.
-        since: what the token's pages begin at, in the same; 0 for the stream's beginning.
+        token: CloudWatch's token, valid for a day.
+        written: time of the last line that was read, in milliseconds.
+        since: start time of the token's pages, in milliseconds; 0 for the stream's beginning.
     """
 
     token: str
@@ -305,22 +309,22 @@ class _Place(NamedTuple):
 
 
 def streams_below(aws: Aws, region: str, group: str, prefix: str) -> list[str]:
-    """The streams of a group whose names begin so; none where the group is not there yet."""
-    found: list[str] = []
-    asked: dict[str, Any] = {}
+    """List a group's streams whose names have a prefix; empty if the group does not exist yet."""
+    streams: list[str] = []
+    parameters: dict[str, Any] = {}
     while True:
         try:
             page = aws.call(
-                "logs", "describe_log_streams", region=region, logGroupName=group, logStreamNamePrefix=prefix, **asked
+                "logs", "describe_log_streams", region=region, logGroupName=group, logStreamNamePrefix=prefix, **parameters
             )  # fmt: skip
         except AwsCallError as error:
-            if error.means_missing:
-                return found
+            if error.is_missing:
+                return streams
             raise
-        found += [str(stream["logStreamName"]) for stream in page.get("logStreams", [])]
+        streams += [str(stream["logStreamName"]) for stream in page.get("logStreams", [])]
         if not page.get("nextToken"):
-            return sorted(found)
-        asked = {"nextToken": str(page["nextToken"])}
+            return sorted(streams)
+        parameters = {"nextToken": str(page["nextToken"])}
 
 
 def read_streams(
@@ -331,70 +335,82 @@ def read_streams(
     cursor: str,
     label: Callable[[str], str] = lambda _: "",
 ) -> LogPart:
-    """What streams hold beyond a place: one after another, a megabyte at most, each line ended by a newline.
+    """Read streams after a cursor, one after another, about a megabyte at most; each line ends with a newline.
 
     Args:
-        aws: calls it.
-        region: of the group.
-        group: of the streams.
-        streams: their names.
-        cursor: where the last part ended.
-        label: what stands before each line of a stream.
+        aws: the AWS client.
+        region: region of the group.
+        group: the log group.
+        streams: names of the streams.
+        cursor: end of the previous part.
+        label: returns the prefix for each line of a stream.
     """
-    places, data = _places(cursor), bytearray()
+    positions, data = _positions(cursor), bytearray()
     deadline = time.monotonic() + _SECONDS
     for stream in streams:
-        before = label(stream)
-        for message in _messages(aws, region, group, stream, places):
-            data += "".join(f"{before}{line}\n" for line in message.split("\n")).encode()
+        prefix = label(stream)
+        for message in _messages(aws, region, group, stream, positions):
+            data += "".join(f"{prefix}{line}\n" for line in message.split("\n")).encode()
         if len(data) >= LARGEST_PART or time.monotonic() >= deadline:
             break
-    return LogPart(bytes(data), json.dumps(places) if places else cursor)
+    return LogPart(bytes(data), json.dumps(positions) if positions else cursor)
 
 
-def _messages(aws: Aws, region: str, group: str, stream: str, places: dict[str, _Place]) -> Iterator[str]:
-    """Messages beyond a stream's place, which is moved on with each page."""
+def _messages(
+    aws: Aws, region: str, group: str, stream: str, positions: dict[str, _Position]
+) -> Iterator[str]:
+    """Yield messages after a stream's position, which advances with each page."""
     size = 0
     deadline = time.monotonic() + _SECONDS
     while size < LARGEST_PART and time.monotonic() < deadline:
-        place = places.get(stream)
+        position = positions.get(stream)
         try:
-            page, since = _page(aws, region, group, stream, place)
+            page, since = _page(aws, region, group, stream, position)
         except AwsCallError as error:
-            if error.means_missing:
+            if error.is_missing:
                 return
             raise
         token = str(page["nextForwardToken"])
-        if place is not None and token == place.token:  # CloudWatch's sign for the end; no empty page is one
+        if position is not None and token == position.token:  # this marks the end; an empty page does not
             return
         written = max(
-            (event.get("timestamp", 0) for event in page["events"]), default=place.written if place else 0
+            (event.get("timestamp", 0) for event in page["events"]),
+            default=position.written if position else 0,
         )
-        places[stream] = _Place(token, written, since)
+        positions[stream] = _Position(token, written, since)
         for event in page["events"]:
             size += len(event["message"])
             yield str(event["message"])
 
 
-def _page(aws: Aws, region: str, group: str, stream: str, place: _Place | None) -> tuple[dict[str, Any], int]:
-    """A page, and what it and those behind it begin at."""
-    asked: dict[str, Any] = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
-    if place is None:
-        return aws.call("logs", "get_log_events", region=region, **asked), 0
-    since: dict[str, Any] = {"startTime": place.since} if place.since else {}
+def _page(
+    aws: Aws, region: str, group: str, stream: str, position: _Position | None
+) -> tuple[dict[str, Any], int]:
+    """Return a page, and the start time of it and the following pages."""
+    parameters: dict[str, Any] = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
+    if position is None:
+        return aws.call("logs", "get_log_events", region=region, **parameters), 0
+    since: dict[str, Any] = {"startTime": position.since} if position.since else {}
     try:
-        page = aws.call("logs", "get_log_events", region=region, **asked, **since, nextToken=place.token)
+        page = aws.call(
+            "logs", "get_log_events", region=region, **parameters, **since, nextToken=position.token
+        )
     except AwsCallError as error:
         if not error.code.startswith("InvalidParameter"):
             raise
-        begun = place.written + 1  # the token is too old
-        return aws.call("logs", "get_log_events", region=region, **asked, startTime=begun), begun
-    return page, place.since
+        since_last = position.written + 1  # the token is too old
+        return aws.call(
+            "logs", "get_log_events", region=region, **parameters, startTime=since_last
+        ), since_last
+    return page, position.since
 
 
-def _places(cursor: str) -> dict[str, _Place]:
+def _positions(cursor: str) -> dict[str, _Position]:
     try:
-        held = json.loads(cursor) if cursor else {}
-        return {str(name): _Place(str(one[0]), int(one[1]), int(one[2])) for name, one in held.items()}
+        entries = json.loads(cursor) if cursor else {}
+        return {
+            str(name): _Position(str(entry[0]), int(entry[1]), int(entry[2]))
+            for name, entry in entries.items()
+        }
     except (ValueError, TypeError, AttributeError, IndexError):
         return {}

@@ -1,8 +1,8 @@
-"""Starts the program in SageMaker's container. Run as a script, with Python alone; boto3 where a secret is to be fetched.
+"""Starts the program in SageMaker's container. Runs as a script without further packages, except boto3 to fetch secrets.
 
-It lies in a channel of the job's, ``/opt/ml/input/data/watchstep``, beside ``launch.json``, which says: ``command``,
-``source`` (whether ``source.tar.gz`` is there as well), ``secrets`` (variable → where its value is kept) and ``again``
-(whether SageMaker may start the job again). It becomes the program, so that signals and exit codes are the program's own.
+The script is in the job's channel ``/opt/ml/input/data/watchstep``, next to ``launch.json`` with the keys ``command``,
+``source`` (whether ``source.tar.gz`` exists), ``secrets`` (variable → ARN of its value) and ``again``
+(whether SageMaker may restart the job). It is replaced by the program, so that signals and exit codes are the program's own.
 """
 
 import json
@@ -20,72 +20,72 @@ FAILED = 125
 
 
 def main() -> None:
-    """Unpack, set variables, become the program."""
-    asked = json.loads((HERE / "launch.json").read_text(encoding="utf-8"))
+    """Unpack files, set variables and execute the program."""
+    settings = json.loads((HERE / "launch.json").read_text(encoding="utf-8"))
     variables = dict(os.environ)
     variables.update(_nodes())
     try:
-        for name, place in asked["secrets"].items():
-            variables[name] = _secret(place)
-    except Exception as error:  # noqa: BLE001 - boto3's have no common base, and none may go on without the secret
-        sys.exit(_tell(f"secret {name} cannot be had from {place}: {error}", FAILED))
-    if asked["again"]:
+        for name, arn in settings["secrets"].items():
+            variables[name] = _secret(arn)
+    except Exception as error:  # noqa: BLE001 - boto3's errors have no common base, and the secret is required
+        sys.exit(_report(f"secret {name} cannot be fetched from {arn}: {error}", FAILED))
+    if settings["again"]:
         variables.setdefault("WATCHSTEP_RESTARTS", str(_starts_before()))
-    if asked["source"]:
+    if settings["source"]:
         _unpack(ROOT / "code")
         os.chdir(ROOT / "code")
-    command = asked["command"]
+    command = settings["command"]
     sys.stdout.flush()
     try:
-        os.execvpe(command[0], command, variables)  # noqa: S606 - it is what the job is for
+        os.execvpe(command[0], command, variables)  # noqa: S606 - this is the job's purpose
     except OSError as error:
-        sys.exit(_tell(f"program {command[0]!r} cannot be started: {error.strerror}", MISSING))
+        sys.exit(_report(f"program {command[0]!r} cannot be started: {error.strerror}", MISSING))
 
 
 def _nodes() -> "dict[str, str]":
-    """What ``torchrun`` finds its nodes by, where there are several."""
-    place = ROOT / "input" / "config" / "resourceconfig.json"
+    """Return variables by which ``torchrun`` finds its nodes; empty for a single node."""
+    path = ROOT / "input" / "config" / "resourceconfig.json"
     try:
-        told = json.loads(place.read_text(encoding="utf-8"))
-        hosts, mine = sorted(told["hosts"]), told["current_host"]
+        resources = json.loads(path.read_text(encoding="utf-8"))
+        hosts, current = sorted(resources["hosts"]), resources["current_host"]
     except (OSError, ValueError, KeyError):
         return {}
     if len(hosts) < 2:
         return {}
-    named = {
+    variables = {
         "PET_NNODES": str(len(hosts)),
-        "PET_NODE_RANK": str(hosts.index(mine)),
+        "PET_NODE_RANK": str(hosts.index(current)),
         "PET_MASTER_ADDR": hosts[0],
         "PET_MASTER_PORT": "29500",
     }
-    return {name: os.environ.get(name, value) for name, value in named.items()}
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
-def _secret(place: str) -> str:
+def _secret(arn: str) -> str:
     import boto3
 
-    region, service = place.split(":")[3], place.split(":")[2]
+    region, service = arn.split(":")[3], arn.split(":")[2]
     if service == "ssm":
         client = boto3.client("ssm", region_name=region)
-        name = place.split(":", 5)[5][len("parameter") :]
-        answer = client.get_parameter(Name=name if name.count("/") > 1 else name[1:], WithDecryption=True)
-        return str(answer["Parameter"]["Value"])
+        name = arn.split(":", 5)[5][len("parameter") :]
+        response = client.get_parameter(Name=name if name.count("/") > 1 else name[1:], WithDecryption=True)
+        return str(response["Parameter"]["Value"])
     client = boto3.client("secretsmanager", region_name=region)
-    return str(client.get_secret_value(SecretId=place)["SecretString"])
+    return str(client.get_secret_value(SecretId=arn)["SecretString"])
 
 
 def _starts_before() -> int:
-    """How often SageMaker has started this job before. All its nodes are told the same, so that they name one attempt."""
+    """Return how often SageMaker has started this job before. All nodes get the same answer, so that they name the same attempt."""
     try:
         import boto3
 
         arn = os.environ["TRAINING_JOB_ARN"]
         client = boto3.client("sagemaker", region_name=arn.split(":")[3])
-        found = client.describe_training_job(TrainingJobName=os.environ["TRAINING_JOB_NAME"])
-        passed = found.get("SecondaryStatusTransitions", [])
-        return sum(one["Status"] in ("Interrupted", "Restarting") for one in passed)
-    except Exception as error:  # noqa: BLE001 - a job goes on without it
-        _tell(f"SageMaker does not say whether it started this job before: {error}", 0)
+        description = client.describe_training_job(TrainingJobName=os.environ["TRAINING_JOB_NAME"])
+        transitions = description.get("SecondaryStatusTransitions", [])
+        return sum(transition["Status"] in ("Interrupted", "Restarting") for transition in transitions)
+    except Exception as error:  # noqa: BLE001 - the job runs without it
+        _report(f"the number of earlier starts of this job is unknown: {error}", 0)
         return 0
 
 
@@ -98,8 +98,8 @@ def _unpack(folder: Path) -> None:
             packed.extractall(folder)  # noqa: S202 - the launcher packed it
 
 
-def _tell(what: str, code: int) -> int:
-    sys.stderr.write(f"watchstep: {what}\n")
+def _report(message: str, code: int) -> int:
+    sys.stderr.write(f"watchstep: {message}\n")
     sys.stderr.flush()
     return code
 

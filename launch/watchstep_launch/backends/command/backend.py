@@ -1,7 +1,4 @@
-"""Jobs by the user's own commands: whatever has a command to submit, ask and stop has a backend.
-
-Running a command of the user's own, within a time, and leaving nothing of it behind.
-"""
+"""Backend that runs the user's own commands to submit, query and stop jobs, with a deadline and without leftover processes."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@/\[\]-]{0,199}")
 
 
 class Command(BackendModel):
-    """Submits, asks and stops by commands. No shell sees them: write ``sh -c '…'`` where you want one.
+    """Submits, queries and stops with the user's commands. They run without a shell; use ``sh -c '…'`` to get one.
 
-    Patterns are regular expressions that are searched for in what a command prints.
+    Patterns are regular expressions that are searched for in a command's output.
     """
 
     kind: ClassVar[str] = NAME
@@ -53,40 +50,36 @@ class Command(BackendModel):
     shares_files: ClassVar[bool] = True
 
     submit_command: str = Field(
-        description="Starts a job: {command} becomes the program's words, {command_line} the same for a shell; {name}, {folder} and {log}."
-        " The variables that the job needs are in its environment."
+        description="Starts a job. {command} stands for the program's words, {command_line} for the same quoted for a shell;"
+        " further fields are {name}, {folder} and {log}. The job's variables are in the command's environment."
     )
-    status_command: str = Field(description="Tells how job {id} is.")
-    stop_command: str = Field(description="Asks job {id} to end.")
-    kill_command: str = Field("", description="Ends job {id}; the stop command again where it is left out.")
+    status_command: str = Field(description="Prints the status of job {id}.")
+    stop_command: str = Field(description="Requests the end of job {id}.")
+    kill_command: str = Field("", description="Ends job {id}; by default the stop command.")
     logs_command: str = Field(
-        "", description="Prints all that job {id} has written so far; none where it is left out."
+        "", description="Prints the whole output of job {id} so far; without it, there is no output."
     )
     jobs_command: str = Field(
-        "", description="Prints the ids of Watchstep's jobs that are not over, a line each."
+        "", description="Prints the ids of Watchstep's jobs that are not over, one per line."
     )
-    find_command: str = Field("", description="Prints the id of the job called {name}, if there is one.")
+    find_command: str = Field("", description="Prints the id of the job named {name}, if there is one.")
     id_pattern: str = Field(
-        r"(\S+)\s*$", description="Finds the id in what the submit command prints: its first group."
+        r"(\S+)\s*$", description="Finds the id in the submit command's output: its first group."
     )
     started_pattern: str = Field(
         "",
-        description="Finds in the status what no later job with the same id has: its first group, a start time, say.",
+        description="Finds something in the status that no later job with the same id has, such as a start time: its first group.",
     )
     exit_code_pattern: str = Field("", description="Finds the exit code in the status: its first group.")
     states: dict[str, JobState] = Field(
-        default_factory=dict, description="Pattern: state, the first that is found in the status."
+        default_factory=dict, description="Pattern → state; the first pattern found in the status applies."
     )
     state_codes: dict[int, JobState] = Field(
-        default_factory=dict, description="Exit code of the status command: state, where no pattern is found."
+        default_factory=dict, description="Exit code of the status command → state, if no pattern is found."
     )
-    down_pattern: str = Field(
-        "", description="Found in what a command says where the cluster does not answer."
-    )
-    expired_pattern: str = Field(
-        "", description="Found in what a command says where credentials have expired."
-    )
-    timeout_seconds: float = Field(20.0, gt=0, le=30, description="How long a command may take.")
+    down_pattern: str = Field("", description="Matches a command's output when the cluster does not answer.")
+    expired_pattern: str = Field("", description="Matches a command's output when credentials have expired.")
+    timeout_seconds: float = Field(20.0, gt=0, le=30, description="Timeout of a command in seconds.")
 
     @field_validator("id_pattern", "started_pattern", "exit_code_pattern", "down_pattern", "expired_pattern")
     @classmethod
@@ -94,7 +87,7 @@ class Command(BackendModel):
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression ({error})") from error
+            raise ValueError(f"{value!r} is not a valid regular expression ({error})") from error
         return value
 
     @field_validator("id_pattern", "started_pattern", "exit_code_pattern")
@@ -112,108 +105,108 @@ class Command(BackendModel):
         return value
 
     def submit(self, launch: Launch) -> JobHandle:
-        """Run the submit command, in the launch's folder and with its variables.
+        """Run the submit command in the launch's folder, with its variables.
 
         Raises:
-            SubmissionRejectedError: it fails, or prints no id.
+            SubmissionRejectedError: the command fails, or prints no id.
         """
         values = {"name": launch.name, "folder": str(launch.folder), "log": str(launch.log or "")}
         command = words(self.submit_command, values, launch.command)
         try:
-            answer = run(
+            result = run(
                 command, self.timeout_seconds, launch.folder, {**launch.environment, **launch.secrets}
             )
         except TimedOutError as error:
-            return self._found_again(launch.name, error)
+            return self._find_submitted(launch.name, error)
         except ConfigError as error:
             raise SubmissionRejectedError(error.what, error.hint) from error
-        if answer.code:
-            self._refuse_if_away(answer)
+        if result.code:
+            self._check_available(result)
             raise SubmissionRejectedError(
-                f"{command[0]} refused {launch.name or launch.command[0]!r}: {answer.said}",
-                "correct what it names",
+                f"{command[0]} refused {launch.name or launch.command[0]!r}: {result.summary}",
+                "correct the cause that it reports",
             )
-        found = re.search(self.id_pattern, answer.text)
-        if found is None or not _ID.fullmatch(found[1]):
+        match = re.search(self.id_pattern, result.text)
+        if match is None or not _ID.fullmatch(match[1]):
             raise SubmissionRejectedError(
-                f"{command[0]} printed no id ({answer.said!r}): what it may have started cannot be asked for",
+                f"{command[0]} printed no id ({result.summary!r}): the job that it may have started cannot be queried",
                 f"set id_pattern, which is {self.id_pattern!r}; look for the job by its name {launch.name!r}",
             )
-        return self._handle(found[1], "" if launch.log is None else str(launch.log))
+        return self._handle(match[1], "" if launch.log is None else str(launch.log))
 
     def status(self, job: JobHandle) -> JobStatus:
-        """What the status command tells; "vanished" where its start is another's."""
-        answer = self._ask(self.status_command, job.id)
-        state = self._state(answer)
+        """Return the state that the status command prints; "vanished" if the id belongs to another job now."""
+        result = self._query(self.status_command, job.id)
+        state = self._state(result)
         if state is None:
-            self._refuse_if_away(answer)
-            if answer.code:
+            self._check_available(result)
+            if result.code:
                 raise BackendDownError(
-                    f"job {job.id}: {answer.said}", "see to the status command, or add to state_codes"
+                    f"job {job.id}: {result.summary}", "check the status command, or extend state_codes"
                 )
-            return JobStatus("unknown", detail=answer.said)
+            return JobStatus("unknown", detail=result.summary)
         started = job.identity.get("started", "")
-        if self.started_pattern and started and state != "vanished" and self._started(answer) != started:
+        if self.started_pattern and started and state != "vanished" and self._started(result) != started:
             return JobStatus("vanished", detail=f"{job.id} is another job now")
-        code = re.search(self.exit_code_pattern, answer.text) if self.exit_code_pattern else None
+        code = re.search(self.exit_code_pattern, result.text) if self.exit_code_pattern else None
         over = JobStatus(state).is_over
         return JobStatus(state, int(code[1]) if code and over and _is_number(code[1]) else None)
 
     def logs(self, job: JobHandle, cursor: str = "") -> LogPart:
-        """What the logs command prints beyond the place."""
+        """Return the logs command's output after the cursor."""
         if not self.logs_command:
             return LogPart(b"", cursor)
-        answer = self._ask(self.logs_command, job.id)
-        self._refuse_if_away(answer)
+        result = self._query(self.logs_command, job.id)
+        self._check_available(result)
         start = int(cursor) if cursor.isdecimal() else 0
-        return LogPart(answer.output[start:], str(max(start, len(answer.output))))
+        return LogPart(result.output[start:], str(max(start, len(result.output))))
 
     def stop(self, job: JobHandle) -> JobStatus:
-        """Run the stop command, if it is this very job."""
+        """Run the stop command after verifying the job's identity."""
         return self._end(job, self.stop_command)
 
     def kill(self, job: JobHandle) -> JobStatus:
-        """Run the kill command, if it is this very job."""
+        """Run the kill command after verifying the job's identity."""
         return self._end(job, self.kill_command or self.stop_command)
 
     def jobs(self) -> list[JobHandle]:
-        """Those that the jobs command names; none without one."""
+        """List the jobs that the jobs command prints; empty without one."""
         if not self.jobs_command:
             return []
-        answer = self._run(self.jobs_command, {})
-        self._refuse_if_away(answer)
-        found = [self._handle(name) for name in answer.text.split() if _ID.fullmatch(name)]
-        return [job for job in found if not self.status(job).is_over]
+        result = self._run(self.jobs_command, {})
+        self._check_available(result)
+        jobs = [self._handle(name) for name in result.text.split() if _ID.fullmatch(name)]
+        return [job for job in jobs if not self.status(job).is_over]
 
     def find(self, name: str) -> JobHandle | None:
-        """The job that the find command prints; None where it prints nothing.
+        """Return the job that the find command prints; None if it prints nothing.
 
         Raises:
             BackendDownError: there is no such command, or it fails.
         """
         if not self.find_command:
             raise BackendDownError(
-                f"a job {name!r} may have begun, and no find_command tells",
+                f"a job {name!r} may have been started, and there is no find_command",
                 "set find_command, or look for the job by its name",
             )
-        answer = self._run(self.find_command, {"name": name})
-        self._refuse_if_away(answer)
-        found = answer.text.strip()
-        if answer.code or (found and not _ID.fullmatch(found)):
+        result = self._run(self.find_command, {"name": name})
+        self._check_available(result)
+        job_id = result.text.strip()
+        if result.code or (job_id and not _ID.fullmatch(job_id)):
             raise BackendDownError(
-                f"job {name!r}: {self.find_command!r} said {answer.said!r}",
-                "see to the find command: it prints one id, or nothing where there is none",
+                f"job {name!r}: {self.find_command!r} printed {result.summary!r}",
+                "correct the find command: it must print one id, or nothing if there is no such job",
             )
-        return self._handle(found) if found else None
+        return self._handle(job_id) if job_id else None
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
-        """The job that the status command knows by this id.
+        """Return the job that the status command knows by this id.
 
         Raises:
-            JobNotFoundError: it knows none.
+            JobNotFoundError: there is no such job.
         """
         missing = JobNotFoundError(
-            f"job {id!r}: not known to {self.status_command!r}", "give an id that it knows"
+            f"job {id!r} is not known to {self.status_command!r}", "use an id that the command knows"
         )
         if not _ID.fullmatch(id):
             raise missing
@@ -226,65 +219,65 @@ class Command(BackendModel):
         """The same job.
 
         Raises:
-            ConfigError: the identity holds something else than what ``started_pattern`` finds.
+            ConfigError: the identity contains anything other than what ``started_pattern`` finds.
         """
         expected = {"started"} if self.started_pattern else set()
         if set(job.identity) != expected or not all(
             isinstance(value, str) for value in job.identity.values()
         ):
             raise ConfigError(
-                f"job {job.id!r}: its identity has {sorted(job.identity)}", f"give exactly {sorted(expected)}"
+                f"job {job.id!r}: its identity has {sorted(job.identity)}", f"use exactly {sorted(expected)}"
             )
         return JobHandle(job.backend, job.id, dict(job.identity), job.details)
 
     def _end(self, job: JobHandle, command: str) -> JobStatus:
         before = self.status(job)
-        if before.is_over or not before.in_sight:
+        if before.is_over or not before.is_visible:
             return before
-        answer = self._ask(command, job.id)
+        result = self._query(command, job.id)
         after = self.status(job)
-        if answer.code and not after.is_over:
-            self._refuse_if_away(answer)
-            raise BackendError(f"job {job.id} could not be stopped: {answer.said}", f"see to {command!r}")
+        if result.code and not after.is_over:
+            self._check_available(result)
+            raise BackendError(f"job {job.id} could not be stopped: {result.summary}", f"check {command!r}")
         return after
 
     def _handle(self, id: str, log: str = "") -> JobHandle:  # noqa: A002 - as people call it
         identity: dict[str, Any] = {}
         if self.started_pattern:
-            identity["started"] = self._started(self._ask(self.status_command, id))
+            identity["started"] = self._started(self._query(self.status_command, id))
         return JobHandle(NAME, id, identity, {"log": log} if log else {})
 
-    def _found_again(self, name: str, error: TimedOutError) -> JobHandle:
+    def _find_submitted(self, name: str, error: TimedOutError) -> JobHandle:
         if self.find_command and name:
-            found = self._run(self.find_command, {"name": name})
-            if not found.code and _ID.fullmatch(found.text.strip()):
-                return self._handle(found.text.strip())
-            if not found.code and not found.text.strip():
-                raise BackendDownError(f"{error.what}; no job {name!r} was begun", error.hint) from error
+            result = self._run(self.find_command, {"name": name})
+            if not result.code and _ID.fullmatch(result.text.strip()):
+                return self._handle(result.text.strip())
+            if not result.code and not result.text.strip():
+                raise BackendDownError(f"{error.what}; job {name!r} was not started", error.hint) from error
         raise BackendDownError(
-            f"{error.what}; a job {name!r} may have begun", f"look for it, and {error.hint}"
+            f"{error.what}; job {name!r} may have been started", f"look for it, and {error.hint}"
         ) from error
 
-    def _started(self, answer: CommandResult) -> str:
-        found = re.search(self.started_pattern, answer.text)
-        return found[1] if found else ""
+    def _started(self, result: CommandResult) -> str:
+        match = re.search(self.started_pattern, result.text)
+        return match[1] if match else ""
 
-    def _state(self, answer: CommandResult) -> JobState | None:
+    def _state(self, result: CommandResult) -> JobState | None:
         for pattern, state in self.states.items():
-            if re.search(pattern, answer.text):
+            if re.search(pattern, result.text):
                 return state
-        return self.state_codes.get(answer.code)
+        return self.state_codes.get(result.code)
 
-    def _refuse_if_away(self, answer: CommandResult) -> None:
-        said = answer.text + answer.errors
-        if self.expired_pattern and re.search(self.expired_pattern, said):
-            raise CredentialsExpiredError(answer.said, "renew the credentials, and ask again")
-        if self.down_pattern and re.search(self.down_pattern, said):
-            raise BackendDownError(answer.said, "try again later")
+    def _check_available(self, result: CommandResult) -> None:
+        output = result.text + result.errors
+        if self.expired_pattern and re.search(self.expired_pattern, output):
+            raise CredentialsExpiredError(result.summary, "renew the credentials, and try again")
+        if self.down_pattern and re.search(self.down_pattern, output):
+            raise BackendDownError(result.summary, "try again later")
 
-    def _ask(self, template: str, id: str) -> CommandResult:  # noqa: A002 - as people call it
+    def _query(self, template: str, id: str) -> CommandResult:  # noqa: A002 - as people call it
         if not _ID.fullmatch(id):
-            raise ConfigError(f"job {id!r}: no id that a command may be given", "bind the job by its id")
+            raise ConfigError(f"{id!r} is not a valid job id for a command", "bind the job by its id")
         return self._run(template, {"id": id})
 
     def _run(self, template: str, values: dict[str, str]) -> CommandResult:
@@ -295,17 +288,17 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"-?[0-9]{1,9}", text) is not None
 
 
-_MOST = 16 * 1024 * 1024
+_MAX_OUTPUT = 16 * 1024 * 1024
 _CHUNK = 64 * 1024
-_LOOK_SECONDS = 0.05
-"""How often it is looked whether a command has ended while its outputs are open."""
+_POLL_SECONDS = 0.05
+"""How often to check whether a command has ended while its outputs are open."""
 _END_SECONDS = 5.0
-"""How long a killed process is waited for."""
+"""How long to wait for a killed process."""
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command came to."""
+    """Result of a command."""
 
     code: int
     output: bytes
@@ -313,44 +306,44 @@ class CommandResult:
 
     @property
     def text(self) -> str:
-        """Its output as text."""
+        """The output as text."""
         return self.output.decode("utf-8", "replace")
 
     @property
-    def said(self) -> str:
-        """What it gave for a reason, in one line."""
+    def summary(self) -> str:
+        """The command's message in one line, or its exit code."""
         return " ".join((self.errors or self.text).split())[:500] or f"exit code {self.code}"
 
 
 class TimedOutError(BackendDownError):
-    """A command did not end in time. It was killed; what it had done by then is not known."""
+    """A command exceeded its timeout and was killed. Its effects until then are unknown."""
 
 
 def words(template: str, values: Mapping[str, str], command: Sequence[str] = ()) -> list[str]:
-    """A template as words. No shell sees it: a value is one word, or a part of one, whatever it holds.
+    """Split a template into words. There is no shell: a value is one word or a part of one, whatever it contains.
 
     Args:
         template: its ``{names}`` are replaced; a word ``{command}`` becomes all words of the program, and
-            ``{command_line}`` stands for them quoted for a shell.
+            ``{command_line}`` the same, quoted for a shell.
         values: name → text.
         command: the program and its arguments.
 
     Raises:
-        ConfigError: it cannot be taken apart, or names something else.
+        ConfigError: the template cannot be split, or contains an unknown name.
     """
-    held = {**values, "command_line": shlex.join(command)} if command else dict(values)
-    made: list[str] = []
+    fields = {**values, "command_line": shlex.join(command)} if command else dict(values)
+    result: list[str] = []
     try:
         for word in shlex.split(template):
-            made += command if word == "{command}" and command else [word.format_map(held)]
+            result += command if word == "{command}" and command else [word.format_map(fields)]
     except (ValueError, KeyError, IndexError, AttributeError) as error:
-        known = ", ".join(f"{{{name}}}" for name in [*held, *(["command"] if command else [])])
+        names = ", ".join(f"{{{name}}}" for name in [*fields, *(["command"] if command else [])])
         raise ConfigError(
-            f"command {template!r}: cannot be read ({error!r})", f"it may hold {known}"
+            f"command {template!r}: cannot be parsed ({error!r})", f"it may contain {names}"
         ) from error
-    if not made:
-        raise ConfigError(f"command {template!r}: names no program", "name one")
-    return made
+    if not result:
+        raise ConfigError(f"command {template!r} is empty", "name a program")
+    return result
 
 
 def run(
@@ -358,15 +351,15 @@ def run(
 ) -> CommandResult:
     """Run a command to its end.
 
-    A command has ended once its own process has, also where a process that it left in the background holds its
-    outputs: what is in them by then is the answer, and they are closed. 16 MiB of each output are kept, and what comes
-    after is read and dropped.
+    A command has ended once its own process has, even if a background process still has its outputs open: the result is
+    what was written by then, and the outputs are closed. The first 16 MiB of each output are kept; the rest is read and
+    dropped.
 
     Raises:
-        ConfigError: there is no such program.
-        TimedOutError: it takes longer than so many seconds. It was killed, with its process group and with all processes that
-            descend from it then, whatever their session. A process whose parent had ended before, as a daemon makes sure of,
-            is not known to be the command's, and goes on.
+        ConfigError: the program does not exist.
+        TimedOutError: the command exceeds the timeout. It was killed, with its process group and with all current descendants in
+            any session. A process that lost its parent earlier, such as a daemon, is not recognized as the command's, and
+            continues.
     """
     try:
         child = subprocess.Popen(  # noqa: S603 - running the user's command is what this is for
@@ -381,33 +374,33 @@ def run(
     assert child.stderr is not None
     with child.stdout as output, child.stderr as errors:
         try:
-            code, (written, complained) = _follow(child, (output.fileno(), errors.fileno()), seconds)
+            code, (output_bytes, error_output) = _follow(child, (output.fileno(), errors.fileno()), seconds)
         except subprocess.TimeoutExpired:
-            still = "" if _kill(child) else f"; process {child.pid} could not be ended"
+            unkilled = "" if _kill(child) else f"; process {child.pid} could not be ended"
             raise TimedOutError(
-                f"command {command[0]!r}: no answer in {seconds:g} s{still}",
-                "try again, or give it more timeout_seconds",
+                f"command {command[0]!r}: no answer in {seconds:g} s{unkilled}",
+                "try again, or increase timeout_seconds",
             ) from None
-    return CommandResult(code, written, complained.decode("utf-8", "replace"))
+    return CommandResult(code, output_bytes, error_output.decode("utf-8", "replace"))
 
 
 def _follow(child: subprocess.Popen[bytes], pipes: Sequence[int], seconds: float) -> tuple[int, list[bytes]]:
-    """The exit code of a command, and the beginning of what it wrote to each pipe.
+    """Return a command's exit code, and the beginning of what it wrote to each pipe.
 
     Raises:
-        subprocess.TimeoutExpired: it is still running.
+        subprocess.TimeoutExpired: the command is still running.
     """
     deadline = time.monotonic() + seconds
     contents = {pipe: bytearray() for pipe in pipes}
     with selectors.DefaultSelector() as selector:
         for pipe in pipes:
             selector.register(pipe, selectors.EVENT_READ)
-        # Others may hold the pipes: their end is not waited for once the command itself has ended.
+        # Other processes may keep the pipes open, so their end is not awaited once the command itself has ended.
         while selector.get_map() and child.poll() is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise subprocess.TimeoutExpired(child.args, seconds)
-            for key, _ in selector.select(min(left, _LOOK_SECONDS)):
+            for key, _ in selector.select(min(remaining, _POLL_SECONDS)):
                 if not _read(key.fd, contents[key.fd], _CHUNK):
                     selector.unregister(key.fd)
         code = child.wait(max(0.0, deadline - time.monotonic()))
@@ -419,27 +412,27 @@ def _follow(child: subprocess.Popen[bytes], pipes: Sequence[int], seconds: float
 
 
 def _read(pipe: int, content: bytearray, most: int) -> int:
-    """Read a part of a pipe that has some; 0 at its end. What is more than may be kept is dropped."""
+    """Read a part of a readable pipe. Returns its size, 0 at the end. Data beyond the limit is dropped."""
     part = os.read(pipe, most)
-    content += part[: max(0, _MOST - len(content))]
+    content += part[: max(0, _MAX_OUTPUT - len(content))]
     return len(part)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> bool:
-    """Kill a command with its process group and its descendants; whether all of them are gone."""
+    """Kill a command with its process group and its descendants. Returns whether all of them have ended."""
     stopped: list[int] = []
     try:
         if child.poll() is None:
-            os.kill(child.pid, signal.SIGSTOP)  # not waited for yet: its id is its own
-            is_whole = _stop_descendants(child.pid, stopped)
+            os.kill(child.pid, signal.SIGSTOP)  # not reaped yet, so its id cannot be reused
+            all_stopped = _stop_descendants(child.pid, stopped)
             os.killpg(child.pid, signal.SIGKILL)
             for descriptor in stopped:
                 _send(descriptor, signal.SIGKILL)
             child.wait(_END_SECONDS)
-            return is_whole
+            return all_stopped
         child.wait(_END_SECONDS)
     except (PermissionError, subprocess.TimeoutExpired):
-        return False  # another user's, or it waits in the kernel
+        return False  # another user's process, or blocked in the kernel
     finally:
         for descriptor in stopped:
             os.close(descriptor)
@@ -447,14 +440,14 @@ def _kill(child: subprocess.Popen[bytes]) -> bool:
 
 
 def _stop_descendants(root: int, stopped: list[int]) -> bool:
-    """Stop all descendants of a stopped process: a process that is stopped makes no others.
+    """Stop all descendants of a stopped process; a stopped process creates no others.
 
     Args:
         root: id of the process.
-        stopped: gets a pidfd of each.
+        stopped: receives a pidfd for each of them.
 
     Returns:
-        Whether all could be stopped: those of another user cannot, and go on.
+        Whether all could be stopped. Processes of another user cannot, and continue.
     """
     tree, others = {root}, set[int]()
     deadline = time.monotonic() + _END_SECONDS
@@ -469,7 +462,7 @@ def _stop_descendants(root: int, stopped: list[int]) -> bool:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
                 continue
-            # Its id may have become another's before it was opened.
+            # Another process may have got its id before it was opened.
             if _parent_of(pid) not in tree:
                 os.close(descriptor)
             elif _send(descriptor, signal.SIGSTOP):
@@ -482,7 +475,7 @@ def _stop_descendants(root: int, stopped: list[int]) -> bool:
 
 
 def _send(descriptor: int, number: signal.Signals) -> bool:
-    """Send a signal; False where the process is another user's."""
+    """Send a signal. Returns False if the process belongs to another user."""
     try:
         signal.pidfd_send_signal(descriptor, number)
     except ProcessLookupError:
@@ -493,9 +486,9 @@ def _send(descriptor: int, number: signal.Signals) -> bool:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Id and parent of each process; none where the system has no ``/proc``."""
+    """Yield the id and parent of each process; nothing on systems without ``/proc``."""
     try:
-        names = [place.name for place in Path("/proc").iterdir()]
+        names = [path.name for path in Path("/proc").iterdir()]
     except OSError:
         return
     for name in names:
@@ -505,7 +498,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _parent_of(pid: int) -> int | None:
-    """A process's parent; None where it has ended."""
+    """Return a process's parent; None if the process has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -1,7 +1,7 @@
-"""Kubernetes' API, as it is used here: JSON by a few verbs, with a deadline for each request. Needs ``watchstep[kubernetes]``.
+"""A small client of the Kubernetes API: JSON requests with a deadline. Requires ``watchstep[kubernetes]``.
 
-The official client brings configuration, credentials and TLS. Requests go through its pool of connections as they stand
-here: its typed methods choose the content type of a patch by themselves, and differ from version to version.
+The official client provides configuration, credentials and TLS. Requests are sent through its connection pool directly,
+because its typed methods choose the content type of a patch by themselves, and differ between versions.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from watchstep_launch.backend import BackendDownError, CredentialsExpiredError, 
 from watchstep_launch.backends.kubernetes.identity import KubernetesRefusedError
 
 SECONDS = urllib3.Timeout(connect=4.0, read=6.0)
-"""For one request. A submission without answer is looked for by three others, all within half a minute."""
+"""Timeout of one request. A submission without answer is followed by three searches for the job, all within half a minute."""
 
-_FIRST_REFUSAL = 300
+_FIRST_ERROR = 300
 _NOT_FOUND = 404
 _DOWN = frozenset((408, 429, 500, 502, 503, 504))
 _NO_RIGHT = re.compile(r'User "[^"]*" cannot ')
-"""In the message of a refusal that comes from missing rights. Quotas and admission refuse with the same code."""
+"""In the message of a refusal due to missing permissions. Quotas and admission control refuse with the same code."""
 
 Object = dict[str, Any]
 
 
 class KubernetesClient:
-    """One cluster's API.
+    """The API of one cluster.
 
-    All methods raise `BackendDownError`, `CredentialsExpiredError`, and `KubernetesRefusedError` for what else is refused. After
-    the credentials were refused they are read anew.
+    All methods raise `BackendDownError`, `CredentialsExpiredError`, and `KubernetesRefusedError` for other refusals. Credentials are
+    loaded again after they were refused.
 
     Args:
-        context: of kubeconfig's; its current one where it is None, and where there is no kubeconfig, the cluster that this
+        context: context of the kubeconfig; if None, its current one, or without a kubeconfig the cluster that this
             process runs in.
     """
 
     def __init__(self, context: str | None) -> None:
         self._context = context
-        self._held: client.ApiClient | None = None
+        self._api_client: client.ApiClient | None = None
         self._cluster: str | None = None
-        self._making = threading.Lock()
+        self._lock = threading.Lock()
 
     def cluster(self) -> str:
-        """The UID of the cluster's namespace kube-system, which stands for the cluster; empty where it may not be seen."""
+        """Return the UID of the namespace kube-system, which identifies the cluster; empty if it is not readable."""
         if self._cluster is None:
             try:
-                found = self.read("/api/v1/namespaces/kube-system")
+                namespace = self.read("/api/v1/namespaces/kube-system")
             except (KubernetesRefusedError, MissingRightError):
-                found = {}
-            self._cluster = str(found.get("metadata", {}).get("uid", ""))
+                namespace = {}
+            self._cluster = str(namespace.get("metadata", {}).get("uid", ""))
         return self._cluster
 
     def read(self, path: str, **query: str) -> Object:
-        """An object, or a list of them."""
+        """Return an object, or a list of objects."""
         return self._object("GET", path, query=query)
 
     def find(self, path: str) -> Object | None:
-        """An object; None where there is none."""
+        """Return an object; None if it does not exist."""
         try:
             return self.read(path)
         except KubernetesRefusedError as error:
@@ -76,18 +76,18 @@ class KubernetesClient:
             raise
 
     def create(self, path: str, body: Object) -> Object:
-        """The object as it was taken."""
+        """Create an object. Returns it as the cluster stores it."""
         return self._object("POST", path, body, query={"fieldValidation": "Strict"})
 
     def patch(self, path: str, uid: str, body: Object) -> Object:
-        """Merge a patch into the object with this UID; of another with its name the server changes nothing (409 or 422)."""
+        """Merge a patch into the object with this UID. The server refuses it for another object with its name (409 or 422)."""
         metadata = {**body.get("metadata", {}), "uid": uid}
         return self._object(
             "PATCH", path, {**body, "metadata": metadata}, content="application/merge-patch+json"
         )
 
     def delete(self, path: str, uid: str, grace_seconds: int | None = None) -> None:
-        """Delete the object with this UID, and then what it owns; another with its name stays (409)."""
+        """Delete the object with this UID and what it owns. The server refuses it for another object with its name (409)."""
         options: Object = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -100,13 +100,13 @@ class KubernetesClient:
 
     @contextmanager
     def stream(self, path: str, **query: str) -> Iterator[Iterator[bytes]]:
-        """Pieces of an answer that is no JSON, as they come."""
-        with self._answer("GET", path, query=query) as answer:
-            yield self._pieces(answer)
+        """Yield the pieces of a response that is not JSON, as they arrive."""
+        with self._response("GET", path, query=query) as response:
+            yield self._pieces(response)
 
-    def _pieces(self, answer: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+    def _pieces(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
         try:
-            yield from answer.stream(65536)
+            yield from response.stream(65536)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise self._down(str(error)) from error
 
@@ -119,16 +119,16 @@ class KubernetesClient:
         query: Mapping[str, str] | None = None,
         content: str = "application/json",
     ) -> Object:
-        with self._answer(method, path, body, query, content) as answer:
-            said = b"".join(self._pieces(answer))
+        with self._response(method, path, body, query, content) as response:
+            text = b"".join(self._pieces(response))
         try:
-            found: Object = json.loads(said)
+            object_: Object = json.loads(text)
         except ValueError as error:
-            raise self._down(f"it answers {said[:80]!r}") from error
-        return found
+            raise self._down(f"response {text[:80]!r}") from error
+        return object_
 
     @contextmanager
-    def _answer(
+    def _response(
         self,
         method: str,
         path: str,
@@ -136,16 +136,16 @@ class KubernetesClient:
         query: Mapping[str, str] | None = None,
         content: str = "application/json",
     ) -> Iterator[urllib3.BaseHTTPResponse]:
-        """An answer that is no refusal."""
+        """Yield a successful response."""
         api = self._api()
         try:
             headers = {"Accept": "application/json, */*", "User-Agent": "watchstep"}
-            for one in api.configuration.auth_settings().values():
-                if one["in"] == "header" and one["value"]:
-                    headers[one["key"]] = one["value"]
+            for setting in api.configuration.auth_settings().values():
+                if setting["in"] == "header" and setting["value"]:
+                    headers[setting["key"]] = setting["value"]
             if body is not None:
                 headers["Content-Type"] = content
-            answer = api.rest_client.pool_manager.request(
+            response = api.rest_client.pool_manager.request(
                 method,
                 f"{api.configuration.host}{path}{'?' + urlencode(query) if query else ''}",
                 body=None if body is None else json.dumps(body).encode(),
@@ -157,74 +157,74 @@ class KubernetesClient:
         except (urllib3.exceptions.HTTPError, ConfigException, OSError) as error:
             raise self._down(str(error)) from error
         try:
-            if answer.status >= _FIRST_REFUSAL:
-                raise self._refusal(answer.status, b"".join(self._pieces(answer)), method)
-            yield answer
+            if response.status >= _FIRST_ERROR:
+                raise self._error(response.status, b"".join(self._pieces(response)), method)
+            yield response
         finally:
-            # A connection whose answer was read to its end has gone back to the pool by now.
-            answer.close()
+            # A connection whose response was read completely is already back in the pool.
+            response.close()
 
-    def _refusal(self, code: int, said: bytes, method: str) -> Exception:
+    def _error(self, code: int, body: bytes, method: str) -> Exception:
         try:
-            status = json.loads(said)
+            status = json.loads(body)
             reason, message = str(status.get("reason", "")), str(status.get("message", ""))
         except (ValueError, AttributeError):
-            reason, message = "", said.decode(errors="replace")
+            reason, message = "", body.decode(errors="replace")
         refused = KubernetesRefusedError(code, reason, message.strip())
         if code == 401:
-            unwelcome = self._unwelcome(refused.said)
-            self._held = None  # read anew: they may have been renewed by then
-            return unwelcome
+            error = self._credentials_error(refused.message)
+            self._api_client = None  # load credentials again: they may have been renewed
+            return error
         if code == 403 and _NO_RIGHT.search(message):
-            return self._unwelcome(refused.said, MissingRightError)
+            return self._credentials_error(refused.message, MissingRightError)
         if code == 403 and method != "POST":
-            return self._unwelcome(refused.said)
-        return self._down(refused.said) if code in _DOWN else refused
+            return self._credentials_error(refused.message)
+        return self._down(refused.message) if code in _DOWN else refused
 
     def _api(self) -> client.ApiClient:
-        with self._making:
-            if self._held is None:
+        with self._lock:
+            if self._api_client is None:
                 try:
-                    self._held = _configured(self._context)
+                    self._api_client = _configured(self._context)
                 except (ConfigException, OSError) as error:
                     raise BackendDownError(
                         f"Kubernetes: no cluster is configured ({str(error)[:300]})",
-                        "name a context of kubeconfig's (kubectl config get-contexts), set KUBECONFIG, or run inside of the cluster",
+                        "name a context of the kubeconfig (kubectl config get-contexts), set KUBECONFIG, or run inside the cluster",
                     ) from error
-            return self._held
+            return self._api_client
 
-    def _down(self, why: str) -> BackendDownError:
+    def _down(self, reason: str) -> BackendDownError:
         return BackendDownError(
-            f"{self._where()}: does not answer ({why[:300]})",
-            "see whether its API server can be reached: kubectl version",
+            f"{self._address()} does not answer ({reason[:300]})",
+            "check whether its API server can be reached: kubectl version",
         )
 
-    def _unwelcome(
-        self, why: str, kind: type[CredentialsExpiredError] = CredentialsExpiredError
+    def _credentials_error(
+        self, reason: str, kind: type[CredentialsExpiredError] = CredentialsExpiredError
     ) -> CredentialsExpiredError:
         return kind(
-            f"{self._where()}: refused ({why[:300]})",
-            "renew the credentials (kubectl auth whoami), or grant the rights that docs/launch/kubernetes.md names",
+            f"{self._address()} refused the request ({reason[:300]})",
+            "renew the credentials (kubectl auth whoami), or grant the permissions in docs/launch/kubernetes.md",
         )
 
-    def _where(self) -> str:
-        held = self._held
-        return "Kubernetes" if held is None else f"Kubernetes at {held.configuration.host}"
+    def _address(self) -> str:
+        api_client = self._api_client
+        return "Kubernetes" if api_client is None else f"Kubernetes at {api_client.configuration.host}"
 
 
 def _configured(context: str | None) -> client.ApiClient:
-    # The official client reads KUBECONFIG once, when it is imported.
+    # The official client reads KUBECONFIG only once, at import.
     files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     try:
         return config.new_client_from_config(files, context)
     except ConfigException:
         if context is not None:
             raise
-        inside = client.Configuration()
+        in_cluster = client.Configuration()
         try:
-            config.load_incluster_config(client_configuration=inside)
+            config.load_incluster_config(client_configuration=in_cluster)
         except ConfigException:
-            inside = None
-        if inside is None:
+            in_cluster = None
+        if in_cluster is None:
             raise
-        return client.ApiClient(inside)
+        return client.ApiClient(in_cluster)

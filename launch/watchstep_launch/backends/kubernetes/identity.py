@@ -1,4 +1,4 @@
-"""A Kubernetes job's identity, and the API's refusals."""
+"""Identity of a Kubernetes job, and the API's refusals."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from watchstep_launch.backend import JobHandle
 
 
 class KubernetesRefusedError(Exception):
-    """The API server said no: ``code`` is HTTP's, ``reason`` Kubernetes' word for it, ``said`` its message."""
+    """The API server refused a request: ``code`` is the HTTP status, ``reason`` Kubernetes' reason, ``message`` its message."""
 
-    def __init__(self, code: int, reason: str, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
         self.code = code
         self.reason = reason
-        self.said = said[:500] or reason or f"HTTP {code}"
+        self.message = message[:500] or reason or f"HTTP {code}"
 
 
 Resource = Literal["Job", "TrainJob"]
 
 TRAIN_JOB = "trainjob/"
-"""What ids of TrainJobs begin with."""
+"""Prefix of the ids of TrainJobs."""
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _UID = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -32,12 +32,12 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
 
 @dataclass(frozen=True)
 class KubernetesIdentity:
-    """What tells a job from every other with its name.
+    """Distinguishes a job from every other job with its name.
 
     Attributes:
-        uid: the cluster's own for the object; no other has it, has had it, or will have it.
-        created: when it was created, as the cluster writes it.
-        cluster: UID of the namespace kube-system; empty where whoever asked may not see that.
+        uid: the cluster's UID of the object, which is never reused.
+        created: time of creation, as the cluster writes it.
+        cluster: UID of the namespace kube-system; empty if it was not readable.
     """
 
     uid: str
@@ -46,24 +46,24 @@ class KubernetesIdentity:
 
     @classmethod
     def of(cls, job: JobHandle) -> KubernetesIdentity:
-        """The identity of a job.
+        """Return the identity of a job.
 
         Raises:
-            ConfigError: it is none of Kubernetes'.
+            ConfigError: the identity is not a Kubernetes identity.
         """
         try:
-            held = {name: str(job.identity[name]) for name in ("uid", "created", "cluster")}
+            fields = {name: str(job.identity[name]) for name in ("uid", "created", "cluster")}
         except KeyError as error:
             raise ConfigError(
-                f"job {job.id!r}: its identity is none of Kubernetes' ({error} is missing)",
-                "bind it with uid, created and cluster, as Kubernetes.reattach gives them",
+                f"job {job.id!r}: the identity is not a Kubernetes identity ({error} is missing)",
+                "use uid, created and cluster, as Kubernetes.reattach returns them",
             ) from error
-        return cls(**held)
+        return cls(**fields)
 
     @classmethod
-    def of_object(cls, found: dict[str, Any], cluster: str) -> KubernetesIdentity:
-        """The identity of what the cluster shows now."""
-        metadata = found["metadata"]
+    def of_object(cls, object_: dict[str, Any], cluster: str) -> KubernetesIdentity:
+        """Return the identity of an object."""
+        metadata = object_["metadata"]
         return cls(str(metadata["uid"]), str(metadata["creationTimestamp"]), cluster)
 
     def as_data(self) -> dict[str, Any]:
@@ -71,30 +71,30 @@ class KubernetesIdentity:
         return asdict(self)
 
     def is_elsewhere(self, cluster: str) -> bool:
-        """Whether it is known to be another cluster's job."""
+        """Whether the job is known to belong to another cluster."""
         return bool(self.cluster and cluster and self.cluster != cluster)
 
-    def means(self, found: dict[str, Any]) -> bool:
-        """Whether it is this object."""
-        metadata = found["metadata"]
+    def means(self, object_: dict[str, Any]) -> bool:
+        """Whether an object is this job."""
+        metadata = object_["metadata"]
         return bool((metadata["uid"], metadata["creationTimestamp"]) == (self.uid, self.created))
 
     def check(self, job_id: str) -> None:
-        """See that it is spelt as the cluster spells it.
+        """Check the identity's format.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the format is invalid.
         """
-        fits = _UID.fullmatch(self.uid) and _TIME.fullmatch(self.created)
-        if not fits or (self.cluster and not _UID.fullmatch(self.cluster)):
+        is_valid = _UID.fullmatch(self.uid) and _TIME.fullmatch(self.created)
+        if not is_valid or (self.cluster and not _UID.fullmatch(self.cluster)):
             raise ConfigError(
-                f"job {job_id!r}: its identity {self.as_data()} is none of Kubernetes'",
-                "bind it as Kubernetes.reattach gives it",
+                f"job {job_id!r}: {self.as_data()} is not a Kubernetes identity",
+                "use the identity that Kubernetes.reattach returns",
             )
 
 
 def split_id(job_id: str) -> tuple[Resource, str] | None:
-    """What runs a job, and its name there; None where no job can have this id."""
+    """Return the kind and the name in an id; None if the id is invalid."""
     name = job_id.removeprefix(TRAIN_JOB)
     if not _NAME.fullmatch(name):
         return None
@@ -102,5 +102,5 @@ def split_id(job_id: str) -> tuple[Resource, str] | None:
 
 
 def join_id(resource: Resource, name: str) -> str:
-    """The id of a job."""
+    """Return the id of a job."""
     return name if resource == "Job" else f"{TRAIN_JOB}{name}"

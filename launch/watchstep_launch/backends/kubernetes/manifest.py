@@ -1,4 +1,4 @@
-"""Settings of Kubernetes, and the manifest made from them."""
+"""Settings of Kubernetes, and the manifest built from them."""
 
 from __future__ import annotations
 
@@ -27,40 +27,41 @@ _ONLY_OF_JOBS = (
 
 
 class KubernetesSettings(BackendModel):
-    """Settings. Of a backend that is registered with a service, which submits nothing, namespace and context count."""
+    """Settings of the Kubernetes backend. The service only uses ``namespace`` and ``context``: it submits nothing."""
 
-    namespace: Label = Field("default", description="Namespace of its jobs.")
+    namespace: Label = Field("default", description="Namespace of the jobs.")
     image: Word | None = Field(
         None,
-        description="Image with the program and watchstep; a TrainJob takes its runtime's where it is left out.",
+        description="Container image with the program and watchstep; a TrainJob defaults to its runtime's image.",
     )
     context: str | None = Field(
         None,
-        description="Context of kubeconfig's; its current one where it is left out, else the cluster around this process.",
+        description="Context of the kubeconfig; by default its current one, else the cluster that this process runs in.",
     )
     resource: Literal["Job", "TrainJob"] | None = Field(
-        None, description="What runs it; where it is left out, a Job, and for several workers a TrainJob."
+        None, description="Kind of the object; by default a Job for one worker, a TrainJob for several."
     )
-    workers: int = Field(1, ge=1, description="Pods that the command is started in.")
-    runtime: Name = Field("torch-distributed", description="Kubeflow's runtime that a TrainJob refers to.")
+    workers: int = Field(1, ge=1, description="Number of pods that run the command.")
+    runtime: Name = Field("torch-distributed", description="Kubeflow runtime of a TrainJob.")
     runtime_kind: Literal["ClusterTrainingRuntime", "TrainingRuntime"] = Field(
-        "ClusterTrainingRuntime", description="Whether that is the cluster's or the namespace's."
+        "ClusterTrainingRuntime",
+        description="Whether the runtime belongs to the cluster or to the namespace.",
     )
     gpus: int | None = Field(None, ge=1, description="GPUs of each pod.")
-    gpu_resource: Word = Field("nvidia.com/gpu", description="What the cluster calls them.")
-    cpus: Quantity | None = Field(None, description="CPUs that each pod asks for: 4, 500m.")
-    memory: Quantity | None = Field(None, description="Memory of each pod, which it may not exceed: 64Gi.")
+    gpu_resource: Word = Field("nvidia.com/gpu", description="The cluster's name of the GPU resource.")
+    cpus: Quantity | None = Field(None, description="CPU request of each pod: 4, 500m.")
+    memory: Quantity | None = Field(None, description="Memory request and limit of each pod: 64Gi.")
     restarts: int = Field(
         0, ge=0, le=100, description="How often a pod that failed or was evicted is replaced."
     )
     grace_seconds: int = Field(
-        120, ge=1, description="So long after SIGTERM, of a stop or an eviction, the pod is killed."
+        120, ge=1, description="Seconds from SIGTERM, on a stop or an eviction, to SIGKILL."
     )
     keep_seconds: int = Field(
-        604_800, ge=60, description="So long after its end the Job is kept, its output with it."
+        604_800, ge=60, description="Seconds that a finished Job is kept, with its output."
     )
     working_directory: Word | None = Field(
-        None, description="Where the command runs; the image's own place where it is left out."
+        None, description="Working directory of the command; by default the image's own."
     )
     service_account: Name | None = Field(None, description="Service account of the pods.")
     node_selector: Mapping[str, str] = Field(default_factory=dict, description="Labels that nodes must have.")
@@ -77,31 +78,31 @@ class KubernetesSettings(BackendModel):
 
     @property
     def runs_as(self) -> Literal["Job", "TrainJob"]:
-        """What runs it."""
+        """The kind of the object that runs the command."""
         return self.resource or ("Job" if self.workers == 1 else "TrainJob")
 
     @model_validator(mode="after")
-    def _fits(self) -> KubernetesSettings:
+    def _check_resource(self) -> KubernetesSettings:
         if self.runs_as == "Job":
             if self.workers > 1:
-                raise ValueError("a Job has one worker: leave resource out, or say 'TrainJob', for several")
+                raise ValueError("a Job has one worker: for several, omit resource or set it to 'TrainJob'")
             return self
         fields = type(self).model_fields
         for name in _ONLY_OF_JOBS:
             if getattr(self, name) != fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"{name} is a Job's: of a TrainJob it stands in its runtime")
+                raise ValueError(f"{name} applies to a Job only: a TrainJob's runtime defines it")
         return self
 
 
 CONTAINER = "main"
-OURS = {"app.kubernetes.io/managed-by": "watchstep"}
-"""Label of what launchers of Watchstep submitted."""
+LABELS = {"app.kubernetes.io/managed-by": "watchstep"}
+"""Label of jobs that Watchstep submitted."""
 
 LAUNCH = "watchstep.launch"
-"""Annotation that one submission has and no other: by it one that got no answer is found."""
+"""Annotation with a value unique to each submission, by which a submission without answer is found."""
 
-_LONGEST_NAME = 40
-"""Names of pods are made of the job's, and must not exceed 63 characters: ``NAME-node-0-15-x7k2p``."""
+_MAX_NAME_LENGTH = 40
+"""Pod names are derived from the job's name, and are limited to 63 characters: ``NAME-node-0-15-x7k2p``."""
 
 _VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 _INDEX_FAILURES = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
@@ -111,24 +112,24 @@ Manifest = dict[str, Any]
 
 
 def manifest(launch: Launch, settings: KubernetesSettings) -> Manifest:
-    """The Job or TrainJob of a launch. Arguments and values reach the program as they are.
+    """Return the Job or TrainJob of a launch. Arguments and values reach the program unchanged.
 
     Raises:
-        ConfigError: something of it no container can be given.
+        ConfigError: an argument or a variable cannot be passed to a container.
     """
     launch = replace(launch, name=name_of(launch.name))
-    made = _job(launch, settings) if settings.runs_as == "Job" else _train_job(launch, settings)
-    made["metadata"] = {
+    job = _job(launch, settings) if settings.runs_as == "Job" else _train_job(launch, settings)
+    job["metadata"] = {
         "name": launch.name,
         "namespace": settings.namespace,
-        "labels": {**settings.labels, **OURS},
+        "labels": {**settings.labels, **LABELS},
         "annotations": {LAUNCH: secrets.token_hex(8)},
     }
-    return made
+    return job
 
 
 def secret(launch: Launch, owner: Manifest) -> Manifest:
-    """The Secret with a launch's secret variables. It goes when its owner, the Job or TrainJob, does."""
+    """Return the Secret with a launch's secret variables. Its owner is the Job or TrainJob, with which it is deleted."""
     metadata = owner["metadata"]
     return {
         "apiVersion": "v1",
@@ -136,7 +137,7 @@ def secret(launch: Launch, owner: Manifest) -> Manifest:
         "metadata": {
             "name": metadata["name"],
             "namespace": metadata["namespace"],
-            "labels": dict(OURS),
+            "labels": dict(LABELS),
             "ownerReferences": [
                 {
                     "apiVersion": owner["apiVersion"],
@@ -153,18 +154,20 @@ def secret(launch: Launch, owner: Manifest) -> Manifest:
 
 
 def name_of(launch: str) -> str:
-    """What a launch's job is called: its name, where long ends of pods' names leave room for it."""
+    """Return the name of a launch's job: the launch's name, shortened so that the pods' names fit."""
     if not launch:
         return f"ws-{secrets.token_hex(8)}"
-    name = launch if launch[0].isalpha() else f"j-{launch}"  # a TrainJob's begins with a letter
-    if len(name) <= _LONGEST_NAME:
+    name = launch if launch[0].isalpha() else f"j-{launch}"  # the name of a TrainJob must begin with a letter
+    if len(name) <= _MAX_NAME_LENGTH:
         return name
-    return f"{name[: _LONGEST_NAME - 9].rstrip('-')}-{hashlib.sha256(launch.encode()).hexdigest()[:8]}"
+    return f"{name[: _MAX_NAME_LENGTH - 9].rstrip('-')}-{hashlib.sha256(launch.encode()).hexdigest()[:8]}"
 
 
 def _job(launch: Launch, settings: KubernetesSettings) -> Manifest:
     if not settings.image:
-        raise ConfigError("backend kubernetes: no image is named", 'Kubernetes(image="registry/train:1", …)')
+        raise ConfigError(
+            "backend kubernetes: image is not set", 'set it, as in Kubernetes(image="registry/train:1", …)'
+        )
     container = {
         **settings.container,
         "name": CONTAINER,
@@ -176,10 +179,10 @@ def _job(launch: Launch, settings: KubernetesSettings) -> Manifest:
     if settings.working_directory:
         container["workingDir"] = settings.working_directory
     pod: Manifest = {
-        # Else the program is the first process of its PID namespace, where a SIGTERM that it does not handle is lost.
+        # Otherwise the program is the first process of its PID namespace, where an unhandled SIGTERM is ignored.
         "shareProcessNamespace": True,
         **settings.pod_spec,
-        "restartPolicy": "Never",  # a policy for exit codes requires it, and each start keeps its own output
+        "restartPolicy": "Never",  # required by the exit code policy; also keeps each start's output
         "terminationGracePeriodSeconds": settings.grace_seconds,
         "containers": [container],
     }
@@ -196,7 +199,7 @@ def _job(launch: Launch, settings: KubernetesSettings) -> Manifest:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "spec": {
-            # Of an indexed Job, and of no other, a pod is told how often it was started before.
+            # Only an indexed Job tells its pods how often they were started before.
             "completionMode": "Indexed",
             "completions": 1,
             "parallelism": 1,
@@ -204,7 +207,7 @@ def _job(launch: Launch, settings: KubernetesSettings) -> Manifest:
             "backoffLimitPerIndex": settings.restarts,
             "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": stopped}]},
             "ttlSecondsAfterFinished": settings.keep_seconds,
-            "template": {"metadata": {"labels": dict(OURS)}, "spec": pod},
+            "template": {"metadata": {"labels": dict(LABELS)}, "spec": pod},
         },
     }
 
@@ -240,8 +243,8 @@ def _resources(settings: KubernetesSettings) -> Manifest:
         requests["memory"] = limits["memory"] = settings.memory
     if settings.gpus:
         limits[settings.gpu_resource] = str(settings.gpus)
-    held = {"requests": requests, "limits": limits}
-    return {name: value for name, value in held.items() if value}
+    sections = {"requests": requests, "limits": limits}
+    return {name: value for name, value in sections.items() if value}
 
 
 def _words(launch: Launch) -> list[str]:
@@ -249,11 +252,11 @@ def _words(launch: Launch) -> list[str]:
 
 
 def _variables(launch: Launch, restarts: str) -> list[Manifest]:
-    """The environment; secret variables are references, so that nobody who sees the job sees them."""
+    """Return the environment. Secret variables are references, so that the job's description does not reveal them."""
     for name in (*launch.environment, *launch.secrets):
         if not _VARIABLE.fullmatch(name):
             raise ConfigError(
-                f"environment variable {name!r}: a pod cannot have it",
+                f"environment variable {name!r} has an invalid name for a pod",
                 "use letters, digits, '_', '-' and '.'",
             )
     for name, value in launch.secrets.items():
@@ -272,12 +275,14 @@ def _variables(launch: Launch, restarts: str) -> list[Manifest]:
     ]
 
 
-def _literal(what: str, text: str, *, show: bool = True) -> str:
-    """Text that Kubernetes, which expands ``$(NAME)`` and makes one ``$`` of two, makes into the given one."""
+def _literal(label: str, text: str, *, show: bool = True) -> str:
+    """Escape a text, because Kubernetes expands ``$(NAME)`` and replaces ``$$`` by ``$``."""
     if "\0" in text:
-        raise ConfigError(f"{what} has a zero byte{': ' + repr(text[:80]) if show else ''}", "leave it out")
+        raise ConfigError(
+            f"{label} contains a zero byte{': ' + repr(text[:80]) if show else ''}", "remove it"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{what} is no Unicode text ({error.reason})", "leave it out") from error
+        raise ConfigError(f"{label} is not valid Unicode ({error.reason})", "correct or remove it") from error
     return text.replace("$", "$$")

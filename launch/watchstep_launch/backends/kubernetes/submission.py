@@ -1,4 +1,4 @@
-"""Creating a job with its Secret, both or neither, and finding what belongs to a job by UIDs."""
+"""Creating a job together with its Secret, and finding a job's objects by their UIDs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from watchstep.errors import ConfigError
 from watchstep_launch.backend import BackendDownError, Launch, SubmissionRejectedError
 from watchstep_launch.backends.kubernetes.identity import KubernetesRefusedError, Resource
 from watchstep_launch.backends.kubernetes.manifest import (
+    LABELS,
     LAUNCH,
-    OURS,
     KubernetesSettings,
     manifest,
     name_of,
@@ -35,21 +35,21 @@ Object = dict[str, Any]
 
 
 def path_of(kind: str, namespace: str, name: str = "") -> str:
-    """The address of an object; of all of the kind, without a name."""
-    held = _GROUPS[kind].format(namespace=namespace)
-    return f"{held}/{name}" if name else held
+    """Return the path of an object, or of all objects of a kind if ``name`` is empty."""
+    collection = _GROUPS[kind].format(namespace=namespace)
+    return f"{collection}/{name}" if name else collection
 
 
-def path_to(found: Object, kind: str) -> str:
-    """The address of an object that was read."""
-    return path_of(kind, found["metadata"]["namespace"], found["metadata"]["name"])
+def path_to(object_: Object, kind: str) -> str:
+    """Return the path of an existing object."""
+    return path_of(kind, object_["metadata"]["namespace"], object_["metadata"]["name"])
 
 
 def pods_of(client: KubernetesClient, resource: Resource, job: Object) -> list[Object]:
-    """All pods of a Job or TrainJob that the cluster has, those that ended with them.
+    """Return all existing pods of a Job or TrainJob, including ended ones.
 
     Raises:
-        BackendError, RefusedError: it could not be asked.
+        BackendError, KubernetesRefusedError: the request failed.
     """
     if resource == "Job":
         return _pods_of_job(client, job)
@@ -60,12 +60,12 @@ def pods_of(client: KubernetesClient, resource: Resource, job: Object) -> list[O
         return []
     selector = f"{_JOB_SET_NAME}={name}"
     jobs = _owned(client, "Job", namespace, selector, {job_set["metadata"]["uid"]})
-    return _owned(client, "Pod", namespace, selector, {one["metadata"]["uid"] for one in jobs})
+    return _owned(client, "Pod", namespace, selector, {owner["metadata"]["uid"] for owner in jobs})
 
 
 def _pods_of_job(client: KubernetesClient, job: Object) -> list[Object]:
     labels = job["spec"].get("selector", {}).get("matchLabels")
-    if not labels:  # the cluster has not given it one yet
+    if not labels:  # not assigned by the cluster yet
         return []
     selector = ",".join(f"{name}={value}" for name, value in labels.items())
     metadata = job["metadata"]
@@ -75,75 +75,76 @@ def _pods_of_job(client: KubernetesClient, job: Object) -> list[Object]:
 def _owned(
     client: KubernetesClient, kind: str, namespace: str, selector: str, owners: set[str]
 ) -> list[Object]:
-    held = client.read(path_of(kind, namespace), labelSelector=selector)["items"]
-    return [one for one in held if _is_owned(one, owners)]
+    objects = client.read(path_of(kind, namespace), labelSelector=selector)["items"]
+    return [object_ for object_ in objects if _is_owned(object_, owners)]
 
 
-def _is_owned(found: Object, owners: set[str]) -> bool:
-    return any(one["uid"] in owners for one in found["metadata"].get("ownerReferences") or ())
+def _is_owned(object_: Object, owners: set[str]) -> bool:
+    return any(reference["uid"] in owners for reference in object_["metadata"].get("ownerReferences") or ())
 
 
-_LOOKS = 3
+_ATTEMPTS = 3
 _EXISTS = 409
 
 
 def submit(client: KubernetesClient, launch: Launch, settings: KubernetesSettings) -> Object:
-    """The Job or TrainJob of a launch, as the cluster took it.
+    """Create the Job or TrainJob of a launch. Returns it as the cluster stores it.
 
-    The Secret comes after the job that owns it, so that none is left when the job is refused or deleted. Its pods
-    cannot start before it is there.
+    The Secret is created after the job that owns it, so that none remains when the job is refused or deleted. The job's pods
+    cannot start before the Secret exists.
 
     Raises:
-        SubmissionRejectedError: the cluster refused it; nothing is left.
-        BackendError: it could not be asked, or did not answer.
+        SubmissionRejectedError: the cluster refused the job; nothing remains.
+        BackendError: the cluster does not answer, or refuses the credentials.
     """
     try:
-        asked = manifest(launch, settings)
+        requested = manifest(launch, settings)
     except ConfigError as error:
         raise SubmissionRejectedError(error.what, error.hint) from error
     kind = settings.runs_as
-    made = _created(client, asked, path_of(kind, settings.namespace), settings)
+    job = _create(client, requested, path_of(kind, settings.namespace), settings)
     if launch.secrets:
         try:
-            _give(client, secret(launch, made))
+            _create_secret(client, secret(launch, job))
         except BaseException as error:
-            _take_back(client, made)
+            _delete_created(client, job)
             if isinstance(error, KubernetesRefusedError):
                 raise _rejected(error, settings) from error
             raise
-    return made
+    return job
 
 
-def taken(client: KubernetesClient, name: str, settings: KubernetesSettings) -> Object | None:
-    """The Job or TrainJob of a launch that nobody submits any more; None where there is none. One that lacks its Secret is deleted.
+def submitted_job(client: KubernetesClient, name: str, settings: KubernetesSettings) -> Object | None:
+    """Return the Job or TrainJob of a launch whose submission has ended; None if there is none. A job without its Secret is deleted.
 
     Raises:
-        BackendDownError: it is being deleted.
+        BackendDownError: the job is being deleted.
     """
-    found = client.find(path_of(settings.runs_as, settings.namespace, name_of(name)))
-    if found is None or not OURS.items() <= (found["metadata"].get("labels") or {}).items():
+    job = client.find(path_of(settings.runs_as, settings.namespace, name_of(name)))
+    if job is None or not LABELS.items() <= (job["metadata"].get("labels") or {}).items():
         return None
-    if "deletionTimestamp" in found["metadata"]:
-        raise BackendDownError(f"job {name!r}: is being deleted", "ask again once it is gone")
-    if _lacks_secret(client, found, settings):
-        _take_back(client, found)
+    if "deletionTimestamp" in job["metadata"]:
+        raise BackendDownError(f"job {name!r} is being deleted", "try again once it is gone")
+    if _lacks_secret(client, job, settings):
+        _delete_created(client, job)
         return None
-    return found
+    return job
 
 
-def _lacks_secret(client: KubernetesClient, found: Object, settings: KubernetesSettings) -> bool:
-    metadata = found["metadata"]
-    if metadata["name"] not in [_secret_of(variable) for variable in _variables_of(found)]:
+def _lacks_secret(client: KubernetesClient, job: Object, settings: KubernetesSettings) -> bool:
+    metadata = job["metadata"]
+    if metadata["name"] not in [_secret_of(variable) for variable in _variables_of(job)]:
         return False
-    held = client.find(path_of("Secret", settings.namespace, metadata["name"]))
-    owners = (held or {}).get("metadata", {}).get("ownerReferences") or ()
-    return metadata["uid"] not in [one["uid"] for one in owners]
+    existing = client.find(path_of("Secret", settings.namespace, metadata["name"]))
+    owners = (existing or {}).get("metadata", {}).get("ownerReferences") or ()
+    return metadata["uid"] not in [owner["uid"] for owner in owners]
 
 
-def _variables_of(found: Object) -> list[Object]:
-    if found["kind"] == "TrainJob":
-        return list(found["spec"]["trainer"].get("env") or ())
-    return [one for held in found["spec"]["template"]["spec"]["containers"] for one in held.get("env") or ()]
+def _variables_of(job: Object) -> list[Object]:
+    if job["kind"] == "TrainJob":
+        return list(job["spec"]["trainer"].get("env") or ())
+    containers = job["spec"]["template"]["spec"]["containers"]
+    return [variable for container in containers for variable in container.get("env") or ()]
 
 
 def _secret_of(variable: Object) -> str:
@@ -151,79 +152,79 @@ def _secret_of(variable: Object) -> str:
     return str(reference.get("name", ""))
 
 
-def _created(client: KubernetesClient, asked: Object, path: str, settings: KubernetesSettings) -> Object:
-    name, nonce = asked["metadata"]["name"], asked["metadata"]["annotations"][LAUNCH]
+def _create(client: KubernetesClient, requested: Object, path: str, settings: KubernetesSettings) -> Object:
+    name, nonce = requested["metadata"]["name"], requested["metadata"]["annotations"][LAUNCH]
     try:
-        return client.create(path, asked)
+        return client.create(path, requested)
     except KubernetesRefusedError as error:
-        found = client.find(f"{path}/{name}") if error.code == _EXISTS else None
-        if found is None or not _is_mine(found, nonce):
+        job = client.find(f"{path}/{name}") if error.code == _EXISTS else None
+        if job is None or not _is_mine(job, nonce):
             raise _rejected(error, settings) from error
-        return found
+        return job
     except BackendDownError as error:
-        found = _looked_for(client, f"{path}/{name}", nonce)
-        if found is None:
+        job = _find_created(client, f"{path}/{name}", nonce)
+        if job is None:
             raise BackendDownError(
-                f"{error.what}; whether {asked['kind']} {name!r} was taken is not known",
-                f"look for it once it answers: kubectl get {asked['kind'].lower()} {name} -n {settings.namespace}",
+                f"{error.what}; it is unknown whether {requested['kind']} {name!r} was accepted",
+                f"look for it once the cluster answers: kubectl get {requested['kind'].lower()} {name} -n {settings.namespace}",
             ) from error
-        return found
+        return job
 
 
-def _looked_for(client: KubernetesClient, path: str, nonce: str) -> Object | None:
-    """A job whose submission got no answer."""
-    for look in range(_LOOKS):
-        time.sleep(0.3 * look)
+def _find_created(client: KubernetesClient, path: str, nonce: str) -> Object | None:
+    """Return a job whose submission got no answer."""
+    for attempt in range(_ATTEMPTS):
+        time.sleep(0.3 * attempt)
         try:
-            found = client.find(path)
+            job = client.find(path)
         except (BackendDownError, KubernetesRefusedError):
             continue
-        if found is not None and _is_mine(found, nonce):
-            return found
+        if job is not None and _is_mine(job, nonce):
+            return job
     return None
 
 
-def _is_mine(found: Object, nonce: str) -> bool:
-    return bool(found["metadata"].get("annotations", {}).get(LAUNCH) == nonce)
+def _is_mine(job: Object, nonce: str) -> bool:
+    return bool(job["metadata"].get("annotations", {}).get(LAUNCH) == nonce)
 
 
-def _give(client: KubernetesClient, asked: Object) -> None:
-    metadata = asked["metadata"]
+def _create_secret(client: KubernetesClient, requested: Object) -> None:
+    metadata = requested["metadata"]
     path = path_of("Secret", metadata["namespace"])
     try:
-        client.create(path, asked)
+        client.create(path, requested)
     except (BackendDownError, KubernetesRefusedError) as error:
         if isinstance(error, KubernetesRefusedError) and error.code != _EXISTS:
             raise
-        found = client.find(f"{path}/{metadata['name']}")
-        owners = (found or {}).get("metadata", {}).get("ownerReferences") or ()
-        if metadata["ownerReferences"][0]["uid"] not in [one["uid"] for one in owners]:
+        existing = client.find(f"{path}/{metadata['name']}")
+        owners = (existing or {}).get("metadata", {}).get("ownerReferences") or ()
+        if metadata["ownerReferences"][0]["uid"] not in [owner["uid"] for owner in owners]:
             raise
 
 
-def _take_back(client: KubernetesClient, made: Object) -> None:
+def _delete_created(client: KubernetesClient, job: Object) -> None:
     try:
-        client.delete(path_to(made, made["kind"]), made["metadata"]["uid"])
+        client.delete(path_to(job, job["kind"]), job["metadata"]["uid"])
     except KubernetesRefusedError as error:
         raise BackendDownError(
-            f"{made['kind']} {made['metadata']['name']!r}: was taken, and can neither start nor be deleted ({error.said})",
-            "delete it by kubectl",
+            f"{job['kind']} {job['metadata']['name']!r} was accepted, and can neither start nor be deleted ({error.message})",
+            "delete it with kubectl",
         ) from error
 
 
 def _rejected(error: KubernetesRefusedError, settings: KubernetesSettings) -> SubmissionRejectedError:
     kind = settings.runs_as
-    if error.code == 404 and "namespaces" in error.said:
+    if error.code == 404 and "namespaces" in error.message:
         return SubmissionRejectedError(
-            f"Kubernetes took no {kind}: {error.said}",
-            f"create namespace {settings.namespace}, or name another",
+            f"Kubernetes rejected the {kind}: {error.message}",
+            f"create namespace {settings.namespace}, or use another",
         )
     if error.code == 404 and kind == "TrainJob":
         return SubmissionRejectedError(
-            f"Kubernetes took no TrainJob: its API is not installed ({error.said})",
-            "install Kubeflow Trainer, or ask for one worker, which a Job runs",
+            f"Kubernetes rejected the TrainJob: its API is not installed ({error.message})",
+            "install Kubeflow Trainer, or use one worker, which a Job runs",
         )
     return SubmissionRejectedError(
-        f"Kubernetes took no {kind}: {error.said}",
+        f"Kubernetes rejected the {kind}: {error.message}",
         "correct the backend's options or the launch, and submit again",
     )

@@ -1,4 +1,4 @@
-"""Records of local jobs in a folder, and who may signal their processes."""
+"""Records of local jobs in a folder, and the permission to signal their processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from watchstep.platform.process import (
 )
 from watchstep_launch.backend import JobStatus, SubmissionRejectedError
 
-_KEPT_SECONDS = 30 * 86400.0
+_RETENTION_SECONDS = 30 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -32,75 +32,74 @@ class Records:
     folder: Path
 
     def new_log(self, name: str) -> Path:
-        """A log of a job's own."""
-        named = re.sub(r"[^a-zA-Z0-9._-]", "-", name)[:63] or "job"
-        return self.folder / f"{named}-{secrets.token_hex(4)}.log"
+        """Return the path of a new log."""
+        stem = re.sub(r"[^a-zA-Z0-9._-]", "-", name)[:63] or "job"
+        return self.folder / f"{stem}-{secrets.token_hex(4)}.log"
 
     def exit_of(self, identity: ProcessIdentity) -> Path:
-        """Where the supervisor writes how a process ended."""
-        return self._began(identity).with_suffix(".exit")
+        """Return the file to which the supervisor writes how a process ended."""
+        return self._record_of(identity).with_suffix(".exit")
 
     def prepare(self) -> None:
-        """Make the folder, and remove the records of jobs that ended a month ago.
+        """Create the folder, and remove the records of jobs that ended a month ago.
 
         Raises:
             SubmissionRejectedError: the folder cannot be used.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            oldest = time.time() - _KEPT_SECONDS
-            for ended in self.folder.glob("*.exit"):
-                if ended.stat().st_mtime < oldest:
-                    self._forget(ended)
-            for began in self.folder.glob(
-                "*.json"
-            ):  # of processes that no supervisor started: nobody writes their end
-                if began.stat().st_mtime < oldest and not self._may_run(began):
-                    self._forget(began.with_suffix(".exit"))
+            oldest = time.time() - _RETENTION_SECONDS
+            for exit_file in self.folder.glob("*.exit"):
+                if exit_file.stat().st_mtime < oldest:
+                    self._remove(exit_file)
+            # Processes that no supervisor started have no exit file.
+            for record in self.folder.glob("*.json"):
+                if record.stat().st_mtime < oldest and not self._may_run(record):
+                    self._remove(record.with_suffix(".exit"))
         except FileNotFoundError:
-            pass  # another launcher forgot it just now
+            pass  # another launcher removed it just now
         except OSError as error:
             raise SubmissionRejectedError(
                 f"jobs folder {self.folder}: cannot be used ({error.strerror})",
-                f"name a folder that you may write to, by Local(folder=…) or {FOLDER}",
+                f"set Local(folder=…) or {FOLDER} to a writable folder",
             ) from error
 
-    def keep(self, identity: ProcessIdentity, log: Path) -> None:
-        """Write down that a job began, before it can be seen to have ended.
+    def add(self, identity: ProcessIdentity, log: Path) -> None:
+        """Record that a job started, before its end can be observed.
 
         Raises:
             OSError: the folder cannot be written.
         """
         ProcessRecord(identity, user_of(identity.pid), str(log)).write(self.folder)
 
-    def is_kept(self, identity: ProcessIdentity) -> bool:
+    def contains(self, identity: ProcessIdentity) -> bool:
         """Whether a job was started with this folder."""
         return self.log_of(identity) is not None
 
     def log_of(self, identity: ProcessIdentity) -> str | None:
-        """The log of a job that was started with this folder."""
+        """Return the log of a job that was started with this folder; None if there is none."""
         try:
-            return _read(self._began(identity)).log or None
+            return _read(self._record_of(identity)).log or None
         except (OSError, ValueError):
             return None
 
-    def kept(self) -> Iterator[tuple[ProcessIdentity, Path]]:
-        """The jobs of this folder that are not known to have ended, with their logs."""
-        for place in sorted(self.folder.glob("*.json")):
-            if place.with_suffix(".exit").exists():
+    def active(self) -> Iterator[tuple[ProcessIdentity, Path]]:
+        """Yield the folder's jobs without a known end, with their logs."""
+        for path in sorted(self.folder.glob("*.json")):
+            if path.with_suffix(".exit").exists():
                 continue
             try:
-                record = _read(place)
+                record = _read(path)
             except (OSError, ValueError):
                 continue  # removed just now, or not a record
             if record.log:
                 yield record.identity, Path(record.log)
 
-    def named(self, name: str) -> tuple[ProcessIdentity, Path] | None:
-        """The job that was started under a name with this folder; None where none was: its supervisor ends what is not written down."""
-        for place in sorted(self.folder.glob("*.json")):
+    def find(self, name: str) -> tuple[ProcessIdentity, Path] | None:
+        """Return the job that was started under a name with this folder; None if there is none: supervisors end unrecorded jobs."""
+        for path in sorted(self.folder.glob("*.json")):
             try:
-                record = _read(place)
+                record = _read(path)
             except (OSError, ValueError):
                 continue  # removed just now, or not a record
             if Path(record.log).name.rpartition("-")[0] == name:
@@ -108,73 +107,73 @@ class Records:
         return None
 
     def ending(self, identity: ProcessIdentity) -> JobStatus:
-        """How a process that runs no more ended.
+        """Return how a process that no longer runs ended.
 
-        The supervisor writes it before it lets the process go, so it stands there unless the supervisor died first.
+        The supervisor writes the exit file before it reaps the process, so the file exists unless the supervisor died first.
         """
-        for last_look in (False, True):
+        for is_last in (False, True):
             try:
                 return JobStatus("ended", int(self.exit_of(identity).read_text(encoding="ascii")))
             except FileNotFoundError:
                 pass
             except ValueError:
                 break
-            if not last_look and _is_held(identity):
+            if not is_last and _is_unreaped(identity):
                 return JobStatus("running", detail="it is ending")
-        return JobStatus("vanished", detail="its supervisor was ended before it: nobody knows its exit code")
+        return JobStatus("vanished", detail="its exit code is unknown, because its supervisor ended first")
 
-    def _began(self, identity: ProcessIdentity) -> Path:
+    def _record_of(self, identity: ProcessIdentity) -> Path:
         return self.folder / file_name(identity)
 
-    def _may_run(self, began: Path) -> bool:
+    def _may_run(self, record: Path) -> bool:
         try:
-            return _read(began).identity.is_running()
+            return _read(record).identity.is_running()
         except FileNotFoundError:
             return True  # another launcher removed it just now
         except ValueError:
             return False
 
-    def _forget(self, ended: Path) -> None:
-        began = ended.with_suffix(".json")
+    def _remove(self, exit_file: Path) -> None:
+        record = exit_file.with_suffix(".json")
         try:
-            log = Path(_read(began).log)
+            log = Path(_read(record).log)
             if log.parent == self.folder:
                 log.unlink(missing_ok=True)
         except (OSError, ValueError):
             pass
-        began.unlink(missing_ok=True)
-        ended.unlink(missing_ok=True)
+        record.unlink(missing_ok=True)
+        exit_file.unlink(missing_ok=True)
 
 
-def _is_held(identity: ProcessIdentity) -> bool:
-    """Whether the process has ended and its supervisor has not let it go yet."""
+def _is_unreaped(identity: ProcessIdentity) -> bool:
+    """Whether the process has ended, but its supervisor has not reaped it yet."""
     try:
         return ProcessIdentity.of(identity.pid) == identity
     except NotFoundError:
         return False
 
 
-def _read(place: Path) -> ProcessRecord:
-    return ProcessRecord.parse(place.read_text(encoding="utf-8"))
+def _read(path: Path) -> ProcessRecord:
+    return ProcessRecord.parse(path.read_text(encoding="utf-8"))
 
 
 _INIT = 1
 
 
 def check_may_signal(identity: ProcessIdentity, records: Path) -> None:
-    """Check that a running process is a job that a launcher recorded, and not one of the service's own processes.
+    """Check that a running process is a recorded job, and not one of the service's own processes.
 
     Args:
-        identity: of the process. It is not signalled by anybody while it does not run, so that is no error.
-        records: folder of job records, beside those of this user and of the process's user.
+        identity: the process. One that does not run is never signalled, and is no error.
+        records: folder of job records, in addition to those of this user and of the process's user.
 
     Raises:
-        ConfigError: it must not be signalled.
+        ConfigError: the process must not be signalled.
     """
-    # Another container's process 1 may well be a job. It does not run here, and is not signalled here.
+    # Process 1 of another container may be a job. It does not run here, and is not signalled here.
     if identity.pid < _INIT or (identity.pid == _INIT and identity.is_running()):
         raise ConfigError(
-            f"process {identity.pid}: is not a job", "bind the process that trains, by its process id"
+            f"process {identity.pid} is not a job", "bind the training process, by its process id"
         )
     if not identity.is_running():
         return
@@ -185,7 +184,7 @@ def check_may_signal(identity: ProcessIdentity, records: Path) -> None:
         return  # it ended just now
     if part:
         raise ConfigError(
-            f"process {identity.pid}: is {part}, which the service never signals",
+            f"process {identity.pid} is {part}, which the service never signals",
             "run the service outside the job's process tree, with 'watchstep serve' or as a system service",
         )
     try:
@@ -196,7 +195,7 @@ def check_may_signal(identity: ProcessIdentity, records: Path) -> None:
 
 
 def _part_of_service(pid: int) -> str:
-    """What a process is to this one, for people; empty where it is not part of the service."""
+    """Describe a process that is part of the service; empty if it is not."""
     own = os.getpid()
     if pid == own:
         return "the service itself"
@@ -204,14 +203,14 @@ def _part_of_service(pid: int) -> str:
         return "a parent of the service"
     if pid == os.getpgrp():
         return "the leader of the service's process group"
-    # A launched job has a session of its own, whoever launched it; the service's workers share its session.
+    # A launched job has its own session in any case; the service's workers share the service's session.
     if own in _ancestors(pid) and os.getsid(pid) == os.getsid(0):
         return "a child of the service"
     return ""
 
 
 def _ancestors(pid: int) -> Iterator[int]:
-    """The ids of a process's parents, up to init."""
+    """Yield the ids of a process's ancestors, up to init."""
     while pid > _INIT:
         try:
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""Starts one program, outlives who asked for it, and writes down how it ended. Run as a script, with Python alone.
+"""Starts one program, outlives its launcher, and records how the program ended. Runs as a script without further packages.
 
 It reads one line of JSON: ``command``, ``environment``, ``folder``, ``log``. It answers ``{"pid": …}`` or ``{"error":
-…}``, and then reads the file to write the exit code to. Should its launcher end before that, the program ends too.
+…}``, and then reads the path of the exit file. If its launcher ends before that, the program is ended too.
 """
 
 import ctypes
@@ -15,16 +15,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Start, answer, wait, write."""
-    # What the program leaves behind becomes this process's child, so that it can be found and ended.
+    """Start the program, answer, wait, and write the exit code."""
+    # Orphans of the program become children of this process, so that it can find and end them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    asked = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     try:
-        with open(asked["log"], "ab") as log:  # noqa: PTH123 - start-up time matters here
+        with open(request["log"], "ab") as log:  # noqa: PTH123 - start-up time matters here
             child = subprocess.Popen(  # noqa: S603 - running the user's command is what this is for
-                asked["command"],
-                cwd=asked["folder"],
-                env=asked["environment"],
+                request["command"],
+                cwd=request["folder"],
+                env=request["environment"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -36,52 +36,52 @@ def main() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _answer({"pid": child.pid})
-    place = sys.stdin.readline().rstrip("\n")
-    if not place:
+    exit_file = sys.stdin.readline().rstrip("\n")
+    if not exit_file:
         os.killpg(child.pid, signal.SIGKILL)
     ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    _end_the_rest(child.pid)
-    if not place:
+    _end_orphans(child.pid)
+    if not exit_file:
         return
-    # Written before the process is let go: until then its id cannot be another's.
+    # Written before the process is reaped: until then its id cannot be reused.
     assert ended is not None
-    _write(place, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+    _write(exit_file, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
     child.wait()
 
 
-def _end_the_rest(program: int) -> None:
-    """End what the program started and did not wait for: a job is over as a whole."""
+def _end_orphans(program: int) -> None:
+    """End processes that the program started and did not wait for: a job ends as a whole."""
     while rest := [pid for pid in _children() if pid != program]:
         for pid in rest:
-            os.kill(pid, signal.SIGKILL)  # a child that is not waited for yet keeps its id
+            os.kill(pid, signal.SIGKILL)  # the id of an unreaped child cannot be reused
         for pid in rest:
             os.waitpid(pid, 0)
 
 
 def _children() -> "list[int]":
-    me = str(os.getpid())
-    found = []
+    own_pid = str(os.getpid())
+    children = []
     for name in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208 - as above
         try:
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - as above
                 parent = file.read().rpartition(")")[2].split()[1]
         except OSError:
             continue
-        if parent == me:
-            found.append(int(name))
-    return found
+        if parent == own_pid:
+            children.append(int(name))
+    return children
 
 
-def _answer(said: "dict[str, object]") -> None:
-    sys.stdout.write(json.dumps(said) + "\n")
+def _answer(message: "dict[str, object]") -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
-def _write(place: str, code: int) -> None:
-    partial = f"{place}.partial"
+def _write(path: str, code: int) -> None:
+    partial = f"{path}.partial"
     with open(partial, "w", encoding="ascii") as file:  # noqa: PTH123 - as above
         file.write(f"{code}\n")
-    os.replace(partial, place)  # noqa: PTH105 - as above
+    os.replace(partial, path)  # noqa: PTH105 - as above
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Jobs of a Ray cluster, by its Jobs API. See ``docs/launch/ray.md``."""
+"""Ray backend, on Ray's Jobs API. See ``docs/launch/ray.md``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from watchstep_launch.backend import (
     LogPart,
     SubmissionRejectedError,
 )
-from watchstep_launch.backends.ray.submission import MARK, is_of, never_began, reason_in, request_of
+from watchstep_launch.backends.ray.submission import (
+    MARK,
+    is_submission,
+    last_message_line,
+    never_started,
+    request_of,
+)
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -42,11 +48,11 @@ Address = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=
 
 
 class Ray(BackendModel):
-    """Submits, asks and stops jobs at the dashboard's address. The command is the job's entrypoint.
+    """Submits, queries and stops jobs at the dashboard's address. The command is the job's entrypoint.
 
-    An identity is the time in milliseconds at which the cluster took the job: a submission id comes again only where
-    its job was deleted, or on a new cluster. The Jobs API stops by the id alone: should the job be deleted and its id taken anew
-    within the milliseconds between the look and the stop, that one would be stopped.
+    An identity is the time in milliseconds at which the cluster accepted the job. A submission id is reused only after its job
+    was deleted, or on a new cluster. The Jobs API stops a job by its id alone: if the job were deleted and its id reused
+    in the milliseconds between query and stop, the new job would be stopped.
     """
 
     kind: ClassVar[str] = NAME
@@ -54,180 +60,179 @@ class Ray(BackendModel):
     submission_seconds: ClassVar[float] = 0.0
 
     address: Address = Field(
-        "http://127.0.0.1:8265", description="Where the dashboard answers: http://head:8265."
+        "http://127.0.0.1:8265", description="Address of the dashboard: http://head:8265."
     )
-    cpus: float | None = Field(None, gt=0, description="CPUs that are kept for the entrypoint.")
-    gpus: float | None = Field(None, gt=0, description="GPUs that are kept for the entrypoint.")
-    memory: int | None = Field(None, gt=0, description="Bytes of memory that are kept for the entrypoint.")
+    cpus: float | None = Field(None, gt=0, description="CPUs reserved for the entrypoint.")
+    gpus: float | None = Field(None, gt=0, description="GPUs reserved for the entrypoint.")
+    memory: int | None = Field(None, gt=0, description="Bytes of memory reserved for the entrypoint.")
     resources: Mapping[str, float] = Field(
-        default_factory=dict, description="Resources of the cluster's own that the entrypoint needs."
+        default_factory=dict, description="Custom resources that the entrypoint requires."
     )
     runtime_env: Mapping[str, Any] = Field(
         default_factory=dict,
-        description="Ray's runtime environment: pip, working_dir and the like. With a working_dir, the job runs there.",
+        description="Ray's runtime environment: pip, working_dir and so on. With a working_dir, the job runs there.",
     )
-    stop_seconds: int = Field(
-        30, ge=1, description="So long after SIGTERM Ray sends SIGKILL to what is left of the job."
-    )
-    _held: RayClient | None = PrivateAttr(None)
-    _making: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    stop_seconds: int = Field(30, ge=1, description="Seconds from SIGTERM to SIGKILL.")
+    _connected: RayClient | None = PrivateAttr(None)
+    _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
 
     def submit(self, launch: Launch) -> JobHandle:
-        """Submit a job; its id is the launch's name. Ray shows a job's variables to whoever may see the job.
+        """Submit a job; its id is the launch's name. Ray shows a job's variables to everyone who can see the job.
 
         Raises:
-            SubmissionRejectedError: Ray refused it, or gave it up at once. What needs more than the cluster has is no error: it
-                waits.
+            SubmissionRejectedError: Ray refused the job, or it failed before it started. A job that requires more than the cluster
+                has is not an error: it waits.
         """
-        kept = {
+        resources = {
             "entrypoint_num_cpus": self.cpus,
             "entrypoint_num_gpus": self.gpus,
             "entrypoint_memory": self.memory,
             "entrypoint_resources": dict(self.resources) or None,
         }
-        found = self._submitted(request_of(launch, self.runtime_env, kept, self.stop_seconds))
-        if never_began(found):
-            raise _rejected(reason_in(found.message or "") or found.status.value)
-        return _handle(found)
+        details = self._submit(request_of(launch, self.runtime_env, resources, self.stop_seconds))
+        if never_started(details):
+            raise _rejected(last_message_line(details.message or "") or details.status.value)
+        return _handle(details)
 
     def status(self, job: JobHandle) -> JobStatus:
-        """How the job is; "vanished" once the cluster has been started anew, or the job was deleted."""
-        found = self._details(job.id)
-        if found is None or _started(found) != _identity(job):
-            return JobStatus("vanished", detail="this cluster does not know it")
-        state = _STATES.get(found.status.value, "unknown")
-        why = next(iter((found.message or "").splitlines()), "")
-        if never_began(found) and (reason := reason_in(found.message or "")) not in why:
-            why = f"{why} ({reason})"
+        """Return the job's status; "vanished" after a restart of the cluster or the job's deletion."""
+        details = self._details(job.id)
+        if details is None or _started(details) != _identity(job):
+            return JobStatus("vanished", detail="the cluster does not know the job")
+        state = _STATES.get(details.status.value, "unknown")
+        message = next(iter((details.message or "").splitlines()), "")
+        if never_started(details) and (reason := last_message_line(details.message or "")) not in message:
+            message = f"{message} ({reason})"
         return JobStatus(
-            state, _exit_code(found), f"{found.status.value}: {why}" if why else found.status.value
+            state,
+            _exit_code(details),
+            f"{details.status.value}: {message}" if message else details.status.value,
         )
 
     def logs(self, job: JobHandle, cursor: str = "") -> LogPart:
-        """What the driver wrote, behind Ray's own lines. Ray gives all of it at each call."""
+        """Return the driver's output, after Ray's own lines. Ray returns the whole output for each request."""
         if self.status(job).state in ("queued", "vanished"):
             return LogPart(b"", cursor)
-        data = self._told(lambda client: client.logs(job.id)).encode()
+        data = self._call(lambda client: client.logs(job.id)).encode()
         start = int(cursor) if cursor.isdecimal() else 0
         part = data[start : start + LARGEST_PART]
         return LogPart(part, str(start + len(part)))
 
     def stop(self, job: JobHandle) -> JobStatus:
-        """SIGTERM to all processes of the job; Ray sends SIGKILL to those that are left after ``stop_seconds``."""
+        """Send SIGTERM to all processes of the job; Ray sends SIGKILL after ``stop_seconds``."""
         before = self.status(job)
         if before.is_over:
             return before
-        self._told(lambda client: client.stop(job.id))
+        self._call(lambda client: client.stop(job.id))
         return self.status(job)
 
     def kill(self, job: JobHandle) -> JobStatus:
-        """The same as `stop`: Ray has no other end, and kills by itself. Asking twice does not prolong it."""
+        """Same as `stop`: Ray kills by itself after its timeout. Repeating it does not extend the timeout."""
         return self.stop(job)
 
     def jobs(self) -> list[JobHandle]:
-        """Those that launchers of Watchstep submitted to this cluster, whoever ran them."""
-        held = self._told(lambda client: client.all())
+        """List the jobs of this cluster that Watchstep submitted, for any user."""
         return [
-            _handle(one)
-            for one in held
-            if one.submission_id and MARK in (one.metadata or {}) and not one.status.is_terminal()
+            _handle(details)
+            for details in self._call(lambda client: client.all())
+            if details.submission_id and MARK in (details.metadata or {}) and not details.status.is_terminal()
         ]
 
     def find(self, name: str) -> JobHandle | None:
-        """The job of a launch: its name is the submission id. A cluster that was started anew knows none from before."""
-        found = self._details(name)
-        return None if found is None else _handle(found)
+        """Return the job of a launch; its name is the submission id. A restarted cluster has no earlier jobs."""
+        details = self._details(name)
+        return None if details is None else _handle(details)
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
-        """The job with this submission id now.
+        """Return the job with this submission id.
 
         Raises:
-            JobNotFoundError: there is none, or it was not submitted to the Jobs API, which could not stop it.
+            JobNotFoundError: there is no such job, or it was not submitted to the Jobs API, which cannot stop it.
         """
-        found = self._details(id)
-        if found is None:
-            raise JobNotFoundError(f"job {id!r}: Ray knows none", "see ray job list for their ids")
-        if not found.submission_id:
+        details = self._details(id)
+        if details is None:
+            raise JobNotFoundError(f"Ray has no job {id!r}", "list the ids: ray job list")
+        if not details.submission_id:
             raise JobNotFoundError(
-                f"job {id!r}: a driver that connected by itself, which Ray cannot stop",
-                "start it by ray job submit",
+                f"job {id!r} is a driver that connected by itself, which Ray cannot stop",
+                "start it with ray job submit",
             )
-        return _handle(found)
+        return _handle(details)
 
     def settled(self, job: JobHandle) -> JobHandle:
-        """The same, its identity spelt as this class spells it.
+        """Return the same job with its identity in canonical form.
 
         Raises:
-            ConfigError: the identity is not one of Ray's.
+            ConfigError: the identity is not a Ray identity.
         """
         return JobHandle(job.backend, job.id, {"started": _identity(job)}, job.details)
 
-    def _submitted(self, asked: Mapping[str, Any]) -> JobDetails:
-        """The job that came of a submission; looked for where there was no answer, or an error of which a job may be left.
+    def _submit(self, request: Mapping[str, Any]) -> JobDetails:
+        """Submit a job. After a missing answer, or an error that may leave a job, the job is searched for.
 
         Raises:
-            SubmissionRejectedError: none did.
-            BackendDownError: none did, or nobody knows.
+            SubmissionRejectedError: Ray refused the job.
+            BackendDownError: there is no job, or the answer cannot be determined.
         """
-        client, job_id = self._client(), str(asked["submission_id"])
+        client, job_id = self._client(), str(request["submission_id"])
         from watchstep_launch.backends.ray.client import RayRefusedError
 
         try:
-            client.submit(**asked)
+            client.submit(**request)
         except (RayRefusedError, BackendDownError) as error:
-            found = self._details(job_id)
-            if found is not None and is_of(found, asked):
-                return found
+            details = self._details(job_id)
+            if details is not None and is_submission(details, request):
+                return details
             if isinstance(error, RayRefusedError):
                 raise _rejected(error.reason) from error
             raise
-        found = self._details(job_id)
-        if found is None:
+        details = self._details(job_id)
+        if details is None:
             raise BackendDownError(
-                f"job {job_id!r} was taken, and Ray knows it no more", "see the cluster's dashboard"
+                f"Ray accepted job {job_id!r}, but no longer knows it", "check the cluster's dashboard"
             )
-        return found
+        return details
 
     def _client(self) -> RayClient:
-        with self._making:
-            if self._held is None:
+        with self._lock:
+            if self._connected is None:
                 try:
                     from watchstep_launch.backends.ray.client import RayClient
                 except ImportError as error:
                     raise ConfigError(
                         f"Ray is not installed ({error})", "pip install 'watchstep[ray]'"
                     ) from error
-                self._held = RayClient(self.address)
-            return self._held
+                self._connected = RayClient(self.address)
+            return self._connected
 
-    def _told(self, ask: Any) -> Any:
+    def _call(self, request: Any) -> Any:
         client = self._client()
         from watchstep_launch.backends.ray.client import RayRefusedError
 
         try:
-            return ask(client)
+            return request(client)
         except RayRefusedError as error:
             raise BackendDownError(
-                f"Ray at {self.address}: {error.reason}", "see its dashboard's and its agents' logs"
+                f"Ray at {self.address}: {error.reason}", "see the logs of the dashboard and its agents"
             ) from error
 
     def _details(self, job_id: str) -> JobDetails | None:
-        found: JobDetails | None = self._told(lambda client: client.details(job_id))
-        return found
+        details: JobDetails | None = self._call(lambda client: client.details(job_id))
+        return details
 
 
-def _rejected(why: str) -> SubmissionRejectedError:
+def _rejected(reason: str) -> SubmissionRejectedError:
     return SubmissionRejectedError(
-        f"Ray took no job: {why}", "correct the backend's options or the launch, and submit again"
+        f"Ray rejected the job: {reason}", "correct the backend's options or the launch, and submit again"
     )
 
 
-def _handle(found: JobDetails) -> JobHandle:
-    return JobHandle(NAME, str(found.submission_id), {"started": _started(found)})
+def _handle(details: JobDetails) -> JobHandle:
+    return JobHandle(NAME, str(details.submission_id), {"started": _started(details)})
 
 
-def _started(found: JobDetails) -> int:
-    return int(found.start_time or 0)
+def _started(details: JobDetails) -> int:
+    return int(details.start_time or 0)
 
 
 def _identity(job: JobHandle) -> int:
@@ -235,13 +240,13 @@ def _identity(job: JobHandle) -> int:
         return int(job.identity["started"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"job {job.id!r}: its identity is none of Ray's ({error!r})",
-            "bind it with started, in milliseconds, as Ray.reattach gives it",
+            f"job {job.id!r}: the identity is not a Ray identity ({error!r})",
+            "use started, in milliseconds, as Ray.reattach returns it",
         ) from error
 
 
-def _exit_code(found: JobDetails) -> int | None:
-    if found.status.value == "SUCCEEDED":
+def _exit_code(details: JobDetails) -> int | None:
+    if details.status.value == "SUCCEEDED":
         return 0
-    code = found.driver_exit_code
-    return None if code is None or found.status.value != "FAILED" else int(code)
+    code = details.driver_exit_code
+    return None if code is None or details.status.value != "FAILED" else int(code)

@@ -1,7 +1,7 @@
-"""Slurm's commands with a deadline, their errors, and the rows of ``squeue -O`` and ``sacct -p``.
+"""Running Slurm's commands with a deadline, their errors, and parsing rows of ``squeue -O`` and ``sacct -p``.
 
-Names, comments and paths of jobs can hold any character, and belong to users. Each field therefore ends with a mark that is new for
-each call, so that nobody can write the mark, nor a row of another job.
+Names, comments and paths of jobs can contain any character, and belong to users. Each field therefore ends with a delimiter that is
+random for each call, so that no user can forge the delimiter or a row of another job.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from watchstep_launch.backend import (
 )
 
 SECONDS = 25.0
-"""How long a command may take. With no controller to be found, Slurm 22.05's give up after 9 or 18 s by themselves."""
+"""Timeout of a command. If no controller can be found, the commands of Slurm 22.05 give up by themselves after 9 or 18 s."""
 
-SILENT = "without a word"
-"""What is told of a command that failed and wrote nothing."""
+SILENT = "no output"
+"""Output that is reported for a command that failed without output."""
 
 _DOWN = (
     "unable to contact slurm controller",
@@ -56,33 +56,33 @@ _REFUSED = (
 
 
 class CommandFailedError(BackendError):
-    """A command of Slurm's said no, for a reason that its caller may know: ``said`` is what it wrote."""
+    """A Slurm command failed for a reason that its caller may handle; ``output`` is what it wrote."""
 
-    def __init__(self, what: str, hint: str, said: str) -> None:
+    def __init__(self, what: str, hint: str, output: str) -> None:
         super().__init__(what, hint)
-        self.said = said
+        self.output = output
 
 
 def run(command: Sequence[str], text: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """What a command of Slurm's writes; times are seconds since 1970.
+    """Return a Slurm command's output; times in it are seconds since 1970.
 
     Args:
-        command: its name, found on PATH, and its arguments.
-        text: its input.
+        command: name of the command, found on PATH, and its arguments.
+        text: standard input.
         environment: variables added to this process's.
 
     Raises:
-        BackendDownError: it is not installed, the controller does not answer, or nothing came for `SECONDS`.
+        BackendDownError: the command is not installed, the controller does not answer, or the command takes longer than `SECONDS`.
         CredentialsExpiredError: the cluster refuses this user.
-        CommandFailedError: it failed for another reason.
+        CommandFailedError: the command failed for another reason.
     """
     name = command[0]
-    place = shutil.which(name)
-    if place is None:
+    path = shutil.which(name)
+    if path is None:
         raise BackendDownError(f"{name}: not found on PATH", "run this where Slurm's commands are installed")
     try:
-        done = subprocess.run(  # noqa: S603 - Slurm's own commands, with arguments that were checked
-            [place, *command[1:]],
+        completed = subprocess.run(  # noqa: S603 - Slurm's own commands, with arguments that were checked
+            [path, *command[1:]],
             input=text or "",
             capture_output=True,
             encoding="utf-8",
@@ -93,51 +93,50 @@ def run(command: Sequence[str], text: str | None = None, environment: Mapping[st
         )
     except subprocess.TimeoutExpired:
         raise BackendDownError(
-            f"{name}: no answer for {SECONDS:g} s", "see whether slurmctld answers: scontrol ping"
+            f"{name}: no answer for {SECONDS:g} s", "check whether slurmctld answers: scontrol ping"
         ) from None
     except (OSError, ValueError) as error:
-        raise BackendError(
-            f"{name}: cannot be run ({error})", "see to its arguments and to what it is"
-        ) from error
-    if done.returncode == 0:
-        return done.stdout
-    raise _error(name, done.stderr.strip() or f"{SILENT}, exit code {done.returncode}")
+        raise BackendError(f"{name}: cannot be run ({error})", "check its arguments and its file") from error
+    if completed.returncode == 0:
+        return completed.stdout
+    raise _error(name, completed.stderr.strip() or f"{SILENT}, exit code {completed.returncode}")
 
 
 def _inherited() -> dict[str, str]:
-    """This process's variables, without those of a job that it is itself a part of: they would shape the new one."""
+    """Return this process's variables, without those of a Slurm job that it is part of: they would affect the new job."""
     inside = "SLURM_JOB_ID" in os.environ
-    ours = ("SLURM_CONF", "SLURM_CLUSTERS")
+    allowed = ("SLURM_CONF", "SLURM_CLUSTERS")
     return {
         name: value
         for name, value in os.environ.items()
-        if not inside or name in ours or not name.startswith(("SLURM_", "SLURMD_", "SRUN_", "PMI"))
+        if not inside or name in allowed or not name.startswith(("SLURM_", "SLURMD_", "SRUN_", "PMI"))
     }
 
 
-def _error(name: str, said: str) -> BackendError:
-    low = said.lower()
-    reason = said.splitlines()[-1]
-    if any(sign in low for sign in _REFUSED):
+def _error(name: str, output: str) -> BackendError:
+    lowered = output.lower()
+    reason = output.splitlines()[-1]
+    if any(sign in lowered for sign in _REFUSED):
         return CredentialsExpiredError(
             f"{name}: refused ({reason})",
-            "see that munged runs here with the cluster's key, and that this user may do this",
+            "check that munged runs here with the cluster's key, and that this user has permission",
         )
-    if any(sign in low for sign in _DOWN):
+    if any(sign in lowered for sign in _DOWN):
         return BackendDownError(
-            f"{name}: the cluster does not answer ({reason})", "see whether slurmctld answers: scontrol ping"
+            f"{name}: the cluster does not answer ({reason})",
+            "check whether slurmctld answers: scontrol ping",
         )
-    return CommandFailedError(f"{name}: {reason}", "see Slurm's reason", said)
+    return CommandFailedError(f"{name}: {reason}", "correct the cause that Slurm reports", output)
 
 
 MARK = "watchstep"
-"""The comment of jobs that launchers of Watchstep submitted."""
+"""Comment of jobs that Watchstep submitted."""
 
 _FIELDS = (
     "JobID", "State", "SubmitTime", "RestartCnt", "exit_code", "Reason", "Cluster", "NodeList", "Comment",
     "Name", "StdOut", "UserID", "Account",
 )  # fmt: skip
-_ACCOUNTED = "JobIDRaw,State,ExitCode,Submit,Cluster,JobName"
+_ACCOUNTING_FIELDS = "JobIDRaw,State,ExitCode,Submit,Cluster,JobName"
 
 _QUEUED = frozenset(
     ("CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -156,29 +155,29 @@ _OVER: dict[str, JobState] = {
     "TIMEOUT": "ended",
 }
 _OWN_CODE = ("COMPLETED", "FAILED")
-"""States whose exit code is the program's, 0 included."""
+"""States with the program's own exit code, 0 included."""
 
 _JOB = re.compile(r"[1-9][0-9]{0,9}(_[0-9]{1,9})?")
 
 
 @dataclass(frozen=True)
 class JobRow:
-    """A job as it was started last, as Slurm knows it.
+    """A job in its last start, as Slurm reports it.
 
     Attributes:
-        id: the number that is this job's alone, for a task of an array too.
-        state: Slurm's word.
-        submitted: when, in seconds since 1970. A requeue is a new submission.
-        restarts: how often it was requeued.
+        id: unique number of the job, also for a task of an array.
+        state: Slurm's name of the state.
+        submitted: time of submission in seconds since 1970. A requeue is a new submission.
+        restarts: how often the job was requeued.
         wait_status: as of wait(2): exit code times 256, plus the signal.
         reason: why it waits, or why it ended.
-        cluster: its name.
-        nodes: where it runs.
-        comment: `MARK`, of ours.
-        name: of the job.
-        output: where its output goes.
-        user: number of the user that it runs as; empty where it is not told.
-        account: that it is charged to.
+        cluster: name of the cluster.
+        nodes: the job's nodes.
+        comment: `MARK` for jobs of Watchstep.
+        name: the job's name.
+        output: file for its output.
+        user: numeric id of the user that it runs as; empty if unknown.
+        account: the account that it is charged to.
     """
 
     id: str
@@ -197,7 +196,7 @@ class JobRow:
 
     @property
     def status(self) -> JobStatus:
-        """How it is."""
+        """The job's status."""
         reason = "" if self.reason in ("None", "(null)") else self.reason
         detail = " ".join(filter(None, (self.state, reason, self.nodes)))
         if self.state in _QUEUED:
@@ -205,111 +204,111 @@ class JobRow:
         if self.state not in _OVER:
             return JobStatus("running", detail=detail)
         code = _exit_code(self.wait_status)
-        known = self.state in _OWN_CODE or code != 0
-        return JobStatus(_OVER[self.state], code if known else None, detail)
+        is_known = self.state in _OWN_CODE or code != 0
+        return JobStatus(_OVER[self.state], code if is_known else None, detail)
 
 
 def is_job_id(text: str) -> bool:
-    """Whether it can be the id of a job, or of a task of an array."""
+    """Whether a text has the form of a job's id, or of an array task's."""
     return _JOB.fullmatch(text) is not None
 
 
-def held_in_memory(*selecting: str) -> list[JobRow]:
-    """Jobs that the controller remembers: those that run or wait, and those that ended within its MinJobAge.
+def controller_rows(*options: str) -> list[JobRow]:
+    """Return jobs that the controller remembers: those that run or wait, and those that ended within its MinJobAge.
 
     Args:
-        selecting: options of ``squeue``.
+        options: options of ``squeue`` that select jobs.
 
     Raises:
-        BackendError: it could not be asked.
+        BackendError: ``squeue`` failed.
     """
-    end = _new_end()
-    fields = ",".join(f"{name}:{end}" for name in _FIELDS)
+    delimiter = _new_delimiter()
+    fields = ",".join(f"{name}:{delimiter}" for name in _FIELDS)
     try:
-        said = run(("squeue", "--noheader", "--states=all", f"--Format={fields}", *selecting))
+        output = run(("squeue", "--noheader", "--states=all", f"--Format={fields}", *options))
     except CommandFailedError as error:
-        if "invalid job id" in error.said.lower():
+        if "invalid job id" in error.output.lower():
             return []
         raise
-    return [_row(fields) for fields in _rows(said, end)]
+    return [_row(fields) for fields in _rows(output, delimiter)]
 
 
 def has_steps(job_id: str) -> bool:
-    """Whether anything of a job runs under ``srun``.
+    """Whether a job has steps, started by ``srun``.
 
     Raises:
-        BackendError: it could not be asked.
+        BackendError: ``squeue`` failed.
     """
     try:
-        said = run(("squeue", "--steps", "--noheader", f"--jobs={job_id}", "--Format=StepID"))
+        output = run(("squeue", "--steps", "--noheader", f"--jobs={job_id}", "--Format=StepID"))
     except CommandFailedError:
         return False
-    return any(line.strip().partition(".")[2].isdecimal() for line in said.splitlines())
+    return any(line.strip().partition(".")[2].isdecimal() for line in output.splitlines())
 
 
-def accounted(*selecting: str) -> list[JobRow]:
-    """Starts of jobs, oldest first, as accounting keeps them; none where there is no accounting.
+def accounting_rows(*options: str) -> list[JobRow]:
+    """Return starts of jobs from accounting, oldest first; empty if there is no accounting.
 
     Args:
-        selecting: options of ``sacct``.
+        options: options of ``sacct`` that select jobs.
 
     Raises:
-        BackendError: it could not be asked.
+        BackendError: ``sacct`` failed.
     """
-    end = _new_end()
-    asked = (
+    delimiter = _new_delimiter()
+    arguments = (
         "--noheader",
         "--parsable",
-        f"--delimiter={end}",
+        f"--delimiter={delimiter}",
         "--allocations",
         "--duplicates",
         "--starttime=1970-01-01",
     )
     try:
-        said = run(("sacct", *asked, f"--format={_ACCOUNTED}", *selecting))
+        output = run(("sacct", *arguments, f"--format={_ACCOUNTING_FIELDS}", *options))
     except CommandFailedError as error:
-        if "accounting storage is disabled" in error.said.lower():
+        if "accounting storage is disabled" in error.output.lower():
             return []
         raise
-    return read_accounted(said, end)
+    return parse_accounting(output, delimiter)
 
 
-def known(*selecting: str) -> list[JobRow]:
-    """Jobs as they were started last: from the controller's memory or, where it remembers none of them, from accounting.
+def last_rows(*options: str) -> list[JobRow]:
+    """Return jobs in their last start: from the controller's memory, or from accounting if it remembers none of them.
 
     Args:
-        selecting: options that ``squeue`` and ``sacct`` both have.
+        options: options that ``squeue`` and ``sacct`` have in common.
 
     Raises:
-        BackendError: one of them could not be asked.
+        BackendError: a command failed.
     """
-    return held_in_memory(*selecting) or list({row.id: row for row in accounted(*selecting)}.values())
+    return controller_rows(*options) or list({row.id: row for row in accounting_rows(*options)}.values())
 
 
-def read_accounted(said: str, end: str) -> list[JobRow]:
-    """The rows of ``sacct --parsable`` in this module's format.
+def parse_accounting(output: str, delimiter: str) -> list[JobRow]:
+    """Parse the output of ``sacct --parsable`` with this module's fields.
 
     Args:
-        said: what it wrote.
-        end: what each field ends with.
+        output: the output.
+        delimiter: the end of each field.
     """
     rows = []
-    for number, (job, state, code, submitted, cluster, name) in enumerate(_rows(said, end)):
+    for number, (job, state, code, submitted, cluster, name) in enumerate(_rows(output, delimiter)):
         exited, _, signalled = code.partition(":")
         wait_status = int(exited) * 256 + int(signalled or 0)
-        known = {"cluster": cluster, "name": name}
-        # "CANCELLED by 1000" is one of its words. Rows of one job are its starts, in their order.
-        rows.append(JobRow(job, state.split()[0], _seconds(submitted), number, wait_status, **known))
+        fields = {"cluster": cluster, "name": name}
+        # The state may be "CANCELLED by 1000". Rows of one job are its starts, in order.
+        rows.append(JobRow(job, state.split()[0], _seconds(submitted), number, wait_status, **fields))
     return rows
 
 
-def _new_end() -> str:
+def _new_delimiter() -> str:
     return f"\x1f{secrets.token_hex(8)}\x1f"
 
 
-def _rows(said: str, end: str) -> list[list[str]]:
-    """Fields of each row."""
-    return [row.split(end) for row in said.split(f"{end}\n") if row.strip()]
+def _rows(output: str, delimiter: str) -> list[list[str]]:
+    """Split output into the fields of each row."""
+    return [row.split(delimiter) for row in output.split(f"{delimiter}\n") if row.strip()]
 
 
 def _row(fields: list[str]) -> JobRow:
@@ -322,7 +321,7 @@ def _seconds(text: str) -> int:
 
 
 def _exit_code(wait_status: int) -> int:
-    """Negative for a signal. ``srun`` exits with 128 and the signal's number where one ended the program."""
+    """Return an exit code; negative for a signal. ``srun`` exits with 128 plus the signal's number if one ended the program."""
     if wait_status & 0x7F:
         return -(wait_status & 0x7F)
     code = wait_status >> 8

@@ -16,13 +16,13 @@ from watchstep_launch.backends.slurm.commands import JobRow, run
 
 @dataclass(frozen=True)
 class SlurmIdentity:
-    """What tells a job from every other with its id, however often Slurm starts it again.
+    """Distinguishes a job from every other job with its id, across Slurm's restarts of it.
 
     Attributes:
-        cluster: its name.
-        name: of the job; no two launches share one.
-        submitted: when it was submitted, in seconds since 1970. A requeue gives it another time.
-        restarts: how often it had been requeued by then.
+        cluster: name of the cluster.
+        name: the job's name, unique among launches.
+        submitted: time of submission in seconds since 1970. A requeue changes it.
+        restarts: how often the job had been requeued by then.
     """
 
     cluster: str
@@ -32,23 +32,23 @@ class SlurmIdentity:
 
     @classmethod
     def of(cls, job: JobHandle) -> SlurmIdentity:
-        """The identity of a job.
+        """Return the identity of a job.
 
         Raises:
-            ConfigError: it is none of Slurm's.
+            ConfigError: the identity is not a Slurm identity.
         """
         try:
-            held = job.identity
-            return cls(str(held["cluster"]), str(held["name"]), int(held["submitted"]), int(held["restarts"]))
+            data = job.identity
+            return cls(str(data["cluster"]), str(data["name"]), int(data["submitted"]), int(data["restarts"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"job {job.id!r}: its identity is none of Slurm's ({error!r})",
-                "bind it with cluster, name, submitted and restarts, as Slurm.reattach gives them",
+                f"job {job.id!r}: the identity is not a Slurm identity ({error!r})",
+                "use cluster, name, submitted and restarts, as Slurm.reattach returns them",
             ) from error
 
     @classmethod
     def of_row(cls, row: JobRow) -> SlurmIdentity:
-        """The identity of what Slurm shows now."""
+        """Return the identity of a row."""
         return cls(row.cluster, row.name, row.submitted, row.restarts)
 
     def as_data(self) -> dict[str, Any]:
@@ -56,21 +56,21 @@ class SlurmIdentity:
         return asdict(self)
 
     def means(self, row: JobRow) -> bool:
-        """Whether it is this job, or what Slurm made of it by requeues."""
+        """Whether a row is this job, or a requeue of it."""
         if self.cluster != row.cluster:
             return False
         requeued = row.restarts > self.restarts and row.submitted > self.submitted
         return row.submitted == self.submitted or (requeued and row.name == self.name)
 
-    def among_accounted(self, rows: Sequence[JobRow]) -> JobRow | None:
-        """The last start of this job, of those that accounting has for its id, oldest first."""
-        mine = [
+    def last_start(self, rows: Sequence[JobRow]) -> JobRow | None:
+        """Return the last start of this job among accounting rows for its id, oldest first."""
+        matching = [
             row
             for row in rows
             if (row.cluster, row.name) == (self.cluster, self.name) and row.submitted >= self.submitted
         ]
-        known = any(row.submitted == self.submitted for row in mine)
-        return mine[-1] if known else None
+        has_first = any(row.submitted == self.submitted for row in matching)
+        return matching[-1] if has_first else None
 
 
 _SLURM_USER = re.compile(r"^SlurmUser\s*=\s*.*\((\d+)\)\s*$", re.MULTILINE)
@@ -78,34 +78,34 @@ _ADMINS = frozenset(("operator", "administrator"))
 
 
 def check_may_stop(row: JobRow) -> None:
-    """See that this process's user may stop a job.
+    """Check that this process's user may stop a job.
 
     Raises:
-        BackendError: it is another user's, and this one is neither root nor Slurm's user, nor, by accounting, an operator,
-            an administrator or a coordinator of the job's account.
+        BackendError: the job belongs to another user, and this user is neither root nor Slurm's user nor, according to
+            accounting, an operator, an administrator or a coordinator of the job's account.
     """
-    me = os.geteuid()
+    uid = os.geteuid()
     if (
-        me == 0
-        or row.user in ("", str(me))
-        or me == _slurm_user()
-        or _is_over_others(_name_of(me), row.account)
+        uid == 0
+        or row.user in ("", str(uid))
+        or uid == _slurm_user()
+        or _may_stop_others(_name_of(uid), row.account)
     ):
         return
     raise BackendError(
-        f"job slurm:{row.id}: is user {_name_of(int(row.user))}'s, and {_name_of(me)} may not stop it",
-        "attach as the user that it runs as, or as one of Slurm's operators",
+        f"job slurm:{row.id} belongs to user {_name_of(int(row.user))}; user {_name_of(uid)} may not stop it",
+        "attach as the job's user, or as one of Slurm's operators",
     )
 
 
-def reads_as_over_others(said: str, account: str) -> bool:
-    """Whether accounting tells of a user that may stop others' jobs in an account.
+def permits_stopping_others(output: str, account: str) -> bool:
+    """Whether accounting permits a user to stop other users' jobs in an account.
 
     Args:
-        said: a line for each of its rows: level, and accounts that it coordinates, as ``sacctmgr --parsable2`` writes them.
-        account: the job's.
+        output: output of ``sacctmgr --parsable2``, with a line per association: admin level, and coordinated accounts.
+        account: the job's account.
     """
-    for line in said.splitlines():
+    for line in output.splitlines():
         level, _, accounts = line.strip().partition("|")
         if level.lower() in _ADMINS or account in filter(None, accounts.split(",")):
             return True
@@ -113,16 +113,24 @@ def reads_as_over_others(said: str, account: str) -> bool:
 
 
 def _slurm_user() -> int | None:
-    found = _SLURM_USER.search(run(("scontrol", "show", "config")))
-    return None if found is None else int(found[1])
+    match = _SLURM_USER.search(run(("scontrol", "show", "config")))
+    return None if match is None else int(match[1])
 
 
-def _is_over_others(name: str, account: str) -> bool:
-    asked = ("--noheader", "--parsable2", "show", "user", name, "withcoord", "format=AdminLevel,Coordinators")
+def _may_stop_others(name: str, account: str) -> bool:
+    arguments = (
+        "--noheader",
+        "--parsable2",
+        "show",
+        "user",
+        name,
+        "withcoord",
+        "format=AdminLevel,Coordinators",
+    )
     try:
-        return reads_as_over_others(run(("sacctmgr", *asked)), account)
+        return permits_stopping_others(run(("sacctmgr", *arguments)), account)
     except BackendError:
-        return False  # there is no accounting, or it does not say: nobody is known to be one
+        return False  # without accounting, nobody has this permission
 
 
 def _name_of(user: int) -> str:

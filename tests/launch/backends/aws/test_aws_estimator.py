@@ -69,7 +69,7 @@ def test_a_fault_is_stopped_by_its_rule(
         )
         launched[kind] = estimator.fit(wait=False)
     for kind, job in launched.items():
-        events = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
+        events = {event.type.removeprefix("io.watchstep."): event.data for event in job.events()}
         assert events["alert.firing"]["step"] == 12
         assert events["alert.firing"]["finding"]["tensor"]
         assert (events["stop.done"]["how"], events["run.ended"]["state"]) == ("cooperative", "stopped")

@@ -116,7 +116,7 @@ def test_a_definition_of_ones_own(bench: Bench, stand_in: StandIn) -> None:
     assert "retryStrategy" not in asked
     for name in ("mine", "mine:1"):
         lacking = AwsBatch(job_queue=QUEUE, job_definition=name, secrets={"WATCHSTEP_TOKEN": SECRET})
-        with pytest.raises(SubmissionRejectedError, match="has no secret WATCHSTEP_TOKEN"):
+        with pytest.raises(SubmissionRejectedError, match="does not provide secret WATCHSTEP_TOKEN"):
             lacking.submit(Launch(("true",), {}, bench.folder, secrets={"WATCHSTEP_TOKEN": "t"}))
     client.register_job_definition(
         jobDefinitionName="mine", type="container",
@@ -251,7 +251,7 @@ def test_what_batch_would_not_take_is_named(bench: Bench, batch: BatchStandIn, s
         (replace(plain, environment={"AWS_BATCH_X": "1"}), "AWS_BATCH_X"),
         (replace(plain, environment={"NO-NAME": "1"}), "NO-NAME"),
         (replace(plain, environment={"ZERO": "\0"}), "zero byte"),
-        (replace(plain, command=("train", "Ref::lr")), "parameter of the job's"),
+        (replace(plain, command=("train", "Ref::lr")), "a job parameter"),
         (replace(plain, command=("train", "\0")), "zero byte"),
         (replace(plain, environment={"LONG": "x" * 31_000}), "30720"),
     ]:

@@ -71,10 +71,10 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_name(tmp_path: Path
     launch = Launch(("true",), {}, tmp_path, name="ws-lost")
     hangs = "sh -c 'sleep 600'"
     lost = cluster(tmp_path, submit_command=hangs, find_command="", timeout_seconds=0.2)
-    with pytest.raises(BackendDownError, match="'ws-lost' may have begun"):
+    with pytest.raises(BackendDownError, match="'ws-lost' may have been started"):
         lost.submit(launch)
     none = cluster(tmp_path, submit_command=hangs, find_command="true {name}", timeout_seconds=0.5)
-    with pytest.raises(BackendDownError, match="no job 'ws-lost' was begun"):
+    with pytest.raises(BackendDownError, match="job 'ws-lost' was not started"):
         none.submit(launch)
     found = cluster(
         tmp_path, submit_command="sh -c 'echo; sleep 600'", find_command="echo 17", started_pattern="",
@@ -88,7 +88,7 @@ def test_what_is_no_id_is_refused(tmp_path: Path, printed: str) -> None:
     odd = cluster(tmp_path, submit_command=f"printf %s '{printed}'", id_pattern=r"(\S+)$")
     with pytest.raises(SubmissionRejectedError, match="printed no id"):
         odd.submit(Launch(("true",), {}, tmp_path))
-    with pytest.raises(ConfigError, match="no id"):
+    with pytest.raises(ConfigError, match="not a valid job id"):
         odd.status(JobHandle("command", printed, {}))
 
 

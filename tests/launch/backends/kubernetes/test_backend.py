@@ -113,7 +113,7 @@ def test_what_is_refused_leaves_nothing(
     ("settings", "what"),
     [
         ({"namespace": "nowhere"}, '"nowhere" not found'),
-        ({"image": None}, "no image"),
+        ({"image": None}, "image is not set"),
         ({"pod_spec": {"tolerance": []}}, "tolerance"),
         ({"container": {"volumeMounts": [{"name": "data"}]}}, "mountPath"),
     ],
@@ -145,7 +145,7 @@ def test_a_submission_without_answer_is_found_by_its_name(double: Double, tmp_pa
 
 def test_a_submission_that_was_not_taken_is_told_by_its_name(double: Double, tmp_path: Path) -> None:
     double.fault("POST /apis/batch", "silent")
-    with pytest.raises(BackendDownError, match="'a-launch' was taken is not known"):
+    with pytest.raises(BackendDownError, match="unknown whether Job 'a-launch' was accepted"):
         Kubernetes(image="train:1").submit(launch("", tmp_path, name="a-launch"))
     assert nothing_is_left(double)
 
@@ -193,7 +193,7 @@ def test_a_stop_ends_all_starts_and_leaves_code_and_output(double: Double, submi
 def test_a_stop_between_two_starts(double: Double, submit: Submit) -> None:
     double.cluster.backoff_seconds = 3600.0
     backend, job = submit("raise SystemExit(3)", restarts=9)
-    eventually(lambda: "waits to be started again" in backend.status(job).detail, SECONDS)
+    eventually(lambda: "waiting for a restart" in backend.status(job).detail, SECONDS)
     assert backend.status(job).state == "running"
     backend.stop(job)
     assert (end_of(backend, job).state, len(double.objects("Pod"))) == ("cancelled", 1)
@@ -220,7 +220,7 @@ def test_a_pod_that_cannot_start_says_why_and_can_be_stopped(
 ) -> None:
     spoil(double.cluster.kubelet)
     backend, job = submit("print('never')")
-    eventually(lambda: backend.status(job).detail != "no pod of it is there yet", SECONDS)
+    eventually(lambda: backend.status(job).detail != "no pod exists yet", SECONDS)
     status = backend.status(job)
     assert (status.state, status.detail[: len(told)]) == ("queued", told)
     assert output_of(backend, job) == b""
@@ -236,7 +236,7 @@ def test_a_job_that_a_queue_suspended_is_taken_back(double: Double, submit: Subm
         double.cluster.store.patch("Job", "default", job.id, {"spec": {"suspend": True}})
         double.cluster.stalled = False
         double.cluster.see(double.cluster.store.get("Job", "default", job.id))
-    assert backend.status(job) == JobStatus("queued", None, "suspended: waits to be admitted")
+    assert backend.status(job) == JobStatus("queued", None, "suspended: waiting for admission")
     assert job in backend.jobs()
     assert getattr(backend, how)(job).state == "vanished"
     assert nothing_is_left(double)
@@ -393,5 +393,5 @@ def test_ids_that_are_none(double: Double, id: str) -> None:  # noqa: A002 - the
     ],
 )
 def test_identities_that_are_none(identity: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="none of Kubernetes'"):
+    with pytest.raises(ConfigError, match="Kubernetes identity"):
         Kubernetes().settled(replace(JOB, identity=identity))

@@ -69,7 +69,7 @@ def changed(estimator: Estimator, **changes: object) -> Estimator:
 
 def test_a_fault_is_stopped_by_its_rule_and_stays_stopped(estimate: Estimator, double: Double) -> None:
     job = changed(estimate, arguments=(str(BAD_STEP), "100000")).fit(wait=False)
-    events = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
+    events = {event.type.removeprefix("io.watchstep."): event.data for event in job.events()}
     assert events["alert.firing"]["step"] == BAD_STEP
     assert (events["stop.done"]["how"], events["run.ended"]["state"]) == ("cooperative", "stopped")
     assert job.handle.id in str(events["stop.done"])
@@ -87,6 +87,6 @@ def test_a_fault_is_stopped_by_its_rule_and_stays_stopped(estimate: Estimator, d
 
 def test_a_program_that_does_not_take_part_is_stopped_by_the_cluster(estimate: Estimator) -> None:
     job = changed(estimate, arguments=(str(BAD_STEP), "100000"), on_stop="ignore").fit(wait=False)
-    done = [event.data["how"] for event in job.events() if event.type == "watchstep.stop.done"]
+    done = [event.data["how"] for event in job.events() if event.type == "io.watchstep.stop.done"]
     assert done == ["terminated"]
     assert job.wait(SECONDS).state == "cancelled"

@@ -101,7 +101,7 @@ def test_launches_without_a_name_get_one_that_their_secret_shares() -> None:
     ("launch", "what"),
     [
         (Launch(("p", "a\0b"), {}, Path()), "zero byte"),
-        (Launch(("p", "\udcff"), {}, Path()), "no Unicode"),
+        (Launch(("p", "\udcff"), {}, Path()), "not valid Unicode"),
         (Launch(("p",), {"a b": "1"}, Path()), "'a b'"),
         (Launch(("p",), {}, Path(), secrets={"": "1"}), "variable ''"),
     ],
@@ -121,8 +121,8 @@ def test_a_secret_that_cannot_be_given_is_not_shown() -> None:
     ("settings", "what"),
     [
         ({"workers": 2, "resource": "Job"}, "one worker"),
-        ({"workers": 2, "restarts": 1}, "restarts is a Job's"),
-        ({"workers": 2, "node_selector": {"a": "b"}}, "node_selector is a Job's"),
+        ({"workers": 2, "restarts": 1}, "restarts applies to a Job only"),
+        ({"workers": 2, "node_selector": {"a": "b"}}, "node_selector applies to a Job only"),
         ({"namespace": "No_Name"}, "namespace"),
         ({"memory": "much"}, "memory"),
         ({"image": "a b"}, "image"),
@@ -135,6 +135,6 @@ def test_settings_that_do_not_fit_are_named(settings: dict[str, object], what: s
 
 
 def test_a_job_needs_an_image_and_a_train_job_has_its_runtimes() -> None:
-    with pytest.raises(ConfigError, match="no image"):
+    with pytest.raises(ConfigError, match="image is not set"):
         manifest(LAUNCH, Kubernetes())
     assert "image" not in manifest(LAUNCH, Kubernetes(workers=2))["spec"]["trainer"]

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from watchstep_launch.backend import JobStatus
-from watchstep_launch.backends.kubernetes.states import ASKED, status_of
+from watchstep_launch.backends.kubernetes.states import END_REQUESTED, status_of
 
 Object = dict[str, Any]
 
 
 def job(condition: str = "", reason: str = "", *, asked: str = "", suspend: bool = False) -> Object:
     conditions = [{"type": condition, "status": "True", "reason": reason, "message": ""}] if condition else []
-    annotations = {"annotations": {ASKED: asked}} if asked else {}
+    annotations = {"annotations": {END_REQUESTED: asked}} if asked else {}
     return {
         "metadata": {"name": "j", **annotations},
         "spec": {"suspend": suspend},
@@ -62,8 +62,8 @@ def pod(
 @pytest.mark.parametrize(
     ("held", "pods", "status"),
     [
-        (job(), [], JobStatus("queued", detail="no pod of it is there yet")),
-        (job(suspend=True), [], JobStatus("queued", detail="suspended: waits to be admitted")),
+        (job(), [], JobStatus("queued", detail="no pod exists yet")),
+        (job(suspend=True), [], JobStatus("queued", detail="suspended: waiting for admission")),
         (job(), [pod("Pending")], JobStatus("queued", detail="Pending on node-1")),
         (
             job(),
@@ -82,7 +82,7 @@ def pod(
         ),
         (job(), [pod("Running")], JobStatus("running", detail="Running on node-1")),
         (job(), [pod("Running", deleted=True)], JobStatus("running", detail="is being ended")),
-        (job(), [pod("Failed", 1)], JobStatus("running", detail="waits to be started again")),
+        (job(), [pod("Failed", 1)], JobStatus("running", detail="waiting for a restart")),
         (
             job(),
             [pod("Failed", 1), pod("Pending", number=1)],
@@ -138,7 +138,7 @@ def pod(
         (
             job("Suspended", "Suspended", suspend=True),
             [],
-            JobStatus("queued", None, "suspended: waits to be admitted"),
+            JobStatus("queued", None, "suspended: waiting for admission"),
         ),
         (
             job("Suspended", "Suspended", suspend=True, asked="stop"),

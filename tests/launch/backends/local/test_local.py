@@ -194,7 +194,7 @@ def test_whose_process_it_is_decides_whether_it_may_be_stopped(backend: Local, t
         backend.check_may_stop(first)  # root may
         os.seteuid(65534)
     try:
-        with pytest.raises(BackendError, match="job local:1: is user"):
+        with pytest.raises(BackendError, match="process 1 belongs to user"):
             backend.check_may_stop(first)
     finally:
         os.seteuid(os.getuid())

@@ -77,7 +77,7 @@ def test_a_recorded_process_is_bound_and_signalled(backend: Local) -> None:
 @as_root
 def test_a_process_of_another_user_needs_a_record_of_that_user_or_root(backend: Local) -> None:
     with process(ANOTHER_USER) as job:
-        refused(backend, job, "of user nobody: no valid job record")
+        refused(backend, job, "of user nobody has no valid job record")
         place = record_of(job)
         os.chown(place, 12345, 12345)
         refused(backend, job, "the file belongs to user 12345")
@@ -108,7 +108,7 @@ FORGED: dict[str, Callable[[Path], object]] = {
     "the folder can be written by others": lambda place: place.parent.chmod(0o777),
     "Too many levels of symbolic links": replaced_by_a_link,
     "is not a regular file": replaced_by_a_pipe,
-    "the one in .* is not valid": lambda place: place.write_text("{}"),
+    "the record in .* is not valid": lambda place: place.write_text("{}"),
 }
 
 

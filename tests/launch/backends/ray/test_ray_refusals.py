@@ -67,9 +67,9 @@ def test_what_cannot_be_submitted_says_why_and_leaves_nothing(
         ({"gpus": 1.5}, "", "must.*be whole numbers"),
         ({"resources": {"CPU": 1}}, "", "'num_cpus' and 'num_gpus'"),
         ({"resources": {"farm": -1}}, "", "cannot be negative"),
-        ({}, "a/b", "cannot be a job's"),
-        ({}, "n" * 64, "cannot be a job's"),
-        ({}, "..", "cannot be a job's"),
+        ({}, "a/b", "is not a valid job name"),
+        ({}, "n" * 64, "is not a valid job name"),
+        ({}, "..", "is not a valid job name"),
     )
     for settings, name, why in refused:
         with pytest.raises(SubmissionRejectedError, match=why) as told:

@@ -15,7 +15,7 @@ from tests.launch.backends.slurm.slurm_cluster import SECONDS, SlurmCluster
 from tests.services.jobs import eventually
 from watchstep import Hook
 from watchstep_launch import Slurm
-from watchstep_launch.backends.slurm.identity import reads_as_over_others
+from watchstep_launch.backends.slurm.identity import permits_stopping_others
 
 NOBODY = 65534
 
@@ -41,8 +41,8 @@ launching.app(sys.argv[2:])
     ],
 )
 def test_who_may_stop_the_jobs_of_others_is_read_from_accounting(said: str, over: bool) -> None:
-    assert reads_as_over_others(said, "vision") is over
-    assert reads_as_over_others(said, "") is (over and "None" not in said)
+    assert permits_stopping_others(said, "vision") is over
+    assert permits_stopping_others(said, "") is (over and "None" not in said)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_job_of_another_user_is_refused_and_left_alone(slurm: SlurmCluster, op
             slurm.command("scancel", theirs, ours)
     assert done.returncode != 0
     told = f"{done.stderr}{done.stdout}"
-    assert f"job slurm:{theirs}: is user root's, and nobody may not stop it" in told
-    assert "attach as the user that it runs as" in told
+    assert f"job slurm:{theirs}: belongs to user root; user nobody may not stop it" in told
+    assert "attach as the job's user" in told
     assert not (open_place / "jobs").exists()  # nothing was written down
     assert not (open_place / "store" / ".watchstep").exists()  # nor a service started

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import JobNotFoundError, JobStatus, Launch
 from watchstep_launch.backends.slurm.backend import Slurm, batch_script
-from watchstep_launch.backends.slurm.commands import JobRow, is_job_id, known, read_accounted
+from watchstep_launch.backends.slurm.commands import JobRow, is_job_id, last_rows, parse_accounting
 from watchstep_launch.backends.slurm.identity import SlurmIdentity
 
 TELLS = "import json, os, sys; print(json.dumps([sys.argv[1:], {n: v for n, v in os.environ.items() if n.startswith('GIVEN_')}]))"
@@ -111,13 +111,13 @@ def test_accounting_finds_the_last_start_of_a_job_and_no_other_with_its_id() -> 
         "7<>CANCELLED by 1000<>0:15<>1200<>c<>train<>\n"
         "7<>FAILED<>3:0<>1300<>c<>a | b\x1f\n8\x1e\u2028c<>\n"
     )
-    rows = read_accounted(said, "<>")
+    rows = parse_accounting(said, "<>")
     assert [row.name for row in rows] == ["train", "train", "train", "a | b\x1f\n8\x1e\u2028c"]
-    found = SlurmIdentity("c", "train", 1000, 0).among_accounted(rows)
+    found = SlurmIdentity("c", "train", 1000, 0).last_start(rows)
     assert found is not None
     assert found.status == JobStatus("cancelled", -15, "CANCELLED")
-    assert SlurmIdentity("c", "train", 1001, 0).among_accounted(rows) is None
-    assert SlurmIdentity("d", "train", 1000, 0).among_accounted(rows) is None
+    assert SlurmIdentity("c", "train", 1001, 0).last_start(rows) is None
+    assert SlurmIdentity("d", "train", 1000, 0).last_start(rows) is None
 
 
 def test_a_requeue_is_the_same_job_and_a_later_job_with_the_id_is_not() -> None:
@@ -151,7 +151,9 @@ def test_a_job_that_the_controller_forgot_is_known_from_accounting_as_it_was_sta
         ("41", "COMPLETED", "0:0", "200", "c", "night"),
     )
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert [(row.id, row.state, row.submitted) for row in known("--jobs=41")] == [("41", "COMPLETED", 200)]
+    assert [(row.id, row.state, row.submitted) for row in last_rows("--jobs=41")] == [
+        ("41", "COMPLETED", 200)
+    ]
     found = Slurm().reattach("41")
     assert (found.id, found.identity["submitted"], found.identity["restarts"]) == ("41", 200, 1)
     assert Slurm().find("night") == found
