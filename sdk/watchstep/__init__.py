@@ -1,4 +1,4 @@
-"""Watchstep watches training jobs from the inside: record, judge while it runs, stop, explain."""
+"""Watchstep monitors training jobs from the inside: it records tensors, evaluates rules during training, stops faulty runs and explains why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "resume_from",
 ]
 
-_HOMES = {
+_MODULES = {
     "Bounds": "watchstep.capture.config",
     "Cadence": "watchstep.capture.config",
     "Collection": "watchstep.capture.config",
@@ -48,7 +48,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name's module when it is first used: importing watchstep stays cheap."""
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    """Load a name's module on first use, so that importing watchstep stays cheap."""
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'watchstep' has no attribute {name!r}")

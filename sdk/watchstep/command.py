@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store`` and ``--version`` are the SDK's own; all else belongs to the packages above it."""
+"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store`` and ``--version`` belong to the SDK; other packages provide the other commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_ERROR = 2
 
 
 def main() -> None:
-    """Run the command line; what a user did wrong is said in two lines, with exit code 2."""
+    """Run the command line. User errors are printed in two lines, with exit code 2."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["--version"]:
         sys.stdout.write(f"{watchstep.__version__}\n")
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _application() -> Callable[[list[str]], None]:
-    """The commands that come with the service."""
+    """Return the command line application of the service package."""
     try:
         (entry,) = entry_points(group="watchstep.commands")
         application: Callable[[list[str]], None] = entry.load()

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each names the object, the value, and a hint."""
+"""User-facing errors. Each names the object, the value, and a hint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class WatchstepError(Exception):
-    """Something a user can correct.
+    """An error that a user can correct.
 
     Args:
-        what: the thing and its value, e.g. ``"store s3://ml/runs: access denied"``.
-        hint: what to do about it, one sentence.
+        what: the object and its value, e.g. ``"store s3://ml/runs: access denied"``.
+        hint: how to correct it, in one sentence.
     """
 
     def __init__(self, what: str, hint: str) -> None:
@@ -19,7 +19,7 @@ class WatchstepError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by attributes, so that an error reaches the parent of a worker process whatever its constructor takes."""
+        """Pickle by attributes, so that an error can leave a worker process regardless of its constructor's arguments."""
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -31,36 +31,36 @@ def _restored(kind: type[WatchstepError], args: tuple[Any, ...], state: dict[str
 
 
 class ConfigError(WatchstepError):
-    """An argument, environment variable or file that cannot be used as it is."""
+    """An argument, environment variable or file is invalid."""
 
 
 class BadNameError(ConfigError):
-    """A run, project or attempt name that could leave its place on the store."""
+    """A run, project or attempt name could escape its folder on the store."""
 
 
 class StoreError(WatchstepError):
-    """The object store refused, is missing, or cannot be reached."""
+    """The store refuses access, is missing, or cannot be reached."""
 
 
 class MissingStoreError(StoreError):
-    """The store itself, its folder or bucket, is not there."""
+    """The store's folder or bucket does not exist."""
 
 
 class RecordingEndedError(StoreError):
-    """The recording that would write has ended. No fault: what is left waits on disk, or was counted."""
+    """The recording that tries to write has ended. This is not a fault: its remaining data is on disk, or was counted as dropped."""
 
 
 class NotFoundError(StoreError):
-    """The object, run or tensor is not there."""
+    """The object, run or tensor does not exist."""
 
 
 class FormatError(WatchstepError):
-    """An object whose bytes are not what they claim to be."""
+    """An object's bytes do not have the expected format."""
 
 
 class RuleError(WatchstepError):
-    """An unknown rule, a wrong parameter, or a rule file that cannot be read."""
+    """A rule is unknown, has an invalid parameter, or its file cannot be read."""
 
 
 class ServiceError(WatchstepError):
-    """The service answered with a refusal, or does not answer."""
+    """The service refuses a request or does not answer."""

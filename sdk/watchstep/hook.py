@@ -20,7 +20,7 @@ from watchstep.capture.service.registration import LaunchState, RunRegistration
 from watchstep.capture.session import Session, apply_control, start_sampling
 from watchstep.capture.shutdown import ending
 from watchstep.capture.shutdown.ending import Ending
-from watchstep.capture.stop import ControlReader, StopTalk
+from watchstep.capture.stop import ControlReader, StopExchange
 from watchstep.capture.upload.access import UploadTarget
 from watchstep.capture.writer import Writer
 from watchstep.errors import ConfigError
@@ -29,7 +29,7 @@ from watchstep.format.documents import Checkpoint
 from watchstep.format.layout import run_prefix
 from watchstep.format.tensors import MODES, Mode
 from watchstep.hook_arguments import (
-    AskedRules,
+    RequestedRules,
     budgeted,
     checked_on_stop,
     checked_step,
@@ -46,7 +46,7 @@ from watchstep.store.store import Store, WriteGate, checked_scheme
 
 if TYPE_CHECKING:
     from watchstep.pytorch.given_tensors import GivenTensors
-    from watchstep.pytorch.stop_barrier import Agreement
+    from watchstep.pytorch.stop_barrier import StopBarrier
     from watchstep.pytorch.watch import Watch
 
 STORE = "WATCHSTEP_STORE"
@@ -107,7 +107,7 @@ class Hook:
         self.store_url = _checked_url(store_url)
         self._store_identity = StoreIdentity.of_launch(self.store_url)
         self._gate = WriteGate()
-        requested = hook_arguments.load_rule_file(rules) if rules is not None else AskedRules()
+        requested = hook_arguments.load_rule_file(rules) if rules is not None else RequestedRules()
         rules_here = None if guard is None else hook_arguments.make_guard(guard)
         self.config = probing(
             budgeted(config, overhead_budget), (*requested.probes, *getattr(rules_here, "probes", ()))
@@ -116,7 +116,7 @@ class Hook:
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
         self._guarding: Guarding | None = None
-        self._agreement: Agreement | None = None
+        self._stop_barrier: StopBarrier | None = None
         self._on_stop, stop_note = self._stop_of(on_stop)
         address = ServiceAddress.from_environment()
         ending.end_left()
@@ -132,7 +132,7 @@ class Hook:
         if rules_here is not None:
             rules_here.attach(self)
         control = ControlReader(self._control_changed, self._health, self.config.bounds.control_seconds)
-        self._stop_talk = StopTalk(self._recorder.stops, control, self._open_attempt, self._health)
+        self._stop_exchange = StopExchange(self._recorder.stops, control, self._open_attempt, self._health)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
         self._ending = self._begin_writing(control, launch, requested)
         self._start_background(control, launch)
@@ -153,7 +153,9 @@ class Hook:
         locate = functools.partial(launch.recorder_address, self._health)
         return ServiceClient(address, self._identity.project, locate)
 
-    def _begin_writing(self, control: ControlReader, launch: LaunchState, requested: AskedRules) -> Ending:
+    def _begin_writing(
+        self, control: ControlReader, launch: LaunchState, requested: RequestedRules
+    ) -> Ending:
         """Start the writer; the process's end ends it."""
         session = self._session
         target = UploadTarget(
@@ -165,7 +167,7 @@ class Hook:
             attempt=attempt_document(self._identity, self._on_stop),
             service=self._service,
             open_attempt=self._open_attempt if lent() else None,
-            asked_rules=requested.configs,
+            requested_rules=requested.configs,
             # `watchstep run` and launchers check this themselves.
             warns_of_reuse=session.recorder.step == 0 and ATTEMPT not in os.environ and not lent(),
         )
@@ -183,7 +185,7 @@ class Hook:
     def _start_background(self, control: ControlReader, launch: LaunchState) -> None:
         """Start the background threads other than the writer. Each ends with the recording."""
         self._ending.detach_with(self._checkpoints.close, self._checkpoints.join)
-        self._ending.detach_with(self._stop_talk.close, self._stop_talk.join)
+        self._ending.detach_with(self._stop_exchange.close, self._stop_exchange.join)
         if launch.run == self.run and self._identity.worker == 0 and self._service is not None:
             registration = RunRegistration(launch, self.project, self._service, control, self._health)
             self._ending.detach_with(registration.close, registration.join)
@@ -283,8 +285,8 @@ class Hook:
             watch.summed_losses = SummedLosses() if sum_losses else None
             self._watches.append(watch)
             self._ending.detach_with(watch.detach)
-            if self._agreement is not None:
-                self._agreement.watch(watch.model)
+            if self._stop_barrier is not None:
+                self._stop_barrier.watch(watch.model)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - what is odd about a model must not keep it from training
@@ -340,29 +342,29 @@ class Hook:
                 self._health.fault(f"record {name!r}"[:80], error)
 
     def guard_with(self, guard: StepGuard, *, agree: bool = False) -> None:
-        """Show each step to a guard at once, and let it raise `StopTraining`: what `watchstep_rules.Guard.attach` calls.
+        """Pass each step to a guard at once, and let it raise `StopTraining`. Called by `watchstep_rules.Guard.attach`.
 
         Args:
-            guard: judges steps on the training thread.
-            agree: of several ranks, reduce one number before each update, so that all stop together; until all have closed.
+            guard: evaluates steps on the training thread.
+            agree: with several ranks, reduce one number before each update until all have closed, so that all stop together.
 
         Raises:
-            ConfigError: there is a guard already, or there are several ranks and they were not asked to agree.
+            ConfigError: the hook has a guard already, or there are several ranks and ``agree`` is not set.
         """
         if self._guarding is not None:
-            raise ConfigError("guard: this hook has one already", "give one guard all the rules")
+            raise ConfigError("the hook has a guard already", "pass all rules to one guard")
         ranks = self._identity.world_size
         if ranks > 1 and not agree:
             raise ConfigError(
-                f"guard: {ranks} ranks, of which one that raised alone would leave the others waiting for it",
-                "let them agree before each update, at the cost of one reduced number: Guard(…, agree=True)",
+                f"a guard that stops one of {ranks} ranks would leave the others waiting for it",
+                "set Guard(…, agree=True): the ranks agree before each update, at the cost of one reduced number",
             )
         self._guarding = self._recorder.guarding = Guarding(guard, self._health, agrees=ranks > 1)
         if ranks > 1:
-            from watchstep.pytorch.stop_barrier import Agreement
+            from watchstep.pytorch.stop_barrier import StopBarrier
 
             watched = [watch.model for watch in self._watches]
-            self._agreement = Agreement(self._recorder, self._health, watched)
+            self._stop_barrier = StopBarrier(self._recorder, self._health, watched)
 
     @contained
     def step(self) -> None:
@@ -415,7 +417,7 @@ class Hook:
 
     def snapshot(self) -> None:
         """Write the full weights and gradients of the next step that is updated."""
-        self._session.snapshots.ask()
+        self._session.snapshots.request_next()
 
     def close(self) -> None:
         """Write the remaining rows and how the run ended, and stop recording. Waits for the store within bounds."""
@@ -470,7 +472,7 @@ class Hook:
         return opened.child(run_prefix(project, run)).gated(self._gate)
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
-        apply_control(self._session, self._stop_talk, document, attempt)
+        apply_control(self._session, self._stop_exchange, document, attempt)
 
 
 def _checked_url(store_url: str | os.PathLike[str] | None) -> str:

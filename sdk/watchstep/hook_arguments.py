@@ -22,22 +22,22 @@ PROBES = "WATCHSTEP_PROBES"
 
 ON_STOP = "WATCHSTEP_ON_STOP"
 ON_STOP_WORDS = ("ignore", "raise", "stop", "checkpoint")
-"""What a launcher can say of a stop; "stop" is another word for "raise"."""
+"""Valid values of WATCHSTEP_ON_STOP; "stop" is a synonym of "raise"."""
 
 
 def on_stop_from_environment() -> str:
-    """What the environment says a stop does; empty where it says nothing; raises `ConfigError`."""
+    """Return WATCHSTEP_ON_STOP; empty if it is not set. Raises `ConfigError` for an invalid value."""
     setting = os.environ.get(ON_STOP, "")
     if setting and setting not in ON_STOP_WORDS:
-        raise ConfigError(f"{ON_STOP}={setting!r}", f"use {', '.join(ON_STOP_WORDS)}")
+        raise ConfigError(f"invalid {ON_STOP}={setting!r}", f"use {', '.join(ON_STOP_WORDS)}")
     return setting
 
 
 def checked_on_stop(on_stop: Any, checkpoint_seconds: float) -> OnStop:
-    """What a stop does, by the program or else by the environment, if it is something that a hook can do; raises `ConfigError`.
+    """Return the effect of a stop from the argument, or else from the environment. Raises `ConfigError` if it is invalid.
 
-    Where the environment says "checkpoint", a program's function saves one, and the training ends then; without a function it ends
-    once the program has noted one that it saved, or after `checkpoint_seconds`.
+    If the environment requests "checkpoint", a program's function saves a checkpoint, and the training ends when it returns. Without a
+    function, the training ends once the program has reported a saved checkpoint, or after `checkpoint_seconds`.
     """
     setting = on_stop_from_environment()
     if on_stop is None:
@@ -49,40 +49,42 @@ def checked_on_stop(on_stop: Any, checkpoint_seconds: float) -> OnStop:
         return SavesThenStops(on_stop) if ends else on_stop
     if on_stop in {"ignore", "check", "raise"}:
         return on_stop  # type: ignore[no-any-return]
-    raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "check", "raise" or a function')
+    raise ConfigError(f"invalid on_stop={on_stop!r}", 'use "ignore", "check", "raise" or a function')
 
 
 def first_step_of(step: Any) -> int:
-    """The number of the first step, by the program or else by the environment; raises `ConfigError`."""
+    """Return the number of the first step from the argument, or else from the environment. Raises `ConfigError`."""
     if step is not None:
         return checked_step(step)
     text = os.environ.get(FIRST_STEP, "") or "0"
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(
-            f"{FIRST_STEP}={text!r}: no number", "unset it, or set the number of the first step"
+            f"{FIRST_STEP}={text!r} is not a number", "unset it, or set the number of the first step"
         )
     return checked_step(int(text))
 
 
 def checked_step(step: Any) -> int:
-    """A step's number, if it is one; raises `ConfigError`."""
+    """Return a step number if it is valid. Raises `ConfigError`."""
     if type(step) is not int or not 0 <= step < 2**62:
-        raise ConfigError(f"first_step={step!r}", "use the number of the step that comes next, from 0")
+        raise ConfigError(f"invalid first_step={step!r}", "use the number of the next step, from 0")
     return step
 
 
 def loss_divisor_of(divisor: Any) -> Callable[[], float]:
-    """What gives the number that a program divides its losses by; raises `ConfigError`."""
+    """Return a function that returns the divisor of a program's losses. Raises `ConfigError`."""
     if callable(divisor):
         return lambda: float(divisor())
     if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
-        raise ConfigError(f"loss_divisor={divisor!r}", "use a number above 0, as the number of micro-batches")
+        raise ConfigError(
+            f"invalid loss_divisor={divisor!r}", "use a number above 0, such as the number of micro-batches"
+        )
     number = float(divisor)
     return lambda: number
 
 
 def budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConfig:
-    """The configuration with the budget that an argument or the environment gives it; raises `ConfigError`."""
+    """Return the configuration with the budget from the argument or the environment. Raises `ConfigError`."""
     settings = config or CaptureConfig()
     if budget is not None:
         return replace(settings, overhead_budget=budget)
@@ -92,37 +94,39 @@ def budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConfi
     try:
         return replace(settings, overhead_budget=None if text == "none" else float(text))
     except ValueError:
-        raise ConfigError(f"{BUDGET}={text!r}: no number", 'set a share such as 0.01, or "none"') from None
+        raise ConfigError(
+            f"{BUDGET}={text!r} is not a number", 'set a share such as 0.01, or "none"'
+        ) from None
 
 
 def probing(config: CaptureConfig, probes: Iterable[str]) -> CaptureConfig:
-    """The configuration with what rules need measured besides, those of the environment included; raises `ConfigError`."""
-    wanted = (*config.probes, *probes, *os.environ.get(PROBES, "").split())
-    return replace(config, probes=tuple(dict.fromkeys(wanted)))
+    """Return the configuration with the probes that rules need, including those of the environment. Raises `ConfigError`."""
+    names = (*config.probes, *probes, *os.environ.get(PROBES, "").split())
+    return replace(config, probes=tuple(dict.fromkeys(names)))
 
 
 _RULE_FILES = "watchstep.rule_files"
 _GUARDS = "watchstep.guards"
 
 
-class AskedRules(NamedTuple):
-    """A rule file as a recorder takes it.
+class RequestedRules(NamedTuple):
+    """The contents of a rule file that a recorder needs.
 
     Attributes:
         configs: the rule configs, as data.
-        probes: what they need to be measured besides, as `CaptureConfig.probes` takes it.
+        probes: the probes that the rules need, as in `CaptureConfig.probes`.
     """
 
     configs: tuple[dict[str, Any], ...] = ()
     probes: tuple[str, ...] = ()
 
 
-def load_rule_file(path: str | os.PathLike[str]) -> AskedRules:
+def load_rule_file(path: str | os.PathLike[str]) -> RequestedRules:
     """Read a rule file.
 
     Raises:
-        RuleError: it is missing or not valid.
-        ConfigError: the rules package, or what it needs, is not installed.
+        RuleError: the file is missing or invalid.
+        ConfigError: the rules package, or one of its requirements, is not installed.
     """
     for entry in entry_points(group=_RULE_FILES):
         try:
@@ -131,7 +135,7 @@ def load_rule_file(path: str | os.PathLike[str]) -> AskedRules:
             raise ConfigError(
                 f"rule file {os.fspath(path)}: {error}", "pip install 'watchstep[rules]'"
             ) from error
-        rules: AskedRules = read(path)
+        rules: RequestedRules = read(path)
         return rules
     raise ConfigError(
         f"rule file {os.fspath(path)}: no reader is installed", "pip install 'watchstep[rules]'"
@@ -139,23 +143,25 @@ def load_rule_file(path: str | os.PathLike[str]) -> AskedRules:
 
 
 def make_guard(rules: Any) -> Any:
-    """A guard.
+    """Return a guard.
 
     Args:
-        rules: a rule file; True for the default rules; or a guard, which is given back.
+        rules: a rule file; True for the default rules; or a guard, which is returned unchanged.
 
     Raises:
-        RuleError: the rule file is missing or not valid.
-        ConfigError: the rules package, or what it needs, is not installed; or this is none of these.
+        RuleError: the rule file is missing or invalid.
+        ConfigError: the argument is invalid, or the rules package, or one of its requirements, is not installed.
     """
     if hasattr(rules, "before_update") and hasattr(rules, "attach"):
         return rules
     if rules is not True and not isinstance(rules, str | os.PathLike):
-        raise ConfigError(f"guard={rules!r}", "give a rule file, True for the default rules, or a Guard")
+        raise ConfigError(
+            f"invalid guard={rules!r}", "use a rule file, True for the default rules, or a Guard"
+        )
     for entry in entry_points(group=_GUARDS):
         try:
             build = entry.load()
         except ImportError as error:
             raise ConfigError(f"guard: {error}", "pip install 'watchstep[rules]'") from error
         return build(None if rules is True else rules)
-    raise ConfigError("guard: no rules are installed", "pip install 'watchstep[rules]'")
+    raise ConfigError("guard: the rules package is not installed", "pip install 'watchstep[rules]'")

@@ -1,4 +1,4 @@
-"""The edges of a hook: faults contained in its methods, the hook in another process, and logged values of any type."""
+"""The boundary of a hook: containing faults of its methods, copies in other processes, and logged values of any type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _HasEnding(Protocol):
 
 
 class _Recording(Protocol):
-    """What `contained` needs of the object whose methods it wraps."""
+    """The attributes that `contained` needs."""
 
     _ending: _HasEnding
     _health: RecorderHealth
@@ -31,9 +31,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def contained(method: _Method) -> _Method:
-    """A hook's method that does nothing once the hook has ended, and whose faults are counted in its health.
+    """Make a hook's method do nothing once the hook has ended, and count its faults in health.
 
-    `StopTraining` and wrong arguments pass.
+    `StopTraining` and `ConfigError` are raised.
     """
 
     @functools.wraps(method)
@@ -55,7 +55,7 @@ _log = logging.getLogger("watchstep")
 
 
 class CopiedHook:
-    """Takes every call that `watchstep.Hook` takes. The run is recorded by the process that holds the hook itself."""
+    """Accepts every call of `watchstep.Hook` and records nothing. The process with the original hook records the run."""
 
     mode: str = "train"
     run = run_url = store_url = project = ""
@@ -63,22 +63,22 @@ class CopiedHook:
 
     @property
     def health(self) -> dict[str, Any]:
-        """Nothing was recorded."""
+        """Empty: nothing was recorded."""
         return {"counts": {}, "faults": {}, "notes": {}}
 
     def watch(self, *_: Any, **__: Any) -> None:
-        """Say that nothing is recorded here."""
+        """Log that nothing is recorded in this process."""
         _log.warning(
-            "watchstep: not recording: this hook was sent from another process; make one in this process"
+            "watchstep: not recording: this hook was sent from another process; create one in this process"
         )
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     record = step = snapshot = guard_with = begin_pass = checkpoint_saved = close = log
 
     def protected_checkpoints(self) -> frozenset[str]:
-        """None: nothing was recorded of any."""
+        """Return no paths."""
         return frozenset()
 
     def __enter__(self) -> CopiedHook:  # noqa: PYI034 - Self comes with Python 3.11
@@ -87,11 +87,11 @@ class CopiedHook:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def log_scalars(recorder: Recorder, health: RecorderHealth, values: Mapping[str, Any], mode: Mode) -> None:
-    """Record numbers at the current step; one value that is none does not take the others with it."""
+    """Record numbers at the current step. An invalid value does not affect the others."""
     for name, value in values.items():
         try:
             _log_one(recorder, name, value, mode)

@@ -1,4 +1,4 @@
-"""How a training process stops when Watchstep asks it to."""
+"""How Watchstep stops a training process."""
 
 from __future__ import annotations
 
@@ -10,68 +10,68 @@ from typing import Literal
 from watchstep.format.control import StopRequest
 
 EXIT_STOPPED = 86
-"""Exit code of a process that a stop ended and that did not catch `StopTraining`."""
+"""Exit code of a process that ends by an uncaught `StopTraining`."""
 
 EXIT_TOMBSTONE = 87
-"""Exit code of ``watchstep run`` when the run was stopped before and may not start again."""
+"""Exit code of ``watchstep run`` when the run was stopped earlier and must not start again."""
 
 OnStop = Literal["ignore", "check", "raise"] | Callable[[StopRequest], None]
-"""What a cooperative stop does in this process: nothing; nothing but to set `Hook.stopped`, at which the program ends by itself;
+"""Effect of a cooperative stop in this process: nothing; only set `Hook.stopped`, upon which the program ends by itself;
 raise `StopTraining`; or call a function."""
 
 
 RESUME_FROM = "WATCHSTEP_RESUME_FROM"
-"""The checkpoint that a training goes on from, as its program named it; set where a stopped run is launched again."""
+"""The checkpoint to resume from, by the path that the program reported. Set when a stopped run is launched again."""
 
 FIRST_STEP = "WATCHSTEP_FIRST_STEP"
-"""The number of the first step, set beside ``WATCHSTEP_RESUME_FROM``."""
+"""The number of the first step, set together with ``WATCHSTEP_RESUME_FROM``."""
 
 
 def resume_from() -> str | None:
-    """The checkpoint to go on from; None to begin anew: ``trainer.train(resume_from_checkpoint=watchstep.resume_from())``."""
+    """Return the checkpoint to resume from, or None: ``trainer.train(resume_from_checkpoint=watchstep.resume_from())``."""
     return os.environ.get(RESUME_FROM) or None
 
 
 @dataclass(frozen=True)
 class SavesThenStops:
-    """A program's function that saves a checkpoint; once it returns, the training ends by `StopTraining`."""
+    """A program's function that saves a checkpoint; when it returns, the training ends with `StopTraining`."""
 
     save: Callable[[StopRequest], None]
 
     def __call__(self, request: StopRequest) -> None:
-        """Save one."""
+        """Save a checkpoint."""
         self.save(request)
 
 
 @dataclass(frozen=True)
 class AwaitsCheckpoint:
-    """The training goes on until the program notes a checkpoint that it has saved, and ends then by `StopTraining`.
+    """The training continues until the program reports a saved checkpoint, and then ends with `StopTraining`.
 
     Attributes:
-        seconds: after so long it ends without one.
+        seconds: time limit, after which the training ends without a checkpoint.
     """
 
     seconds: float
 
     def __call__(self, request: StopRequest) -> None:
-        """Nothing yet."""
+        """Do nothing yet."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A stop that whoever is told carries out later, by itself."""
+    """A stop that the callee carries out later, by itself."""
 
     note: Callable[[StopRequest], None]
 
     def __call__(self, request: StopRequest) -> None:
-        """Note it."""
+        """Note the request."""
         self.note(request)
 
 
 class StopTraining(SystemExit):
-    """Raised at the end of a step, where the program opted in with ``on_stop="raise"``; before an update, by a guard.
+    """Raised at the end of a step if the program opted in with ``on_stop="raise"``, or by a guard before an update.
 
-    It is a `SystemExit`, so that ``except Exception`` in a training loop does not swallow it, and so that a program
+    It is a `SystemExit`, so that ``except Exception`` in a training loop does not swallow it, and a program
     that does not catch it ends with code 86 and no stack trace.
     """
 

@@ -1,4 +1,4 @@
-"""Recording what XGBoost trains: evaluations as losses, the depth of the newest trees, and the importance of features.
+"""Recording of XGBoost training: evaluations as losses, depths of the newest trees, and feature importance.
 
 ``from watchstep.xgboost import Recording``.
 """
@@ -22,7 +22,7 @@ from watchstep.kernels.measurement import Completed
 from watchstep.stopping import StopTraining
 
 TOP = tuple(range(1, 11))
-"""Of so many features that count most the share is told."""
+"""Numbers of most important features whose share is recorded."""
 
 
 @dataclass(frozen=True)
@@ -32,40 +32,40 @@ class TopShares:
     values: Floats
 
     def collect(self) -> dict[str, Floats]:
-        """One value each; NaN where nothing has any importance yet."""
+        """Return one value per column; NaN if no feature has any importance yet."""
         ordered = np.sort(np.abs(self.values))[::-1]
-        whole = ordered.sum()
+        total = ordered.sum()
         return {
-            f"top_share_{count}": np.array([ordered[:count].sum() / whole if whole > 0 else np.nan])
+            f"top_share_{count}": np.array([ordered[:count].sum() / total if total > 0 else np.nan])
             for count in TOP
         }
 
 
 @dataclass(frozen=True)
 class LargestNode:
-    """The column ``largest_node``: the largest number of a node in the newest round's trees, as XGBoost's dump counts them."""
+    """The column ``largest_node``: the largest node number in the newest round's trees, in the numbering of XGBoost's dump."""
 
     number: int
 
     def collect(self) -> dict[str, Floats]:
-        """One value."""
+        """Return the column."""
         return {"largest_node": np.array([float(self.number)])}
 
 
 def has_trees(booster: Any) -> bool:
-    """Whether a booster is made of trees, and not linear."""
+    """Whether a booster consists of trees, and is not linear."""
     name = json.loads(booster.save_config())["learner"]["gradient_booster"]["name"]
     return bool(name != "gblinear")
 
 
 def depths(booster: Any) -> list[int]:
-    """How deep each tree of the newest round is: 0 where it is one leaf."""
+    """Return the depth of each tree of the newest round: 0 for a single leaf."""
     newest = booster[booster.num_boosted_rounds() - 1]
     return [_depth(dumped) for dumped in newest.get_dump()]
 
 
 def largest_node(booster: Any) -> LargestNode:
-    """Of the trees of the newest round."""
+    """Return the largest node number in the newest round's trees."""
     newest = booster[booster.num_boosted_rounds() - 1]
     numbers = [
         int(line.strip().partition(":")[0]) for dumped in newest.get_dump() for line in dumped.splitlines()
@@ -74,31 +74,31 @@ def largest_node(booster: Any) -> LargestNode:
 
 
 def importance(booster: Any, kind: str) -> Floats:
-    """How much each feature counts, over all trees.
+    """Return the importance of each feature over all trees.
 
     Args:
-        booster: of trees.
+        booster: a booster of trees.
         kind: ``weight``, ``gain``, ``cover``, ``total_gain`` or ``total_cover``, as XGBoost defines them.
 
     Returns:
-        float64 of shape (features,): first those that some tree uses, then zeros.
+        float64 of shape (features,): first the features that some tree uses, then zeros.
     """
     scores = [float(score) for score in booster.get_score(importance_type=kind).values()]
     return np.array(scores + [0.0] * (int(booster.num_features()) - len(scores)))
 
 
 def row_of(values: Sequence[float]) -> StatisticsBatch:
-    """Statistics of one tensor with these elements."""
+    """Return statistics of one tensor with these elements."""
     return merge_rows(scalars(list(values)), np.zeros(len(values), np.intp), 1)
 
 
 def described(name: str, role: str, elements: int) -> TensorInfo:
-    """A tensor of figures of trees."""
+    """Describe a tensor with figures of trees."""
     return TensorInfo(name, (tensors.CUSTOM,), role, shape=(elements,), dtype="float64")
 
 
 def _depth(dumped: str) -> int:
-    """Each level of a dumped tree is indented by one tab more."""
+    """Return a dumped tree's depth, in which each level is indented by one more tab."""
     return max((len(line) - len(line.lstrip("\t")) for line in dumped.splitlines()), default=0)
 
 
@@ -122,10 +122,10 @@ _LOSS_ENDINGS = ("-nloglik", "-deviance")
 class Recording(xgboost.callback.TrainingCallback):
     """Records each boosting round as a step.
 
-    Of each evaluated data set the last metric that is a loss, the one that early stopping goes by, is recorded as
-    ``loss``, in mode train for the set named in ``training`` and in mode eval for others; other metrics by their own
-    names. ``tree_depth`` holds the depths of the round's trees, ``feature_importance/weight`` and
-    ``feature_importance/gain`` how much each feature counts, as often as the overhead budget allows.
+    For each evaluated data set, the last metric that is a loss, which early stopping uses, is recorded as
+    ``loss``, in mode train for the set named in ``training`` and in mode eval for others. Other metrics keep their own
+    names. ``tree_depth`` is the depths of the round's trees; ``feature_importance/weight`` and
+    ``feature_importance/gain`` are the importance of each feature, as often as the overhead budget allows.
 
     Example::
 
@@ -137,23 +137,23 @@ class Recording(xgboost.callback.TrainingCallback):
     def __init__(
         self, hook: Hook, *, training: str = "train", importances: tuple[str, ...] = ("weight", "gain")
     ) -> None:
-        """Record by a hook.
+        """Record with a hook.
 
         Args:
-            hook: open; it stays open when training ends.
-            training: what the evaluated training data are called; scikit-learn's interface calls the first of
+            hook: an open hook; it stays open when training ends.
+            training: name of the training data among the evaluated sets; scikit-learn's interface names the first of
                 ``eval_set`` ``validation_0``.
-            importances: kinds of feature importance, as `xgboost.Booster.get_score` knows them.
+            importances: kinds of feature importance, as in `xgboost.Booster.get_score`.
         """
         super().__init__()
         self._hook = hook
-        self._session = hook._session  # noqa: SLF001 - the hook records what its own framework's parts measure
+        self._session = hook._session  # noqa: SLF001 - part of the hook's own package
         self._training = training
         self._importances = importances
         self._trees: bool | None = None
 
     def after_iteration(self, model: Any, epoch: int, evals_log: dict[str, Any]) -> bool:  # noqa: ARG002 - XGBoost's
-        """A round is over; never stops training, but by `StopTraining` where the hook opted in."""
+        """End a step after a round. Never stops training, except by `StopTraining` if the hook opted in."""
         try:
             self._log(evals_log)
             self._record_trees(model)
@@ -175,7 +175,7 @@ class Recording(xgboost.callback.TrainingCallback):
                 last = history[-1]
                 value = (
                     last[0] if isinstance(last, tuple) else last
-                )  # of a cross-validation, mean and deviation
+                )  # mean and deviation in a cross-validation
                 self._hook.log({f"{prefix}{scalar_name}": float(value)}, mode=mode)
 
     def _record_trees(self, model: Any) -> None:
@@ -185,7 +185,7 @@ class Recording(xgboost.callback.TrainingCallback):
             self._trees = has_trees(model)
             if not self._trees:
                 self._session.health.note(
-                    "trees", "a linear booster has none: nothing is recorded of it but evaluations"
+                    "trees", "a linear booster has no trees: only evaluations are recorded"
                 )
         schedule = self._session.schedule
         charged = schedule.due((tensors.CUSTOM,), self._session.recorder.step) if self._trees else None
@@ -204,6 +204,6 @@ class Recording(xgboost.callback.TrainingCallback):
 
 
 def _is_loss(metric: str) -> bool:
-    """Whether less of it is better, as far as XGBoost's own metrics go; ``error@0.7`` is one as well."""
+    """Whether smaller values of a metric are better, for XGBoost's own metrics, including forms such as ``error@0.7``."""
     name = metric.partition("@")[0]
     return name in _LOSSES or name.endswith(_LOSS_ENDINGS)

@@ -131,7 +131,7 @@ def test_the_reason_of_a_stop_does_not_act_on_a_terminal(
     stop = train_until_stopped(hook, training)
     assert stop.request.reason == "\x1b[2J\x9b31m\u202e\nforged"
     (line,) = capsys.readouterr().err.splitlines()
-    assert "asked to stop" in line
+    assert "stop requested" in line
     assert line.isprintable()
 
 
@@ -208,7 +208,7 @@ def test_a_stop_that_no_checkpoint_followed_says_so(
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
     hook, _ = stop_by_checkpoint(tmp_path, 0.05, save_at=-1)
     (end,) = open_run(hook.run_url).ends()
-    said = "no checkpoint was saved after the stop was requested (none in time)"
+    said = "no checkpoint was saved after the stop was requested (time limit exceeded)"
     assert (end.state, end.reason) == ("stopped", f"a rule fired; {said}")
     assert said in capsys.readouterr().err
     assert hook.health["notes"]["on_stop"] == said
@@ -247,7 +247,7 @@ def test_a_tombstone_stops_a_new_attempt(tmp_path: Path, monkeypatch: pytest.Mon
     hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
     hook.watch(training.model, training.optimizer)
     ask_to_stop(hook, 500, "a1")
-    assert "stopped before" in str(train_until_stopped(hook, training))
+    assert "stopped earlier" in str(train_until_stopped(hook, training))
 
 
 def test_who_did_not_opt_in_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_names_that_are_too_long_are_recorded_shortened_and_told(tmp_path: Path)
     assert sorted(name[:10] for name in run.tensors()) == ["accuracy", "lossnnnnnn", "lossnnnnnn"]
     assert run.losses().num_rows == 6
     assert hook.health["counts"]["shortened_names"] == 2
-    assert "2 tensors have names of more than 4096 bytes" in hook.health["notes"]["names"]
+    assert "the names of 2 tensors exceed 4096 bytes" in hook.health["notes"]["names"]
     assert max(file.stat().st_size for file in Path(tmp_path).rglob("*.parquet")) < 100_000
 
 

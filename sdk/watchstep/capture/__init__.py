@@ -1,1 +1,1 @@
-"""Capture: select → measure → hand over → write → announce. Data flows one way."""
+"""Capture: select, measure, hand over, write and announce. Data flows in one direction."""

@@ -1,4 +1,4 @@
-"""What the recorder knows of itself: what it wrote, what it dropped, what went wrong."""
+"""The recorder's account of itself: what it wrote, what it dropped, and its faults."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class RecorderHealth:
             self._counts[name] = self._counts.get(name, 0) + by
 
     def reached(self, name: str, value: int) -> None:
-        """Keep the largest value of something that has a bound."""
+        """Keep the largest value of a bounded quantity."""
         with self._lock:
             self._counts[name] = max(self._counts.get(name, 0), value)
 
     def fault(self, where: str, error: BaseException) -> None:
-        """Note a fault of the recorder; each kind is logged once, unless it is expected. What an ended recording does not write is none."""
+        """Count a fault of the recorder. Each kind is logged once, unless it is expected. Writes of an ended recording are no fault."""
         if isinstance(error, RecordingEndedError):
             return
         text = printable(f"{type(error).__name__}: {error}".split("\n", 1)[0][:300])
@@ -52,41 +52,41 @@ class RecorderHealth:
                 self._faults[where] = text
         if new:
             _log.warning(
-                "watchstep: %s: %s. Training goes on; further faults of this kind are counted.", where, text
+                "watchstep: %s: %s. Training continues; further faults of this kind are counted.", where, text
             )
 
     def expect(self, where: str, is_expected: Callable[[BaseException], bool]) -> None:
-        """The user has been told of some faults already: they are counted, and not logged again."""
+        """Expect faults that the user already knows: they are counted, but not logged again."""
         with self._lock:
             self._expected[where] = is_expected
 
     def unexpect(self, where: str) -> None:
-        """It works: the next fault is new to the user."""
+        """End `expect`: the next fault is logged."""
         with self._lock:
             self._expected.pop(where, None)
 
     def note(self, name: str, text: str) -> None:
-        """Say something about what is recorded, e.g. that activations are not observed, and why."""
+        """Add a note about the recording, e.g. that activations are not observed, and why."""
         with self._lock:
             self._notes[name] = text
 
     def withdraw(self, name: str) -> None:
-        """Take back what was noted: it is true no more."""
+        """Remove a note that no longer applies."""
         with self._lock:
             self._notes.pop(name, None)
 
-    def account(self, name: str, gives: Callable[[], dict[str, Any]]) -> None:
-        """Have something told that is kept elsewhere: JSON-ready, and asked for from any thread."""
+    def account(self, name: str, source: Callable[[], dict[str, Any]]) -> None:
+        """Add an external source of JSON-ready data, which is called on any thread."""
         with self._lock:
-            self._accounts[name] = gives
+            self._accounts[name] = source
 
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready copy."""
         with self._lock:
-            accounts = {name: gives() for name, gives in self._accounts.items()}
+            accounts = {name: source() for name, source in self._accounts.items()}
         return {**self.counted(), **accounts}
 
     def counted(self) -> dict[str, Any]:
-        """The same without what is kept elsewhere."""
+        """A JSON-ready copy without external sources."""
         with self._lock:
             return {"counts": dict(self._counts), "faults": dict(self._faults), "notes": dict(self._notes)}

@@ -1,4 +1,4 @@
-"""Who records: project, run, attempt, worker and node, from arguments, then from the environment; and the first documents."""
+"""Identity of a recorder: project, run, attempt, worker and node, from arguments or the environment; and the first documents."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ ATTEMPT = "WATCHSTEP_ATTEMPT"
 
 @dataclass(frozen=True)
 class Identity:
-    """Who records.
+    """Identity of a recorder.
 
     Attributes:
         project: the project's name.
         run: the run's id.
-        attempt: the attempt that this worker means to join or claim.
+        attempt: the attempt that this worker joins or claims.
         worker: the rank, from 0.
-        world_size: how many workers the attempt has.
+        world_size: number of workers of the attempt.
         node: the machine's name, as a part of a key.
-        local_size: how many of the workers are on this machine, as far as the launcher says so.
-        local_rank: the rank among these, from 0.
+        local_size: number of workers on this machine, as far as the launcher reports it.
+        local_rank: the rank on this machine, from 0.
     """
 
     project: str
@@ -51,34 +51,34 @@ class Identity:
 
     @property
     def nodes(self) -> int:
-        """About how many machines the attempt has."""
+        """Approximate number of machines of the attempt."""
         return -(-self.world_size // max(1, self.local_size))
 
     def writer(self, suffix: str = "") -> WriterId:
-        """The writer of this worker's segments."""
+        """Return the writer id of this worker's segments."""
         return WriterId(self.attempt, self.node, f"w{self.worker}{suffix}")
 
 
 def new_run_id() -> str:
-    """A run id that sorts by time: ``20261120-211500-3fa9c1``, in UTC."""
+    """Return a new run id that sorts by time: ``20261120-211500-3fa9c1``, in UTC."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 def new_nonce() -> str:
-    """An attempt's id, drawn once by the launcher and given to all ranks."""
+    """Return a new attempt id. The launcher creates it once and passes it to all ranks."""
     return f"a{secrets.token_hex(4)}"
 
 
 def resolve(project: str | None, run: str | None) -> Identity:
-    """Settle who records.
+    """Determine the identity of this recorder.
 
     Args:
-        project: or ``WATCHSTEP_PROJECT``, or "default".
-        run: or ``WATCHSTEP_RUN``, or a new id.
+        project: the project; by default ``WATCHSTEP_PROJECT``, or "default".
+        run: the run's id; by default ``WATCHSTEP_RUN``, or a new id.
 
     Raises:
-        BadNameError: a name cannot be part of a key.
-        ConfigError: several ranks, and nothing that says which run and attempt they share.
+        BadNameError: a name is not valid in a key.
+        ConfigError: there are several ranks, and nothing determines their common run and attempt.
     """
     environment = os.environ
     worker, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
@@ -102,50 +102,50 @@ def resolve(project: str | None, run: str | None) -> Identity:
 
 
 def node_name() -> str:
-    """This machine's name, with what a key cannot hold replaced."""
+    """Return this machine's name, with characters replaced that are not valid in a key."""
     name = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname()).strip("-")
     return name[:64] or "node"
 
 
-def _number(name: str, otherwise: int) -> int:
+def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     try:
-        return int(text) if text else otherwise
+        return int(text) if text else default
     except ValueError:
         raise ConfigError(
-            f"environment variable {name}={text!r}: not a number", "unset it, or set a number"
+            f"environment variable {name}={text!r} is not a number", "unset it, or set a number"
         ) from None
 
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""torchrun and what follows it; Open MPI; MPICH and Intel MPI."""
+"""Variables of torchrun and compatible launchers; Open MPI; MPICH and Intel MPI."""
 
 
-def _local_size(otherwise: int) -> int:
-    named = next((name for name in _LOCAL_SIZES if os.environ.get(name)), "")
-    return _number(named, otherwise) if named else otherwise
+def _local_size(default: int) -> int:
+    name = next((name for name in _LOCAL_SIZES if os.environ.get(name)), "")
+    return _number(name, default) if name else default
 
 
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-"""Of the same, and Slurm."""
+"""Variables of the same launchers, and Slurm."""
 
 
-def _local_rank(otherwise: int) -> int:
-    named = next((name for name in _LOCAL_RANKS if os.environ.get(name)), "")
-    return _number(named, otherwise) if named else otherwise
+def _local_rank(default: int) -> int:
+    name = next((name for name in _LOCAL_RANKS if os.environ.get(name)), "")
+    return _number(name, default) if name else default
 
 
 def _shared_nonce(world: int) -> str:
-    """What all ranks of one launch can derive by themselves; empty where there is one rank, or a launcher's nonce.
+    """Return an id that all ranks of one launch derive independently; empty for a single rank, or with a launcher's id.
 
-    Ranks of one machine share their parent. Across machines nothing is shared but what the launcher sets.
+    Ranks on one machine share their parent. Ranks on several machines share only what the launcher sets.
     """
     if world == 1 or os.environ.get(ATTEMPT):
         return ""
     local = _number("LOCAL_WORLD_SIZE", world)
     if local != world:
         raise ConfigError(
-            f"{world} ranks on several machines, and nothing says which attempt they share",
+            f"the attempt of {world} ranks on several machines is unknown",
             f"start them with 'watchstep run', or set {RUN} and {ATTEMPT} to the same values on every machine",
         )
     parent = os.getppid()
@@ -156,7 +156,7 @@ def _shared_nonce(world: int) -> str:
 def run_document(
     identity: Identity, rules: tuple[dict[str, Any], ...], config: CaptureConfig
 ) -> documents.RunDocument:
-    """What is told of the run, by its first attempt."""
+    """Return the run's document, which its first attempt writes."""
     return documents.RunDocument(
         project=identity.project,
         run=identity.run,
@@ -178,7 +178,7 @@ def run_document(
 
 
 def attempt_document(identity: Identity, on_stop: OnStop) -> documents.AttemptDocument:
-    """What is told of this attempt, by each worker alike."""
+    """Return the attempt's document, which is the same for each worker."""
     return documents.AttemptDocument(
         attempt=identity.attempt,
         started_ns=time.time_ns(),

@@ -1,14 +1,12 @@
-"""Records: the statistics of a step on their way to the writer, and the scalars of the step.
+"""Records: the statistics of a step on their way to the writer, through a queue bounded by bytes that never blocks training.
 
-Records: the statistics of a step on their way to the writer, through a queue bounded by bytes that never blocks training.
-
-Scalars of the current step: all recorded values of a loss, the last value of a metric, and losses that leave their range.
+Scalars of the current step are all recorded values of a loss, the last value of a metric, and losses that leave their range.
 
 A loss that is recorded several times in a step, for micro-batches or batches of an evaluation, becomes one row with
-their statistics: ``mean`` is the mean by batch, ``count`` the number of batches; NaN and infinite batches stay in the
-counts. When a loss leaves the range that it had, the steps that follow are measured completely.
+their statistics: ``mean`` is the mean over batches, ``count`` the number of batches; NaN and infinite batches are included in the
+counts. When a loss leaves its recent range, the following steps are measured completely.
 
-An update ends an evaluation. Where a step has an evaluation before its update and another after it, the later one is
+An update ends an evaluation. If a step has an evaluation before its update and another after it, the later one is
 recorded and the earlier one is counted in health: their weights differ, and a mean of both would describe neither.
 """
 
@@ -26,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.capture.config import counts_on, is_summed
+from watchstep.capture.config import is_cumulative, is_summed
 from watchstep.capture.health import RecorderHealth
 from watchstep.format.block import Block, Places, concatenate, sort_key
 from watchstep.format.statistics import Floats, StatisticsBatch, merge_rows, scalars
@@ -34,12 +32,12 @@ from watchstep.format.tensors import LOSSES, METRICS, MODES, Mode, Placement, Te
 from watchstep.kernels.measurement import Completed, Measurement, Rescaled
 
 _ROW_BYTES = 700
-"""What one row of statistics is taken to need, with a histogram of about 40 bins, while that is not known."""
+"""Estimated size of one row of statistics, with a histogram of about 40 bins, while it is unknown."""
 
-_ROW_BYTES_BESIDES = 100
-"""What it needs besides its statistics: its step, placement, probes."""
+_ROW_OVERHEAD_BYTES = 100
+"""Size of a row in addition to its statistics: step, placement, probes."""
 
-_COUNTED_ON = frozenset(
+_CUMULATIVE = frozenset(
     {
         "examples",
         "correct",
@@ -52,19 +50,19 @@ _COUNTED_ON = frozenset(
         "all_mistaken_for",
     }
 )
-"""Probes that count on from pass to pass: the last of a step has taken in the others."""
+"""Cumulative probes: the value of a step's last pass includes the others."""
 
-_RECORD_BYTES = 1500
-"""What a record takes besides: Python's objects, and the heads of arrays."""
+_RECORD_OVERHEAD_BYTES = 1500
+"""Size of a record in addition to its rows: Python objects and array headers."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are measured together, and what is known of them.
+    """Tensors that are measured together.
 
     Attributes:
-        tensors: in the order of the measurement's rows.
-        places: the placement of each.
+        tensors: descriptions, in the order of the measurement's rows.
+        places: the placement of each tensor.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -72,23 +70,23 @@ class Group:
 
     @classmethod
     def of(cls, tensors: tuple[TensorInfo, ...], place: Placement | None = None) -> Group:
-        """Tensors of one placement; whole and on this worker alone where none is given."""
+        """Return a group with one placement for all tensors; by default whole and on this worker only."""
         return cls(tensors, (place or Placement(),) * len(tensors))
 
 
 class Probe(Protocol):
-    """Figures besides the row, that may still be on their way from a device."""
+    """Additional figures, which may still be on their way from a device."""
 
     def collect(self) -> dict[str, Floats]:
-        """Columns by name, float64, one value for each tensor of the group; NaN where a tensor has none."""
+        """Return columns by name: float64, one value per tensor of the group; NaN for tensors without a value."""
         ...
 
 
 class Condition(Protocol):
-    """Whether something measured counts, where that is not known when it is measured."""
+    """A condition for recording a measurement, if it is not known at the time of measuring."""
 
-    def holds(self) -> bool:
-        """The answer; waits for the device. Called off the training thread."""
+    def is_met(self) -> bool:
+        """Whether the condition is met. Waits for the device. Called off the training thread."""
         ...
 
 
@@ -103,9 +101,9 @@ class Record:
         time_ns: nanoseconds since the epoch.
         group: the tensors.
         measurement: their statistics.
-        probes: figures besides.
-        condition: where it does not hold, the record is left out.
-        update: the number of the update that it was measured for, from 1; 0 where it belongs to none.
+        probes: additional figures.
+        condition: the record is dropped unless it is met.
+        update: number of the update that it was measured for, from 1; 0 if it belongs to none.
     """
 
     step: int
@@ -120,19 +118,19 @@ class Record:
 
     @property
     def bytes(self) -> int:
-        """About how much memory it holds."""
+        """Approximate memory size."""
         rows = len(self.group.tensors)
-        available: int | None = getattr(self.measurement, "bytes", None)  # of a device's it is not known yet
-        statistics = _ROW_BYTES * rows if available is None else _ROW_BYTES_BESIDES * rows + available
-        return _RECORD_BYTES + statistics
+        available: int | None = getattr(self.measurement, "bytes", None)  # not known yet for a device
+        statistics = _ROW_BYTES * rows if available is None else _ROW_OVERHEAD_BYTES * rows + available
+        return _RECORD_OVERHEAD_BYTES + statistics
 
 
 def to_block(record: Record) -> Block:
-    """A record's rows. Waits for the device."""
+    """Return a record's rows. Waits for the device."""
     statistics = record.measurement.collect()
     rows = len(record.group.tensors)
     if len(statistics) != rows:
-        raise ValueError(f"the kernel gave {len(statistics)} rows for {rows} tensors")
+        raise ValueError(f"the kernel returned {len(statistics)} rows for {rows} tensors")
     return Block(
         step=np.full(rows, record.step, np.int64),
         mode=np.full(rows, MODES.index(record.mode), np.int8),
@@ -149,8 +147,8 @@ def to_block(record: Record) -> Block:
 def merge_repeats(block: Block) -> Block:
     """Merge rows of one tensor, step, mode and worker: micro-batches, and modules that are called several times.
 
-    Of a probe the smallest value stays: channels are counted over all passes of a step so far, and only get fewer. Of those
-    that count on the last stays, and sums add up.
+    A probe keeps its smallest value: channels are counted over all passes of a step so far, and their number only decreases.
+    Cumulative probes keep the last value, and sums are added.
     """
     key = sort_key(block.step, block.mode, block.worker, block.tensor, block.places.shard_index)
     _, first, group = np.unique(key, return_index=True, return_inverse=True)
@@ -173,7 +171,7 @@ def merge_repeats(block: Block) -> Block:
 def _merge_of(probe: str) -> Callable[[Floats, NDArray[np.intp], int], Floats]:
     if is_summed(probe):
         return _sum
-    return _last if probe in _COUNTED_ON or counts_on(probe) else _least
+    return _last if probe in _CUMULATIVE or is_cumulative(probe) else _least
 
 
 def _sum(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
@@ -192,13 +190,13 @@ def _least(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
 
 def _last(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
     last, previous = np.full(groups, np.nan), ~np.isnan(column)
-    last[group[previous]] = column[previous]  # of one place the last assignment stands
+    last[group[previous]] = column[previous]  # the last assignment to an index remains
     return last
 
 
 def join(records: list[Record]) -> Block:
-    """All records whose condition holds as one block in canonical order."""
-    recorded = [record for record in records if record.condition is None or record.condition.holds()]
+    """Concatenate all records with a met condition into one block in canonical order."""
+    recorded = [record for record in records if record.condition is None or record.condition.is_met()]
     return (
         merge_repeats(concatenate([to_block(record) for record in recorded])) if recorded else Block.empty()
     )
@@ -209,53 +207,53 @@ _URGENT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """All that was recorded of one step."""
+    """All records of one step."""
 
     step: int
     records: tuple[Record, ...]
 
     @property
     def bytes(self) -> int:
-        """About how much memory it holds."""
+        """Approximate memory size."""
         return sum(record.bytes for record in self.records)
 
     @property
     def rows(self) -> int:
-        """Rows of statistics in it."""
+        """Number of rows of statistics."""
         return sum(len(record.group.tensors) for record in self.records)
 
 
 class BoundedQueue:
-    """Finished steps up to a number of bytes. One producer, one consumer.
+    """A queue of finished steps, bounded by bytes. One producer, one consumer.
 
-    Without a lock: a signal that comes while the training thread hands something over must find none held.
+    It has no lock, because a signal handler may interrupt the training thread at any point and use the queue as well.
 
     Attributes:
-        wake: set when the consumer should look at once.
-        pressing: what is in here shall be written at once. Set by the producer, taken back by the consumer.
-        urgent_at: when something urgent was last handed over, by the monotonic clock.
+        wake: set when the consumer should check the queue at once.
+        pressing: the contents should be written at once. Set by the producer, cleared by the consumer.
+        urgent_at: when something urgent was last added, by the monotonic clock.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._items: deque[tuple[int, FinishedStep]] = deque()
-        self._offered = 0  # bytes; written by the producer alone
-        self._taken = 0  # bytes; written by the consumer alone
+        self._offered = 0  # bytes; written by the producer only
+        self._taken = 0  # bytes; written by the consumer only
         self.wake = threading.Event()
         self.pressing = False
         self.urgent_at = float("-inf")
 
     def is_urgent(self) -> bool:
-        """Whether something urgent was handed over a moment ago: a stop may follow."""
+        """Whether something urgent was added recently, so that a stop may follow."""
         return time.monotonic() - self.urgent_at < _URGENT_SECONDS
 
     @property
     def room(self) -> int:
-        """Bytes that are left."""
+        """Remaining bytes."""
         return self._limit - (self._offered - self._taken)
 
     def offer(self, item: FinishedStep, *, urgent: bool = False) -> bool:
-        """Hand an item over; False, and nothing kept, where it would go over the bound."""
+        """Add an item. Returns False, and drops the item, if it exceeds the bound."""
         size = item.bytes
         fits = size <= self.room
         if fits:
@@ -268,12 +266,12 @@ class BoundedQueue:
         return fits
 
     def press(self) -> None:
-        """Have the consumer write at once."""
+        """Request the consumer to write at once."""
         self.pressing = True
         self.wake.set()
 
     def take(self) -> FinishedStep | None:
-        """The oldest item; None where there is none."""
+        """Return the oldest item; None if the queue is empty."""
         try:
             size, item = self._items.popleft()
         except IndexError:
@@ -283,43 +281,43 @@ class BoundedQueue:
 
 
 _WINDOW = 64
-_FEWEST = 16
-_EVERY = 16
-"""Losses between two looks at the range; a single loss is compared with one number."""
+_MIN_LOSSES = 16
+_UPDATE_INTERVAL = 16
+"""Number of losses between updates of the range. A single loss is only compared with one number."""
 
 _DEVIATIONS = 8.0
 _RISE = 0.25
 _NORMAL = 1.4826
-_MOST_SERIES = 32
+_MAX_SERIES = 32
 
 
 class LossRange:
-    """The range of the last losses of one name: median and median absolute deviation, which do not notice single outliers (Hampel 1974)."""
+    """The range of a name's last losses: median and median absolute deviation, which are robust to single outliers (Hampel 1974)."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=_WINDOW)
-        self._until_look = _FEWEST
+        self._until_update = _MIN_LOSSES
         self._level = 0.0
         self._unit = 1.0
         self._limit = math.inf
 
     def excess(self, loss: float) -> float:
-        """How far a loss is above the range, in units of the least distance that counts: 1 or more, or 0 within the range.
+        """Return how far a loss is above the range, in units of the smallest relevant distance: 1 or more, or 0 within the range.
 
-        The unit is the largest of eight robust standard deviations and a quarter of the level. What is NaN or infinite is no loss of a
-        range: the gate sees it.
+        The unit is the larger of eight robust standard deviations and a quarter of the level. NaN and infinite values are ignored:
+        the gate detects them.
         """
         if not math.isfinite(loss):
             return 0.0
         excess = (loss - self._level) / self._unit if loss > self._limit else 0.0
         self._last.append(loss)
-        self._until_look -= 1
-        if not self._until_look:
-            self._look()
+        self._until_update -= 1
+        if not self._until_update:
+            self._update()
         return excess
 
-    def _look(self) -> None:
-        self._until_look = _EVERY
+    def _update(self) -> None:
+        self._until_update = _UPDATE_INTERVAL
         middle = len(self._last) // 2
         self._level = sorted(self._last)[middle]
         spread = _NORMAL * sorted(abs(loss - self._level) for loss in self._last)[middle]
@@ -328,69 +326,69 @@ class LossRange:
 
 
 class LossOnsets:
-    """Asks for bursts of measuring where a training loss leaves its range. On the training thread."""
+    """Starts bursts of measuring when a training loss leaves its range. Runs on the training thread."""
 
     def __init__(self, burst: Callable[[float], bool]) -> None:
-        """Begin with no losses.
+        """Start without losses.
 
         Args:
-            burst: called with the excess of a loss above its range; whether measuring begins because of it.
+            burst: called with the excess of a loss above its range; returns whether measuring starts.
         """
         self._burst = burst
         self._ranges: dict[tuple[str, bool], LossRange] = {}
 
-    def seen(self, name: str, loss: float, *, derived: bool) -> bool:
-        """A training loss; whether everything is measured from now on because of it.
+    def add(self, name: str, loss: float, *, derived: bool) -> bool:
+        """Add a training loss. Returns whether everything is measured from now on because of it.
 
         Args:
-            name: of the loss.
+            name: name of the loss.
             loss: its value.
-            derived: it was found at ``backward()``. What the program logs by the same name has a range of its own.
+            derived: it was detected at ``backward()``. Values that the program logs by the same name have their own range.
         """
         loss_range = self._ranges.get((name, derived))
         if loss_range is None:
-            if len(self._ranges) >= _MOST_SERIES:
+            if len(self._ranges) >= _MAX_SERIES:
                 return False
             loss_range = self._ranges[name, derived] = LossRange()
         excess = loss_range.excess(loss)
         return excess > 0 and self._burst(excess)
 
 
-_MOST_VALUES = 1024
-"""Numbers of one name that are kept one by one, in host memory; more are merged."""
+_MAX_VALUES = 1024
+"""Number of values per name that are kept separately in host memory; more are merged."""
 
-_MOST_ON_DEVICE = 256
-"""The same on a device, where they are measured together."""
+_MAX_ON_DEVICE = 256
+"""Number of values per name that are kept on a device until they are measured together."""
 
 _EVALUATIONS: frozenset[Mode] = frozenset({"eval", "predict"})
 
 
 class DeviceScalar(Protocol):
-    """A number in a device's memory, which is not waited for."""
+    """A number in device memory, which is read without waiting."""
 
     def measure(self) -> Measurement:
-        """Start to measure it."""
+        """Start to measure the number."""
         ...
 
     def copy(self) -> DeviceScalar:
-        """The number as it is now, in memory that the program does not write to."""
+        """Return a copy of the current number, in memory that the program does not write to."""
         ...
 
     def measure_all(self, scalars: Sequence[Any]) -> Measurement:
-        """Start to measure several as one tensor of so many elements; they are of the same kind as this one."""
+        """Start to measure several numbers of the same kind as one tensor."""
         ...
 
 
 @dataclass
 class _Scalar:
-    """One name in one mode.
+    """Values of one name in one mode.
 
     Attributes:
-        info: describes it.
-        values: those in host memory that are not merged.
-        merged: the statistics of earlier ones, one row.
-        measured: those on their way from a device.
-        unmeasured: those in a device's memory.
+        info: description of the name.
+        values: unmerged values in host memory.
+        merged: merged statistics of earlier values, as one row.
+        measured: values that are being measured on a device.
+        unmeasured: values in device memory.
     """
 
     info: TensorInfo
@@ -401,7 +399,7 @@ class _Scalar:
 
     def add(self, value: float) -> None:
         self.values.append(value)
-        if len(self.values) >= _MOST_VALUES:
+        if len(self.values) >= _MAX_VALUES:
             self.merged, self.values = self.statistics(), []
 
     def add_on_device(self, value: DeviceScalar) -> None:
@@ -409,7 +407,7 @@ class _Scalar:
             self.measured.append((value.measure(), None))
             return
         self.unmeasured.append(value.copy())
-        if len(self.unmeasured) >= _MOST_ON_DEVICE:
+        if len(self.unmeasured) >= _MAX_ON_DEVICE:
             self.measure_rest()
 
     def measure_rest(self) -> None:
@@ -418,7 +416,7 @@ class _Scalar:
             self.unmeasured = []
 
     def statistics(self) -> StatisticsBatch:
-        """Of those in host memory, one row."""
+        """Return statistics of the values in host memory, as one row."""
         rows = scalars(self.values)
         if self.merged is not None:
             rows = StatisticsBatch.concatenate([self.merged, rows])
@@ -426,11 +424,11 @@ class _Scalar:
 
 
 class ScalarValues:
-    """What was recorded of losses and metrics in the step under way. On the training thread."""
+    """Losses and metrics recorded in the current step. Used on the training thread."""
 
     def __init__(self, health: RecorderHealth) -> None:
         self.onsets: LossOnsets | None = None
-        """Is told of each training loss in host memory."""
+        """Receives each training loss in host memory."""
         self._health = health
         self._scalars: dict[tuple[Mode, str], _Scalar] = {}
         self._before_update: set[tuple[Mode, str]] = set()
@@ -441,22 +439,22 @@ class ScalarValues:
         """Record a number.
 
         Args:
-            mode: of the row.
-            name: of the row.
+            mode: mode of the row.
+            name: name of the row.
             value: the number.
-            derived: it was not logged by the program; what the program logs under this name takes its place.
-            replaces: it takes the place of what was recorded under this name, also of a loss.
+            derived: the program did not log it itself; a value that the program logs under this name replaces it.
+            replaces: it replaces earlier values of this name, also for a loss.
         """
         scalar = self._scalar(mode, name, derived=derived, replaces=replaces)
         if scalar is not None:
             scalar.add(value)
             if self.onsets is not None and mode == "train" and scalar.info.role == "loss":
-                self.onsets.seen(name, value, derived=derived)
+                self.onsets.add(name, value, derived=derived)
 
     def add_on_device(
         self, mode: Mode, name: str, value: DeviceScalar, *, derived: bool, replaces: bool
     ) -> None:
-        """Record a number in a device's memory, as `add` does one at hand."""
+        """Record a number in device memory, like `add`."""
         scalar = self._scalar(mode, name, derived=derived, replaces=replaces)
         if scalar is not None:
             scalar.add_on_device(value)
@@ -464,17 +462,17 @@ class ScalarValues:
     def add_measured(
         self, mode: Mode, name: str, measurement: Measurement, condition: Condition | None, *, derived: bool
     ) -> None:
-        """Record a number that is being measured, if a condition holds that is known later; it replaces earlier ones."""
+        """Record a number that is being measured, under a condition that is known later. It replaces earlier values."""
         scalar = self._scalar(mode, name, derived=derived, replaces=True)
         if scalar is not None:
             scalar.measured.append((measurement, condition))
 
     def note_function(self, mode: Mode, name: str, function: str) -> None:
-        """Name the function that computes a loss. The first word counts: a series has one description."""
+        """Set the name of the function that computes a loss. The first call counts, because a series has one description."""
         self._functions.setdefault((mode, name), function)
 
     def undivide(self, mode: Mode, name: str, divisor: float) -> None:
-        """Multiply what is derived of a name so far by a number; what the program logs is its own."""
+        """Multiply the derived values of a name so far by a number. Values that the program logs are unchanged."""
         scalar = self._scalars.get((mode, name))
         if scalar is not None and scalar.info.derived and scalar.merged is None:
             scalar.measure_rest()
@@ -485,18 +483,18 @@ class ScalarValues:
             ]
 
     def update_done(self) -> None:
-        """The weights are others now: evaluations so far are over."""
+        """Mark evaluations so far as complete, because the weights have changed."""
         if self._scalars:
             self._before_update = {key for key in self._scalars if key[0] in _EVALUATIONS}
 
     def clear(self) -> None:
-        """Another step begins."""
+        """Clear the values for the next step."""
         if self._scalars:
             self._scalars = {}
             self._before_update.clear()
 
     def rows(self) -> Iterator[tuple[Mode, Group, Measurement, Condition | None]]:
-        """The rows of the step so far: those in host memory by mode, the others each by itself."""
+        """Yield the rows of the step so far: values in host memory by mode, the others one by one."""
         by_mode: dict[Mode, list[_Scalar]] = {}
         for (mode, _), scalar in self._scalars.items():
             scalar.measure_rest()
@@ -514,7 +512,7 @@ class ScalarValues:
             yield mode, group, Completed(statistics), None
 
     def _scalar(self, mode: Mode, name: str, *, derived: bool, replaces: bool) -> _Scalar | None:
-        """Where to put a number; None where the program has logged this name itself."""
+        """Return where to add a number; None if the program has logged this name itself."""
         key = mode, name
         scalar = self._scalars.get(key)
         if scalar is not None:
@@ -533,13 +531,13 @@ class ScalarValues:
 
 @functools.lru_cache(maxsize=4096)
 def scalar_info(name: str, *, derived: bool = False, function: str = "") -> TensorInfo:
-    """A loss, if its name says so, or else a metric."""
-    loss = "loss" in name.lower()
+    """Describe a number: a loss if its name contains "loss", else a metric."""
+    is_loss = "loss" in name.lower()
     return TensorInfo(
         name,
-        (LOSSES if loss else METRICS,),
-        "loss" if loss else "metric",
-        module_type=function if loss else "",
+        (LOSSES if is_loss else METRICS,),
+        "loss" if is_loss else "metric",
+        module_type=function if is_loss else "",
         dtype="float64",
         derived=derived,
     )

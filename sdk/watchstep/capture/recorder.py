@@ -1,7 +1,7 @@
-"""The recorder: groups measurements into steps and detects stops. Framework-neutral, on the training thread.
+"""The recorder: groups measurements into steps and detects stops. Independent of frameworks, on the training thread.
 
-With a guard in the training process, the rows of each step are shown to it at once and it may stop the training. The
-training thread then waits for what is measured, which synchronizes a device at each measured step.
+A guard in the training process receives the rows of each step at once and may stop the training. The
+training thread then waits for the measurements, which synchronizes a device at each measured step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from watchstep.capture.record import (
     ScalarValues,
     join,
 )
-from watchstep.capture.stop import CommonStop
+from watchstep.capture.stop import BarrierStop
 from watchstep.capture.system.sampler import Alongside, Sampled
 from watchstep.format.block import Block
 from watchstep.format.control import StopRequest
@@ -38,28 +38,28 @@ from watchstep.stopping import AwaitsCheckpoint, OnStop, SavesThenStops, StopTra
 
 
 class StepGuard(Protocol):
-    """Judges steps as they come; on the training thread."""
+    """Evaluates steps as they arrive, on the training thread."""
 
     def before_update(self, rows: Block) -> str:
-        """What was measured of a step so far, whose update comes next: why the training shall stop here, or nothing."""
+        """Evaluate the rows of a step before its update. Returns a reason to stop, or an empty string."""
         ...
 
     def after_step(self, step: int, rows: Block) -> str:
-        """All rows of a step that is over: why the training shall stop, or nothing."""
+        """Evaluate all rows of a finished step. Returns a reason to stop, or an empty string."""
         ...
 
     def end(self) -> str:
-        """No step comes any more; there is nothing left to stop."""
+        """No further step follows. Returns an empty string."""
         ...
 
     def as_data(self) -> dict[str, Any]:
-        """What it has found, and what it cost, for the hook's health."""
+        """Its findings and its cost, for the hook's health."""
         ...
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """Probes that are at hand."""
+    """Probes with known values."""
 
     columns: dict[str, Floats]
 
@@ -68,15 +68,15 @@ class _Figures:
 
 
 class Guarding:
-    """Shows a guard what a recorder has, and keeps what it asked for."""
+    """Passes a recorder's records to a guard, and keeps its stop request."""
 
     def __init__(self, guard: StepGuard, health: RecorderHealth, *, agrees: bool = False) -> None:
-        """Begin.
+        """Start guarding.
 
         Args:
-            guard: judges.
-            health: is told of faults; they never reach the training.
-            agrees: whether it may only wish to stop, and all ranks decide together before each update.
+            guard: the guard.
+            health: counts its faults, which never reach the training.
+            agrees: the guard may only request a stop, and all ranks decide together before each update.
         """
         self._guard = guard
         self._health = health
@@ -86,59 +86,59 @@ class Guarding:
         self.seconds = 0.0
 
     def before_update(self, records: list[Record]) -> str:
-        """Why the training shall stop before the update that comes next, or nothing; where ranks agree that is a `wish`.
+        """Return the reason to stop before the next update, or an empty string. If ranks agree, the reason is only in `requested`.
 
         Args:
-            records: of the step so far, as `at_hand` gives them.
+            records: records of the step so far, as `completed` returns them.
         """
-        self._reason = self._reason or self._asked(lambda: self._guard.before_update(join(records)))
+        self._reason = self._reason or self._call(lambda: self._guard.before_update(join(records)))
         return self.stop()
 
     def after_step(self, step: int, records: list[Record]) -> None:
-        """A step is over; what the guard wants is told by `stop`, or by `requested` where ranks agree."""
-        reason = self._asked(lambda: self._guard.after_step(step, join(records)))
+        """Evaluate a finished step. The result is in `stop`, or in `requested` if ranks agree."""
+        reason = self._call(lambda: self._guard.after_step(step, join(records)))
         self._reason = self._reason or reason
 
     def stop(self) -> str:
-        """Why the training shall stop now, or nothing; nothing where ranks agree."""
+        """Return the reason to stop now, or an empty string; always empty if ranks agree."""
         return "" if self._agrees else self._reason
 
     def requested(self) -> str | None:
-        """Why this rank wants all to stop, or nothing; None once no step comes any more."""
+        """Return this rank's reason to stop all ranks, or an empty string; None once no further step follows."""
         return None if self.ended else self._reason
 
     def end(self) -> None:
-        """No step comes any more."""
+        """Mark that no further step follows."""
         self.ended = True
-        self._asked(self._guard.end)
+        self._call(self._guard.end)
 
     def as_data(self) -> dict[str, Any]:
-        """For the hook's health."""
+        """The guard's data for the hook's health."""
         return {**self._guard.as_data(), "seconds": round(self.seconds, 6)}
 
-    def at_hand(self, records: list[Record]) -> list[Record]:
-        """The same records, of which nothing is on its way any more; without those whose condition does not hold.
+    def completed(self, records: list[Record]) -> list[Record]:
+        """Wait for records on their way from a device. Records with an unmet condition are removed.
 
-        Where that fails they are as they were.
+        After an error the records are returned unchanged.
         """
         since = time.perf_counter()
         try:
             return [
-                record if _is_at_hand(record) else _waited_for(record)
+                record if _is_completed(record) else _wait_for(record)
                 for record in records
-                if record.condition is None or record.condition.holds()
+                if record.condition is None or record.condition.is_met()
             ]
-        except Exception as error:  # noqa: BLE001 - what cannot be had now is the writer's to tell
+        except Exception as error:  # noqa: BLE001 - the writer reports what fails here
             self._health.fault("guard", error)
             return records
         finally:
             self.seconds += time.perf_counter() - since
 
-    def _asked(self, ask: Callable[[], str]) -> str:
+    def _call(self, function: Callable[[], str]) -> str:
         since = time.perf_counter()
         try:
-            return ask()
-        except Exception as error:  # noqa: BLE001 - a guard's own faults stop nothing
+            return function()
+        except Exception as error:  # noqa: BLE001 - faults of a guard never stop the training
             self._health.fault("guard", error)
             return ""
         finally:
@@ -146,11 +146,11 @@ class Guarding:
 
 
 def request(reason: str, step: int) -> StopRequest:
-    """What a stop by a guard is told as."""
+    """Return the stop request of a guard."""
     return StopRequest(attempt="", step=step, reason=reason)
 
 
-def _waited_for(record: Record) -> Record:
+def _wait_for(record: Record) -> Record:
     return replace(
         record,
         measurement=Completed(record.measurement.collect()),
@@ -159,19 +159,19 @@ def _waited_for(record: Record) -> Record:
     )
 
 
-def _is_at_hand(record: Record) -> bool:
+def _is_completed(record: Record) -> bool:
     is_complete = isinstance(record.measurement, Completed) and record.condition is None
     return is_complete and all(isinstance(probe, _Figures) for probe in record.probes)
 
 
 _SHARE_OF_STEP = 0.5
-"""Of the queue's room, for tensors of a step that is not over: it may never be, where nothing counts steps."""
+"""Share of the queue's room for tensors of an unfinished step, which may never end if nothing counts steps."""
 
 
 class Recorder:
-    """Collects what is measured during a step, and hands it over when the next one begins.
+    """Collects measurements during a step, and hands them over when the next one begins.
 
-    A step is *finished* by the optimizer and *handed over* when something of the next begins, so that a loss that is
+    A step is *finished* by the optimizer and *handed over* when the next step begins, so that a loss that is
     logged after the update still belongs to it.
     """
 
@@ -188,16 +188,16 @@ class Recorder:
         self.worker = worker
         self.stopped: StopRequest | None = None
         self.acknowledged = False
-        """Whether the program ends because of it: by `StopTraining`, its function, or itself where it said that it would."""
+        """Whether the program ends because of the stop: by `StopTraining`, by its function, or by itself with ``on_stop="check"``."""
         self.guarding: Guarding | None = None
         self._checkpoint_deadline: float | None = None
         self._has_new_checkpoint = False
         self.update = 0
-        """The number of the update that is being measured for; 0 while none is."""
+        """Number of the update that is being measured; 0 outside of updates."""
         self.logged_nan = False
-        """Whether the program has logged a training loss that is NaN before an update; whoever looks clears it."""
+        """Whether the program has logged a NaN training loss before an update; cleared by the reader."""
         self.logged_losses = 0
-        """Training losses that the program has logged so far."""
+        """Number of training losses that the program has logged."""
         self._updates = 0
         self._queue = queue
         self._health = health
@@ -205,7 +205,7 @@ class Recorder:
         self.launched_unverified = False
         """Whether 'watchstep run' started the program without knowing whether the run was stopped for good."""
         self._system = system
-        self.stops = CommonStop(worker, lambda: self.last_finished, takes_part=on_stop != "ignore")
+        self.stops = BarrierStop(worker, lambda: self.last_finished, takes_part=on_stop != "ignore")
         self._pending: list[Record] = []
         self._pending_bytes = 0
         self._scalars = ScalarValues(health)
@@ -214,24 +214,24 @@ class Recorder:
         self._was_nonfinite = False
 
     def watch_onsets(self, onsets: LossOnsets) -> None:
-        """Let training losses be looked at for onsets as they are recorded."""
+        """Check training losses for onsets as they are recorded."""
         self._scalars.onsets = onsets
 
     @property
     def last_finished(self) -> int:
-        """The last step whose update is done; -1 before the first."""
+        """The last step with a completed update; -1 before the first."""
         return self.step if self._finished else self.step - 1
 
     @property
     def finished(self) -> bool:
-        """Whether the update of the current step is done, and nothing of the next has begun."""
+        """Whether the update of the current step is done, and the next has not begun."""
         return self._finished
 
     def begin(self) -> None:
-        """Something of a training step happens: if the last one is finished, this is the next.
+        """Mark activity of a training step: if the last one is finished, the next one begins.
 
         Raises:
-            StopTraining: a guard asks for it, now that it knows all of the last step.
+            StopTraining: a guard requests it, after evaluating the last step.
         """
         if self._finished:
             self.hand_over()
@@ -241,32 +241,32 @@ class Recorder:
             self._finished = False
 
     def about_to_update(self) -> None:
-        """The update of the current step comes next. Without a guard that is nothing.
+        """Evaluate the guard before the update of the current step. Does nothing without a guard.
 
         Raises:
-            StopTraining: the guard asks for it; nothing has been updated yet.
+            StopTraining: the guard requests it; nothing has been updated yet.
         """
         if self.guarding is None or self.stopped is not None:
             return
-        self._pending = self.guarding.at_hand(self._pending)
-        logged = self.guarding.at_hand(self._scalar_records())
+        self._pending = self.guarding.completed(self._pending)
+        logged = self.guarding.completed(self._scalar_records())
         if reason := self.guarding.before_update([*self._pending, *logged]):
             self.stop(reason)
 
     def requested(self) -> str | None:
-        """Where ranks agree: why this one wants to stop, or nothing; None where no step comes any more. Raises nothing."""
+        """Return this rank's reason to stop for the agreement of ranks, or an empty string; None once no step follows. Never raises."""
         if self.guarding is None or (request := self.guarding.requested()) is None:
             return None
         return request if self.stopped is None else ""
 
     def stop(self, reason: str) -> NoReturn:
-        """A guard asks for it, of this rank or another: whatever fails on the way, this raises `StopTraining`."""
+        """Stop by a guard of this rank or another. Always raises `StopTraining`, whatever fails on the way."""
         self.stopped, self.acknowledged = request(reason, self.step), True
         try:
             if self.guarding is not None and not self.guarding.ended:
                 self.hand_over()
-            sys.stderr.write(f"watchstep: the guard stops, at step {self.step}: {printable(reason)}\n")
-        except Exception as error:  # noqa: BLE001 - other ranks may stop at this very place
+            sys.stderr.write(f"watchstep: stopped by the guard at step {self.step}: {printable(reason)}\n")
+        except Exception as error:  # noqa: BLE001 - other ranks may stop at the same point
             self._health.fault("stop", error)
         raise StopTraining(self.stopped, self.step)
 
@@ -284,10 +284,10 @@ class Recorder:
         Args:
             group: the tensors.
             measurement: their statistics.
-            mode: of the rows.
-            probes: figures besides.
-            condition: the rows are recorded if it holds, which is known later; always where it is left out.
-            time_ns: when the tensors were computed, nanoseconds since the epoch; now where it is left out.
+            mode: mode of the rows.
+            probes: additional figures.
+            condition: the rows are recorded only if it is met; by default always.
+            time_ns: when the tensors were computed, in nanoseconds since the epoch; by default now.
         """
         if not group.tensors:
             return
@@ -299,15 +299,15 @@ class Recorder:
         self._append(record)
 
     def begin_update(self) -> None:
-        """What is recorded until `update` is set to 0 is measured for an update of its own."""
+        """Start an update: what is recorded until `update` is set to 0 belongs to it."""
         self._updates += 1
         self.update = self._updates
 
     def withdraw(self, update: int) -> None:
-        """Leave out what was measured for an update that was not made."""
-        left = [record for record in self._pending if record.update != update]
+        """Remove measurements of an update that was not made."""
+        remaining = [record for record in self._pending if record.update != update]
         self._pending_bytes -= sum(record.bytes for record in self._pending if record.update == update)
-        self._pending = left
+        self._pending = remaining
 
     def _append(self, record: Record) -> None:
         self._pending.append(record)
@@ -316,14 +316,14 @@ class Recorder:
     def scalar(
         self, name: str, value: float, mode: Mode = "train", *, derived: bool = False, replaces: bool = False
     ) -> None:
-        """Record a number. Several losses of one name, step and mode are one row; of a metric the last is recorded.
+        """Record a number. Several losses of one name, step and mode become one row; for a metric the last value is recorded.
 
         Args:
-            name: of the row.
+            name: name of the row.
             value: the number.
-            mode: of the row.
-            derived: it was not logged by the program; what the program logs under this name takes its place.
-            replaces: it takes the place of what was recorded under this name, also of a loss.
+            mode: mode of the row.
+            derived: the program did not log it itself; a value that the program logs under this name replaces it.
+            replaces: it replaces earlier values of this name, also for a loss.
         """
         number = float(value)
         if mode == "train" and not derived and "loss" in name.lower():
@@ -333,17 +333,17 @@ class Recorder:
         self._scalars.add(mode, name, number, derived=derived, replaces=replaces)
 
     def note_function(self, name: str, mode: Mode, function: str) -> None:
-        """Name the function that computes a loss; the one named first for a name and mode is recorded.
+        """Set the name of the function that computes a loss; the first one for a name and mode is recorded.
 
         Args:
-            name: of the loss.
-            mode: of the loss.
-            function: as `TensorInfo.module_type` has it; empty where it is not known.
+            name: name of the loss.
+            mode: mode of the loss.
+            function: as in `TensorInfo.module_type`; empty if unknown.
         """
         self._scalars.note_function(mode, name, function)
 
     def undivide(self, name: str, divisor: float) -> None:
-        """The losses of this name that were found in this step so far are each a part of their divisor: record them whole."""
+        """Undo the program's division of losses: multiply the losses of this name detected in this step by their divisor."""
         self._scalars.undivide("train", name, divisor)
 
     def device_scalar(
@@ -355,7 +355,7 @@ class Recorder:
         derived: bool = False,
         replaces: bool = False,
     ) -> None:
-        """Record a number in a device's memory, as `scalar` does one at hand."""
+        """Record a number in device memory, like `scalar`."""
         if mode == "train" and not derived and "loss" in name.lower():
             self.logged_losses += 1
         self._scalars.add_on_device(mode, name, value, derived=derived, replaces=replaces)
@@ -369,11 +369,11 @@ class Recorder:
         derived: bool = False,
         condition: Condition | None = None,
     ) -> None:
-        """Record a number that is being measured; it takes the place of earlier ones."""
+        """Record a number that is being measured. It replaces earlier values."""
         self._scalars.add_measured(mode, name, measurement, condition, derived=derived)
 
     def finish(self) -> None:
-        """The update of the current step is done.
+        """Mark the update of the current step as done.
 
         Raises:
             StopTraining: a stop is due and the program opted in.
@@ -384,35 +384,35 @@ class Recorder:
             self._system.times.finished()
         if self.stopped is None and (request := self.stops.due(self.step)) is not None:
             self.stopped = request
-            self._obey(request)
+            self._apply_control(request)
         elif self._checkpoint_deadline is not None:
             self._stop_once_saved(self._checkpoint_deadline)
 
     def checkpoint_saved(self) -> None:
-        """The program has saved a checkpoint. Any thread; it counts for a stop that the program has come to."""
+        """Report a saved checkpoint, from any thread. It counts for a stop that has taken effect."""
         self._has_new_checkpoint = self.stopped is not None
 
-    def ask_to_stop(self, request: StopRequest, *, refused: bool = False) -> None:
-        """Let the first step at or after the request's be the last. Not on the training thread.
+    def request_stop(self, request: StopRequest, *, refused: bool = False) -> None:
+        """Request that the first step at or after the request's is the last. Not called on the training thread.
 
         Args:
-            request: what is asked.
-            refused: the attempt should not have started. Where its launch could not see that, it ends as it would not have begun,
-                also if stops are ignored.
+            request: the stop request.
+            refused: the attempt should not have started. If its launch could not verify that, the training ends
+                even if stops are ignored.
         """
         if refused and self.launched_unverified and self._on_stop == "ignore":
             self._on_stop = "raise"
         self.stops.receive(request)
 
     def hand_over(self) -> None:
-        """Give what was recorded of the current step to the writer; drop and count it where the queue is full."""
+        """Pass the records of the current step to the writer; drop and count them if the queue is full."""
         self._flush_scalars()
         if self._system is not None and (sampled := self._system.rows.take()) is not None:
             self._append(_record_of(sampled, self.step, self.worker))
         if not self._pending:
             return
         if self.guarding is not None:
-            self._pending = self.guarding.at_hand(self._pending)
+            self._pending = self.guarding.completed(self._pending)
             self.guarding.after_step(self.step, self._pending)
         item = FinishedStep(self.step, tuple(self._pending))
         self._pending, self._pending_bytes = [], 0
@@ -423,10 +423,10 @@ class Recorder:
             self._health.count("dropped_steps")
 
     def hand_over_unfinished(self) -> None:
-        """Give what was recorded so far of a step that may never end.
+        """Pass the records so far of a step that may never end.
 
         Raises:
-            StopTraining: a guard asks for it.
+            StopTraining: a guard requests it.
         """
         self.hand_over()
         if self.guarding is not None and self.stopped is None and (reason := self.guarding.stop()):
@@ -435,13 +435,11 @@ class Recorder:
     def _flush_scalars(self) -> None:
         for record in self._scalar_records():
             self._nonfinite |= bool(record.measurement.nonfinite)
-            self._append(
-                record
-            )  # however full the step is: numbers are few, and a loss is what a run is read for
+            self._append(record)  # regardless of the step's size: numbers are few, and losses are essential
         self._scalars.clear()
 
     def _scalar_records(self) -> list[Record]:
-        """The numbers of the current step so far."""
+        """Return the numbers of the current step so far."""
         return [
             self._record(mode, group, measurement, condition=condition)
             for mode, group, measurement, condition in self._scalars.rows()
@@ -456,15 +454,17 @@ class Recorder:
         condition: Condition | None = None,
         time_ns: int | None = None,
     ) -> Record:
-        at = time.time_ns() if time_ns is None else time_ns
-        return Record(self.step, mode, self.worker, at, group, measurement, probes, condition, self.update)
+        timestamp = time.time_ns() if time_ns is None else time_ns
+        return Record(
+            self.step, mode, self.worker, timestamp, group, measurement, probes, condition, self.update
+        )
 
-    def _obey(self, request: StopRequest) -> None:
+    def _apply_control(self, request: StopRequest) -> None:
         if self._on_stop == "ignore":
             return
         self.acknowledged = True
         self.hand_over()
-        sys.stderr.write(f"watchstep: asked to stop, after step {self.step}: {printable(request.reason)}\n")
+        sys.stderr.write(f"watchstep: stop requested, after step {self.step}: {printable(request.reason)}\n")
         if self._on_stop == "check":
             return
         if self._on_stop == "raise":
@@ -472,7 +472,7 @@ class Recorder:
         call: Callable[[StopRequest], None] = self._on_stop
         if isinstance(call, AwaitsCheckpoint):
             self._checkpoint_deadline = time.monotonic() + call.seconds
-            self.acknowledged = False  # a program that trains to its end meanwhile is not stopped
+            self.acknowledged = False  # a program that completes meanwhile was not stopped
             return
         if not isinstance(call, SavesThenStops):
             call(request)
@@ -480,33 +480,35 @@ class Recorder:
         try:
             call(request)
             if not self._has_new_checkpoint:
-                self._health.note("on_stop", "the function named no checkpoint by Hook.checkpoint_saved")
-        except Exception as error:  # noqa: BLE001 - what could not be saved must not keep a rank from stopping with the others
+                self._health.note(
+                    "on_stop", "the function did not report a checkpoint with Hook.checkpoint_saved"
+                )
+        except Exception as error:  # noqa: BLE001 - a failed save must not keep a rank from stopping with the others
             self._health.fault("on_stop", error)
             self._log_unsaved(request, f"{type(error).__name__}: {error}")
         raise StopTraining(request, self.step)
 
     def _stop_once_saved(self, deadline: float) -> None:
-        """End the training where a checkpoint was saved since it came to its stop, or where that has taken too long."""
+        """End the training if a checkpoint was saved since the stop took effect, or after the time limit."""
         request = self.stopped
         assert request is not None
         if not self._has_new_checkpoint:
             if time.monotonic() < deadline:
                 return
-            self._log_unsaved(request, "none in time")
+            self._log_unsaved(request, "time limit exceeded")
         self.acknowledged = True
         self.hand_over()
         raise StopTraining(request, self.step)
 
-    def _log_unsaved(self, request: StopRequest, why: str) -> None:
-        """Say, here and in how the run ended, that it stops without a new checkpoint."""
-        unsaved = f"no checkpoint was saved after the stop was requested ({why})"
+    def _log_unsaved(self, request: StopRequest, cause: str) -> None:
+        """Report, here and in the run's end, that it stops without a new checkpoint."""
+        unsaved = f"no checkpoint was saved after the stop was requested ({cause})"
         self.stopped = replace(request, reason=f"{request.reason}; {unsaved}")
         self._health.note("on_stop", unsaved)
         sys.stderr.write(f"watchstep: {printable(unsaved)}\n")
 
 
-def _record_of(sampled: Sampled, step: int, worker: int) -> Record:
+def _record_of(sample: Sampled, step: int, worker: int) -> Record:
     return Record(
-        step, "global", worker, sampled.time_ns, Group.of(sampled.tensors), Completed(sampled.statistics)
+        step, "global", worker, sample.time_ns, Group.of(sample.tensors), Completed(sample.statistics)
     )

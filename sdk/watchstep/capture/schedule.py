@@ -1,9 +1,9 @@
-"""Which collections are due at a step: by their fixed cadence, or as the overhead budget allows.
+"""Which collections are due at a step: by a fixed cadence, or as the overhead budget allows.
 
-The recorder times itself. Every step brings an allowance, a share of the time that the program's own work took; the cost
-of measuring, writing and of the empty hooks is subtracted from it. A collection is measured when the saved allowance
-pays for it, the one that has waited longest first. In the first hundred steps the allowance is ten times as large: that
-is where most trainings go wrong. In steps so short that their share pays for nothing, each step brings a fixed allowance,
+The recorder measures its own time. Every step adds an allowance, a share of the time of the program's own work; the cost
+of measuring, of writing and of the empty hooks is subtracted from it. A collection is measured when the saved allowance
+pays for it, starting with the one that has waited longest. In the first hundred steps the allowance is ten times as large, because
+most faults show there. If steps are so short that their share pays for nothing, each step adds a fixed allowance,
 and the cost of the empty hooks is not subtracted.
 """
 
@@ -22,20 +22,24 @@ from watchstep.format.tensors import Mode
 DENSE_STEPS = 100
 DENSE_FACTOR = 10.0
 _FIRST_RECORDS = 3
-"""Records of each collection that are made at the first steps whatever they cost, for rules that judge three in a row: a training that begins
-with a poor initialization shows it at once."""
-_MEMORY = 0.2  # weight of the newest value in running means
-_MEMORY_OF_LESS = 0.5  # … of a cost below its mean: what comes between makes costs too high, never too low
-_SPIKE = 4.0  # a cost is taken as at most so many times its mean: the process was interrupted, not slow
-_LONG = 0.5  # seconds in one step after which a collection's measuring goes by its share within the step
-_PATIENCE = 1.5  # allowance is saved up to so many times the dearest collection's cost
+"""Number of records of each collection at the first steps, whatever they cost, for rules that evaluate three in a row: a training with a
+poor initialization shows it at once."""
+_WEIGHT = 0.2  # weight of the newest value in running means
+_WEIGHT_OF_LESS = 0.5  # … of a cost below its mean: interruptions make costs too high, never too low
+_SPIKE = (
+    4.0  # maximum multiple of its mean that a cost counts as: more means that the process was interrupted
+)
+_LONG = (
+    0.5  # seconds in one step after which a collection's measuring is limited by its share within the step
+)
+_MAX_SAVED = 1.5  # maximum saved allowance, as a multiple of the most expensive collection's cost
 
 Clock = Callable[[], float]
 
 
 @dataclass
 class _Unit:
-    """One collection that is measured as the budget allows."""
+    """One collection with an adaptive cadence."""
 
     name: str
     last: int = -1
@@ -46,28 +50,28 @@ class _Unit:
 
     @property
     def is_cold(self) -> bool:
-        """Whether fewer records than the first were made: libraries are loaded then, memory is taken; that says nothing of its cost.
+        """Whether it has few records: libraries are loaded and memory is allocated then, so the cost is not representative.
 
-        What all but the last of the first records cost is reported, and takes nothing off the allowance.
+        The cost of all but the last of the first records is reported, but not subtracted from the allowance.
         """
         return self.measured < _FIRST_RECORDS
 
     def settle(self) -> None:
-        """A step is over: take what measuring cost in it into the mean."""
+        """End a step: update the mean cost."""
         if self.in_step and not self.is_cold:
-            old = self.cost
-            counted = self.in_step if old is None else min(self.in_step, _SPIKE * old)
-            weight = _MEMORY if old is None or counted > old else _MEMORY_OF_LESS
-            self.cost = counted if old is None else old + weight * (counted - old)
+            previous = self.cost
+            counted = self.in_step if previous is None else min(self.in_step, _SPIKE * previous)
+            weight = _WEIGHT if previous is None or counted > previous else _WEIGHT_OF_LESS
+            self.cost = counted if previous is None else previous + weight * (counted - previous)
         self.in_step = 0.0
 
 
 class Budget:
-    """Decides at the start of each step which collections it pays for. On the training thread, but for `written`.
+    """Decides at the start of each step which collections to measure. Used on the training thread, except for `written`.
 
     Attributes:
-        share: of the program's own time.
-        allowance: seconds that a step brings at least, besides what the empty hooks cost.
+        share: share of the program's own time.
+        allowance: minimum seconds that a step adds, in addition to the cost of the empty hooks.
     """
 
     def __init__(
@@ -96,48 +100,48 @@ class Budget:
         self._written = 0.0
 
     def due(self, collection: str, step: int) -> bool:
-        """Whether a collection is measured at a step; the first question of a step settles it for all."""
+        """Whether a collection is measured at a step. The first call for a step decides for all collections."""
         if step != self._step:
             self._plan(step)
         return collection in self._due and not self._is_endless(self._units[collection])
 
     def spent(self, collection: str, seconds: float) -> None:
-        """Measuring a collection took so long."""
+        """Record the seconds that measuring a collection took."""
         unit = self._units.get(collection)
         if unit is None:
-            self.asked(
+            self.report_extra(
                 seconds
-            )  # its cadence is fixed: kept whatever it costs, and not at the others' expense
+            )  # a fixed cadence is kept whatever it costs, without reducing other collections
             return
         if self._step != unit.measured_at:
             unit.measured += 1
             unit.last = unit.measured_at = self._step
         unit.in_step += seconds
         if unit.is_cold:
-            self.asked(seconds)
+            self.report_extra(seconds)
         else:
             counted = seconds if unit.cost is None else min(seconds, _SPIKE * unit.cost)
             self._take(counted)
-            self.asked(seconds - counted)
+            self.report_extra(seconds - counted)
 
-    def asked(self, seconds: float) -> None:
-        """What comes once, or is asked for besides, took so long: it is told, and takes nothing off the allowance."""
+    def report_extra(self, seconds: float) -> None:
+        """Record seconds of unique or requested work. They are reported, but not subtracted from the allowance."""
         self._spent += seconds
         self._spent_in_step += seconds
 
     def floor(self, seconds: float) -> None:
-        """What every step costs whatever is measured: the gate and the empty hooks."""
+        """Record the fixed cost of a step: the gate and the empty hooks."""
         self._floors += seconds
-        self._floor += _MEMORY * (min(seconds, _SPIKE * self._floor or seconds) - self._floor)
+        self._floor += _WEIGHT * (min(seconds, _SPIKE * self._floor or seconds) - self._floor)
         self._take(min(seconds, _SPIKE * self._floor or seconds))
 
     def written(self, seconds: float) -> None:
-        """The writer's thread used so much processor time."""
+        """Record processor seconds of the writer's thread."""
         with self._lock:
             self._written += seconds
 
     def as_data(self) -> dict[str, Any]:
-        """The account, JSON-ready: what was spent, by what share, and how often each collection was measured."""
+        """The account, JSON-ready: seconds spent, their share, and how often each collection was measured."""
         steps = max(1, self._steps)
         return {
             "budget": self.share,
@@ -146,30 +150,31 @@ class Budget:
             "program_seconds": self._program,
             "floor_share": self._floors / self._program if self._program else 0.0,
             "every": {
-                u.name: round(steps / u.measured, 1) if u.measured else None for u in self._units.values()
+                unit.name: round(steps / unit.measured, 1) if unit.measured else None
+                for unit in self._units.values()
             },
-            "last": {u.name: u.measured_at for u in self._units.values() if u.measured},
+            "last": {unit.name: unit.measured_at for unit in self._units.values() if unit.measured},
         }
 
     def shares(self) -> dict[str, Any]:
-        """What recording costs so far and what it may, as shares of the program's time; from any thread."""
+        """Return the cost of recording so far and the budget, as shares of the program's time. Thread-safe."""
         program = self._program
         return {"budget": self.share, "share": self._spent / program if program else 0.0}
 
     @property
     def affords_more(self) -> bool:
-        """Whether the account is not overdrawn: something that comes seldom may then be measured on credit."""
+        """Whether the account is not overdrawn, so that something rare may be measured on credit."""
         return self._saved >= 0
 
     @property
     def floor_exceeds(self) -> bool:
-        """Whether the gate and the empty hooks alone cost more than the budget, once the first steps are over."""
+        """Whether the gate and the empty hooks alone exceed the budget, after the first steps."""
         if self._steps < DENSE_STEPS:
             return False
         return self._floors > self.share * self._program
 
     def _is_endless(self, unit: _Unit) -> bool:
-        """Whether measuring goes on and on within one step: it is of very many passes, or nothing counts steps."""
+        """Whether measuring within one step takes very long: it has very many passes, or nothing counts steps."""
         return unit.in_step > _LONG and unit.in_step > self.share * (self._clock() - self._began)
 
     def _take(self, seconds: float) -> None:
@@ -182,60 +187,60 @@ class Budget:
         for unit in self._units.values():
             unit.settle()
             if unit.name in self._due:
-                unit.last = self._step  # also where there was nothing to measure: it has had its turn
+                unit.last = self._step  # even if there was nothing to measure
         self._step = step
         if self._step_time is not None:
             factor = DENSE_FACTOR if self._steps < DENSE_STEPS else 1.0
             self._saved += max(factor * self.share * self._step_time, self.allowance + self._floor)
-        dearest = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
-        self._saved = min(self._saved, _PATIENCE * dearest)
-        left, due = self._saved, set()
+        highest_cost = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
+        self._saved = min(self._saved, _MAX_SAVED * highest_cost)
+        remaining, due = self._saved, set()
         for unit in sorted(self._units.values(), key=lambda unit: unit.last):
-            if unit.cost is not None and unit.cost > left:
-                break  # it has waited longest: save up for it
-            left -= unit.cost or 0.0
+            if unit.cost is not None and unit.cost > remaining:
+                break  # save up for the one that has waited longest
+            remaining -= unit.cost or 0.0
             due.add(unit.name)
         self._due = frozenset(due)
 
     def _close_step(self) -> None:
-        """Take in how long the step that is over took, without the recorder's own time."""
+        """Record the duration of the last step, without the recorder's own time."""
         with self._lock:
             written, self._written = self._written, 0.0
         self._take(written)
         now = self._clock()
-        own = max(0.0, now - self._began - (self._spent_in_step - written))
+        program_time = max(0.0, now - self._began - (self._spent_in_step - written))
         self._began, self._spent_in_step = now, 0.0
         if self._step < 0:
             return
         self._steps += 1
-        self._program += own
+        self._program += program_time
         if self._step_time is None:
-            self._step_time = own
+            self._step_time = program_time
         else:
-            self._step_time += _MEMORY * (min(own, _SPIKE * self._step_time) - self._step_time)
+            self._step_time += _WEIGHT * (min(program_time, _SPIKE * self._step_time) - self._step_time)
 
 
-_MOST_BAD_STEPS = 3
-_STEPS_OF_CREDIT = 100
-_BURST = 5
-"""Steps that are measured whole from an onset on."""
+_MAX_BAD_STEPS = 3
+_CREDIT_INTERVAL = 100
+_BURST_STEPS = 5
+"""Number of steps that are measured completely from an onset on."""
 
-_SPAN = 1000
-_MOST_BURSTS = 4
-"""Within so many steps …"""
+_BURST_WINDOW = 1000
+_MAX_BURSTS = 4
+"""Maximum number of bursts within `_BURST_WINDOW` steps."""
 
-_MOST_GREATER = 8
-"""… and so many with those of onsets that are greater by `_GREATER` than all of them."""
+_MAX_GREATER_BURSTS = 8
+"""Maximum number of bursts including those of onsets that exceed all earlier ones by a factor of `_GREATER`."""
 
 _GREATER = 4.0
 
 
 class Schedule:
-    """Asked before anything is touched, told what measuring cost. On the training thread, but for `override`.
+    """Decides what is measured, and receives the cost of measuring. Used on the training thread, except for `override`.
 
     Attributes:
-        budget: None where there is none.
-        bursts: how many have begun.
+        budget: the budget; None if there is none.
+        bursts: number of bursts that have begun.
     """
 
     def __init__(self, config: CaptureConfig, health: RecorderHealth) -> None:
@@ -256,7 +261,7 @@ class Schedule:
             self.budget = Budget(adaptive, config.overhead_budget, config.allowance_seconds, config.clock)
 
     def due(self, collections: Iterable[str], step: int, mode: Mode = "train") -> str | None:
-        """Whether a tensor of some collections is measured at a step: the collection that is due, or None."""
+        """Return which of some collections is due at a step; None if none is."""
         for name in collections:
             collection = self._collections.get(name)
             if collection is not None and self._is_due(name, collection, step, mode):
@@ -273,89 +278,91 @@ class Schedule:
             return True
         if self.budget is None or cadence.every is not None:
             return cadence.due(step)
-        return cadence.within(step) and self.budget.due(name, step)
+        return cadence.is_within(step) and self.budget.due(name, step)
 
     def _is_due_in_pass(self, cadence: Cadence, mode: Mode) -> bool:
         passes = self._passes.get(mode) or _Passes()
         if cadence.every is not None or self.budget is None:
             return cadence.due(max(0, passes.number))
         return (
-            cadence.within(max(0, passes.number))
+            cadence.is_within(max(0, passes.number))
             and passes.first
             and (self.budget.affords_more or passes.on_credit)
         )
 
     def forward(self, mode: Mode, step: int) -> None:
-        """A forward pass begins in another mode than train. Of those between two steps, only the first is adaptive."""
+        """Begin a forward pass in a mode other than train. Between two steps, only the first pass is adaptive."""
         passes = self._passes.setdefault(mode, _Passes())
         passes.number += 1
         passes.first = passes.step != step
         passes.step = step
         if passes.first:
             passes.on_credit = step >= passes.next_credit
-            passes.next_credit = step + _STEPS_OF_CREDIT if passes.on_credit else passes.next_credit
+            passes.next_credit = step + _CREDIT_INTERVAL if passes.on_credit else passes.next_credit
 
     def override(self, every: Mapping[str, int]) -> None:
-        """Measure collections each so many steps from now on, as the service asks. Called from another thread."""
+        """Set fixed cadences of collections, as the service requests. Called from another thread."""
         self._collections = {
             name: replace(chosen, cadence=Cadence(every=every[name])) if name in every else chosen
             for name, chosen in self._collections.items()
         }
 
     def demand(self, step: int) -> None:
-        """Something is wrong at this step: measure everything that is recorded at all.
+        """Measure everything at a bad step.
 
-        Of bad steps in a row the first three; after that the budget decides again.
+        In a series of bad steps, this applies to the first three; after that the budget decides again.
         """
         if step != self._bad_step:
             self._bad_steps = self._bad_steps + 1 if step == self._bad_step + 1 else 1
             self._bad_step = step
-        if self._bad_steps <= _MOST_BAD_STEPS:
+        if self._bad_steps <= _MAX_BAD_STEPS:
             self._demanded = step
 
     def onset(self, step: int, excess: float) -> bool:
-        """A loss has left its range: measure everything at this step and the next, if there is room for it.
+        """Measure everything at this step and the next ones because a loss has left its range, if limits permit.
 
-        Four times in a thousand steps, after the first of them only while the budget's account is not overdrawn; and up to eight times where an
-        onset is four times as great as those before. What is measured is taken off the allowance as ever: the budget holds.
+        Limits are four bursts in a thousand steps, after the first of them only while the budget's account is not overdrawn; and up to
+        eight if an onset is four times as great as the earlier ones. The cost is subtracted from the allowance as usual: the budget holds.
 
         Args:
-            step: of the run.
-            excess: how far it is above the range, in a unit of its own.
+            step: the step.
+            excess: how far the loss is above the range, in units of `LossRange.excess`.
 
         Returns:
             Whether a burst begins.
         """
         if step < self._burst_end:
             return False
-        recent = self._bursts = [burst for burst in self._bursts if burst[0] > step - _SPAN]
+        recent = self._bursts = [burst for burst in self._bursts if burst[0] > step - _BURST_WINDOW]
         affords = self.budget is None or self.budget.affords_more or not recent
         is_greater = bool(recent) and excess >= _GREATER * max(size for _, size in recent)
-        if not (affords and len(recent) < _MOST_BURSTS) and not (is_greater and len(recent) < _MOST_GREATER):
+        if not (affords and len(recent) < _MAX_BURSTS) and not (
+            is_greater and len(recent) < _MAX_GREATER_BURSTS
+        ):
             self._health.count("unmeasured_onsets")
             return False
         self._bursts.append((step, excess))
         self.bursts += 1
-        self._burst_end = step + _BURST
+        self._burst_end = step + _BURST_STEPS
         self._health.count("measured_onsets")
         return True
 
     def now(self) -> float:
-        """Seconds of the clock by which costs are told."""
+        """Return the seconds of the clock that measures costs."""
         return self._clock()
 
     def spent(self, collection: str, since: float) -> None:
-        """Measuring a collection took from ``since`` until now."""
+        """Record that measuring a collection took from ``since`` until now."""
         if self.budget is not None:
             self.budget.spent(collection, self._clock() - since)
 
-    def asked(self, since: float) -> None:
-        """What the program asked for besides, a snapshot, took from ``since`` until now."""
+    def report_extra(self, since: float) -> None:
+        """Record that requested work, such as a snapshot, took from ``since`` until now."""
         if self.budget is not None:
-            self.budget.asked(self._clock() - since)
+            self.budget.report_extra(self._clock() - since)
 
     def floor(self, seconds: float) -> None:
-        """What a step costs whatever is measured."""
+        """Record the fixed cost of a step."""
         if self.budget is None:
             return
         self.budget.floor(seconds)
@@ -363,14 +370,14 @@ class Schedule:
             self._floor_noted = True
             self._health.note(
                 "budget",
-                "the gate and the empty hooks alone cost more than the budget: steps are tiny; measuring takes its allowance",
+                "the gate and the empty hooks alone exceed the budget, because steps are tiny; measuring uses its fixed allowance",
             )
 
 
 class _Passes:
-    """Forward passes of one mode: how many there were, less one, and whether this is the first since an update.
+    """Forward passes of one mode: their number minus one, and whether this is the first since an update.
 
-    Evaluations are rare, and their turn may come when the allowance is spent: every hundred steps one is on credit.
+    Evaluations are rare, and may occur when the allowance is spent: every hundred steps one is measured on credit.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The session: the objects that a hook and its watches share during a recording, and applying a control document to them."""
+"""The session: objects that a hook and its watches share during a recording, and applying control documents to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from watchstep.capture.record import BoundedQueue, LossOnsets
 from watchstep.capture.recorder import Recorder
 from watchstep.capture.schedule import Schedule
 from watchstep.capture.snapshots import SnapshotPlan, SnapshotWriter
-from watchstep.capture.stop import StopTalk
+from watchstep.capture.stop import StopExchange
 from watchstep.capture.system.sampler import Alongside, Sampler
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.tensors import Mode
@@ -20,20 +20,20 @@ from watchstep.stopping import OnStop
 
 @dataclass
 class Session:
-    """One recording, on the training thread.
+    """One recording, used on the training thread.
 
     Attributes:
         config: what to record.
-        recorder: collects what is measured.
-        schedule: says what is due.
-        queue: to the writer.
-        health: counts what went wrong.
-        snapshots: says at which steps full tensors are taken.
-        snapshot_writer: has the memory for them, and sees them onto the store.
-        system: between the training thread and the sampler; None where the system is not sampled.
-        onsets: looks at training losses; None without a gate.
-        mode: as the program last said; train where it said nothing.
-        held: names of collections that hold some tensor.
+        recorder: collects measurements.
+        schedule: decides what is due.
+        queue: queue to the writer.
+        health: counts faults.
+        snapshots: decides at which steps full tensors are saved.
+        snapshot_writer: owns the memory of snapshots, and writes them to the store.
+        system: connects the training thread and the sampler; None if the system is not sampled.
+        onsets: checks training losses; None without a gate.
+        mode: the program's current mode; train by default.
+        used_collections: names of collections with at least one tensor.
     """
 
     config: CaptureConfig
@@ -46,19 +46,19 @@ class Session:
     system: Alongside | None = None
     onsets: LossOnsets | None = None
     mode: Mode = "train"
-    held: set[str] = field(default_factory=set)
+    used_collections: set[str] = field(default_factory=set)
 
     def empty_collections(self) -> list[str]:
-        """Collections with selectors that nothing which was watched meets, sorted; a word is misspelt, most likely."""
+        """Return the sorted names of collections with selectors that match no watched tensor, most likely because of a misspelling."""
         return sorted(
             name
             for name, collection in self.config.chosen.items()
-            if collection.selects and name not in self.held
+            if collection.selects and name not in self.used_collections
         )
 
     @classmethod
     def begin(cls, config: CaptureConfig, worker: int, on_stop: OnStop, first_step: int = 0) -> Session:
-        """A session in which nothing has been recorded."""
+        """Return a session without records."""
         health, queue = RecorderHealth(), BoundedQueue(config.bounds.queue_bytes)
         system = Alongside() if config.sampling is not None else None
         schedule = Schedule(config, health)
@@ -82,22 +82,26 @@ class Session:
         )
 
 
-def apply_control(session: Session, stop_talk: StopTalk, document: ControlDocument, attempt: str) -> None:
-    """Take over what a newer document asks of an attempt. On whatever thread heard of it; never waits."""
+def apply_control(
+    session: Session, stop_exchange: StopExchange, document: ControlDocument, attempt: str
+) -> None:
+    """Apply a newer document to an attempt. Called on any thread; never blocks."""
     if document.stop is not None and document.stop.attempt == attempt:
-        stop_talk.receive(document.stop, attempt)
+        stop_exchange.receive(document.stop, attempt)
     elif not document.admits(attempt):
-        session.recorder.ask_to_stop(
-            StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}"), refused=True
+        session.recorder.request_stop(
+            StopRequest(attempt, 0, f"this run was stopped earlier: {document.tombstone}"), refused=True
         )
     session.schedule.override(dict(document.cadence))
-    asked = [session.snapshots.request(request.id, request.step) for request in document.asked_of(attempt)]
-    if document.stop is not None or document.tombstone or any(asked):
+    requested = [
+        session.snapshots.request(request.id, request.step) for request in document.requests_of(attempt)
+    ]
+    if document.stop is not None or document.tombstone or any(requested):
         session.snapshot_writer.protect()
 
 
 def start_sampling(session: Session, identity: Identity) -> Sampler | None:
-    """A sampler that has begun, whose time counts against the recording's budget; None where none is wanted."""
+    """Start a sampler whose time counts against the recording's budget; None if sampling is off."""
     settings, alongside = session.config.sampling, session.system
     if settings is None or alongside is None:
         return None

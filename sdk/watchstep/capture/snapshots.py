@@ -1,7 +1,7 @@
-"""Snapshots: at which steps full tensors are taken and why, the memory that they are copied to, and the thread that writes them.
+"""Snapshots: at which steps full tensors are saved and why, the memory that they are copied to, and the thread that writes them.
 
-The memory is bounded and reused. Snapshots have a thread of their own, since an upload of seconds must not delay statistics. Of a cadence
-the newest snapshots stay on the store, up to a bound.
+The memory is bounded and reused. Snapshots have their own thread, because an upload of seconds must not delay statistics. The
+newest periodic snapshots stay on the store, up to a bound.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from watchstep.store.store import Store
 
 Reason = Literal["cadence", "gate", "request", "program"]
 
-MOST_BY_GATE = 2
-"""Snapshots that the gate takes in one attempt: the first bad step of a run of bad steps, twice."""
+MAX_BY_GATE = 2
+"""Snapshots that the gate takes in one attempt, at the first bad steps of two series."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Occasion:
     """Why a snapshot is taken.
 
     Attributes:
-        reason: the cadence, the gate, a request of the control document, or the program's own.
-        requests: ids of the requests that it answers.
+        reason: the cadence, the gate, a request of the control document, or the program's request.
+        requests: ids of the requests that it fulfils.
     """
 
     reason: Reason
@@ -44,25 +44,25 @@ class Occasion:
 
 
 class SnapshotPlan:
-    """Asked once for each step that is updated. On the training thread, but for `request`."""
+    """Decides at each updated step whether a snapshot is taken. Used on the training thread, except for `request`."""
 
     def __init__(self, config: Snapshots) -> None:
         self._config = config
-        self._lock = threading.RLock()  # a signal's handler may come back in
+        self._lock = threading.RLock()  # reentrant, because a signal handler may call it
         self._seen: set[str] = set()
         self._requests: dict[str, int] = {}
-        self._asked = False
+        self._is_requested = False
         self._bad_step = -2
         self._gate_step = -1
         self._by_gate = 0
         self._taken = -1
 
-    def ask(self) -> None:
-        """The program wants the next step that is updated."""
-        self._asked = True
+    def request_next(self) -> None:
+        """Request a snapshot of the next updated step, by the program."""
+        self._is_requested = True
 
     def request(self, name: str, step: int) -> bool:
-        """A request of the control document; False where its id was seen before. From any thread."""
+        """Add a request of the control document; returns False for a known id. Thread-safe."""
         with self._lock:
             if name in self._seen:
                 return False
@@ -71,10 +71,10 @@ class SnapshotPlan:
             return True
 
     def bad(self, step: int) -> bool:
-        """This step holds NaN or infinity; whether it is the first of one of the first runs of such steps."""
+        """Report a step with NaN or infinity. Returns whether it is the first of one of the first series of such steps."""
         first = step not in {self._bad_step, self._bad_step + 1}
         self._bad_step = step
-        if not first or self._by_gate >= MOST_BY_GATE:
+        if not first or self._by_gate >= MAX_BY_GATE:
             return False
         self._by_gate += 1
         if self._config.at_gate:
@@ -82,9 +82,9 @@ class SnapshotPlan:
         return True
 
     def due(self, step: int) -> Occasion | None:
-        """Why a snapshot is to be taken at this step; None where none is, or one was taken of it.
+        """Return why a snapshot is due at this step; None if it is not, or was taken already.
 
-        Of several reasons the rarer one counts: the gate, a request, the program, the cadence.
+        Of several reasons the rarest counts: the gate, a request, the program, the cadence.
         """
         if step == self._taken:
             return None
@@ -94,20 +94,20 @@ class SnapshotPlan:
         return occasion
 
     def _occasion(self, step: int) -> Occasion | None:
-        answered = self._due_requests(step) if self._requests else ()
-        asked, self._asked = self._asked, False
+        fulfilled = self._due_requests(step) if self._requests else ()
+        is_requested, self._is_requested = self._is_requested, False
         if step == self._gate_step:
-            return Occasion("gate", answered)
-        if answered:
-            return Occasion("request", answered)
-        if asked:
+            return Occasion("gate", fulfilled)
+        if fulfilled:
+            return Occasion("request", fulfilled)
+        if is_requested:
             return Occasion("program")
         every = self._config.every
         return Occasion("cadence") if every is not None and step % every == 0 else None
 
     def _due_requests(self, step: int) -> tuple[str, ...]:
         with self._lock:
-            due = tuple(name for name, at in self._requests.items() if at <= step)
+            due = tuple(name for name, first_step in self._requests.items() if first_step <= step)
             for name in due:
                 del self._requests[name]
         return due
@@ -117,43 +117,43 @@ _PAGE = 4096
 
 
 def host_memory(size: int) -> NDArray[np.uint8]:
-    """New memory of so many bytes, from the start of a page; the system gives it when it is first written to."""
+    """Allocate page-aligned memory; the system maps it on the first write."""
     raw = np.empty(size + _PAGE, np.uint8)
     start = -raw.ctypes.data % _PAGE
     return raw[start : start + size]
 
 
 class SnapshotMemory:
-    """Buffers up to a number of bytes together. Thread-safe.
+    """Buffers with a common size limit. Thread-safe.
 
-    Writing to memory for the first time costs several times what the copy itself costs, so a buffer that is given back
+    The first write to memory costs several times as much as the copy itself, so a released buffer
     is kept for the next snapshot.
 
     Attributes:
-        limit: bytes of all buffers together.
-        allocate: makes memory: the host's, or such as a device copies to while training goes on.
+        limit: size of all buffers together in bytes.
+        allocate: allocates memory: on the host, or pinned memory that a device copies to during training.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.allocate: Callable[[int], NDArray[np.uint8]] = host_memory
-        self._lock = threading.RLock()  # a signal's handler may come back in
+        self._lock = threading.RLock()  # reentrant, because a signal handler may call it
         self._free: list[NDArray[np.uint8]] = []
         self._in_use = 0
 
     @property
     def available(self) -> int:
-        """Bytes that `take` would give now."""
+        """Bytes that `take` can return now."""
         return max(0, self.limit - self._in_use)
 
     def take(self, size: int) -> NDArray[np.uint8] | None:
-        """A buffer of at least so many bytes, at least 1; None where they are not available."""
+        """Return a buffer of at least ``size`` bytes, at least 1; None if they are not available."""
         with self._lock:
             if size > self.available:
                 return None
-            fitting = [place for place, buffer in enumerate(self._free) if len(buffer) >= size]
+            fitting = [index for index, buffer in enumerate(self._free) if len(buffer) >= size]
             if fitting:
-                buffer = self._free.pop(min(fitting, key=lambda place: len(self._free[place])))
+                buffer = self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
                 if self._in_use + len(buffer) <= self.limit:
                     self._in_use += len(buffer)
                     return buffer
@@ -167,14 +167,14 @@ class SnapshotMemory:
                 self._in_use -= size
             raise
 
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Let the next snapshot have what `take` gave."""
+    def release(self, buffer: NDArray[np.uint8]) -> None:
+        """Make a buffer from `take` available for the next snapshot."""
         with self._lock:
             self._in_use -= len(buffer)
             self._free.append(buffer)
 
     def prepare(self, size: int) -> None:
-        """Have a buffer of that size ready, its memory written to, unless it is over the limit or one is kept."""
+        """Allocate and write to a buffer of this size in advance, unless it exceeds the limit or one exists."""
         size = min(size, self.limit)
         with self._lock:
             if any(len(buffer) >= size for buffer in self._free):
@@ -182,17 +182,17 @@ class SnapshotMemory:
         buffer = self.take(size) if size else None
         if buffer is not None:
             buffer[::_PAGE] = 0
-            self.give_back(buffer)
+            self.release(buffer)
 
     def _pooled(self) -> int:
         return sum(len(buffer) for buffer in self._free)
 
 
 class SnapshotRing:
-    """Which snapshots make room for newer ones. Knows of those that this process wrote, and only of their names.
+    """Decides which snapshots are deleted for newer ones. Knows only the names of those that this process wrote.
 
     Attributes:
-        limit: bytes on the store; None for no limit.
+        limit: size on the store in bytes; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -200,9 +200,9 @@ class SnapshotRing:
         self._objects: deque[tuple[str, int]] = deque()
 
     def add(self, key: str, size: int) -> list[str]:
-        """A snapshot was written: keys of those that are to be deleted for it, the oldest first.
+        """Add a written snapshot. Returns keys of snapshots to delete for it, oldest first.
 
-        The newest one stays, even where it is over the limit by itself.
+        The newest one remains, even if it exceeds the limit by itself.
         """
         if self.limit is None:
             return []
@@ -213,27 +213,27 @@ class SnapshotRing:
         return rotated
 
     def protect(self) -> None:
-        """What is held now is never deleted, and does not count any more."""
+        """Never delete the current snapshots, and no longer count them."""
         self._objects.clear()
 
 
 _FIRST_BACKOFF = 0.2
-_LONGEST_BACKOFF = 10.0
+_MAX_BACKOFF = 10.0
 _PIECE = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class TakenSnapshot:
-    """Tensors of one step, copied, or being copied by a device.
+    """Tensors of one step, copied or being copied by a device.
 
     Attributes:
         step: the step.
         mode: the mode.
         occasion: why it was taken.
         parameters: "before the update" or "after the update".
-        tensors: in the order in which they lie in the memory, one behind the other.
-        memory: at least as long as they are; belongs to the snapshot until it is given back.
-        missing: names of tensors for which there was no memory.
+        tensors: in their order in memory, contiguous.
+        memory: buffer for the tensors, owned by the snapshot until it is released.
+        missing: names of tensors that did not fit into memory.
         ready: waits until the copies are done.
     """
 
@@ -248,20 +248,20 @@ class TakenSnapshot:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the object says of itself."""
-        asked = {"requests": ",".join(self.occasion.requests)} if self.occasion.requests else {}
+        """Metadata of the object."""
+        requests = {"requests": ",".join(self.occasion.requests)} if self.occasion.requests else {}
         return {
             "step": str(self.step),
             "reason": self.occasion.reason,
             "parameters": self.parameters,
-            **asked,
+            **requests,
             **missing_metadata(self.missing),
         }
 
 
 @dataclass(frozen=True)
 class _Object:
-    """A snapshot as it is written: ``memory`` up to ``length`` follows the start."""
+    """A snapshot as it is written: ``start``, followed by ``memory`` up to ``length``."""
 
     path: str
     start: bytes
@@ -274,16 +274,16 @@ class _Object:
 
 
 class _GivenUpError(Exception):
-    """The time for writing is over."""
+    """The time limit for writing is exceeded."""
 
 
 class SnapshotWriter:
-    """Sees snapshots onto the store, and takes old ones of the cadence off it.
+    """Writes snapshots to the store, and deletes old periodic ones.
 
-    Any thread may call; the work is done by one of its own, which starts with the first snapshot.
+    Methods may be called on any thread; the work is done by a separate thread, which starts with the first snapshot.
 
     Attributes:
-        memory: where snapshots are copied to.
+        memory: memory that snapshots are copied to.
     """
 
     def __init__(self, config: Snapshots, worker: int, health: RecorderHealth) -> None:
@@ -292,56 +292,56 @@ class SnapshotWriter:
         self._health = health
         self._ring = SnapshotRing(config.ring_bytes)
         self._rotated: deque[str] = deque()
-        # Its lock may be taken again by the thread that holds it: a signal's handler may come back in.
+        # Reentrant, because a signal handler may interrupt the thread that holds the lock and call back.
         self._changed = threading.Condition()
         self._items: deque[tuple[int, TakenSnapshot]] = deque()
         self._offered = 0
         self._protected = 0  # snapshots offered up to this number never enter the ring
         self._to_prepare = 0
-        self._place: tuple[Store, str] | None = None
+        self._destination: tuple[Store, str] | None = None
         self._deadline = float("inf")
         self._given_up = False
         self._thread: threading.Thread | None = None
 
     def open(self, store: Store, attempt: str) -> None:
-        """Where snapshots go, once the attempt is claimed."""
-        if self._place is None:
+        """Set the store and attempt, once the attempt is claimed."""
+        if self._destination is None:
             with self._changed:
-                self._place = (store, attempt)
+                self._destination = (store, attempt)
                 self._changed.notify_all()
 
     def prepare(self, size: int) -> None:
-        """Have memory of that size ready before the first snapshot; makes it on the thread."""
+        """Allocate memory of this size before the first snapshot, on the writer's thread."""
         with self._changed:
             self._to_prepare = size
             self._start_or_wake()
 
     def offer(self, taken: TakenSnapshot) -> None:
-        """Hand a snapshot over; its memory is given back when it is written."""
+        """Queue a snapshot. Its memory is released after writing."""
         with self._changed:
             self._offered += 1
             self._items.append((self._offered, taken))
             self._start_or_wake()
 
     def protect(self) -> None:
-        """Something went wrong: what the cadence wrote so far is never deleted."""
+        """Never delete periodic snapshots written so far, because something went wrong."""
         with self._changed:
             self._ring.protect()
             self._protected = self._offered
 
     def close(self, seconds: float) -> None:
-        """Only so much time is left; a later call can only bring that forward."""
+        """Set the time limit for writing; later calls can only shorten it."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to write, or the time for it is over: then what is left is given up."""
+        """Whether nothing is left to write, or the time limit is exceeded; then the rest is dropped."""
         if self._items and time.monotonic() >= self._deadline:
             self.settle()
         return self._given_up or not self._items
 
     def settle(self) -> None:
-        """Write no more; what is left is counted."""
+        """Stop writing; what is left is counted as dropped."""
         with self._changed:
             if not self._given_up:
                 self._given_up = True
@@ -349,7 +349,7 @@ class SnapshotWriter:
                     self._health.count("dropped_snapshots", len(self._items))
                 self._changed.notify_all()
         if self._thread is not None and not self._items:
-            self._thread.join(1.0)  # one that ends while the interpreter is torn down may abort it
+            self._thread.join(1.0)  # a thread that ends during interpreter shutdown may abort it
 
     def _start_or_wake(self) -> None:
         if self._thread is None:
@@ -362,14 +362,14 @@ class SnapshotWriter:
             with self._changed:
                 self._changed.wait_for(self._has_work)
                 size, self._to_prepare = self._to_prepare, 0
-                head = self._items[0] if self._items and self._place and not self._given_up else None
+                head = self._items[0] if self._items and self._destination and not self._given_up else None
             if size:
                 self._prepare(size)
             if head is not None:
-                self._see_off(*head)
+                self._process(*head)
 
     def _has_work(self) -> bool:
-        return bool(self._to_prepare or (self._items and self._place) or self._given_up)
+        return bool(self._to_prepare or (self._items and self._destination) or self._given_up)
 
     def _prepare(self, size: int) -> None:
         try:
@@ -377,60 +377,60 @@ class SnapshotWriter:
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("snapshot", error)
 
-    def _see_off(self, number: int, taken: TakenSnapshot) -> None:
+    def _process(self, number: int, taken: TakenSnapshot) -> None:
         try:
             self._write(number, taken)
         except _GivenUpError:
-            pass  # counted by whoever gave up
+            pass  # already counted
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("snapshot", error)
             self._health.count("dropped_snapshots")
-        self.memory.give_back(taken.memory)
+        self.memory.release(taken.memory)
         with self._changed:
             self._items.popleft()
 
     def _write(self, number: int, taken: TakenSnapshot) -> None:
-        assert self._place is not None
-        store, attempt = self._place
+        assert self._destination is not None
+        store, attempt = self._destination
         taken.ready()
         key = SnapshotKey(attempt, self._worker, taken.step, taken.mode)
         length = sum(tensor.length for tensor in taken.tensors)
-        made = _Object(key.path, header(taken.tensors, taken.metadata), taken.memory, length)
-        if not self._upload(store, made):
+        object_ = _Object(key.path, header(taken.tensors, taken.metadata), taken.memory, length)
+        if not self._upload(store, object_):
             self._health.count("dropped_snapshots")
             return
         self._health.count("snapshots")
         self._health.count("objects")
-        self._health.count("bytes", made.size)
+        self._health.count("bytes", object_.size)
         if taken.occasion.reason == "cadence":
             with self._changed:
                 if number > self._protected:
-                    self._rotated.extend(self._ring.add(made.path, made.size))
+                    self._rotated.extend(self._ring.add(object_.path, object_.size))
         self._delete_rotated(store)
 
-    def _upload(self, store: Store, made: _Object) -> bool:
-        """Write until it is written; False where an earlier process of this worker wrote the same step."""
+    def _upload(self, store: Store, object_: _Object) -> bool:
+        """Write with retries. Returns False if an earlier process of this worker wrote the same step."""
         pause, tried = _FIRST_BACKOFF, False
         while True:
             try:
-                return store.create_in_parts(made.path, made.size, self._parts(made)) or tried
+                return store.create_in_parts(object_.path, object_.size, self._parts(object_)) or tried
             except StoreError as error:
                 if self._given_up:
                     raise _GivenUpError from error
                 self._health.fault("store", error)
-            tried = True  # the answer may be all that was lost
+            tried = True  # the write may have succeeded, with only its answer lost
             with self._changed:
                 if self._changed.wait_for(lambda: self._given_up, pause):
                     raise _GivenUpError
-            pause = min(_LONGEST_BACKOFF, 2 * pause)
+            pause = min(_MAX_BACKOFF, 2 * pause)
 
-    def _parts(self, made: _Object) -> Iterator[memoryview]:
-        yield memoryview(made.start)
-        view = made.memory.data
-        for place in range(0, made.length, _PIECE):
+    def _parts(self, object_: _Object) -> Iterator[memoryview]:
+        yield memoryview(object_.start)
+        view = object_.memory.data
+        for start in range(0, object_.length, _PIECE):
             if self._given_up:
                 raise _GivenUpError
-            yield view[place : min(place + _PIECE, made.length)]
+            yield view[start : min(start + _PIECE, object_.length)]
 
     def _delete_rotated(self, store: Store) -> None:
         while self._rotated:
@@ -438,16 +438,16 @@ class SnapshotWriter:
                 store.delete(self._rotated[0])
             except StoreError as error:
                 self._health.fault("store", error)
-                return  # again after the next snapshot
+                return  # retried after the next snapshot
             self._rotated.popleft()
             self._health.count("rotated_snapshots")
 
 
 def fitting(sizes: Sequence[int], available: int) -> list[int]:
-    """Places of those that fit into so many bytes, the first ones first; a smaller one may follow one that does not."""
+    """Return indices of sizes that fit into the available bytes, first ones first; a smaller one may follow one that does not fit."""
     chosen = []
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if size <= available:
-            chosen.append(place)
+            chosen.append(index)
             available -= size
     return chosen

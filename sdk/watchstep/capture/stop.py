@@ -1,13 +1,12 @@
-"""Cooperative stops: the worker's view of the control document, and the barrier at which all workers stop together.
+"""Cooperative stops: reading the control document, and the barrier at which all workers stop together.
 
-The worker's view of its control document: from the service's answers, or from the store.
+The control document arrives with the service's answers, or from the store.
 
-The stop barrier: all workers stop at the same step, or none does.
-
-The service proposes a step. A worker that has not finished it answers that it is ready, and does not pass it from then
-on; a worker that has finished it says so, and the service proposes a later step. When all workers are ready, and only
-then, the step is agreed on. A worker that reaches the step before that waits there: if it went on, or stopped by itself,
-it would leave the others in a collective. Answers are sent by a thread that runs only during this exchange.
+Stop barrier: all workers stop at the same step, or none does. The service proposes a step. A worker that has not finished it
+answers that it is ready, and does not pass the step from then on. A worker that has finished it answers so, and the service
+proposes a later step. The step is agreed on only when all workers are ready. A worker that reaches the step earlier waits there: if
+it continued, or stopped by itself, it would leave the others in a collective. Answers are sent by a thread that runs only during
+this exchange.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from watchstep.platform.process import join_until
 from watchstep.store.store import Store
 
 TOMBSTONE = "tombstone"
-"""The note in health that nobody knows yet whether the run was stopped for good."""
+"""Name of the note in health that it is unknown whether the run was stopped for good."""
 
 
 class ControlReader:
-    """Keeps the newest document seen, and tells of each newer one. Thread-safe; the store is asked on the writer's thread, but by `look`.
+    """Keeps the newest control document, and reports each newer one. Thread-safe; the store is read on the writer's thread, except by `read`.
 
-    Until the store or the service has answered for the first time, health says that nobody knows whether the run was stopped for good.
+    Until the store or the service has answered for the first time, health notes that it is unknown whether the run was stopped for good.
 
     Attributes:
         document: the newest document.
-        relay: told of each newer document, for other ranks.
+        relay: called with each newer document, for other ranks.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class ControlReader:
         self._taking = threading.Lock()
         self._relayed = 0
         self._attempt = ""
-        self._heard_as = ""
+        self._reported_attempt = ""
         self._unverified = True
         self.document = ControlDocument()
         self.relay: Callable[[ControlDocument], None] | None = None
@@ -58,19 +57,19 @@ class ControlReader:
 
     @property
     def attempt(self) -> str:
-        """The attempt that this worker claimed; empty before that."""
+        """The attempt that this worker claimed; empty before."""
         return self._attempt
 
     @attempt.setter
     def attempt(self, attempt: str) -> None:
         with self._taking:
             self._attempt = attempt
-            if self.document.version and self._heard_as != attempt:
-                self._heard_as = attempt
+            if self.document.version and self._reported_attempt != attempt:
+                self._reported_attempt = attempt
                 self._changed(self.document, attempt)
 
     def accept(self, document: ControlDocument) -> None:
-        """A document from the service; also puts off the next look at the store."""
+        """Accept a document from the service, and postpone the next read from the store."""
         self._next = time.monotonic() + self._interval
         self._take(document)
         with self._taking:
@@ -82,29 +81,29 @@ class ControlReader:
             relay(newest)
 
     def receive(self, document: ControlDocument, attempt: str) -> None:
-        """A document from the service, in the answer to a registration. On any thread.
+        """Accept a document from the answer to a registration. Called on any thread.
 
         Args:
             document: the document.
-            attempt: the attempt that was registered, where this worker has claimed none yet.
+            attempt: the registered attempt, if this worker has not claimed one yet.
         """
         self._take(document, attempt)
 
-    def look(self, store: Store) -> None:
-        """Look at the store now. On any thread; other ranks are told of what is found when the writer's next hears of it.
+    def read(self, store: Store) -> None:
+        """Read the store now. Called on any thread; other ranks get the document with the writer's next answer.
 
         Raises:
-            StoreError, FormatError: there is no document, or it cannot be read.
+            StoreError, FormatError: there is no document, or it is invalid.
         """
         self._take(ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES)))
 
     def verify(self, store: Store) -> None:
-        """Look at the store for the first time, before anything is uploaded."""
+        """Read the store for the first time, before anything is uploaded."""
         if self._unverified:
             self.refresh(store)
 
     def verified(self) -> None:
-        """The store or the service has answered: whether the run was stopped for good is known."""
+        """Mark that the store or the service has answered: it is known whether the run was stopped for good."""
         if self._unverified:
             self._unverified = False
             self._health.withdraw(TOMBSTONE)
@@ -114,11 +113,11 @@ class ControlReader:
         with self._taking:
             if document.version > self.document.version:
                 self.document = document
-                self._heard_as = self._attempt or attempt
-                self._changed(document, self._heard_as)
+                self._reported_attempt = self._attempt or attempt
+                self._changed(document, self._reported_attempt)
 
     def refresh(self, store: Store) -> None:
-        """Look at the store, if no service has answered for a while."""
+        """Read the store if no service has answered recently."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._interval
@@ -130,8 +129,8 @@ class ControlReader:
             self._health.fault("control document", error)
 
 
-PATIENCE_SECONDS = 120.0
-"""How long a worker waits at a step that is not agreed on: longer than any other takes to hear of it, and less than collectives wait."""
+BARRIER_SECONDS = 120.0
+"""How long a worker waits at a step that is not agreed on: longer than the proposal takes to reach any worker, and less than collectives wait."""
 
 Wait = Literal["wait"]
 
@@ -139,14 +138,14 @@ Wait = Literal["wait"]
 @dataclass(frozen=True)
 class _PendingStop:
     request: StopRequest
-    state: Literal["hearing", "ready", "passed", "agreed"]
+    state: Literal["receiving", "ready", "passed", "agreed"]
 
 
-class CommonStop:
-    """What a worker has pending of a stop, and whether it is to stop now.
+class BarrierStop:
+    """A worker's pending stop, and whether to stop now.
 
-    Heard on one thread, asked of on the training thread, without a lock between them: what was pending is replaced as a whole, and a
-    step is marked as finished before it is looked whether to stop there.
+    Requests arrive on one thread and are checked on the training thread, without a lock: the pending stop is replaced as a whole, and
+    a step is marked as finished before it is checked for a stop.
     """
 
     def __init__(
@@ -155,33 +154,33 @@ class CommonStop:
         finished: Callable[[], int],
         *,
         takes_part: bool,
-        patience: float = PATIENCE_SECONDS,
+        wait_seconds: float = BARRIER_SECONDS,
     ) -> None:
-        """Nothing was pending.
+        """Start without a pending stop.
 
         Args:
             worker: the rank.
-            finished: the last step that is finished; never too small.
-            takes_part: whether the program has agreed to be stopped.
-            patience: seconds to wait at a step that is not agreed on.
+            finished: returns the last finished step; never too small.
+            takes_part: whether the program has opted in to stops.
+            wait_seconds: how long to wait at a step that is not agreed on.
         """
         self._worker = worker
         self._finished = finished
         self._takes_part = takes_part
-        self._patience = patience
+        self._wait_seconds = wait_seconds
         self._pending: _PendingStop | None = None
-        self._left: StopRequest | None = None
+        self._abandoned: StopRequest | None = None
         self._changed = threading.Event()
-        self.left: Callable[[StopAnswer], None] = lambda _: None
-        """Told when the worker goes on from a step at which it was ready to stop."""
+        self.on_left: Callable[[StopAnswer], None] = lambda _: None
+        """Called when the worker continues from a step at which it was ready to stop."""
 
     @property
     def request(self) -> StopRequest | None:
-        """What was pending last."""
+        """The last pending request."""
         return None if self._pending is None else self._pending.request
 
     def receive(self, request: StopRequest) -> StopAnswer | None:
-        """A stop is asked for, or agreed on; the answer, where one is due. Not on the training thread."""
+        """Receive a request to stop, or an agreed stop. Returns the answer, if one is due. Not called on the training thread."""
         if self._pending is not None and self._pending.request == request:
             return None
         if request.agreed:
@@ -190,44 +189,44 @@ class CommonStop:
             return None
         if not self._takes_part:
             return self._answer(request, "refuses")
-        # In this order: from here on whoever finishes the step waits for what is found next.
-        self._pending = _PendingStop(request, "hearing")
+        # The order matters: from here on, a thread that finishes the step waits for the state set below.
+        self._pending = _PendingStop(request, "receiving")
         state: Literal["ready", "passed"] = "ready" if self._finished() < request.step else "passed"
         self._pending = _PendingStop(request, state)
         self._changed.set()
         return self._answer(request, state)
 
-    def look(self, step: int) -> StopRequest | Wait | None:
-        """Whether to stop after a step that is finished: the request, or None to go on, or that it is to be waited for."""
+    def check(self, step: int) -> StopRequest | Wait | None:
+        """Return the request if the training stops after a finished step, "wait" if it is not decided yet, or None to continue."""
         pending = self._pending
         if pending is None or step < pending.request.step or pending.state == "passed":
             return None
         if pending.state == "agreed":
             return pending.request
-        waits = step == pending.request.step and self._left != pending.request
+        waits = step == pending.request.step and self._abandoned != pending.request
         return "wait" if waits else None
 
     def due(self, step: int) -> StopRequest | None:
-        """The stop that is due after a step that is finished. On the training thread; where one is asked for it may wait."""
+        """Return the stop that is due after a finished step. Called on the training thread; waits for an undecided request."""
         if self._pending is None:
             return None
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._wait_seconds
         while True:
             self._changed.clear()
-            request = self.look(step)
+            request = self.check(step)
             if request != "wait":
                 return request
             if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                self.leave()
+                self.stop_waiting()
 
-    def leave(self) -> None:
-        """Wait no more at the step that is asked for now: go on, and say so. Any thread; nothing where it is not waited for."""
+    def stop_waiting(self) -> None:
+        """Stop waiting at the proposed step: continue, and answer so. Thread-safe; does nothing if there is nothing to wait for."""
         pending = self._pending
-        if pending is None or pending.state in {"agreed", "passed"} or self._left == pending.request:
+        if pending is None or pending.state in {"agreed", "passed"} or self._abandoned == pending.request:
             return
-        self._left = pending.request
+        self._abandoned = pending.request
         self._changed.set()
-        self.left(self._answer(pending.request, "left"))
+        self.on_left(self._answer(pending.request, "left"))
 
     def _answer(
         self, request: StopRequest, state: Literal["ready", "passed", "left", "refuses"]
@@ -235,93 +234,93 @@ class CommonStop:
         return StopAnswer(self._worker, request.step, state, max(0, self._finished()))
 
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
 _JOIN_SECONDS = 2.0
 
 
-class StopTalk:
-    """Writes answers to the store and looks for the control document there, often, until the stop is agreed on."""
+class StopExchange:
+    """Writes answers to the store and polls the control document there until the stop is agreed on."""
 
     def __init__(
         self,
-        stops: CommonStop,
+        stops: BarrierStop,
         control: ControlReader,
         open_attempt: Callable[[str], Store],
         health: RecorderHealth,
     ) -> None:
-        """Nothing is said.
+        """Start without answers.
 
         Args:
-            stops: what this worker makes of what it hears.
-            control: where documents are pending.
-            open_attempt: opens the store for an attempt, seen from the run.
-            health: for faults.
+            stops: the worker's pending stop.
+            control: receives control documents.
+            open_attempt: opens the run's store for an attempt.
+            health: counts faults.
         """
         self._stops = stops
         self._control = control
         self._open_attempt = open_attempt
         self._health = health
-        stops.left = self._left
+        stops.on_left = self._on_left
         self._answers: queue.SimpleQueue[tuple[str, StopAnswer]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._closing = False
-        self._lock = threading.RLock()  # a signal's handler may close the hook
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close the hook
         self._thread: threading.Thread | None = None
 
     def receive(self, request: StopRequest, attempt: str) -> None:
-        """A stop is asked for, or agreed on. Never waits."""
+        """Receive a request to stop, or an agreed stop. Never blocks."""
         answer = self._stops.receive(request)
         if answer is not None:
-            self._say(attempt, answer)
+            self._send(attempt, answer)
 
-    def _left(self, answer: StopAnswer) -> None:
+    def _on_left(self, answer: StopAnswer) -> None:
         self._health.note(
-            "stop", f"the ranks have not agreed to stop at step {answer.asked}: training went on"
+            "stop", f"the ranks did not agree to stop at step {answer.requested_step}: training continued"
         )
-        self._say(self._control.attempt, answer)
+        self._send(self._control.attempt, answer)
 
-    def _say(self, attempt: str, answer: StopAnswer) -> None:
+    def _send(self, attempt: str, answer: StopAnswer) -> None:
         self._answers.put((attempt, answer))
         with self._lock:
             if self._thread is None and not self._closing:
-                self._thread = threading.Thread(target=self._talk, name="watchstep-stop", daemon=True)
+                self._thread = threading.Thread(target=self._exchange, name="watchstep-stop", daemon=True)
                 self._thread.start()
         self._wake.set()
 
     def close(self) -> None:
-        """Say and hear no more. Waits for nothing."""
+        """End the exchange. Does not block."""
         self._closing = True
         self._wake.set()
 
     def join(self, is_late: Callable[[], bool]) -> None:
-        """Wait for what is being said, until it is late."""
+        """Wait for pending answers, until ``is_late`` returns True."""
         join_until(self._thread, is_late, _JOIN_SECONDS)
 
-    def _talk(self) -> None:
+    def _exchange(self) -> None:
         pause = _FIRST_PAUSE
-        unsaid: tuple[str, StopAnswer] | None = None
+        unsent: tuple[str, StopAnswer] | None = None
         store: Store | None = None
         while not self._closing:
             self._wake.clear()
             try:
-                while unsaid is not None or not self._answers.empty():
-                    unsaid = unsaid or self._answers.get()
-                    store = store or self._open_attempt(unsaid[0])
-                    store.create(unsaid[1].key(unsaid[0]), unsaid[1].encode())
-                    unsaid, pause = None, _FIRST_PAUSE
+                while unsent is not None or not self._answers.empty():
+                    unsent = unsent or self._answers.get()
+                    store = store or self._open_attempt(unsent[0])
+                    store.create(unsent[1].key(unsent[0]), unsent[1].encode())
+                    unsent, pause = None, _FIRST_PAUSE
                 if store is not None:
-                    self._control.look(store)
+                    self._control.read(store)
             except StoreError as error:
                 self._health.fault("stop", error)
-            except Exception as error:  # noqa: BLE001 - what cannot be said must not end what can be pending
+            except Exception as error:  # noqa: BLE001 - a failed answer must not end the reading of documents
                 self._health.fault("stop", error)
-                unsaid = None
+                unsent = None
             with self._lock:
-                if self._settled and self._answers.empty() and unsaid is None:
+                if self._settled and self._answers.empty() and unsent is None:
                     self._thread = None
                     return
             self._wake.wait(pause)
-            pause = min(_LONGEST_PAUSE, 1.5 * pause)
+            pause = min(_MAX_PAUSE, 1.5 * pause)
 
     @property
     def _settled(self) -> bool:

@@ -1,8 +1,8 @@
-"""The writer: a background thread that encodes and uploads what the training thread hands over, and has it announced."""
+"""The writer: a background thread that encodes and uploads what the training thread hands over, and announces it to the service."""
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - it cannot be imported, by pyarrow say, once the program ends
+import concurrent.futures.thread  # noqa: F401 - pyarrow cannot import it during interpreter shutdown
 import functools
 import gc
 import sys
@@ -26,35 +26,35 @@ from watchstep.store.cloud import load_libraries
 from watchstep.store.store import checked_scheme
 
 _DENSE_SECONDS = 60.0
-_SHORTEST_FLUSH = 2.0
-_FLUSH_OF_EACH = 0.25
-"""Seconds for each writer: 64 that flush every 18 s cost as much as the published figure allows."""
-_LONGEST_FLUSH = 30.0
-_HASTY_PAUSE = 0.1
+_MIN_FLUSH_SECONDS = 2.0
+_FLUSH_SECONDS_PER_WRITER = 0.25
+"""64 writers that flush every 18 s cost as much as the published figure allows."""
+_MAX_FLUSH_SECONDS = 30.0
+_URGENT_PAUSE = 0.1
 _SETTLING_SECONDS = 1.0
-_LOOK_SECONDS = 0.05
-_SHARE_OF_SNAPSHOTS = 0.7  # of the time for closing; how the worker ended is written after them
+_POLL_SECONDS = 0.05
+_SNAPSHOT_SHARE = 0.7  # of the time for closing; the end document is written after them
 _MAX_ROWS = 50_000
 _MAX_BYTES = 16 * 1024 * 1024
-"""Of the rows of a segment before it is encoded, unless one step has more; with what encoding takes it is three times as much."""
+"""Size of a segment's rows before encoding, unless one step has more; with encoding it takes three times as much."""
 
 _STEPS_AT_ONCE = 8
-"""Steps that are made into arrays together; so many wait as objects of Python's, at most twice, where steps are short."""
+"""Steps that are converted to arrays together. With short steps, at most twice as many wait as Python objects."""
 
-_SHORTEST_LOOK = 0.02
-_LONGEST_LOOK = 0.64
-"""Seconds from one look into the queue to the next, as steps come fast or slowly."""
+_MIN_POLL_SECONDS = 0.02
+_MAX_POLL_SECONDS = 0.64
+"""Interval of checking the queue, depending on the rate of steps."""
 
 
 class Writer:
-    """Takes finished steps, makes segments of them, and sees them onto the store in order.
+    """Encodes finished steps as segments, and uploads them to the store in order.
 
-    Two threads: one works, and may be held up by the store; the other only waits for the end, and then keeps to the
-    time that it may take: what is left goes to disk while the first may still wait for an answer.
+    It has two threads. One works, and may be blocked by the store. The other only waits for the end, and enforces the
+    time limit: it writes the rest to disk even if the first still waits for an answer.
 
     Attributes:
         bounds: limits of time and memory.
-        left_in: the folder where the rest waits after closing; empty where there is none.
+        left_in: the folder with the rest after closing; empty if there is none.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class Writer:
         health: RecorderHealth,
         bounds: Bounds,
     ) -> None:
-        about = SpillOwner(target.store_url, target.identity, target.run, target.attempt)
+        owner = SpillOwner(target.store_url, target.identity, target.run, target.attempt)
         self._target = target
         self._queue = queue
         self._snapshots = snapshots
         self._health = health
         self.bounds = bounds
         self.left_in = ""
-        spill = Spill(about, bounds.spill_bytes, health, target.store_identity)
+        spill = Spill(owner, bounds.spill_bytes, health, target.store_identity)
         self._backlog = Backlog(bounds.backlog_bytes, spill, health)
         self._encoder = SegmentEncoder(self._backlog, health)
         self._access = Access(target, control, health, queue.is_urgent)
         context = UploadContext(self._access, self._backlog, control, health)
         self._uploader = Member(context, queue, bounds) if _shares_node(target) else Uploader(context)
         self._due_at = float("inf")
-        self._look_seconds = _SHORTEST_LOOK
+        self._poll_seconds = _MIN_POLL_SECONDS
         self._filling = threading.Lock()
         self._cost: Callable[[float], None] | None = None
         self._end: documents.EndDocument | None = None
@@ -91,55 +91,55 @@ class Writer:
         self._complete = False
         self._threads = [
             threading.Thread(target=self._work, name="watchstep-writer", daemon=True),
-            threading.Thread(target=self._keep, name="watchstep-keeper", daemon=True),
+            threading.Thread(target=self._finish_by_deadline, name="watchstep-writer-exit", daemon=True),
         ]
 
     def wake(self) -> None:
-        """Look at the queue at once."""
+        """Check the queue at once."""
         self._queue.press()
 
     def start(self) -> None:
-        """Start the threads, once the libraries that they need are loaded."""
+        """Load the required libraries, then start the threads."""
         _load_libraries(checked_scheme(self._target.store_url))
         for thread in self._threads:
             thread.start()
 
     def report_cost(self, report: Callable[[float], None]) -> None:
-        """Tell of the processor time that each turn took, in seconds."""
+        """Set a callback for the processor seconds of each turn."""
         self._cost = report
         self._access.report_cost(report)
 
     def close(self, end: documents.EndDocument | None, seconds: float) -> bool:
-        """Write what is left and how the worker ended, first to the store and at last to disk. May be called again.
+        """Write what is left and the end document, first to the store and then to disk. May be called again.
 
         Args:
-            end: how it ended; None where that was said before.
-            seconds: how long the store is waited for, at most; a later call can only bring that forward.
+            end: how the worker ended; None if a previous call passed it.
+            seconds: time limit for the store; later calls can only shorten it.
 
         Returns:
-            Whether all of it reached the store in time.
+            Whether everything reached the store in time.
         """
         self._deadline = min(self._deadline, time.monotonic() + seconds)
         self._end = self._end or end
-        self._snapshots.close(_SHARE_OF_SNAPSHOTS * seconds)
+        self._snapshots.close(_SNAPSHOT_SHARE * seconds)
         self._uploader.hurry()
         self._closing.set()
         self._queue.press()
-        # In short turns: `hurry` brings the deadline forward meanwhile.
-        while not self._settled.wait(_LOOK_SECONDS) and time.monotonic() < self._deadline + _SETTLING_SECONDS:
+        # Wait in short turns, because `hurry` may shorten the deadline meanwhile.
+        while not self._settled.wait(_POLL_SECONDS) and time.monotonic() < self._deadline + _SETTLING_SECONDS:
             pass
         if self._settled.is_set() and self._worked.is_set():
-            # A thread that ends while the interpreter is torn down aborts it, if it has ever been in C++.
+            # A thread that ends during interpreter shutdown aborts it, if it has ever run C++ code.
             for thread in self._threads:
-                thread.join(max(_LOOK_SECONDS, self._deadline + _SETTLING_SECONDS - time.monotonic()))
+                thread.join(max(_POLL_SECONDS, self._deadline + _SETTLING_SECONDS - time.monotonic()))
         return self._complete
 
     def hurry(self, seconds: float) -> None:
-        """Bring the end of a `close` that waits forward. Never waits: a signal's handler calls it."""
+        """Shorten the time limit of a waiting `close`. Never blocks: called by a signal handler."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def forget(self) -> None:
-        """This is a forked child: it has no threads, and what they held is its parent's."""
+        """Reset in a forked child: it has no threads, and their data belongs to the parent."""
         self._backlog.forget()
         self._uploader.forget()
 
@@ -148,20 +148,25 @@ class Writer:
         while not self._closing.is_set():
             pause = self._interval(time.monotonic() - started)
             self._due_at = min(self._due_at, time.monotonic() + pause)
-            left = self._due_at - time.monotonic()
-            # A follower writes when it is asked; should nobody ask, it does at last.
-            self._wait(max(0.0, min(self._uploader.patience, pause if self._uploader.asks else left)))
+            remaining = self._due_at - time.monotonic()
+            # A follower writes on request; without requests it writes after a longer time.
+            self._wait(
+                max(
+                    0.0,
+                    min(self._uploader.wait_seconds, pause if self._uploader.is_on_request else remaining),
+                )
+            )
             if self._turn():
                 self._due_at = float("inf")
-        while not self._turn_and_see() and time.monotonic() < self._deadline:
+        while not self._closing_turn() and time.monotonic() < self._deadline:
             time.sleep(0.05)
         self._access.finish_announcing(lambda: time.monotonic() >= self._deadline)
         self._worked.set()
 
     def _wait(self, seconds: float) -> None:
-        """Wait so long, or until something is to be written at once; meanwhile take in what the training thread hands over."""
+        """Wait, or until something must be written at once; meanwhile encode what the training thread hands over."""
         until = time.monotonic() + seconds
-        while not self._queue.wake.wait(max(0.0, min(self._look_seconds, until - time.monotonic()))):
+        while not self._queue.wake.wait(max(0.0, min(self._poll_seconds, until - time.monotonic()))):
             if time.monotonic() >= until:
                 break
             began = time.thread_time()
@@ -172,33 +177,35 @@ class Writer:
                 self._health.fault("writer", error)
                 taken = 0
             if taken >= _STEPS_AT_ONCE:
-                self._look_seconds = max(_SHORTEST_LOOK, self._look_seconds / 2)
+                self._poll_seconds = max(_MIN_POLL_SECONDS, self._poll_seconds / 2)
             elif taken < _STEPS_AT_ONCE // 4:
-                self._look_seconds = min(_LONGEST_LOOK, self._look_seconds * 2)
+                self._poll_seconds = min(_MAX_POLL_SECONDS, self._poll_seconds * 2)
             if self._cost is not None:
                 self._cost(time.thread_time() - began)
         self._queue.wake.clear()
 
     def _interval(self, age: float) -> float:
-        """Seconds from flush to flush: short in the first minute, then longer the more write beside each other.
+        """Return the flush interval: short in the first minute, then longer with the number of writers.
 
-        After something urgent a stop may follow: the service is asked often for a while, unless it refuses. Where the service
-        lags and asks for fewer announcements, segments grow instead; nothing is lost by it.
+        After something urgent, when a stop may follow, the service is polled often for a while unless it refuses. If the service
+        lags and requests fewer announcements, segments grow instead, without loss.
         """
-        if self._queue.is_urgent() and not self._access.is_left_alone:
-            return min(_HASTY_PAUSE, self.bounds.flush_seconds)
-        usual = min(_LONGEST_FLUSH, _SHORTEST_FLUSH + _FLUSH_OF_EACH * self._uploader.writers)
+        if self._queue.is_urgent() and not self._access.is_service_paused:
+            return min(_URGENT_PAUSE, self.bounds.flush_seconds)
+        usual = min(
+            _MAX_FLUSH_SECONDS, _MIN_FLUSH_SECONDS + _FLUSH_SECONDS_PER_WRITER * self._uploader.writers
+        )
         if age < _DENSE_SECONDS:
             usual = self.bounds.flush_seconds
         service = self._target.service
         return usual if service is None else max(usual, service.pause_seconds)
 
     def _turn(self) -> bool:
-        """Look at what others said, and write if it is time; whether it was."""
+        """Process messages of other ranks, and write if it is time. Returns whether it was."""
         began = time.thread_time()
         due = False
         try:
-            due = self._is_due(wanted=self._uploader.receive())
+            due = self._is_due(requested=self._uploader.receive())
             more = True
             while more:
                 more = False
@@ -217,23 +224,23 @@ class Writer:
             self._cost(time.thread_time() - began)
         return due
 
-    def _is_due(self, *, wanted: bool) -> bool:
+    def _is_due(self, *, requested: bool) -> bool:
         pressing, self._queue.pressing = self._queue.pressing, False  # before the queue is emptied
-        if wanted or pressing or self._closing.is_set():
+        if requested or pressing or self._closing.is_set():
             return True
-        return not self._uploader.asks and time.monotonic() >= self._due_at
+        return not self._uploader.is_on_request and time.monotonic() >= self._due_at
 
-    def _turn_and_see(self) -> bool:
-        """One turn while closing; whether everything has been written."""
+    def _closing_turn(self) -> bool:
+        """Do one turn while closing. Returns whether everything has been written."""
         self._turn()
         if self._backlog.empty and self._snapshots.settled and self._end is not None:
-            self._uploader.write_end(self._last_words())
+            self._uploader.write_end(self._end_document())
         return self._uploader.end_written
 
     def _fill(self) -> bool:
-        """Encode what the queue holds, as far as the backlog has room; whether more is left that fits.
+        """Encode the queue's contents, as far as the backlog has room. Returns whether more is left that fits.
 
-        Where there is no room the queue fills, and drops what is over its own bound.
+        Without room, the queue fills and drops what exceeds its own bound.
         """
         while self._take_in(_STEPS_AT_ONCE):
             pass
@@ -241,11 +248,11 @@ class Writer:
         self._encoder.encode()
         return more and not self._backlog.full
 
-    def _take_in(self, most: int) -> int:
-        """Let the encoder take in so many steps at most, as far as a segment and the backlog have room; how many it were."""
+    def _take_in(self, limit: int) -> int:
+        """Pass up to ``limit`` steps to the encoder, as far as a segment and the backlog have room. Returns their number."""
         steps: list[FinishedStep] = []
         rows, size = self._encoder.rows, self._encoder.bytes
-        while len(steps) < most and not self._is_enough(rows, size) and not self._backlog.full:
+        while len(steps) < limit and not self._is_enough(rows, size) and not self._backlog.full:
             item = self._queue.take()
             if item is None:
                 break
@@ -257,11 +264,11 @@ class Writer:
 
     @staticmethod
     def _is_enough(rows: int, size: int) -> bool:
-        """Whether so much makes a segment."""
+        """Whether the rows suffice for a segment."""
         return rows >= _MAX_ROWS or size >= _MAX_BYTES
 
-    def _keep(self) -> None:
-        """Wait until the working thread is done or the time is over, and then put on disk what it could not write."""
+    def _finish_by_deadline(self) -> None:
+        """Wait until the working thread is done or the time limit is exceeded, then write the rest to disk."""
         self._closing.wait()
         while time.monotonic() < self._deadline and not self._worked.wait(0.02):
             pass
@@ -278,25 +285,25 @@ class Writer:
                 pass
         if self._uploader.end_written and self._backlog.empty:
             self._uploader.leave()
-            self._backlog.leave(None)
+            self._backlog.release(None)
             self._complete = True
             return
         self._uploader.release()
         self._backlog.seal()
         with self._filling:
             self._drop_rest()
-        # Whoever uploads what is left finds out which of it is on the store already, and counts the rest.
-        words = self._last_words() if self._end is not None else None
-        self.left_in = self._backlog.leave(words and replace(words, segments=self._backlog.segments))
+        # The process that uploads the rest determines which of it is on the store already, and counts what is left.
+        end = self._end_document() if self._end is not None else None
+        self.left_in = self._backlog.release(end and replace(end, segments=self._backlog.segments))
 
     def _drop_rest(self) -> None:
-        """Count what is still in the queue, and what has no segment yet."""
+        """Count the queue's contents and rows without a segment as dropped."""
         self._encoder.drop_rest()
         while (item := self._queue.take()) is not None:
             self._health.count("dropped_rows", item.rows)
             self._health.count("dropped_steps")
 
-    def _last_words(self) -> documents.EndDocument:
+    def _end_document(self) -> documents.EndDocument:
         assert self._end is not None
         writer, segments = self._uploader.account
         return replace(
@@ -309,12 +316,12 @@ class Writer:
 
 @functools.cache
 def _load_libraries(scheme: str) -> None:
-    """Import what writing to a store needs: once a process, on the calling thread, before the first step.
+    """Import the libraries for writing to a store: once per process, on the calling thread, before the first step.
 
-    Beside training an import would hold the interpreter's lock while a shared library is loaded. When Ctrl-C ends the program, it
-    would undo its exit code: Python forgets that it was interrupted when it runs a text as code, as the imports of boto3 and pyarrow
-    do, and exits with 1. The objects that imports make bring a full run of the collector of cycles, which stops all threads for some
-    tenths of a second: it is made here, too, and not at some step.
+    During training, an import would hold the interpreter's lock while a shared library is loaded. When Ctrl-C ends the program, an import
+    would undo its exit code: Python forgets the interrupt when it executes source text, as the imports of boto3 and pyarrow
+    do, and exits with 1. The objects that imports create trigger a full garbage collection, which stops all threads for some
+    tenths of a second; it is done here as well, and not at some step.
     """
     import obstore.store  # noqa: F401
     import pyarrow.parquet  # noqa: F401
@@ -325,6 +332,6 @@ def _load_libraries(scheme: str) -> None:
 
 
 def _shares_node(target: UploadTarget) -> bool:
-    """Whether other ranks of the attempt may be on this machine. What they meet by is Linux' own."""
-    who = target.identity
-    return sys.platform == "linux" and who.world_size > 1 and who.local_size > 1
+    """Whether other ranks of the attempt may be on this machine. They communicate by Linux-specific means."""
+    identity = target.identity
+    return sys.platform == "linux" and identity.world_size > 1 and identity.local_size > 1

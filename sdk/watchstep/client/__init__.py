@@ -1,4 +1,4 @@
-"""A client of the service: runs, alerts, events as they come, rules, queries. ``watchstep.Client(url, token)``."""
+"""A client of the service: runs, alerts, event streams, rules, queries. ``watchstep.Client(url, token)``."""
 
 from watchstep.client.client import Client
 from watchstep.client.documents import (

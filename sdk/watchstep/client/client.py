@@ -40,64 +40,66 @@ if TYPE_CHECKING:
     from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 
 
-_MOST_AT_ONCE = 64 * 1024
+_CHUNK_BYTES = 64 * 1024
 _MAX_LINE = 8 * 1024 * 1024
-_LASTING = frozenset((429, 500, 502, 503, 504))
+_RETRYABLE = frozenset((429, 500, 502, 503, 504))
 
 
 def follow(transport: Transport, path: str, query: Mapping[str, Any], after: int | None) -> Iterator[Event]:
-    """Events of a stream, for as long as they are asked for; a broken connection is made again where it broke.
+    """Yield the events of a stream without end; a broken connection is continued where it broke.
 
     Args:
-        transport: to the service.
-        path: of the stream.
-        query: what to follow.
-        after: the place of the last event that was seen; None for now.
+        transport: transport to the service.
+        path: path of the stream.
+        query: query parameters.
+        after: position of the last known event; None for now.
 
     Raises:
-        RefusedError: the service refuses for good.
+        ServiceRefusedError: the service refuses permanently.
     """
     failures = 0
     while True:
         after_seconds = None
         headers = {"Accept": "text/event-stream"} | ({} if after is None else {"Last-Event-ID": str(after)})
         try:
-            with transport.open("GET", path, query, headers=headers) as answer:
-                for place, event in _messages(answer):
+            with transport.open("GET", path, query, headers=headers) as response:
+                for place, event in _messages(response):
                     after, failures = place, 0
                     if event is not None:
                         yield event
         except ServiceRefusedError as error:
-            if error.status not in _LASTING:
+            if error.status not in _RETRYABLE:
                 raise
             after_seconds = error.after_seconds
         except ServiceError:
-            pass  # it is made again, from the last place
+            pass  # reconnect from the last position
         failures += 1
         time.sleep(pause_seconds(failures, after_seconds))
 
 
-def _lines(answer: BaseHTTPResponse) -> Iterator[bytes]:
-    """The lines of an answer as they come, each with its end but for the last.
+def _lines(response: BaseHTTPResponse) -> Iterator[bytes]:
+    """Yield the lines of a response as they arrive, each with its line end except for the last.
 
     Raises:
         ServiceError: a line is too long.
     """
     rest = b""
-    while data := answer.read1(_MOST_AT_ONCE):
+    while data := response.read1(_CHUNK_BYTES):
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             yield line + b"\n"
         if len(rest) > _MAX_LINE:
-            raise ServiceError(f"an event is over {_MAX_LINE} bytes", "see that nothing stands between")
+            raise ServiceError(
+                f"an event exceeds {_MAX_LINE} bytes", "check proxies between here and the service"
+            )
     if rest:
         yield rest
 
 
-def _messages(answer: BaseHTTPResponse) -> Iterator[tuple[int, Event | None]]:
-    """Places, and the events at them; the connection's end ends it, and what was not whole is left out."""
+def _messages(response: BaseHTTPResponse) -> Iterator[tuple[int, Event | None]]:
+    """Yield positions, with their events. Ends with the connection; incomplete messages are omitted."""
     fields: dict[str, str] = {}
-    for line in _lines(answer):
+    for line in _lines(response):
         text = line.decode("utf-8", "replace").rstrip("\r\n")
         if text:
             name, _, value = text.partition(":")
@@ -113,7 +115,9 @@ def _event(text: str, place: int) -> Event:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ServiceError(f"an event is no JSON ({error})", "see that nothing stands between") from error
+        raise ServiceError(
+            f"an event is not valid JSON ({error})", "check proxies between here and the service"
+        ) from error
     return read(Event, data, place=place)
 
 
@@ -151,7 +155,9 @@ class Client:
         """
         address = ServiceAddress.from_environment()
         if address is None:
-            raise ConfigError("WATCHSTEP_SERVICE: not set", "set it to the URL that 'watchstep serve' prints")
+            raise ConfigError(
+                "WATCHSTEP_SERVICE is not set", "set it to the URL that 'watchstep serve' prints"
+            )
         return cls(address.url, address.token, project)
 
     def runs(self, *, states: Sequence[str] = (), alerts: Sequence[str] = ()) -> Iterator[RunInfo]:
@@ -251,16 +257,16 @@ class Client:
         """Delete an ended run from the store and the service, in the background. Needs an administrator's token."""
         self._transport.call("DELETE", self._of(run))
 
-    def make_token(self, run: str, name: str = "", lifetime_seconds: int | None = None) -> str:
-        """A token that records this run and nothing else, for its job. It is given once; keep it out of logs.
+    def create_token(self, run: str, name: str = "", lifetime_seconds: int | None = None) -> str:
+        """Create a token for a run's job that may only record this run. It is returned once; keep it out of logs.
 
-        Needs an operator's token that has registered the run, or an admin's. It ends with its time, 14 days after the run, and when
-        the token that made it is revoked.
+        Needs the operator token that registered the run, or an administrator's token. The token expires after its lifetime, 14 days
+        after the end of the run, and when the token that created it is revoked.
 
         Args:
-            run: which.
-            name: what people call it.
-            lifetime_seconds: 90 days where it is left out, and 366 at the most.
+            run: name of the run.
+            name: display name of the token.
+            lifetime_seconds: lifetime; default: 90 days, at most 366 days.
         """
         body: dict[str, Any] = {"name": name}
         if lifetime_seconds is not None:
@@ -347,10 +353,17 @@ class Client:
         """One figure of a collection, or of named tensors, over the steps; as `watchstep.reading.run.Run.heatmap`."""
         from watchstep.client import queries  # imports numpy
 
-        named: dict[str, Any] = (
+        selection: dict[str, Any] = (
             {"collection": tensors} if isinstance(tensors, str) else {"tensor": list(tensors)}
         )
-        query = {"figure": figure, "mode": mode, "reduce": reduce, "points": points, "rows": 1000, **named}
+        query = {
+            "figure": figure,
+            "mode": mode,
+            "reduce": reduce,
+            "points": points,
+            "rows": 1000,
+            **selection,
+        }
         return queries.heatmap(self._transport.call("GET", f"{self._of(run)}/heatmap", query))
 
     def histogram(
@@ -411,9 +424,9 @@ class Client:
     def _raw_pages(self, path: str, name: str, query: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         token = None
         while True:
-            asked = {**query, "limit": _PAGE, "page_token": token}
-            answer = self._transport.call("GET", f"{self._root}{path}", asked)
-            yield from answer[name]
-            token = answer.get("next_page_token")
+            parameters = {**query, "limit": _PAGE, "page_token": token}
+            response = self._transport.call("GET", f"{self._root}{path}", parameters)
+            yield from response[name]
+            token = response.get("next_page_token")
             if token is None:
                 return

@@ -1,4 +1,4 @@
-"""Answers of the service as plain data, arrays and Arrow tables. Fields of later versions are left out; ``raw`` has all of them."""
+"""Answers of the service as plain data, arrays and Arrow tables. Unknown fields of later versions are only in ``raw``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Document = TypeVar("Document")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run in a list; ``alerts`` is phase → number, and ``notes`` is how many that fire are of severity info. Times are nanoseconds since the epoch."""
+    """A run in a list. ``alerts`` maps phases to numbers; ``notes`` is the number of firing alerts with severity info. Times are nanoseconds since the epoch."""
 
     project: str
     run: str
@@ -29,7 +29,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RuleStatus:
-    """A rule config of a run and how it stands: its health (ok, no_data, error) is apart from its alert's phase."""
+    """Status of a run's rule config. Its health (ok, no_data, error) is separate from its alert's phase."""
 
     name: str
     rule: str
@@ -45,7 +45,7 @@ class RuleStatus:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run and all that the service knows of it."""
+    """A run with its control document, job, rules and health."""
 
     info: RunInfo
     control: Mapping[str, Any]
@@ -56,7 +56,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert: a rule config on one attempt. ``details`` are there once it has fired."""
+    """An alert: a rule config on one attempt. ``details`` is set once it has fired."""
 
     run: str
     name: str
@@ -75,7 +75,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Event:
-    """A CloudEvent; ``place`` is where a later call resumes, 0 where the list does not say."""
+    """A CloudEvent. ``place`` is the position to resume from, 0 if the list does not include it."""
 
     id: str
     type: str
@@ -88,7 +88,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Action:
-    """What an event caused, and every try of it."""
+    """An action that an event caused, with all of its tries."""
 
     id: int
     kind: str
@@ -115,12 +115,12 @@ class SnapshotInfo:
 
 @dataclass(frozen=True)
 class RunToken:
-    """A token that records one run; nothing of its secret. Times are nanoseconds since 1970.
+    """A token that records one run, without its secret. Times are nanoseconds since 1970.
 
     Attributes:
         state: active, expired or revoked.
-        created_by: who made it.
-        expires_ns: at the latest 14 days after the run has ended.
+        created_by: creator of the token.
+        expires_ns: at the latest 14 days after the end of the run.
     """
 
     id: str
@@ -136,7 +136,7 @@ class RunToken:
 
 @dataclass(frozen=True)
 class Stop:
-    """The answer to a stop; it is not accepted where the attempt has been asked already."""
+    """The answer to a stop request; it is not accepted if a stop of the attempt was requested already."""
 
     accepted: bool
     attempt: str
@@ -144,18 +144,18 @@ class Stop:
 
 
 def read(kind: type[Document], data: Any, **more: Any) -> Document:
-    """A document from an answer.
+    """Parse a document from an answer.
 
     Raises:
         ServiceError: the answer has another form.
     """
-    names = [each.name for each in fields(kind) if each.name != "raw"]  # type: ignore[arg-type]
+    names = [entry.name for entry in fields(kind) if entry.name != "raw"]  # type: ignore[arg-type]
     try:
         values = {name: data[name] for name in names if name in data}
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        made: Callable[..., Document] = kind
-        return made(**values, **more, raw=data)
+        constructor: Callable[..., Document] = kind
+        return constructor(**values, **more, raw=data)
     except (TypeError, KeyError, AttributeError) as error:
         raise ServiceError(
-            f"an answer is no {kind.__name__} ({error})", "use a client of the service's version"
+            f"an answer is not a {kind.__name__} ({error})", "use a client of the service's version"
         ) from error

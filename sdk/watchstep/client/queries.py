@@ -1,4 +1,4 @@
-"""Arrays and tables that a run's queries answer with. Its own module: commands that list or show never import numpy."""
+"""Arrays and tables in the answers of queries. A separate module, so that commands without them never import numpy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TensorBytes:
     """A tensor of a snapshot.
 
     Attributes:
-        dtype: by safetensors' names; bfloat16 and fp8 stand as their bits in ``values``.
-        values: of the tensor's shape; read-only.
+        dtype: name of the dtype as in safetensors; ``values`` contains the bits of bfloat16 and fp8.
+        values: array with the tensor's shape; read-only.
     """
 
     dtype: str
@@ -33,30 +33,30 @@ class TensorBytes:
 
 
 def table(content: bytes) -> pa.Table:
-    """An Arrow stream.
+    """Parse an Arrow stream.
 
     Raises:
-        ServiceError: it is none.
+        ServiceError: the content is invalid.
     """
     import pyarrow as pa
 
     try:
         return pa.ipc.open_stream(pa.py_buffer(content)).read_all()
     except pa.ArrowInvalid as error:
-        raise _other("Arrow", error) from error
+        raise _invalid("Arrow", error) from error
 
 
 def heatmap(data: Any) -> Heatmap:
-    """A heatmap; cells without a finite value are NaN."""
+    """Parse a heatmap; cells without a finite value are NaN."""
     try:
         values = np.array(data["values"], np.float64).reshape(len(data["tensors"]), -1)
         return Heatmap(list(data["tensors"]), np.array(data["edges"], np.int64), values)
     except (KeyError, TypeError, ValueError) as error:
-        raise _other("a heatmap", error) from error
+        raise _invalid("a heatmap", error) from error
 
 
 def histogram(data: Any) -> HistogramSeries:
-    """Histograms over time."""
+    """Parse histograms over time."""
     try:
         edges = np.array(data["edges"], np.int64)
         counts = np.array(data["counts"], np.int64).reshape(len(edges) - 1, len(data["lower"]))
@@ -64,17 +64,17 @@ def histogram(data: Any) -> HistogramSeries:
         zeros, nonfinite = (np.array(data[name], np.int64) for name in ("zeros", "nonfinite"))
         return HistogramSeries(edges, lower, upper, counts, zeros, nonfinite)
     except (KeyError, TypeError, ValueError) as error:
-        raise _other("histograms", error) from error
+        raise _invalid("histograms", error) from error
 
 
 def tensor(content: bytes, dtype: str, shape: str) -> TensorBytes:
-    """A tensor from its bytes and the headers that describe them."""
+    """Parse a tensor from its bytes and the headers that describe them."""
     try:
         sizes = [int(size) for size in shape.split(",") if size]
         return TensorBytes(dtype, np.frombuffer(content, DTYPES[dtype]).reshape(sizes))
     except (KeyError, ValueError) as error:
-        raise _other("a tensor", error) from error
+        raise _invalid("a tensor", error) from error
 
 
-def _other(what: str, error: Exception) -> ServiceError:
-    return ServiceError(f"an answer is not {what} ({error})", "use a client of the service's version")
+def _invalid(kind: str, error: Exception) -> ServiceError:
+    return ServiceError(f"an answer is not {kind} ({error})", "use a client of the service's version")

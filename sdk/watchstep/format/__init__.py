@@ -1,1 +1,1 @@
-"""Formats of what is on the store: layout, segments, documents, and the statistics that they hold."""
+"""Formats of objects on the store: layout, segments, documents and their statistics."""

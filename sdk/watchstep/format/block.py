@@ -3,12 +3,12 @@
 Blocks: columnar batches of the statistics of one attempt, sort keys for their rows, and views that copy columns lazily.
 
 `SortKey` packs several columns of integers into one: sorting and grouping by one column is many times faster. Views
-make a column when it is first read: rules read few columns, and copying all of them costs more than judging.
+create a column on first access: rules read few columns, and copying all of them costs more than their evaluation.
 
-Arrow's arrays from numpy's and back, over the same memory.
+Arrow arrays are converted from and to numpy over the same memory.
 
-`pyarrow.array` and ``to_numpy`` import pandas where it is installed: a sixth of a second and some 60 MB, in a training
-process or before a first answer, for nothing that is used here.
+`pyarrow.array` and ``to_numpy`` import pandas if it is installed: a sixth of a second and about 60 MB in a training
+process or before a first response, without any use here.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _ROOM = 2**62
 
 
 def sort_key(*columns: NDArray[Any]) -> NDArray[np.int64]:
-    """One number for each row, that sorts as the columns do, the first before the others.
+    """Return one number per row with the sort order of the columns, the first column first.
 
     Args:
-        columns: of whole numbers, of shape (n,).
+        columns: Integers of shape (n,).
 
     Returns:
-        int64 of shape (n,); rows have the same number where all their columns are alike.
+        int64 of shape (n,); rows have the same number if all their columns are equal.
     """
     key = np.zeros(len(columns[0]), np.int64)
     if not len(key):
@@ -79,7 +79,7 @@ class Places:
 
     @classmethod
     def of(cls, placements: list[Placement]) -> Places:
-        """Columns from single placements."""
+        """Return columns of single placements."""
         return cls(
             np.array([p.shard_index for p in placements], np.int32),
             np.array([p.shard_count for p in placements], np.int32),
@@ -88,12 +88,12 @@ class Places:
         )
 
     def take(self, rows: NDArray[np.intp]) -> Places:
-        """Some rows, in that order."""
+        """Return some rows, in that order."""
         return Places(self.shard_index[rows], self.shard_count[rows], self.replica[rows], self.stage[rows])
 
     @classmethod
     def concatenate(cls, parts: list[Places]) -> Places:
-        """Several, one after the other."""
+        """Concatenate several placements."""
         return cls(
             np.concatenate([np.empty(0, np.int32), *(p.shard_index for p in parts)]),
             np.concatenate([np.empty(0, np.int32), *(p.shard_count for p in parts)]),
@@ -107,15 +107,15 @@ class Block:
     """Statistics rows of one attempt, each column an array of shape (n,).
 
     Attributes:
-        step: int64.
+        step: Step, int64.
         mode: int8, an index into `watchstep.format.tensors.MODES`.
         worker: int32.
         time_ns: int64, nanoseconds since the epoch when the step's record was taken, by the worker's clock.
         tensor: int32, an index into ``catalogue``.
-        catalogue: the tensors that rows speak of.
-        places: the placement of each row.
-        statistics: n rows.
-        probes: further named figures, NaN where a row has none.
+        catalogue: Tensors of the rows.
+        places: Placement of each row.
+        statistics: Statistics of n rows.
+        probes: Additional figures by name, NaN for rows without a value.
     """
 
     step: NDArray[np.int64]
@@ -133,7 +133,7 @@ class Block:
 
     @classmethod
     def empty(cls) -> Block:
-        """A block without rows."""
+        """Return a block without rows."""
         return cls(
             step=np.empty(0, np.int64),
             mode=np.empty(0, np.int8),
@@ -146,7 +146,7 @@ class Block:
         )
 
     def take(self, rows: NDArray[np.intp]) -> Block:
-        """Some rows, in that order."""
+        """Return some rows, in that order."""
         return Block(
             step=self.step[rows],
             mode=self.mode[rows],
@@ -160,32 +160,32 @@ class Block:
         )
 
     def where(self, chosen: NDArray[np.bool_]) -> Block:
-        """The rows where a mask of shape (n,) is true."""
+        """Return the rows selected by a mask of shape (n,)."""
         return self.take(np.flatnonzero(chosen))
 
     def without_histograms(self) -> Block:
-        """The same rows; to look into their histograms is an error."""
+        """Return the same rows with unread histograms, on which access raises an error."""
         unread = UnreadHistograms(len(self))
         return replace(self, statistics=replace(self.statistics, histogram=unread))
 
     def mode_name(self, row: int) -> Mode:
-        """The mode of one row."""
+        """Return the mode of one row."""
         return MODES[int(self.mode[row])]
 
     def info(self, row: int) -> TensorInfo:
-        """The tensor that one row speaks of."""
+        """Return the tensor of one row."""
         return self.catalogue[int(self.tensor[row])]
 
     def mask_of_tensors(self, chosen: list[bool]) -> NDArray[np.bool_]:
-        """Which rows speak of chosen tensors; one flag for each entry of the catalogue."""
+        """Return the mask of rows of chosen tensors; ``chosen`` has one flag per entry of the catalogue."""
         return np.asarray(chosen, np.bool_)[self.tensor] if len(self) else np.zeros(0, np.bool_)
 
     def series_key(self) -> NDArray[np.int64]:
-        """int64 of shape (n,): one number for each series (tensor, worker, mode)."""
+        """Return int64 of shape (n,): one number per series (tensor, worker, mode)."""
         return (self.tensor.astype(np.int64) << 32) | (self.worker.astype(np.int64) << 4) | self.mode
 
     def tail(self, rows: int) -> Block:
-        """The last rows of each series (tensor, worker, mode), in the order in which they stand."""
+        """Return the last rows of each series (tensor, worker, mode), in their order."""
         if rows <= 0:
             return self.take(np.empty(0, np.intp))
         key = self.series_key()
@@ -196,7 +196,7 @@ class Block:
         return self.take(np.sort(order[from_end <= rows]))
 
     def ordered(self) -> Block:
-        """The same rows by (step, worker, mode, tensor's name, place), the canonical order in which rules see them."""
+        """Return the same rows sorted by (step, worker, mode, tensor's name, place), the canonical order for rules."""
         names, places = _ranks(self.catalogue), self.places
         place = (places.stage, places.replica, places.shard_index)
         key = sort_key(self.step, self.worker, self.mode, names[self.tensor], *place)
@@ -206,13 +206,13 @@ class Block:
 
 
 class BlockMemory:
-    """About how much memory blocks take together: a catalogue that several share counts once."""
+    """Approximate memory of several blocks. A shared catalogue counts once."""
 
     def __init__(self) -> None:
         self._catalogues: dict[int, tuple[TensorInfo, ...]] = {}
 
     def of(self, block: Block) -> int:
-        """Bytes of the block, with its catalogue where no block before had it."""
+        """Return the bytes of the block, including its catalogue if no earlier block had it."""
         histogram = block.statistics.histogram
         bins = 0 if isinstance(histogram, UnreadHistograms) else len(histogram.bins)
         size = len(block) * (_ROW_BYTES + 8 * len(block.probes)) + bins * _BIN_BYTES
@@ -237,7 +237,7 @@ def _ranks(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
 
 
 def concatenate(blocks: list[Block]) -> Block:
-    """Several blocks as one, over the union of their catalogues.
+    """Concatenate blocks, over the union of their catalogues.
 
     A tensor that several blocks describe keeps the description of the last.
     """
@@ -266,7 +266,7 @@ def concatenate(blocks: list[Block]) -> Block:
 def _stacked(
     blocks: list[Block], catalogue: tuple[TensorInfo, ...], tensors: list[NDArray[np.int32]]
 ) -> Block:
-    """Blocks whose tensors are numbered over one catalogue, one after the other."""
+    """Concatenate blocks with tensor numbers of one catalogue."""
     names = {name for block in blocks for name in block.probes}
     return Block(
         step=np.concatenate([block.step for block in blocks]),
@@ -285,7 +285,7 @@ def _stacked(
 
 
 class _Lazy:
-    """Fields that are made by a function, once, when they are first read; for a frozen dataclass to inherit from first."""
+    """Base with fields that a function computes once, on first access. A frozen dataclass inherits from it first."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     _rows: int
@@ -296,8 +296,8 @@ class _Lazy:
         """One of so many rows.
 
         Args:
-            rows: how many.
-            column: gives a field by name.
+            rows: Number of rows.
+            column: Returns a field by name.
         """
         made = cls.__new__(cls)
         object.__setattr__(made, "_rows", rows)
@@ -313,18 +313,18 @@ class _Lazy:
 
 
 class LazyStatistics(_Lazy, StatisticsBatch):
-    """Statistics of which each column is made when it is first read."""
+    """Statistics with columns that are computed on first access."""
 
     def __len__(self) -> int:
         return self._rows if "_rows" in vars(self) else super().__len__()
 
     def take(self, rows: NDArray[np.intp]) -> StatisticsBatch:
-        """Some rows, in that order."""
+        """Return some rows, in that order."""
         return LazyStatistics.of(len(rows), lambda name: _taken(getattr(self, name), rows))
 
 
 class LazyColumns(Mapping[str, Floats]):
-    """Named columns of which each is made by a function, once, when it is first read."""
+    """Named columns that a function computes once, on first access."""
 
     def __init__(self, names: Iterable[str], column: Callable[[str], Floats]) -> None:
         self._names = dict.fromkeys(names)
@@ -349,9 +349,9 @@ class LazyColumns(Mapping[str, Floats]):
 
 
 class LazyBlock(_Lazy, Block):
-    """A block of which each column is made when it is first read.
+    """A block with columns that are computed on first access.
 
-    What is taken of it is lazy as well, and keeps what it is taken of in memory: it is for what lives no longer than that.
+    Its rows from `take` are also lazy and keep their source in memory, so it is intended for short-lived data.
     """
 
     _source: Block
@@ -361,7 +361,7 @@ class LazyBlock(_Lazy, Block):
         return self._rows if "_rows" in vars(self) else super().__len__()
 
     def take(self, rows: NDArray[np.intp]) -> Block:
-        """Some rows, in that order."""
+        """Return some rows, in that order."""
         if "_source" not in vars(self):
             return _view(self, rows)
         # Of what this is taken of itself, so that no column of what lies between need be made.
@@ -375,7 +375,7 @@ class LazyBlock(_Lazy, Block):
 
 
 def view(block: Block, rows: NDArray[np.intp]) -> Block:
-    """Some rows of a block, in that order; only what is read of them is copied."""
+    """Return some rows of a block, in that order. Columns are copied on first access."""
     return block.take(rows) if isinstance(block, LazyBlock) else _view(block, rows)
 
 
@@ -394,7 +394,7 @@ def _view(block: Block, rows: NDArray[np.intp]) -> LazyBlock:
 
 
 def together(first: Block, second: Block) -> Block:
-    """Two blocks over one catalogue, one after the other; only what is read of them is copied."""
+    """Concatenate two blocks of one catalogue. Columns are copied on first access."""
     if first.catalogue is not second.catalogue and first.catalogue != second.catalogue:
         return concatenate([first, second])
 
@@ -439,11 +439,11 @@ _DTYPES = {"int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.in
 
 
 def from_numbers(values: NDArray[Any], *, nan_is_null: bool = False) -> pa.Array:
-    """An array of numpy's numbers, shape (n,), over their memory where they are contiguous.
+    """Return an Arrow array of numpy's numbers, shape (n,), over their memory if they are contiguous.
 
     Args:
-        values: integers or floats; not to be changed while the array lives.
-        nan_is_null: NaN becomes null; only for floats.
+        values: Integers or floats, which must not change during the lifetime of the array.
+        nan_is_null: Whether NaN becomes null; only for floats.
     """
     import pyarrow as pa
 
@@ -456,7 +456,7 @@ def from_numbers(values: NDArray[Any], *, nan_is_null: bool = False) -> pa.Array
 
 
 def from_words(words: Sequence[str]) -> pa.StringArray:
-    """An array of strings."""
+    """Return an Arrow array of strings."""
     import pyarrow as pa
 
     packed = [word.encode() for word in words]
@@ -472,17 +472,17 @@ def from_codes(codes: NDArray[Any], words: Sequence[str]) -> pa.DictionaryArray:
 
 
 def to_places(column: pa.ChunkedArray, places: Mapping[str, int], dtype: type, name: str) -> NDArray[Any]:
-    """A column of words as the place of each, shape (n,).
+    """Return the index of each word in a column, shape (n,).
 
     Args:
-        column: of words, plain or in a dictionary.
-        places: word → its place.
-        dtype: of the places.
-        name: the column's, for an error.
+        column: Column of words, plain or dictionary-encoded.
+        places: Index by word.
+        dtype: Type of the indices.
+        name: Name of the column for error messages.
 
     Raises:
-        KeyError: a word is not known.
-        ValueError: one is null.
+        KeyError: A word is unknown.
+        ValueError: A word is null.
     """
     import pyarrow as pa
 
@@ -497,11 +497,11 @@ def to_places(column: pa.ChunkedArray, places: Mapping[str, int], dtype: type, n
 
 
 def to_numbers(column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
-    """A column of numbers as numpy's, shape (n,), NaN where a float is null; read-only.
+    """Return a column of numbers as a read-only numpy array, shape (n,), with NaN for null floats.
 
     Raises:
-        TypeError: it is of no type that a segment's numbers have.
-        ValueError: an integer is null.
+        TypeError: The column has no numeric type of a segment.
+        ValueError: An integer is null.
     """
     import pyarrow as pa
 

@@ -1,8 +1,8 @@
-"""The control document of a run, and the answers of workers to a stop that they shall agree on.
+"""The control document of a run, and the workers' answers to a stop at a common step.
 
-The service writes the document, as ``control.json`` and in the answer to every announcement. Processes read it off the
-training thread. A higher version replaces a lower one. An answer of a worker is an object whose key holds everything
-that it says.
+The service writes the document, as ``control.json`` and in the response to every announcement. Processes read it outside the
+training thread. A higher version replaces a lower one. A worker's answer is an object with the complete content
+in its key.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from watchstep.store.store import Store
 
 MAX_BYTES = 1024 * 1024
 _MAX_MEMORY = 32 * 1024 * 1024
-MOST_SNAPSHOTS = 32
-"""Snapshot requests that a document keeps: the newest."""
+MAX_SNAPSHOTS = 32
+"""Maximum number of snapshot requests in a document. The newest are kept."""
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Ask every worker of an attempt to stop at one step.
+    """A request to every worker of an attempt to stop at one step.
 
     Attributes:
-        attempt: which attempt.
-        step: each worker stops when it has finished this step, or a later one if it is past it.
-        reason: one sentence for people.
-        event: id of the event that caused it.
-        agreed: whether all workers know of the step. Until they do, each answers (`StopAnswer`) and passes the step by no means.
+        attempt: The attempt.
+        step: Each worker stops after this step, or after its current step if it is past it.
+        reason: One sentence for users.
+        event: Id of the event that caused it.
+        agreed: Whether all workers know the step. Until then each worker answers (`StopAnswer`) and does not pass the step.
     """
 
     attempt: str
@@ -45,12 +45,12 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class SnapshotRequest:
-    """Ask for the full tensors of a step, or of the next one if it has passed.
+    """A request for the complete tensors of a step, or of the next step if that one has passed.
 
     Attributes:
-        id: each is answered once.
-        step: the step wanted.
-        attempt: which attempt; any where it is empty.
+        id: Id of the request. Each is fulfilled once.
+        step: The requested step.
+        attempt: The attempt; empty for any.
     """
 
     id: str
@@ -60,15 +60,15 @@ class SnapshotRequest:
 
 @dataclass(frozen=True)
 class ControlDocument:
-    """What is asked of a run.
+    """Requests to a run.
 
     Attributes:
-        version: grows by one with each change; 0 asks nothing.
-        stop: the stop, keyed by its attempt.
-        snapshots: snapshot requests.
-        cadence: collection → measure every so many steps; replaces the worker's own choice.
-        tombstone: reason why no new attempt may start; empty where one may.
-        admitted: the one attempt that may start all the same, until it is stopped itself; empty for none.
+        version: Incremented with each change; 0 for a document without requests.
+        stop: The stop request of an attempt.
+        snapshots: Snapshot requests.
+        cadence: Number of steps between measurements by collection; overrides the worker's own.
+        tombstone: Reason why no new attempt may start; empty if new attempts may start.
+        admitted: The attempt that may start despite the tombstone, until it is stopped itself; empty for no attempt.
     """
 
     version: int = 0
@@ -79,57 +79,57 @@ class ControlDocument:
     admitted: str = ""
 
     def with_stop(self, stop: StopRequest) -> ControlDocument:
-        """The next version: this attempt stops, and no other starts."""
+        """Return the next version, which stops this attempt and allows no other to start."""
         return replace(self, version=self.version + 1, stop=stop, tombstone=stop.reason, admitted="")
 
     def with_snapshot(self, request: SnapshotRequest) -> ControlDocument:
-        """The next version: these tensors are wanted as well. The same document where they are asked for already."""
-        if any(asked.id == request.id for asked in self.snapshots):
+        """Return the next version with this request, or the same document if it already has the request."""
+        if any(earlier.id == request.id for earlier in self.snapshots):
             return self
-        asked = (*self.snapshots, request)[-MOST_SNAPSHOTS:]
-        return replace(self, version=self.version + 1, snapshots=asked)
+        snapshots = (*self.snapshots, request)[-MAX_SNAPSHOTS:]
+        return replace(self, version=self.version + 1, snapshots=snapshots)
 
-    def asked_of(self, attempt: str) -> tuple[SnapshotRequest, ...]:
-        """The snapshots that this attempt is asked for."""
-        return tuple(asked for asked in self.snapshots if asked.attempt in ("", attempt))
+    def requests_of(self, attempt: str) -> tuple[SnapshotRequest, ...]:
+        """Return the snapshot requests for this attempt."""
+        return tuple(request for request in self.snapshots if request.attempt in ("", attempt))
 
     def with_cadence(self, cadence: Mapping[str, int]) -> ControlDocument:
-        """The next version: collections are measured every so many steps; those left out as the workers choose."""
+        """Return the next version with these numbers of steps between measurements. Workers choose those of other collections."""
         chosen = tuple(sorted(cadence.items()))
         return self if chosen == self.cadence else replace(self, version=self.version + 1, cadence=chosen)
 
     def without_tombstone(self) -> ControlDocument:
-        """The next version: new attempts may start. A stop stays one of its own attempt."""
+        """Return the next version, which allows new attempts. A stop request of an attempt remains."""
         if not self.tombstone:
             return self
         return replace(self, version=self.version + 1, tombstone="", admitted="")
 
     def with_admitted(self, attempt: str) -> ControlDocument:
-        """The next version: this attempt, and what a cluster starts again of it, may start; others still may not."""
+        """Return the next version, which allows this attempt, and its restarts by a cluster, to start, but no others."""
         if not self.tombstone or self.admitted == attempt:
             return self
         return replace(self, version=self.version + 1, admitted=attempt)
 
     def admits(self, attempt: str) -> bool:
-        """Whether an attempt may start."""
+        """Return whether an attempt may start."""
         if not self.tombstone:
             return True
         return bool(self.admitted) and (attempt == self.admitted or attempt.startswith(f"{self.admitted}-r"))
 
     def as_data(self) -> dict[str, Any]:
-        """A JSON-ready form."""
+        """Return a form that can be encoded as JSON."""
         return asdict(self)
 
     def encode(self) -> bytes:
-        """The bytes of ``control.json``."""
+        """Encode as the content of ``control.json``."""
         return json.dumps(self.as_data(), indent=1).encode()
 
     @classmethod
     def from_data(cls, data: Any) -> ControlDocument:
-        """Read what `as_data` gave.
+        """Read the result of `as_data`.
 
         Raises:
-            FormatError: it has another form.
+            FormatError: The data has another form.
         """
         try:
             stop = data.get("stop")
@@ -153,19 +153,19 @@ class ControlDocument:
                 admitted=str(data.get("admitted", "")),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"control document: {error!r}", "let the service write it anew") from error
+            raise FormatError(f"control document: {error!r}", "let the service rewrite it") from error
 
     @classmethod
     def decode(cls, data: bytes) -> ControlDocument:
-        """Read the bytes of ``control.json``.
+        """Decode the content of ``control.json``.
 
         Raises:
-            FormatError: they are something else.
+            FormatError: The bytes are not a control document.
         """
         try:
             return cls.from_data(parse_json(data, _MAX_MEMORY))
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"control document: {error}", "let the service write it anew") from error
+            raise FormatError(f"control document: {error}", "let the service rewrite it") from error
 
 
 def _whole(value: Any, least: int = 0) -> int:
@@ -177,15 +177,15 @@ def _whole(value: Any, least: int = 0) -> int:
 AnswerState = Literal["ready", "passed", "left", "refuses"]
 """
 ======= ====================================================================================================
-ready   it has not finished the step yet, and will not go beyond it before it is told more
-passed  it had finished the step before it heard of it
-left    it was ready, has waited at the step for as long as it does, and goes on
-refuses its program has not agreed to be stopped so
+ready   the worker has not finished the step, and does not go beyond it without another request
+passed  the worker had finished the step before it received the request
+left    the worker was ready, has waited at the step for its maximum time, and continues
+refuses the worker's program does not permit such a stop
 ======= ====================================================================================================
 """
 
 _KEY = re.compile(
-    rf"{STOPS}[^/]+/(?P<asked>\d{{1,19}})/(?P<worker>\d{{1,9}})-(?P<state>ready|passed|left|refuses)-(?P<at>\d{{1,19}})\.json"
+    rf"{STOPS}[^/]+/(?P<requested>\d{{1,19}})/(?P<worker>\d{{1,9}})-(?P<state>ready|passed|left|refuses)-(?P<at>\d{{1,19}})\.json"
 )
 
 
@@ -194,41 +194,44 @@ class StopAnswer:
     """A worker's answer.
 
     Attributes:
-        worker: its rank.
-        asked: the step that it was asked to stop at.
-        state: see `AnswerState`.
-        at: the last step that it had finished, 0 before the first.
+        worker: Rank of the worker.
+        requested_step: The requested step.
+        state: See `AnswerState`.
+        at: The last step that it had finished; 0 before the first.
     """
 
     worker: int
-    asked: int
+    requested_step: int
     state: AnswerState
     at: int
 
     def key(self, attempt: str) -> str:
-        """Its object, relative to the run."""
-        return f"{_prefix(attempt, self.asked)}{self.worker}-{self.state}-{self.at}.json"
+        """Return the key of its object, relative to the run."""
+        return f"{_prefix(attempt, self.requested_step)}{self.worker}-{self.state}-{self.at}.json"
 
     def encode(self) -> bytes:
-        """The object's bytes; readers need no more than its name."""
+        """Encode as the object's content. Readers need only the key."""
         return json.dumps(asdict(self)).encode()
 
 
-def find_answers(run_store: Store, attempt: str, asked: int) -> list[StopAnswer]:
-    """What the workers of an attempt have answered of one step, by one listing.
+def find_answers(run_store: Store, attempt: str, requested_step: int) -> list[StopAnswer]:
+    """Return the answers of an attempt's workers for one step. This lists one prefix.
 
     Raises:
-        StoreError: the store does not answer.
+        StoreError: The store is unreachable.
     """
-    matches = (_KEY.fullmatch(entry.key) for entry in run_store.entries(_prefix(attempt, asked)))
+    matches = (_KEY.fullmatch(entry.key) for entry in run_store.entries(_prefix(attempt, requested_step)))
     return [
         StopAnswer(
-            int(match["worker"]), int(match["asked"]), cast("AnswerState", match["state"]), int(match["at"])
+            int(match["worker"]),
+            int(match["requested"]),
+            cast("AnswerState", match["state"]),
+            int(match["at"]),
         )
         for match in matches
         if match is not None
     ]
 
 
-def _prefix(attempt: str, asked: int) -> str:
-    return f"{STOPS}{check_name('attempt', attempt)}/{asked}/"
+def _prefix(attempt: str, requested_step: int) -> str:
+    return f"{STOPS}{check_name('attempt', attempt)}/{requested_step}/"

@@ -1,9 +1,9 @@
-"""JSON documents of a run: its identity, its attempts, its checkpoints, and how its workers ended; and a parser for JSON from untrusted writers.
+"""JSON documents of a run: its identity, attempts, checkpoints and the ends of its workers; and a parser for JSON from untrusted writers.
 
-`parse_json` refuses a text before it is parsed if its objects could take more memory than a limit. An empty list is two bytes of text and 64
-bytes of memory: a text of a few megabytes can take gigabytes once it is parsed.
+`parse_json` rejects a text before parsing if its objects could exceed a memory limit. An empty list is two bytes of text and 64
+bytes of memory: a text of a few megabytes can take gigabytes after parsing.
 
-A `Checkpoint` is one that the program reported; `last_good` is the last one before a bad step.
+A `Checkpoint` is reported by the program; `last_good` is the last one before a bad step.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from watchstep.store.store import Store
 
 _MIB = 1024 * 1024
 _OBJECT, _KEY, _LIST, _ELEMENT = 156, 132, 120, 56
-"""Most bytes of memory for each brace, colon, bracket and comma of a text, measured on CPython 3.10 to 3.13 with `tracemalloc`:
+"""Maximum bytes of memory for each brace, colon, bracket and comma of a text, measured on CPython 3.10 to 3.13 with `tracemalloc`:
 a container or entry, and the number or the head of the text in it."""
 
 _NARROW, _WIDE = 2, 9
-"""Most bytes of memory for each byte of a text, decoded and once more in its strings: one character beyond ASCII makes each
+"""Maximum bytes of memory for each byte of a text, decoded and again in its strings: one character outside ASCII makes each
 character of its string take four bytes."""
 
 
 _LONG = 256 * 1024
-"""Bytes of text from which on the collector of cycles is paused: it would walk all objects of the process again and again while the parser, which
-holds the interpreter's lock, makes new ones. Three megabytes of empty lists take 0.1 s so, and 1 s otherwise in a process of the service."""
+"""Size of a text in bytes from which the cyclic garbage collector is paused: it would traverse all objects of the process repeatedly while the parser, which
+has the GIL, creates new ones. In a process of the service, three megabytes of empty lists take 0.1 s with the pause, and 1 s without."""
 
 
 class OversizedJsonError(ValueError):
-    """A text whose objects could take more memory than the limit."""
+    """The objects of a text could exceed the memory limit."""
 
 
 def parse_json(
     data: bytes, limit: int, unique: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
 ) -> Any:
-    """Parse a JSON text. Lone surrogates, which neither UTF-8 nor a database takes, become question marks.
+    """Parse a JSON text. Lone surrogates, which UTF-8 and databases do not accept, become question marks.
 
     Args:
-        data: in UTF-8.
-        limit: bytes of memory that the objects may take.
-        unique: as ``object_pairs_hook`` of `json.loads`.
+        data: The text in UTF-8.
+        limit: Maximum memory of the objects in bytes.
+        unique: Like ``object_pairs_hook`` of `json.loads`.
 
     Raises:
-        OversizedJsonError: they could take more.
-        ValueError, RecursionError: it is no JSON.
+        OversizedJsonError: The objects could exceed the limit.
+        ValueError, RecursionError: The text is not JSON.
     """
     needed = memory_needed(data)
     if needed > limit:
@@ -75,7 +75,7 @@ def _parsed(data: bytes, unique: Callable[[list[tuple[str, Any]]], dict[str, Any
 
 
 def memory_needed(data: bytes) -> int:
-    """Most bytes of memory that a JSON text takes while it is parsed and afterwards; on the safe side."""
+    """Return an upper bound of the memory in bytes that a JSON text takes during and after parsing."""
     narrow = data.isascii() and b"\\u" not in data
     return (
         (_NARROW if narrow else _WIDE) * len(data)
@@ -89,7 +89,7 @@ def memory_needed(data: bytes) -> int:
 MAX_BYTES = 4 * 1024 * 1024
 _MAX_MEMORY = 128 * 1024 * 1024
 TERMINATED = "SIGTERM"
-"""How the reason of an end document begins where SIGTERM ended the worker, or made its program end."""
+"""Prefix of the reason in an end document if SIGTERM ended the worker, or made its program end."""
 
 EndState = Literal["completed", "failed", "stopped"]
 OnStop = Literal["ignore", "raise", "callback"]
@@ -97,16 +97,16 @@ OnStop = Literal["ignore", "raise", "callback"]
 
 @dataclass(frozen=True)
 class RunDocument:
-    """``run.json``: written once, when the run is made.
+    """``run.json``: written once, at the creation of the run.
 
     Attributes:
-        project: the project's name.
-        run: the run's id.
-        created_ns: nanoseconds since the epoch.
-        rules: rule configs, as data, that the recorder asks for. It cannot grant ``stop`` with them.
-        config: what to record, as data.
-        environment: versions and host, for people.
-        schema: of everything below the run's prefix.
+        project: Name of the project.
+        run: Id of the run.
+        created_ns: Creation in nanoseconds since the epoch.
+        rules: Rule configs, as data, that the recorder requests. They cannot permit ``stop``.
+        config: The capture configuration, as data.
+        environment: Versions and host, for users.
+        schema: Schema of everything below the run's prefix.
     """
 
     project: str
@@ -120,14 +120,14 @@ class RunDocument:
 
 @dataclass(frozen=True)
 class AttemptDocument:
-    """``attempts/<id>.json``: the claim on an attempt, written by its first worker.
+    """``attempts/<id>.json``: claims an attempt, written by its first worker.
 
     Attributes:
-        attempt: the attempt's id.
-        started_ns: nanoseconds since the epoch.
-        world_size: how many workers to expect.
-        on_stop: what a cooperative stop will meet.
-        host: where the first worker runs.
+        attempt: Id of the attempt.
+        started_ns: Start in nanoseconds since the epoch.
+        world_size: Number of expected workers.
+        on_stop: The effect of a cooperative stop.
+        host: Host of the first worker.
     """
 
     attempt: str
@@ -139,16 +139,16 @@ class AttemptDocument:
 
 @dataclass(frozen=True)
 class LaunchDocument:
-    """``launches/<attempt>.json``: the process that ``watchstep run`` became, which may never record anything.
+    """``launches/<attempt>.json``: the process of ``watchstep run``, which may never record anything.
 
     Attributes:
-        attempt: the attempt's id.
-        launched_ns: nanoseconds since the epoch.
-        pid: the process id.
-        start_ticks: when it started, as in `watchstep.platform.process.ProcessIdentity`.
-        boot: the kernel's id of that boot.
-        host: where it runs, for people.
-        namespace: the kernel's name of the PID namespace that the process id belongs to.
+        attempt: Id of the attempt.
+        launched_ns: Launch in nanoseconds since the epoch.
+        pid: Process id.
+        start_ticks: Start time, as in `watchstep.platform.process.ProcessIdentity`.
+        boot: The kernel's id of the boot.
+        host: Host of the process, for users.
+        namespace: The kernel's name of the process id's PID namespace.
     """
 
     attempt: str
@@ -162,17 +162,17 @@ class LaunchDocument:
 
 @dataclass(frozen=True)
 class EndDocument:
-    """``end/<attempt>/<worker>.json``: how one worker ended, and how much it recorded.
+    """``end/<attempt>/<worker>.json``: the end of one worker, and how much it recorded.
 
     Attributes:
-        worker: its rank.
-        state: completed, failed (by an exception) or stopped (by Watchstep).
-        last_step: the last finished step; -1 where there was none.
-        ended_ns: nanoseconds since the epoch.
-        segments: how many of its writer's segments it takes until all its rows are there, so that a missing one is known.
-        writer: the writer's id, as in its segments' keys; several ranks of a node may have one.
-        reason: the exception's type and message, or the stop's reason.
-        health: the recorder's counters.
+        worker: Rank of the worker.
+        state: ``completed``, ``failed`` (by an exception) or ``stopped`` (by Watchstep).
+        last_step: The last finished step; -1 without one.
+        ended_ns: End in nanoseconds since the epoch.
+        segments: Number of its writer's segments that contain all its rows, so that readers detect a missing one.
+        writer: Id of the writer, as in its segments' keys. Several ranks of a node may share a writer.
+        reason: Type and message of the exception, or the reason of the stop.
+        health: Counters of the recorder.
     """
 
     worker: int
@@ -189,20 +189,20 @@ Document = TypeVar("Document", RunDocument, AttemptDocument, EndDocument, Launch
 
 
 def encode(document: RunDocument | AttemptDocument | EndDocument | LaunchDocument) -> bytes:
-    """The bytes of a document."""
+    """Encode a document."""
     return json.dumps(asdict(document), indent=1, default=str).encode()
 
 
 def decode(kind: type[Document], data: bytes, name: str) -> Document:
-    """Read a document; unknown keys of later versions are left out.
+    """Decode a document. Unknown keys of later versions are ignored.
 
     Args:
-        kind: which document.
-        data: its bytes.
-        name: what to call it in an error.
+        kind: Type of the document.
+        data: Content of the document.
+        name: Name of the document for error messages.
 
     Raises:
-        FormatError: the bytes are something else, or of another schema.
+        FormatError: The bytes are not such a document, or have another schema.
     """
     try:
         document = parse_json(data, _MAX_MEMORY)
@@ -214,12 +214,12 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         return kind(**values)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(
-            f"{name}: not a document of this kind ({error})", "write it anew, or remove it"
+            f"{name}: not a document of this kind ({error})", "rewrite it, or remove it"
         ) from error
 
 
 def _check_types(kind: type[Document], values: dict[str, Any]) -> None:
-    """Refuse values of another type than the field's: readers count on them, whoever wrote the object."""
+    """Check that values have the types of their fields: readers rely on them for objects of any writer."""
     for name, hint in get_type_hints(kind).items():
         if name in values and not _fits(values[name], hint):
             raise ValueError(f"{name} is {str(values[name])[:80]!r}")
@@ -247,11 +247,11 @@ class Checkpoint:
     """A checkpoint.
 
     Attributes:
-        path: where it lies, as the program said.
-        step: the last step whose update it holds.
-        attempt: that saved it.
-        worker: the rank that saved it.
-        saved_ns: when, nanoseconds since the epoch.
+        path: Path as reported by the program.
+        step: The last step with an update in the checkpoint.
+        attempt: The attempt that saved it.
+        worker: The rank that saved it.
+        saved_ns: Save time in nanoseconds since the epoch.
     """
 
     path: str
@@ -262,23 +262,23 @@ class Checkpoint:
 
     @property
     def key(self) -> str:
-        """Its object, relative to the run."""
+        """Key of its object, relative to the run."""
         return f"{CHECKPOINTS}{check_name('attempt', self.attempt)}/{self.step}-{self.worker}.json"
 
     def encode(self) -> bytes:
-        """The object's bytes."""
+        """Encode as the object's content."""
         return json.dumps(asdict(self), indent=1).encode()
 
     def as_data(self) -> dict[str, Any]:
-        """A JSON-ready form."""
+        """Return a form that can be encoded as JSON."""
         return asdict(self)
 
     @classmethod
     def decode(cls, data: bytes, key: str) -> Checkpoint:
-        """Read what `encode` gave.
+        """Decode the result of `encode`.
 
         Raises:
-            FormatError: it is something else.
+            FormatError: The bytes are not a checkpoint.
         """
         try:
             document = json.loads(data)
@@ -289,21 +289,21 @@ class Checkpoint:
 
 
 def find_checkpoints(run_store: Store) -> list[Checkpoint]:
-    """The checkpoints of a run's attempts, in the order in which they were saved. What cannot be read is left out.
+    """Return the checkpoints of a run's attempts in the order of their save times. Unreadable ones are omitted.
 
     Raises:
-        StoreError: the store does not answer.
+        StoreError: The store is unreachable.
     """
     return sorted(_read(run_store, _keys(run_store)), key=lambda checkpoint: checkpoint.saved_ns)
 
 
 def last_good(run_store: Store, before_step: int | None = None) -> Checkpoint | None:
-    """The last checkpoint that was saved before a bad step; the last of all where none is named; None where there is none.
+    """Return the last checkpoint before a bad step, by default the last of all; None without one.
 
-    Only the newest steps are read. Of one step, the newest attempt's counts.
+    Only the newest steps are read. For one step, the newest attempt takes precedence.
 
     Raises:
-        StoreError: the store does not answer.
+        StoreError: The store is unreachable.
     """
     keys = [key for key in _keys(run_store) if before_step is None or _step(key) < before_step]
     newest = max(map(_step, keys), default=-1)

@@ -1,7 +1,7 @@
-"""The journal: in which order a service judged the segments of an attempt, by which clock, and up to which step.
+"""The journal: the order in which a service evaluated the segments of an attempt, its clock and the last step.
 
-Rules judge the same rows in the same order with the same ticks alike. So what a rule would have said of a finished run
-follows from the journal and the rows. It is written in parts, each whole and never changed.
+A rule has the same result for the same rows in the same order with the same ticks. So its result for a finished run
+follows from the journal and the rows. The journal is written in parts, each atomically and never changed.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from watchstep.format.documents import parse_json
 from watchstep.format.layout import SCHEMA_VERSION, SegmentKey, WriterId, check_name, check_schema
 
 MAX_BYTES = 64 * 1024 * 1024
-"""A larger part is none."""
+"""Maximum size of a part in bytes."""
 
 _MAX_MEMORY = 384 * 1024 * 1024
 
-MOST_EVALUATIONS = 1000
-MOST_SEGMENTS = 20_000
-"""A part ends after so many, but for one evaluation that has more."""
+MAX_EVALUATIONS = 1000
+MAX_SEGMENTS = 20_000
+"""Maximum number of segments in a part, unless a single evaluation has more."""
 
 _INT64 = 2**63
 
 
 @dataclass(frozen=True)
 class RankRows:
-    """Rows of one rank in a segment: its first and last step, and how many rows.
+    """Rows of one rank in a segment: its first and last step, and the number of rows.
 
-    A rank's step is never split between segments, so these are found again wherever the rows lie.
+    A rank's step is never split between segments, so these can be found in any layout of the rows.
     """
 
     rank: int
@@ -43,11 +43,11 @@ class RankRows:
 
 @dataclass(frozen=True)
 class JournalSegment:
-    """A segment that was judged.
+    """An evaluated segment.
 
     Attributes:
-        key: its name.
-        ranks: whose rows it held; empty where it held none, None where nobody noted it.
+        key: Key of the segment.
+        ranks: Ranks with rows in the segment; empty for a segment without rows, None if unknown.
     """
 
     key: SegmentKey
@@ -56,14 +56,14 @@ class JournalSegment:
 
 @dataclass(frozen=True)
 class JournalEvaluation:
-    """One evaluation that judged.
+    """One evaluation.
 
     Attributes:
-        tick: its number; ascending within a run, of which an attempt has some.
-        at_ns: the clock that rules were given, nanoseconds since the epoch.
-        watermark: the last step that was complete after it; -1 for none.
-        ended: no row came and the attempt had ended, so that silence was not judged.
-        segments: what arrived, in order.
+        tick: Number of the evaluation, ascending within a run. An attempt has a subset.
+        at_ns: The clock of the rules in nanoseconds since the epoch.
+        watermark: The last step that was complete after the evaluation; -1 without one.
+        ended: Whether no row had arrived and the attempt had ended, so that silence was not evaluated.
+        segments: The segments that arrived, in order.
     """
 
     tick: int
@@ -78,9 +78,9 @@ class JournalPart:
     """One object of a journal.
 
     Attributes:
-        attempt: whose.
-        number: its place, from 0.
-        evaluations: in order; at least one.
+        attempt: The attempt.
+        number: Number of the part, from 0.
+        evaluations: The evaluations in order; at least one.
     """
 
     attempt: str
@@ -89,19 +89,19 @@ class JournalPart:
 
 
 def first_part(evaluations: Iterable[JournalEvaluation]) -> tuple[JournalEvaluation, ...]:
-    """As many of the evaluations as go into one part."""
+    """Return the first evaluations, as many as fit into one part."""
     taken: list[JournalEvaluation] = []
     segments = 0
     for evaluation in evaluations:
         segments += len(evaluation.segments)
-        if taken and (len(taken) >= MOST_EVALUATIONS or segments > MOST_SEGMENTS):
+        if taken and (len(taken) >= MAX_EVALUATIONS or segments > MAX_SEGMENTS):
             break
         taken.append(evaluation)
     return tuple(taken)
 
 
 def encode(part: JournalPart) -> bytes:
-    """A part's bytes."""
+    """Encode a part."""
     writers: dict[WriterId, int] = {}
     evaluations = []
     for evaluation in part.evaluations:
@@ -125,14 +125,14 @@ def encode(part: JournalPart) -> bytes:
 
 
 def decode(data: bytes, name: str) -> JournalPart:
-    """Read a part.
+    """Decode a part.
 
     Args:
-        data: its bytes.
-        name: what to call it in an error.
+        data: Content of the part.
+        name: Name of the part for error messages.
 
     Raises:
-        FormatError: it is none, or of another version.
+        FormatError: The bytes are not a part, or have another version.
     """
     try:
         document = parse_json(data, _MAX_MEMORY)
@@ -147,20 +147,20 @@ def decode(data: bytes, name: str) -> JournalPart:
         return JournalPart(attempt, _number(document["number"]), evaluations)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, BadNameError) as error:
         raise FormatError(
-            f"{name}: not a part of a journal ({error})", "the run can still be judged without its journal"
+            f"{name} is not a part of a journal ({error})", "the run can be evaluated without its journal"
         ) from error
 
 
 def check_order(evaluations: Sequence[JournalEvaluation], name: str) -> None:
-    """Refuse evaluations that cannot have been in this order.
+    """Check that evaluations can have been in this order.
 
     Raises:
-        FormatError: ticks or watermarks go back, or there is no evaluation.
+        FormatError: Ticks or watermarks decrease, or there is no evaluation.
     """
     pairs = pairwise(evaluations)
     if not evaluations or any(a.tick >= b.tick or a.watermark > b.watermark for a, b in pairs):
         raise FormatError(
-            f"{name}: its evaluations are in no order", "the run can still be judged without its journal"
+            f"{name} has evaluations that are not in order", "the run can be evaluated without its journal"
         )
 
 
@@ -178,11 +178,11 @@ def _segments(rows_of_segments: Any, writers: list[WriterId]) -> Iterator[Journa
         key = SegmentKey(writers[_number(place)], _number(seq), _number(first), _number(last))
         rank_rows = None if ranks is None else tuple(RankRows(*map(_number, entry)) for entry in ranks)
         if first > last or any(not first <= rows.first <= rows.last <= last for rows in rank_rows or ()):
-            raise ValueError(f"segment {key.path}: steps that it cannot hold")
+            raise ValueError(f"segment {key.path} has invalid steps")
         yield JournalSegment(key, rank_rows)
 
 
 def _number(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < _INT64:
-        raise ValueError(f"{str(value)[:80]!r} is no number that may stand here")
+        raise ValueError(f"{str(value)[:80]!r} is not a valid number")
     return value

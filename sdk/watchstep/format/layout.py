@@ -1,4 +1,4 @@
-"""Where things lie on the store: every key that Watchstep writes or reads is made here.
+"""Layout of the store: all keys that Watchstep writes or reads.
 
 ::
 
@@ -21,7 +21,7 @@ from watchstep.errors import BadNameError, FormatError
 from watchstep.format.tensors import MODES
 
 SCHEMA_VERSION = 2
-"""Version of everything below a run's prefix; readers refuse every other one.
+"""Version of everything below a run's prefix; readers reject all others.
 
 1: the names of before 0.1.0. 2: `watchstep.reading.migration` lists the names that changed, and rewrites runs of version 1.
 """
@@ -39,7 +39,7 @@ JOURNALS = "journal/"
 BASELINES = "baselines/"
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-# Numbers have one spelling, so that one object has one name: what parses prints back as it was.
+# Numbers have one notation, so that one object has one name: a parsed key formats to the same text.
 _NUMBER_PATTERN = r"0|[1-9][0-9]{0,17}"
 _SEGMENT = re.compile(
     r"stats/(?P<attempt>[^/]+)/(?P<node>[^/]+)/(?P<writer>[^/]+)/"
@@ -53,14 +53,14 @@ _SEQ_DIGITS = 10
 
 
 def check_schema(name: str, schema: int) -> None:
-    """Refuse an object of another version.
+    """Check the schema version of an object.
 
     Args:
-        name: of the object, for the message.
-        schema: the version that it states.
+        name: Name of the object, for the message.
+        schema: Version in the object.
 
     Raises:
-        FormatError: it is not `SCHEMA_VERSION`.
+        FormatError: The version is not `SCHEMA_VERSION`.
     """
     if schema > SCHEMA_VERSION:
         raise FormatError(
@@ -75,14 +75,14 @@ def check_schema(name: str, schema: int) -> None:
 
 
 def check_name(kind: str, value: str) -> str:
-    """Return ``value`` if it may be one part of a key.
+    """Return ``value`` if it is valid as one part of a key.
 
     Args:
-        kind: what the name is for, as the message will say it ("run", "project", …).
-        value: letters, digits, ``.``, ``_`` and ``-``; at most 128; the first a letter or digit.
+        kind: Kind of the name for the message ("run", "project", …).
+        value: The name: letters, digits, ``.``, ``_`` and ``-``; at most 128; the first a letter or digit.
 
     Raises:
-        BadNameError: for anything else, so that no name reaches outside its prefix.
+        BadNameError: The name is invalid. No valid name leaves its prefix.
     """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise BadNameError(
@@ -114,7 +114,7 @@ class WriterId:
         """Prefix of the writer's segments, relative to the run.
 
         Raises:
-            BadNameError: a part of it could leave its place.
+            BadNameError: A part of it is invalid.
         """
         attempt, node = check_name("attempt", self.attempt), check_name("node", self.node)
         return f"{SEGMENTS}{attempt}/{node}/{check_name('writer', self.writer)}/"
@@ -122,7 +122,7 @@ class WriterId:
 
 @dataclass(frozen=True, order=True)
 class SegmentKey:
-    """Name of one segment: who wrote it, its place in the sequence, and its steps (both inclusive)."""
+    """Name of one segment: its writer, its sequence number, and its first and last step (inclusive)."""
 
     writer: WriterId
     seq: int
@@ -136,10 +136,10 @@ class SegmentKey:
 
     @classmethod
     def parse(cls, path: str) -> SegmentKey:
-        """Read a key relative to the run.
+        """Parse a key relative to the run.
 
         Raises:
-            FormatError: when it is not a segment's key.
+            FormatError: It is not a segment's key.
         """
         match = _SEGMENT.fullmatch(path)
         if (
@@ -156,7 +156,7 @@ class SegmentKey:
 
 @dataclass(frozen=True, order=True)
 class SnapshotKey:
-    """Name of the full tensors of one step of one worker."""
+    """Name of the snapshot of one step of one worker."""
 
     attempt: str
     worker: int
@@ -170,10 +170,10 @@ class SnapshotKey:
 
     @classmethod
     def parse(cls, path: str) -> SnapshotKey:
-        """Read a key relative to the run.
+        """Parse a key relative to the run.
 
         Raises:
-            FormatError: when it is not a snapshot's key.
+            FormatError: It is not a snapshot's key.
         """
         match = _SNAPSHOT.fullmatch(path)
         if not match or not _are_names(match["attempt"]):
@@ -189,12 +189,12 @@ def attempt_document(attempt: str) -> str:
 
 
 def launch_document(attempt: str) -> str:
-    """Key of the document that says which process was launched as an attempt, relative to the run."""
+    """Key of the document about the process of an attempt, relative to the run."""
     return f"{LAUNCHES}{check_name('attempt', attempt)}.json"
 
 
 def end_document(attempt: str, worker: int) -> str:
-    """Key of the document that says how a worker of an attempt ended, relative to the run."""
+    """Key of the document about the end of an attempt's worker, relative to the run."""
     return f"{ENDS}{check_name('attempt', attempt)}/{worker}.json"
 
 

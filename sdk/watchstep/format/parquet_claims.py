@@ -1,4 +1,4 @@
-"""What a Parquet file says of its own sizes, read before anything is unpacked.
+"""Sizes that a Parquet file claims, read before decompression.
 
 pyarrow allocates what a page header claims, and aborts the process on some damaged footers when it is asked for their
 details; so the footer and the page headers are read here. Both are structs in Thrift's compact protocol:
@@ -142,20 +142,20 @@ class Footer:
 
 
 def read_claims(data: bytes) -> Claims:
-    """Read what a file claims.
+    """Read the claims of a file.
 
     Raises:
-        ValueError: it is no Parquet file, or contradicts itself.
+        ValueError: The file is not a Parquet file, or is inconsistent.
     """
     footer = read_footer(data)
     return claims_of(data, footer)
 
 
 def read_footer(data: Bytes) -> Footer:
-    """Read a file's footer; only it and the first four bytes are looked at.
+    """Read a file's footer. Only the footer and the first four bytes are read.
 
     Raises:
-        ValueError: it is no Parquet file, or a column lies outside it.
+        ValueError: The file is not a Parquet file, or a column is outside of it.
     """
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[:4] != _MAGIC or data[-4:] != _MAGIC or size > len(data) - 12:
@@ -192,7 +192,7 @@ def _footer(data: Bytes, size: int) -> Footer:
 
 
 def _check_apart(chunks: list[Chunk]) -> None:
-    """Refuse chunks that share bytes: the same pages would be read once for each of them."""
+    """Check that chunks do not share bytes: the same pages would be read once for each of them."""
     end = 0
     for chunk in sorted((chunk for chunk in chunks if chunk.length), key=lambda chunk: chunk.start):
         if chunk.start < end:

@@ -1,11 +1,11 @@
-"""Segments: encoding, decoding, and the checks of an object before memory is taken for it.
+"""Segments: encoding, decoding, and checks of an object before memory is allocated for it.
 
-What must hold of a segment before memory is taken for it, and of its figures before anything counts on them.
+The checks cover a segment's sizes before memory is allocated for it, and its figures before they are used.
 
 A segment: one object with the statistics of many tensors over a range of steps, from one writer.
 
-It is a Parquet file whose rows are those of a `Block`; the catalogue of its tensors travels in the file's metadata,
-so that every segment can be read by itself, by Watchstep or by anything else that reads Parquet.
+It is a Parquet file whose rows are those of a `Block`; the file's metadata contain the catalogue of its tensors,
+so that every segment can be read independently, by Watchstep or any other reader of Parquet.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 MAX_BYTES = 256 * 1024 * 1024
-"""Largest segment, compressed or not, that a reader takes."""
+"""Maximum size of a segment for readers, compressed or not."""
 
 MAX_ROWS = 1_000_000
-"""Most rows of one segment; with their columns they are some 250 MB."""
+"""Maximum number of rows of one segment; with their columns they take about 250 MB."""
 
 HISTOGRAM_COLUMNS = frozenset({"histogram_bins", "histogram_counts"})
 
@@ -53,7 +53,7 @@ PROBE = "probe."
 """Prefix of a probe's column."""
 
 WORD_COLUMNS = ("mode", "tensor", "stage")
-"""Columns of text. Readers take them as places in a dictionary, so that no row holds a copy of its text."""
+"""Columns of text. Readers read them as indices into a dictionary, so that rows have no copies of their text."""
 
 _MAX_PROBES = 64
 _MAX_BINS = 32 * MAX_ROWS
@@ -77,7 +77,7 @@ _BIN_BYTES = 4  # int16, which Parquet holds as int32
 
 
 def checked_columns(schema: pa.Schema) -> list[str]:
-    """The columns to read, each of its type; what a later version adds beside them is left out."""
+    """Return the columns to read, with checked types. Additional columns of later versions are omitted."""
     due = _column_types()
     probes = [name for name in schema.names if name.startswith(PROBE)]
     if len(probes) > _MAX_PROBES:
@@ -108,12 +108,12 @@ def _column_types() -> dict[str, tuple[Any, ...]]:
 
 
 def check_leaves(leaves: list[tuple[str, ...]]) -> None:
-    """See that what is read of a segment is columns of its own, and of histograms the elements of lists.
+    """Check that the read columns are a segment's own, and those of histograms are list elements.
 
-    pyarrow reads all whose path begins with a name that is asked for.
+    pyarrow reads all columns with a path that begins with a requested name.
 
     Raises:
-        ValueError: with the path of another.
+        ValueError: Another column would be read; the message has its path.
     """
     due: dict[str, tuple[str, ...]] = {
         name: (name,) for name in (*WORD_COLUMNS, *_LIMITS, *VALUE_COLUMNS, "time_ns")
@@ -124,17 +124,17 @@ def check_leaves(leaves: list[tuple[str, ...]]) -> None:
         if leaf != due.get(path.split(".", 1)[0], leaf) or (path.startswith(PROBE) and len(leaf) > 1):
             raise ValueError(f"column {path[:80]} is not one of a segment's")
     if len({*leaves}) != len(leaves):
-        raise ValueError("two columns have one name")
+        raise ValueError("two columns have the same name")
 
 
 def check_claims(claims: Claims, columns: list[str]) -> None:
-    """Hold what a file says of its sizes against the limits, before anything is unpacked.
+    """Check a file's claimed sizes against the limits before decompression.
 
-    A column counts with its unpacked pages, or with its values as they are in memory where that is more: a page of a few
-    bytes can stand for millions of values, by run lengths and dictionaries.
+    A column counts with its decompressed pages, or with its values in memory if that is more: a page of a few
+    bytes can represent millions of values, by run lengths and dictionaries.
 
     Raises:
-        ValueError: with what is over them.
+        ValueError: A size exceeds a limit.
     """
     values = dict.fromkeys(columns, 0)
     size = 0
@@ -151,7 +151,7 @@ def check_claims(claims: Claims, columns: list[str]) -> None:
 
 
 def _claimed_size(name: str, claim: ColumnClaim) -> int:
-    """Bytes of memory that a column's part of one row group claims."""
+    """Return the bytes of memory that a column's part of one row group claims."""
     if name not in WORD_COLUMNS:
         width = _BIN_BYTES if name == "histogram_bins" else _NUMBER_BYTES
         return max(claim.pages, claim.dictionary_pages + claim.values * width)
@@ -171,10 +171,10 @@ def _claimed_size(name: str, claim: ColumnClaim) -> int:
 
 
 def check_values(block: Block) -> Block:
-    """The same block, if its figures are such as a tensor can have.
+    """Return the same block if its figures are possible for a tensor.
 
     Raises:
-        ValueError: with the column's name.
+        ValueError: A figure is invalid; the message has the column's name.
     """
     statistics = block.statistics
     counts = {name: getattr(statistics, name) for name in COUNT_COLUMNS}
@@ -185,13 +185,13 @@ def check_values(block: Block) -> Block:
 
 
 def check_columns(columns: Mapping[str, NDArray[Any]]) -> None:
-    """Hold columns of a segment against the limits of its figures: those that are there, each alone and with the others.
+    """Check the present columns of a segment against the limits of its figures, individually and combined.
 
     Args:
-        columns: name → numbers; all of one length.
+        columns: Numbers by name, all of the same length.
 
     Raises:
-        ValueError: with the column's name.
+        ValueError: A figure is invalid; the message has the column's name.
     """
     for name, (least, most) in _LIMITS.items():
         if name in columns:
@@ -204,10 +204,10 @@ def check_columns(columns: Mapping[str, NDArray[Any]]) -> None:
 
 
 def check_steps(step: NDArray[np.int64], first: int, last: int) -> None:
-    """Hold the steps of a segment against those that its name or its footer says.
+    """Check the steps of a segment against those in its name or footer.
 
     Raises:
-        ValueError: it holds others.
+        ValueError: The segment has other steps.
     """
     if len(step) and not (first <= int(step.min()) and int(step.max()) <= last):
         raise ValueError(f"holds steps {step.min()} to {step.max()}, not only {first} to {last}")
@@ -251,7 +251,7 @@ __all__ = [
 ]
 
 CONSTANT = ("mode", "worker", "shard_index", "shard_count", "replica", "stage")
-"""Columns that mostly have one value in an object; its footer says so, and they need not be read."""
+"""Columns that usually have one value in an object. The footer then has the value, and they need not be read."""
 
 _DENSE = frozenset({*VALUE_COLUMNS, "histogram_bins.list.element", "histogram_counts.list.element"})
 """Columns that zstd makes a third smaller than LZ4 does; of the others both make next to nothing, LZ4 in half the time."""
@@ -260,35 +260,35 @@ _META = b"watchstep"
 CATALOGUE = b"watchstep.tensors"
 """Key of the catalogue in a segment's metadata."""
 
-_MEND = "the writer or the transfer damaged it; what other segments hold can still be read"
+_MEND = "the writer or the transfer damaged it; other segments can still be read"
 
 
 def catalogue_bytes(catalogue: tuple[TensorInfo, ...]) -> bytes:
-    """The catalogue as it stands in a segment's metadata. Writers keep it while the tensors stay the same."""
+    """Return the catalogue in the form of a segment's metadata. Writers keep it while the tensors stay the same."""
     text = json.dumps([info.as_data() for info in catalogue], separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 6))
 
 
 def metadata(catalogue: bytes) -> dict[bytes, bytes]:
-    """A segment's metadata, with what `catalogue_bytes` gave."""
+    """Return a segment's metadata, with the result of `catalogue_bytes`."""
     return {_META: json.dumps({"schema": SCHEMA_VERSION}).encode(), CATALOGUE: catalogue}
 
 
 def check_version(stored: dict[bytes, bytes], name: str) -> None:
-    """Refuse a segment of another version, by its metadata.
+    """Check in a segment's metadata that its version is supported.
 
     Raises:
-        FormatError: it is of one.
-        ValueError, TypeError, KeyError: it is no segment's metadata.
+        FormatError: The segment has another version.
+        ValueError, TypeError, KeyError: These are not a segment's metadata.
     """
     check_schema(f"segment {name}", schema_of(stored))
 
 
 def schema_of(stored: dict[bytes, bytes]) -> int:
-    """The version that a segment's metadata state.
+    """Return the version in a segment's metadata.
 
     Raises:
-        ValueError, TypeError, KeyError: it is no segment's metadata.
+        ValueError, TypeError, KeyError: These are not a segment's metadata.
     """
     if len(stored[_META]) > _MAX_META:
         raise ValueError(f"its metadata take {len(stored[_META])} bytes, at most {_MAX_META} are read")
@@ -296,25 +296,25 @@ def schema_of(stored: dict[bytes, bytes]) -> int:
 
 
 def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, bytes] | None = None) -> bytes:
-    """One segment's bytes.
+    """Encode one segment.
 
     Args:
-        block: the rows.
-        catalogue: what `catalogue_bytes` gives for the block's catalogue, where the caller has kept it.
-        more: further metadata.
+        block: The rows.
+        catalogue: The result of `catalogue_bytes` for the block's catalogue, if the caller has kept it.
+        more: Further metadata.
 
     Raises:
-        ValueError: the block was read without its histograms, and a segment has them.
+        ValueError: The block was read without its histograms, which a segment requires.
     """
     table = to_table(block)
     if not {*table.column_names} >= HISTOGRAM_COLUMNS:
-        raise ValueError("a segment holds histograms, and the block was read without")
+        raise ValueError("a segment requires histograms, but the block was read without them")
     meta = {**metadata(catalogue or catalogue_bytes(block.catalogue)), **(more or {})}
     return encode_table(table.replace_schema_metadata(meta))
 
 
 def encode_table(table: pa.Table) -> bytes:
-    """One segment's bytes, from the table with its metadata."""
+    """Encode one segment from the table with its metadata."""
     import pyarrow.parquet as pq
 
     probes = [name for name in table.column_names if name.startswith(PROBE)]
@@ -332,12 +332,12 @@ def encode_table(table: pa.Table) -> bytes:
 
 
 def _leaves(columns: list[str]) -> list[str]:
-    """Columns as Parquet calls them, whose leaves are what is compressed."""
+    """Return the columns by their names in Parquet, which compresses their leaves."""
     return [f"{name}.list.element" if name.startswith("histogram") else name for name in columns]
 
 
 def to_table(block: Block) -> pa.Table:
-    """The rows as an Arrow table, one column a figure, as they stand in a segment; histograms where they were read."""
+    """Return the rows as an Arrow table as in a segment, with one column per figure, and histograms if they were read."""
     import pyarrow as pa
 
     statistics = block.statistics
@@ -364,7 +364,7 @@ def to_table(block: Block) -> pa.Table:
 
 
 def _histogram_columns(histograms: Histograms) -> dict[str, Any]:
-    """Their columns; none where they were not read."""
+    """Return the columns of the histograms, without any if they were not read."""
     import pyarrow as pa
 
     if isinstance(histograms, UnreadHistograms):
@@ -383,25 +383,25 @@ class _Opened:
 
 
 def decode(data: bytes, name: str, *, histograms: bool = True) -> Block:
-    """Read a segment; sizes are checked before memory is taken.
+    """Decode a segment. Sizes are checked before memory is allocated.
 
     Args:
-        data: the object's bytes.
-        name: what to call it in an error.
-        histograms: False leaves them out, and damage in them unnoticed; to look into them is a `ConfigError` then.
+        data: The object's bytes.
+        name: Name of the segment for error messages.
+        histograms: False omits them; damage in them is then not detected, and access to them raises `ConfigError`.
 
     Raises:
-        FormatError: the bytes are no whole segment, are of another version, or claim sizes over the limits.
+        FormatError: The bytes are not a complete segment, have another version, or claim sizes over the limits.
     """
     with whole(name):
         return check_values(_to_block(_open(data, name, histograms=histograms)))
 
 
 def metadata_of(data: bytes, name: str) -> dict[bytes, bytes]:
-    """What a segment's metadata say.
+    """Return a segment's metadata.
 
     Raises:
-        FormatError: the bytes are no segment of the version that this one reads.
+        FormatError: The bytes are not a segment of the supported version.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -414,10 +414,10 @@ def metadata_of(data: bytes, name: str) -> dict[bytes, bytes]:
 
 
 def to_block(table: pa.Table, catalogue: tuple[TensorInfo, ...], name: str) -> Block:
-    """The rows of a table with all columns of a segment, as a block.
+    """Convert a table with all columns of a segment to a block.
 
     Raises:
-        FormatError: a figure or word is such as a segment cannot hold.
+        FormatError: A figure or word is not valid in a segment.
     """
     with whole(name):
         return check_values(_to_block(_Opened(table, catalogue)))
@@ -425,11 +425,11 @@ def to_block(table: pa.Table, catalogue: tuple[TensorInfo, ...], name: str) -> B
 
 @contextmanager
 def whole(name: str) -> Iterator[None]:
-    """Whatever damaged bytes make the code inside raise, told as one error.
+    """Convert every error that damaged bytes cause in the body to one error.
 
     Raises:
-        FormatError: with what to call the object.
-        MemoryError: memory is short, which says nothing of the bytes.
+        FormatError: The bytes are damaged. The message has the name of the object.
+        MemoryError: Memory is exhausted, which does not depend on the bytes.
     """
     import pyarrow as pa
 
@@ -449,7 +449,7 @@ def whole(name: str) -> Iterator[None]:
         zlib.error,
     ) as error:
         reason = str(error).split("\n", 1)[0][:200]
-        raise FormatError(f"segment {name}: not a whole segment ({reason})", _MEND) from error
+        raise FormatError(f"segment {name} is not a complete segment ({reason})", _MEND) from error
 
 
 def _open(data: bytes, name: str, *, histograms: bool) -> _Opened:
@@ -457,7 +457,7 @@ def _open(data: bytes, name: str, *, histograms: bool) -> _Opened:
     import pyarrow.parquet as pq
 
     if len(data) > MAX_BYTES:
-        raise FormatError(f"segment {name}: {len(data)} bytes, over the limit of {MAX_BYTES}", _MEND)
+        raise FormatError(f"segment {name} has {len(data)} bytes, over the limit of {MAX_BYTES}", _MEND)
     footer = read_footer(data)
     check_leaves(footer.leaves)
     file = pq.ParquetFile(
@@ -476,10 +476,10 @@ def _open(data: bytes, name: str, *, histograms: bool) -> _Opened:
 
 
 def catalogue_of(stored: bytes) -> tuple[TensorInfo, ...]:
-    """The catalogue that `catalogue_bytes` packed.
+    """Return the catalogue that `catalogue_bytes` packed.
 
     Raises:
-        ValueError, TypeError, KeyError, zlib.error: it is none, or over the limit.
+        ValueError, TypeError, KeyError, zlib.error: The bytes are not a catalogue, or exceed the limit.
     """
     return _known.get(stored, _unpacked)
 
@@ -488,10 +488,10 @@ def _unpacked(stored: bytes) -> tuple[int, tuple[TensorInfo, ...]]:
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(base64.b64decode(stored, validate=True), _MAX_CATALOGUE)
     if unpacker.unconsumed_tail or not unpacker.eof:
-        raise ValueError("the catalogue of its tensors is too large or cut short")
+        raise ValueError("the catalogue of its tensors is too large or truncated")
     tensors = text.count(b"{")
     if text.count(b"[") > _MOST_LISTS * (tensors + 1) or text.count(b",") > _MOST_VALUES * (tensors + 1):
-        raise ValueError("the catalogue of its tensors holds other data than tensors")
+        raise ValueError("the catalogue of its tensors contains data other than tensors")
     return len(text), tuple(TensorInfo.from_data(entry) for entry in parse_json(text, _MAX_CATALOGUE_MEMORY))
 
 
@@ -499,7 +499,7 @@ def _to_block(opened: _Opened) -> Block:
     table = opened.table.combine_chunks()
     places = {info.name: place for place, info in enumerate(opened.catalogue)}
     if len(places) != len(opened.catalogue):
-        raise ValueError("two of its tensors have one name")
+        raise ValueError("two of its tensors have the same name")
     statistics = StatisticsBatch(
         **{name: _ints(table, name, np.int64) for name in COUNT_COLUMNS},
         **{name: _floats(table, name) for name in VALUE_COLUMNS},

@@ -1,9 +1,9 @@
-"""Snapshots: full tensors of one step in one safetensors object, written as a stream and read by ranges.
+"""Snapshots: complete tensors of one step in one safetensors object, written as a stream and read by ranges.
 
 The object is 8 bytes of header length, a JSON header, and the tensors' bytes, little-endian and row-major:
-https://huggingface.co/docs/safetensors#format, which every safetensors library reads. Elements keep their type, bfloat16 and fp8
-too. This reader takes objects of a store, whose bytes nobody has checked, by ranges: it checks every number of the header against
-the size of the object before it takes memory, and reads one tensor without reading the others.
+https://huggingface.co/docs/safetensors#format, which every safetensors library reads. Elements keep their type, including bfloat16
+and fp8. The reader reads ranges of unchecked objects in a store: it checks every number of the header against
+the size of the object before it allocates memory, and reads one tensor without reading the others.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NARROW_FLOATS: dict[str, np.dtype[Any]] = {
     "F8_E5M2": np.dtype("u1"),
     "F8_E8M0": np.dtype("u1"),
 }
-"""What holds the bits of each format, by safetensors' names."""
+"""The unsigned integer type for the bits of each format, by safetensors' names."""
 
 
 def widened(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The numbers that some bits stand for, as float32, which holds every one of them exactly.
+    """Convert bits to the numbers that they encode, as float32, which represents each of them exactly.
 
     Args:
-        bits: of any shape.
-        dtype: a name of `NARROW_FLOATS`; for any other, the array comes back as it is.
+        bits: An array of any shape.
+        dtype: A name in `NARROW_FLOATS`. For any other, the array is returned unchanged.
     """
     if dtype not in NARROW_FLOATS:
         return bits
@@ -85,22 +85,22 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "C64": np.dtype("<c8"),
     **NARROW_FLOATS,
 }
-"""Element types by safetensors' names. numpy has no bfloat16 and no fp8: their bits stand in unsigned integers."""
+"""Element types by safetensors' names. numpy has no bfloat16 and no fp8: their bits are stored in unsigned integers."""
 
 MAX_HEADER = 16 * 1024 * 1024
-"""Largest JSON header that a reader takes, room for 100,000 tensors; safetensors itself stops at 100 MB."""
+"""Largest JSON header that a reader accepts, enough for 100,000 tensors. The limit of safetensors itself is 100 MB."""
 
 HEADER_METADATA = "__metadata__"
-"""The entry of the header that is no tensor: text by name."""
+"""The entry of the header that is not a tensor: text by name."""
 
 MISSING = "watchstep.missing"
-"""Where the metadata say how many tensors the snapshot should have held and does not, in decimal."""
+"""Key of the metadata for the number of tensors missing from the snapshot, in decimal."""
 
 MISSING_NAMES = "watchstep.missing_names"
-"""Where they say which: a JSON list of names, maybe not of all."""
+"""Key of the metadata for their names: a JSON list, possibly not of all."""
 
 COMPRESSED = "watchstep.compressed"
-"""Where the metadata of a snapshot of schema 1 describe its compressed tensors; it is rewritten before it is read."""
+"""Key of the metadata of a schema 1 snapshot for its compressed tensors. Such a snapshot is rewritten before it is read."""
 
 _FIRST_READ = 64 * 1024
 _MAX_HEADER_MEMORY = 512 * 1024 * 1024
@@ -111,7 +111,7 @@ _MEND = "the writer or the transfer damaged it; take another snapshot"
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where one tensor lies: ``length`` bytes from ``start`` of the object."""
+    """Location of one tensor: ``length`` bytes from byte ``start`` of the object."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -121,15 +121,15 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An opened snapshot: its header is read and checked, its tensors are not read yet.
+    """An opened snapshot. The header has been read and checked; the tensors have not been read.
 
     Attributes:
-        key: of the object, relative to its store.
-        metadata: what the writer said of it: the ``reason`` (cadence, gate, request or program), and whether
+        key: Key of the object, relative to its store.
+        metadata: The writer's metadata: the ``reason`` (cadence, gate, request or program), and whether
             ``parameters`` are as they were before or after the update.
-        tensors: by name, in the order in which they lie.
-        missing: tensors that did not fit into the writer's memory.
-        missing_names: names of those, or of the first thousand.
+        tensors: Locations by name, in the order of their bytes.
+        missing: Number of tensors that did not fit into the writer's memory.
+        missing_names: Names of those, or of the first thousand.
     """
 
     key: str
@@ -140,15 +140,15 @@ class Snapshot:
     _store: Store = field(repr=False, compare=False)
 
     def read(self, name: str) -> NDArray[Any]:
-        """One tensor as it was, by one ranged read; the array is read-only.
+        """Read one tensor with one ranged read. The array is read-only.
 
-        bfloat16 and fp8 come as their bits in uint16 and uint8; ``tensors[name].dtype`` says what they are, and
-        `values` gives their numbers.
+        bfloat16 and fp8 are returned as their bits in uint16 and uint8. ``tensors[name].dtype`` is their type, and
+        `values` returns their numbers.
 
         Raises:
-            NotFoundError: the snapshot has no such tensor, or is not there any more.
-            FormatError: the object is shorter than when it was opened.
-            StoreError: it could not be read.
+            NotFoundError: The snapshot has no such tensor, or no longer exists.
+            FormatError: The object is shorter than when it was opened.
+            StoreError: The object could not be read.
         """
         stored = self.tensors.get(name)
         if stored is None:
@@ -161,10 +161,10 @@ class Snapshot:
         return np.frombuffer(data, DTYPES[stored.dtype]).reshape(stored.shape)
 
     def values(self, name: str) -> NDArray[Any]:
-        """One tensor's numbers: as `read`, but bfloat16 and fp8 as float32, which holds each of them exactly.
+        """Read one tensor like `read`, but bfloat16 and fp8 as float32, which represents each number exactly.
 
         Raises:
-            NotFoundError, FormatError, StoreError: as `read`.
+            NotFoundError, FormatError, StoreError: As for `read`.
         """
         elements = self.read(name)
         return widened(elements, self.tensors[name].dtype)
@@ -178,30 +178,32 @@ class Snapshot:
     def _not_held(self, name: str) -> NotFoundError:
         if name in self.missing_names or self.missing > len(self.missing_names):
             return NotFoundError(
-                f"tensor {name!r}: not in snapshot {self.key}, whose writer had no memory for {self.missing} tensors",
+                f"tensor {name!r} is not in snapshot {self.key}: its writer had no memory for {self.missing} tensors",
                 "raise Snapshots.memory_bytes, or take snapshots at steps further apart",
             )
-        return NotFoundError(f"tensor {name!r}: not in snapshot {self.key}", "see its tensors for the names")
+        return NotFoundError(
+            f"tensor {name!r} is not in snapshot {self.key}", "see Snapshot.tensors for the names"
+        )
 
 
 def _gone(key: str) -> NotFoundError:
     return NotFoundError(
-        f"snapshot {key}: not there, or not any more",
+        f"snapshot {key} does not exist, or no longer exists",
         "list the snapshots again: those of a cadence make room for newer ones (Snapshots.ring_bytes)",
     )
 
 
 def open_snapshot(store: Store, key: str) -> Snapshot:
-    """Open a snapshot: its size, one ranged read for most headers, two for long ones.
+    """Open a snapshot. This requests its size, and reads most headers with one ranged read, long ones with two.
 
     Args:
-        store: where it lies.
-        key: relative to the store.
+        store: The store of the snapshot.
+        key: Key relative to the store.
 
     Raises:
-        NotFoundError: there is no such object, or not any more.
-        FormatError: its header is not what the object's size bears out.
-        StoreError: it could not be read.
+        NotFoundError: The object does not exist, or no longer exists.
+        FormatError: The header does not agree with the object's size.
+        StoreError: The object could not be read.
     """
     try:
         return _opened(store, key)
@@ -213,7 +215,7 @@ def _opened(store: Store, key: str) -> Snapshot:
     metadata, tensors = read_header(store, key)
     if COMPRESSED in metadata:
         raise FormatError(
-            f"snapshot {key}: compressed by an earlier version",
+            f"snapshot {key} was compressed by an earlier version",
             "rewrite the run with 'watchstep migrate-store'",
         )
     try:
@@ -224,21 +226,21 @@ def _opened(store: Store, key: str) -> Snapshot:
 
 
 def read_header(store: Store, key: str) -> tuple[dict[str, str], dict[str, TensorLocation]]:
-    """A snapshot's metadata, and where its tensors lie, in the order of their bytes.
+    """Return a snapshot's metadata, and the locations of its tensors in the order of their bytes.
 
     Raises:
-        NotFoundError: there is no such object.
-        FormatError: its header is not what the object's size bears out.
-        StoreError: it could not be read.
+        NotFoundError: The object does not exist.
+        FormatError: The header does not agree with the object's size.
+        StoreError: The object could not be read.
     """
     size = store.size(key)
     if size < 8:
-        raise FormatError(f"snapshot {key}: {size} bytes, too short for a header", _MEND)
+        raise FormatError(f"snapshot {key} has {size} bytes, which is too short for a header", _MEND)
     start = store.get_range(key, 0, min(size, _FIRST_READ))
     length = int.from_bytes(start[:8], "little")
     if length > min(MAX_HEADER, size - 8):
         raise FormatError(
-            f"snapshot {key}: claims a header of {length} bytes in an object of {size}, at most {MAX_HEADER} are read",
+            f"snapshot {key} claims a header of {length} bytes in an object of {size}; at most {MAX_HEADER} are read",
             _MEND,
         )
     text = start[8 : 8 + length]
@@ -256,13 +258,13 @@ def read_header(store: Store, key: str) -> tuple[dict[str, str], dict[str, Tenso
 
 def _invalid(key: str, error: Exception) -> FormatError:
     reason = str(error).split("\n", 1)[0][:200]
-    return FormatError(f"snapshot {key}: its header is not valid ({reason})", _MEND)
+    return FormatError(f"snapshot {key} has an invalid header ({reason})", _MEND)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("duplicate tensor name")
     return entries
 
 
@@ -280,7 +282,7 @@ def _stored(name: str, entry: Any, base: int) -> TensorLocation:
         raise ValueError(f"tensor {name!r} has unknown dtype {entry['dtype']!r}")
     shape, offsets = _integers(entry["shape"]), _integers(entry["data_offsets"])
     if len(shape) > _MAX_DIMENSIONS or math.prod(max(1, n) for n in shape) * dtype.itemsize > _MAX_SIZE:
-        raise ValueError(f"tensor {name!r} has an impossible shape")
+        raise ValueError(f"tensor {name!r} has an invalid shape")
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"tensor {name!r} has offsets that do not fit its shape")
     return TensorLocation(entry["dtype"], shape, base + offsets[0], offsets[1] - offsets[0])
@@ -303,14 +305,14 @@ def _check_layout(tensors: dict[str, TensorLocation], base: int, size: int) -> N
     place = base
     for stored in sorted(tensors.values(), key=lambda stored: (stored.start, stored.length)):
         if stored.start != place:
-            raise ValueError("its tensors overlap or leave gaps")
+            raise ValueError("its tensors overlap or have gaps between them")
         place += stored.length
     if place != size:
         raise ValueError(f"its tensors end at byte {place} of {size}")
 
 
-MOST_NAMES = 1000
-"""So many names of tensors that are missing are told, and how many there are."""
+MAX_NAMES = 1000
+"""Maximum number of names of missing tensors in the metadata. Their total number is always recorded."""
 
 
 @dataclass(frozen=True)
@@ -323,19 +325,19 @@ class Described:
 
     @property
     def length(self) -> int:
-        """Its bytes.
+        """Size in bytes.
 
         Raises:
-            ConfigError: the dtype is not known.
+            ConfigError: The dtype is unknown.
         """
         return math.prod(self.shape) * self.itemsize
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element.
+        """Size of one element in bytes.
 
         Raises:
-            ConfigError: the dtype is not known.
+            ConfigError: The dtype is unknown.
         """
         dtype = DTYPES.get(self.dtype)
         if dtype is None:
@@ -347,26 +349,27 @@ class Described:
 
 
 def aligned_order(tensors: Sequence[Described]) -> list[int]:
-    """Places of the tensors in an order in which each is aligned to its elements: by falling element size."""
+    """Return the tensors' indices in an order that aligns each to its elements: by descending element size."""
     return sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
 
 
 def header(tensors: Sequence[Described], metadata: Mapping[str, str]) -> bytes:
-    """What precedes the tensors' bytes; a multiple of eight bytes.
+    """Return the header that precedes the tensors' bytes. Its length is a multiple of eight bytes.
 
     Args:
-        tensors: in the order in which their bytes follow.
-        metadata: free text for readers.
+        tensors: The tensors in the order of their bytes.
+        metadata: Free text for readers.
 
     Raises:
-        ConfigError: two tensors of one name, or an unknown dtype.
+        ConfigError: Two tensors have the same name, or a dtype is unknown.
     """
     entries: dict[str, Any] = {HEADER_METADATA: dict(metadata)}
     place = 0
     for tensor in tensors:
         if tensor.name in entries:
             raise ConfigError(
-                f"snapshot: tensor name {tensor.name!r} is taken", "give each tensor its own name"
+                f"snapshot: tensor name {tensor.name!r} is a duplicate or reserved",
+                "use a different name for each tensor",
             )
         end = place + tensor.length
         entries[tensor.name] = {
@@ -381,7 +384,7 @@ def header(tensors: Sequence[Described], metadata: Mapping[str, str]) -> bytes:
 
 
 def missing_metadata(names: Sequence[str]) -> dict[str, str]:
-    """What a snapshot's metadata say of tensors that it could not hold; empty where there are none."""
+    """Return a snapshot's metadata about missing tensors, empty if no tensor is missing."""
     if not names:
         return {}
-    return {MISSING: str(len(names)), MISSING_NAMES: json.dumps(list(names[:MOST_NAMES]))}
+    return {MISSING: str(len(names)), MISSING_NAMES: json.dumps(list(names[:MAX_NAMES]))}

@@ -4,16 +4,16 @@ Signed exponent histograms: how many elements have each power-of-two magnitude.
 
 An element ``x`` that is finite and not zero has exponent ``e = floor(log2(|x|))`` and falls into the bin
 ``2 * e + (x < 0)``: its exponent and sign in one small integer. float64 needs bins -2148 … 2047. Histograms are
-sparse: only bins that hold something are kept, in ascending order.
+sparse: only bins that are not empty are kept, in ascending order.
 
-Statistics of one tensor at one step as columns, how rows merge, and the figures derived from them.
+Merging of rows:
 
 Sums and extremes are over *finite* elements; ``count`` is over all. Rows of disjoint shards merge without the
 data: they form a commutative monoid whose counts, extremes and histograms are exact and whose sums carry float64
 rounding. Means and second moments merge by Chan, Golub, LeVeque (1979), "Updating formulae and a pairwise algorithm
 for computing sample variances".
 
-Derived figures have one definition, for saving, reading and judging. Their functions take a batch of n rows and return
+Derived figures have one definition, for recording, reading and rules. Their functions take a batch of n rows and return
 float64 of shape (n,); NaN where the figure does not exist because no element is finite or the tensor is empty. A stored
 sum over no finite element is 0, a derived norm is NaN: a gradient of NaNs has not vanished. Norms of an empty tensor are 0,
 as in numpy.
@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from watchstep.errors import ConfigError
 
 EXPONENT_RANGE = (-1074, 1023)
-"""Smallest and largest exponent of a finite float64, subnormals included."""
+"""Smallest and largest exponent of a finite float64, including subnormals."""
 
 _SPARE, _SMALL = 8, 2**16
-"""A table may have so many places for each bin that is held, and so many besides."""
+"""Maximum size of a table: so many entries per stored bin, plus a constant."""
 
 BIN_RANGE = (2 * EXPONENT_RANGE[0], 2 * EXPONENT_RANGE[1] + 1)
 
@@ -60,16 +60,16 @@ class Histograms:
 
     @property
     def bytes(self) -> int:
-        """Of memory."""
+        """Size in memory."""
         return self.offsets.nbytes + self.bins.nbytes + self.counts.nbytes
 
     def row(self, index: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        """Bins and counts of one tensor."""
+        """Return bins and counts of one tensor."""
         part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return self.bins[part], self.counts[part]
 
     def take(self, rows: NDArray[np.intp]) -> Histograms:
-        """The histograms of some rows, in that order."""
+        """Return the histograms of some rows, in that order."""
         lengths = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         starts = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
@@ -78,7 +78,7 @@ class Histograms:
 
     @classmethod
     def concatenate(cls, parts: list[Histograms]) -> Histograms:
-        """The histograms of several batches, one after the other; unread where those of any row are."""
+        """Concatenate the histograms of several batches. The result is unread if those of any batch are."""
         if any(isinstance(part, UnreadHistograms) and len(part) for part in parts):
             return UnreadHistograms(sum(len(part) for part in parts))
         parts = [part for part in parts if not isinstance(part, UnreadHistograms)]
@@ -90,12 +90,12 @@ class Histograms:
 
     @classmethod
     def empty(cls, rows: int) -> Histograms:
-        """Histograms with nothing in them."""
+        """Return empty histograms."""
         return cls(np.zeros(rows + 1, np.int64), np.empty(0, np.int16), np.empty(0, np.int64))
 
 
 class UnreadHistograms(Histograms):
-    """Stands where a reader left histograms out; to look into it is a mistake, and says so."""
+    """Placeholder for histograms that a reader omitted. Access to their content raises `ConfigError`."""
 
     def __init__(self, rows: int) -> None:
         object.__setattr__(self, "_rows", rows)
@@ -105,7 +105,7 @@ class UnreadHistograms(Histograms):
         return rows
 
     def take(self, rows: NDArray[np.intp]) -> Histograms:
-        """Of some rows; as unread as these."""
+        """Return a placeholder for some rows."""
         return UnreadHistograms(len(rows))
 
     def __getattr__(self, name: str) -> Any:
@@ -118,22 +118,22 @@ class UnreadHistograms(Histograms):
 
 
 def exponent_of_bin(bins: NDArray[np.int16]) -> NDArray[np.int16]:
-    """The power of two that a bin stands for."""
+    """Return the exponent of each bin's power of two."""
     return bins >> 1
 
 
 def is_negative_bin(bins: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Whether a bin holds elements below zero."""
+    """Return whether each bin counts elements below zero."""
     return (bins & 1).astype(np.bool_)
 
 
 def sum_rows(histograms: Histograms, group: NDArray[np.intp], groups: int) -> Histograms:
-    """Add up histograms by group; of unread ones the sums are as unread.
+    """Sum histograms by group. The sums of unread histograms are unread.
 
     Args:
-        histograms: n rows.
+        histograms: Histograms of n rows.
         group: int, shape (n,), the group of each row, 0 … groups - 1.
-        groups: how many rows the result has.
+        groups: Number of rows of the result.
     """
     if isinstance(histograms, UnreadHistograms):
         return UnreadHistograms(groups)
@@ -143,7 +143,7 @@ def sum_rows(histograms: Histograms, group: NDArray[np.intp], groups: int) -> Hi
     width = int(histograms.bins.max()) - low + 1
     owner = np.repeat(np.asarray(group, np.int64), np.diff(histograms.offsets))
     key = owner * width + (histograms.bins.astype(np.int64) - low)
-    if groups * width <= _SPARE * len(key) + _SMALL:  # counted in a table of all bins that there may be
+    if groups * width <= _SPARE * len(key) + _SMALL:  # counted in a table of all possible bins
         table = np.zeros(groups * width, np.int64)
         np.add.at(table, key, histograms.counts)
         keys = np.flatnonzero(table)
@@ -220,19 +220,19 @@ class StatisticsBatch:
 
     @classmethod
     def empty(cls) -> StatisticsBatch:
-        """Statistics of no tensor."""
+        """Return statistics of no tensors."""
         return cls.from_matrices(np.empty((0, 6), np.int64), np.empty((0, 7)), Histograms.empty(0))
 
     @classmethod
     def neutral(cls, rows: int) -> StatisticsBatch:
-        """The monoid's neutral element: the statistics of tensors with no elements."""
+        """Return the monoid's neutral element: the statistics of tensors without elements."""
         values = np.zeros((rows, len(VALUE_COLUMNS)))
         values[:, : len(EXTREME_COLUMNS) + 1] = np.nan
         return cls.from_matrices(np.zeros((rows, 6), np.int64), values, Histograms.empty(rows))
 
     @classmethod
     def concatenate(cls, parts: list[StatisticsBatch]) -> StatisticsBatch:
-        """Several batches, one after the other."""
+        """Concatenate several batches."""
         if not parts:
             return cls.empty()
         columns = {
@@ -242,7 +242,7 @@ class StatisticsBatch:
         return cls(**columns, histogram=Histograms.concatenate([part.histogram for part in parts]))
 
     def take(self, rows: NDArray[np.intp]) -> StatisticsBatch:
-        """Some rows, in that order."""
+        """Return some rows, in that order."""
         columns = {
             field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "histogram"
         }
@@ -250,23 +250,23 @@ class StatisticsBatch:
 
     @property
     def bytes(self) -> int:
-        """Of memory, about."""
+        """Approximate size in memory."""
         columns = len(COUNT_COLUMNS) + len(VALUE_COLUMNS)
         return 8 * columns * len(self) + self.histogram.bytes
 
     @functools.cached_property
     def finite(self) -> Counts:
-        """Elements that are neither NaN nor infinite."""
+        """Number of elements that are neither NaN nor infinite."""
         return self.count - self.nan - self.pos_inf - self.neg_inf
 
     @functools.cached_property
     def nonfinite(self) -> Counts:
-        """Elements that are NaN or infinite."""
+        """Number of elements that are NaN or infinite."""
         return self.nan + self.pos_inf + self.neg_inf
 
 
 def scalars(values: list[float]) -> StatisticsBatch:
-    """Statistics of one-element tensors."""
+    """Return the statistics of one-element tensors."""
     if len(values) == 1:
         return _scalar(float(values[0]))
     x = np.asarray(values, np.float64)
@@ -301,7 +301,7 @@ def scalars(values: list[float]) -> StatisticsBatch:
 
 
 def _scalar(value: float) -> StatisticsBatch:
-    """As `scalars` of one: every step has losses, and two dozen operations on arrays of one number take tenfold the time."""
+    """Return `scalars` of one value. Every step has losses, and two dozen operations on arrays of one number take ten times as long."""
     finite = math.isfinite(value)
     number, some = (value, value) if finite else (math.nan, 0.0)
     bins, size = np.empty(0, np.int16), math.nan
@@ -314,19 +314,19 @@ def _scalar(value: float) -> StatisticsBatch:
 
 
 def merge_rows(batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> StatisticsBatch:
-    """Merge rows by group, in the order in which they stand.
+    """Merge rows by group, in their order.
 
     Args:
-        batch: n rows, those of one group from disjoint parts of one tensor.
+        batch: Statistics of n rows. The rows of one group are of disjoint parts of one tensor.
         group: int, shape (n,), the group of each row, 0 … groups - 1.
-        groups: how many rows the result has; a group with no row is neutral.
+        groups: Number of rows of the result. A group without rows is neutral.
     """
     merge = Merge(batch, group, groups)
     return StatisticsBatch(**{field.name: merge.column(field.name) for field in fields(StatisticsBatch)})
 
 
 class Merge:
-    """The merge of rows by group, column by column: as `merge_rows` does all."""
+    """Merges rows by group, one column at a time. `merge_rows` merges all columns."""
 
     def __init__(self, batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> None:
         self._batch = batch
@@ -334,7 +334,7 @@ class Merge:
         self._groups = groups
 
     def column(self, name: str) -> Any:
-        """One column of the merged rows; ``histogram``: their histograms."""
+        """Return one column of the merged rows, or their histograms for ``histogram``."""
         if name == "histogram":
             return sum_rows(self._batch.histogram, self._group, self._groups)
         if name in {"mean", "m2"}:
@@ -361,7 +361,7 @@ def _added(values: Number, group: NDArray[np.intp], zeros: Number) -> Number:
 
 
 def _moments(batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> tuple[Floats, Floats]:
-    """Mean and m2 of the union: with d the parts' distance from its mean, m2 = sum(m2_i + n_i * d_i**2)."""
+    """Return mean and m2 of the union. With d_i the distance of part i from its mean, m2 = sum(m2_i + n_i * d_i**2)."""
     sizes = batch.finite.astype(np.float64)
     some = sizes > 0
     group, sizes = group[some], sizes[some]
@@ -370,7 +370,7 @@ def _moments(batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> tu
     share = sizes / total[group]
     mean = np.zeros(groups)
     np.add.at(mean, group, batch.mean[some] * share)
-    # A second pass over the parts takes out the rounding of the first; near float64's limit it would overflow.
+    # A second pass over the parts removes the rounding of the first. Near float64's limit it would overflow.
     rest = np.zeros(groups)
     np.add.at(rest, group, (batch.mean[some] - mean[group]) * share)
     mean += np.where(np.isfinite(rest), rest, 0.0)
@@ -389,7 +389,7 @@ _FORMATS = {
     "bf16": (-133, 127),
     "fp8_e4m3": (-9, 8),
 }
-"""Exponents that a number format can hold; magnitudes below are lost to zero, above to infinity or saturation."""
+"""Exponents that a number format can represent. Smaller magnitudes become zero, larger ones infinity or saturate."""
 
 
 def _over(numerator: Floats, denominator: Floats) -> Floats:
@@ -398,7 +398,7 @@ def _over(numerator: Floats, denominator: Floats) -> Floats:
 
 
 def _of_finite(batch: StatisticsBatch, norm: Floats) -> Floats:
-    """NaN where there are elements, and none is finite."""
+    """Return the norm, or NaN for a non-empty tensor without finite elements."""
     return np.where((batch.finite == 0) & (batch.count > 0), np.nan, norm)
 
 
@@ -460,36 +460,36 @@ def underflow_share(batch: StatisticsBatch, number_format: str, powers: Floats |
     Args:
         batch: n rows.
         number_format: ``fp16``, ``bf16`` or ``fp8_e4m3``.
-        powers: each row is multiplied by two to this power before, a whole number; one number, or shape (n,).
+        powers: Integer power of two by which each row is multiplied first; one number, or shape (n,).
     """
     lowest, _ = _FORMATS[number_format]
     return _share_of_bins(batch, lambda exponents: exponents < lowest, powers)
 
 
 def overflow_share(batch: StatisticsBatch, number_format: str, powers: Floats | int = 0) -> Floats:
-    """Share of the finite, non-zero elements at or above the power of two over a format's largest.
+    """Share of the finite, non-zero elements at or above the power of two that follows a format's largest number.
 
     Args:
         batch: n rows.
         number_format: ``fp16``, ``bf16`` or ``fp8_e4m3``.
-        powers: each row is multiplied by two to this power before, a whole number; one number, or shape (n,).
+        powers: Integer power of two by which each row is multiplied first; one number, or shape (n,).
     """
     _, highest = _FORMATS[number_format]
     return _share_of_bins(batch, lambda exponents: exponents > highest, powers)
 
 
 def may_leave(batch: StatisticsBatch, number_format: str, powers: Floats | int = 0) -> NDArray[np.bool_]:
-    """Whether some element is too small or too large for a format: told by the extremes, histograms are not read.
+    """Return whether some element is too small or too large for a format, by the extremes only, without reading histograms.
 
     Args:
         batch: n rows.
-        number_format: as above.
-        powers: as above.
+        number_format: As for `underflow_share`.
+        powers: As for `underflow_share`.
     """
     lowest, highest = _FORMATS[number_format]
     smallest, largest = (np.frexp(figure)[1] - 1 + powers for figure in (batch.abs_min, abs_max(batch)))
-    left: NDArray[np.bool_] = (batch.abs_min > 0) & ((smallest < lowest) | (largest > highest))
-    return left
+    outside: NDArray[np.bool_] = (batch.abs_min > 0) & ((smallest < lowest) | (largest > highest))
+    return outside
 
 
 def _share_of_bins(batch: StatisticsBatch, chosen: Callable[..., np.ndarray], powers: Floats | int) -> Floats:
@@ -504,14 +504,14 @@ def _share_of_bins(batch: StatisticsBatch, chosen: Callable[..., np.ndarray], po
 
 
 def _sums_of_rows(counts: NDArray[np.int64], offsets: NDArray[np.int64]) -> Floats:
-    """Sums over the bins of each row: exact, as the counts are."""
+    """Return sums over the bins of each row. They are exact, like the counts."""
     until = np.concatenate([[0], np.cumsum(counts)])
     sums: Floats = (until[offsets[1:]] - until[offsets[:-1]]).astype(np.float64)
     return sums
 
 
 def quantile_bounds(batch: StatisticsBatch, q: float) -> tuple[Floats, Floats]:
-    """Bounds between which the q-quantile of the finite elements lies.
+    """Return bounds of the q-quantile of the finite elements.
 
     The element of rank ``ceil(q * n)`` (at least 1) in ascending order falls into one power-of-two bin, or is zero;
     the bin's edges, narrowed by the smallest and largest element, are returned.
@@ -521,7 +521,7 @@ def quantile_bounds(batch: StatisticsBatch, q: float) -> tuple[Floats, Floats]:
         q: 0 … 1.
 
     Returns:
-        Lower and upper bounds; NaN where there is no finite element.
+        Lower and upper bounds; NaN if no element is finite.
     """
     lower, upper = np.full(len(batch), np.nan), np.full(len(batch), np.nan)
     finite = batch.finite
@@ -548,5 +548,5 @@ def _bin_of_rank(batch: StatisticsBatch, row: int, rank: int) -> tuple[float, fl
         seen += int(bin_counts)
         if seen >= rank:
             return float(low), float(high)
-    # The histogram was not recorded, or not wholly: what is known are the extremes.
+    # The histogram was not recorded completely: only the extremes are known.
     return -np.inf, np.inf

@@ -1,7 +1,7 @@
-"""Figures of the process and of its machine, recorded beside a training's own: their names, units and meaning.
+"""Figures of the process and its machine, recorded in addition to those of the training: names, units and meaning.
 
-A row is what was sampled since the row before: its count says how many samples, its minimum, maximum, mean and histogram
-what they were. Shares are 0 … 1.
+A row summarizes the samples since the previous row: its count is the number of samples; its minimum, maximum, mean and histogram
+describe their values. Shares are 0 … 1.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Figure(NamedTuple):
     """One figure.
 
     Attributes:
-        name: of the tensor; ``N`` stands for a number.
-        of: what it tells of: the process of each rank, or its machine.
-        unit: of a sample.
-        meaning: in words.
+        name: Name of the tensor; ``N`` represents a number.
+        of: What it measures: the process of each rank, or its machine.
+        unit: Unit of a sample.
+        meaning: Description.
     """
 
     name: str
@@ -97,10 +97,10 @@ FIGURES = (
 
 
 def is_gpu(name: str) -> bool:
-    """Whether it is the use of a GPU."""
+    """Return whether it is the utilization of a GPU."""
     return _GPU_NAME.match(name) is not None
 
 
 def is_gpu_memory(name: str) -> bool:
-    """Whether it is the memory of a GPU."""
+    """Return whether it is the memory of a GPU."""
     return _GPU_MEMORY_NAME.match(name) is not None

@@ -33,7 +33,7 @@ SYSTEM = "system"
 FINITE_CHECKS = "finite_checks"
 
 MAX_WORD_BYTES = 4096
-"""Longest name, or other word, of a tensor: bytes in UTF-8. Readers refuse segments with longer ones."""
+"""Maximum length of a tensor's name or other word in UTF-8 bytes. Readers refuse segments with longer ones."""
 
 _MAX_SIZE = 2**63
 _INFO_BYTES = 700
@@ -42,7 +42,7 @@ _MARK_BYTES = 16
 
 @dataclass(frozen=True)
 class Placement:
-    """Which part of a logical tensor a row was measured on.
+    """The part of a logical tensor that a row measures.
 
     Attributes:
         shard_index: this shard, 0 … shard_count - 1.
@@ -62,17 +62,17 @@ class TensorInfo:
     """A recorded tensor, as the user knows it.
 
     Attributes:
-        name: the module path and what of it, e.g. ``conv1.weight``, ``conv1.weight:gradient``, ``conv1:output``.
-        collections: the collections that it belongs to, sorted.
-        module: path of the module that owns it; empty for losses and metrics.
-        module_type: the class's name, e.g. ``Conv2d``; of a loss the function that computed it, e.g. ``NllLoss``, where that is known.
+        name: Module path and kind, e.g. ``conv1.weight``, ``conv1.weight:gradient``, ``conv1:output``.
+        collections: Collections of the tensor, sorted.
+        module: Path of the module that owns it; empty for losses and metrics.
+        module_type: Name of the class, e.g. ``Conv2d``; for a loss, the function that computed it, e.g. ``NllLoss``, if known.
         role: ``weight``, ``bias``, ``gradient``, ``output``, ``input``, ``update``, ``momentum``, ``second_moment``,
             ``state``, ``checksum``, ``finite_check``, ``label``, ``custom``, ``loss``, ``metric`` or ``system``.
-        order: rank of the module in the order of its registration; rules take it for depth.
-        shape: of the whole logical tensor at its first record.
+        order: Rank of the module in the order of registration. Rules use it as the depth.
+        shape: Shape of the whole logical tensor at its first record.
         dtype: e.g. ``float32``.
-        optimizer: which optimizer updates it, where that is known.
-        derived: the value was not the program's own (a loss that was divided for accumulation, say).
+        optimizer: The optimizer that updates it, if known.
+        derived: Whether the value was computed from the program's own, e.g. a loss that was divided for accumulation.
     """
 
     name: str
@@ -88,12 +88,12 @@ class TensorInfo:
 
     @property
     def memory(self) -> int:
-        """About how many bytes of memory it takes."""
+        """Approximate size in memory in bytes."""
         words = (self.name, self.role, self.module, self.module_type, self.dtype, self.optimizer)
         return _INFO_BYTES + sum(map(len, (*words, *self.collections))) + 40 * len(self.shape)
 
     def bounded(self) -> TensorInfo:
-        """The same with words of `MAX_WORD_BYTES` at most: itself, or with each longer one cut, and marked by a checksum of all of it."""
+        """Return the tensor with words of at most `MAX_WORD_BYTES`: each longer word is truncated and gets a checksum of the whole word."""
         words = (self.name, self.role, self.module, self.module_type, self.dtype, self.optimizer)
         if not any(map(_is_long, (*words, *self.collections))):
             return self
@@ -109,15 +109,15 @@ class TensorInfo:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """A JSON-ready form."""
+        """Return a form that can be encoded as JSON."""
         return asdict(self)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> TensorInfo:
-        """Read what `as_data` gave; unknown keys of later versions are left out.
+        """Read the result of `as_data`. Unknown keys of later versions are ignored.
 
         Raises:
-            TypeError, ValueError, KeyError: the data has another form.
+            TypeError, ValueError, KeyError: The data has another form.
         """
         fields = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
         fields["collections"] = tuple(fields["collections"])
@@ -126,17 +126,17 @@ class TensorInfo:
         words = (info.name, info.role, info.module, info.module_type, info.dtype, info.optimizer)
         for word in (*words, *info.collections):
             if not isinstance(word, str):
-                raise TypeError(f"tensor {str(info.name)[:80]!r}: a word is not text")
+                raise TypeError(f"tensor {str(info.name)[:80]!r} has a word that is not text")
             check_word("tensor", word)
         if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in (info.order, *info.shape)):
-            raise ValueError(f"tensor {info.name[:80]!r}: its order or shape is impossible")
+            raise ValueError(f"tensor {info.name[:80]!r} has an invalid order or shape")
         if type(info.derived) is not bool:
-            raise TypeError(f"tensor {info.name[:80]!r}: derived is neither true nor false")
+            raise TypeError(f"tensor {info.name[:80]!r}: derived is not a boolean")
         return info
 
 
 def bounded_word(word: str) -> str:
-    """The word, or its beginning and a checksum of all of it where it has more than `MAX_WORD_BYTES`."""
+    """Return the word, or its beginning and a checksum of the whole word if it exceeds `MAX_WORD_BYTES`."""
     if not _is_long(word):
         return word
     whole = word.encode("utf-8", "surrogatepass")
@@ -146,23 +146,23 @@ def bounded_word(word: str) -> str:
 
 
 def _is_long(word: str) -> bool:
-    # A character takes four bytes at most: most words need not be encoded for this.
+    # A character takes at most four bytes, so most words need not be encoded.
     return 4 * len(word) > MAX_WORD_BYTES and len(word.encode("utf-8", "surrogatepass")) > MAX_WORD_BYTES
 
 
 def check_word(kind: str, word: str) -> None:
-    """Refuse a word of more than `MAX_WORD_BYTES`.
+    """Check that a word has at most `MAX_WORD_BYTES`.
 
     Args:
-        kind: what it belongs to, as the message says it.
-        word: the word.
+        kind: What the word belongs to, for the message.
+        word: The word.
 
     Raises:
-        ValueError: it is longer.
+        ValueError: The word is longer.
     """
     if _is_long(word):
         raise ValueError(
-            f"{kind} {word[:80]!r}: a word of {len(word)} characters; {MAX_WORD_BYTES} bytes are the most"
+            f"{kind} {word[:80]!r}has a word of {len(word)} characters; the limit is {MAX_WORD_BYTES} bytes"
         )
 
 
@@ -172,9 +172,9 @@ Catalogue = tuple[TensorInfo, ...]
 
 
 class KnownCatalogues:
-    """Catalogues by their packed bytes, those that were asked for last. Thread-safe.
+    """Cache of the last requested catalogues by their packed bytes. Thread-safe.
 
-    They are kept up to a total of their unpacked text, so that small bytes that unpack to much take no memory for long.
+    The total size of their unpacked text is limited, so that small bytes that unpack to large text do not occupy memory for long.
     """
 
     def __init__(self, most_text: int = _MOST_TEXT) -> None:
@@ -184,11 +184,11 @@ class KnownCatalogues:
         self._lock = threading.Lock()
 
     def get(self, packed: bytes, unpack: Callable[[bytes], tuple[int, Catalogue]]) -> Catalogue:
-        """The catalogue of these bytes.
+        """Return the catalogue of these bytes.
 
         Args:
-            packed: as a segment holds it.
-            unpack: gives how long its text is, in bytes, and the catalogue; what it raises is raised.
+            packed: The packed bytes, as in a segment.
+            unpack: Returns the size of its text in bytes, and the catalogue. Its exceptions propagate.
         """
         with self._lock:
             if packed in self._entries:

@@ -1,1 +1,1 @@
-"""Recording what other frameworks train, and sweeps that give a bad trial up: one module for each, loaded by who uses it."""
+"""Integrations: recording with other frameworks, and pruning bad trials of sweeps. Each module is imported by its users only."""

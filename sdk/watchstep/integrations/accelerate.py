@@ -1,4 +1,4 @@
-"""Recording a loop of Hugging Face's Accelerate: ``hook = watch(accelerator, model, optimizer)``."""
+"""Recording a loop that uses Hugging Face Accelerate: ``hook = watch(accelerator, model, optimizer)``."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def watch(
     first_step: int = 0,
     **options: Any,
 ) -> Hook:
-    """Record a loop, all ranks of it. Call it once, on every rank, after ``prepare`` and ``init_trackers``.
+    """Record a loop on all ranks. Call it once on every rank, after ``prepare`` and ``init_trackers``.
 
-    A step is an update of the optimizer, however many micro-batches ``accumulate`` puts into it. The hook is one of the
-    accelerator's trackers, too: ``accelerator.log`` records, and ``accelerator.end_training`` closes the hook.
+    A step is an update of the optimizer, regardless of the number of micro-batches in ``accumulate``. The hook is also added to the
+    accelerator's trackers: ``accelerator.log`` records, and ``accelerator.end_training`` closes the hook.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
-        model: as ``prepare`` gave it.
-        optimizer: as ``prepare`` gave it; the first that updates the model where it is left out.
-        store_url: as `Hook` takes it.
-        on_stop: as `Hook` takes it. With ``"check"`` the loop looks at ``hook.stopped`` after each update, saves what it wants
-            to, and ends by itself. All ranks see the stop after the same update.
-        first_step: the number of the first step, where the loop goes on from a checkpoint.
-        **options: ``run``, ``project``, ``rules``, ``guard``, ``config``, ``overhead_budget``, as `Hook` takes them.
+        model: the model returned by ``prepare``.
+        optimizer: the optimizer returned by ``prepare``; by default the first one that updates the model.
+        store_url: as for `Hook`.
+        on_stop: as for `Hook`. With ``"check"`` the loop checks ``hook.stopped`` after each update, saves a checkpoint if
+            needed, and ends by itself. All ranks see the stop after the same update.
+        first_step: the number of the first step, if the loop resumes from a checkpoint.
+        **options: ``run``, ``project``, ``rules``, ``guard``, ``config``, ``overhead_budget``, as for `Hook`.
 
     Returns:
         The hook.
 
     Raises:
-        ConfigError: an argument is wrong, or the model cannot be watched.
+        ConfigError: an argument is invalid, or the model cannot be watched.
     """
     state = accelerator.state
     check_options(options)
@@ -67,14 +67,14 @@ def watch(
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer | None:
-    """PyTorch's own optimizer inside Accelerate's wrappers, which fire no hooks; None where there is none."""
+    """Return PyTorch's optimizer inside Accelerate's wrappers, which fire no hooks; None if there is none."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer if isinstance(optimizer, Optimizer) else None
 
 
 def ranks_of(world_size: int, rank: int, local_rank: int) -> Ranks | None:
-    """Who this rank is, where there are several, and how they agree."""
+    """Describe this rank and its collective; None for a single rank."""
     if world_size <= 1:
         return None
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -82,16 +82,16 @@ def ranks_of(world_size: int, rank: int, local_rank: int) -> Ranks | None:
 
 
 def replicates() -> bool:
-    """Whether each rank holds the whole model, neither sharded nor split; there has to be an accelerator."""
+    """Whether each rank has the whole model, neither sharded nor split. Requires an accelerator."""
     kind = str(AcceleratorState().distributed_type)
     name = kind.rpartition(".")[2]
     return name == "NO" or name.startswith("MULTI_")
 
 
 def _note_states(accelerator: Any, hook: Hook) -> None:
-    """Have the hook told of states that are saved, and let the accelerator's own rotation leave those that may be the last good.
+    """Report saved states to the hook, and protect possible last good checkpoints from the accelerator's rotation.
 
-    What may be that are the newest, so it is enough to have more of them kept.
+    These are the newest checkpoints, so it suffices to keep more of them.
     """
     save = accelerator.save_state
 
@@ -102,12 +102,12 @@ def _note_states(accelerator: Any, hook: Hook) -> None:
         if limit is not None:
             configuration.total_limit = max(limit, len(hook.protected_checkpoints()) + 1)
         try:
-            place = save(*args, **kwargs)
+            path = save(*args, **kwargs)
         finally:
             configuration.total_limit = limit
-        if accelerator.is_main_process and place is not None:
-            hook.checkpoint_saved(place)
-        return place
+        if accelerator.is_main_process and path is not None:
+            hook.checkpoint_saved(path)
+        return path
 
     accelerator.save_state = save_state
 
@@ -130,13 +130,13 @@ class _Tracker(GeneralTracker):  # type: ignore[misc]
 
     @property
     def tracker(self) -> Hook:
-        """What ``accelerator.get_tracker("watchstep", unwrap=True)`` gives."""
+        """The result of ``accelerator.get_tracker("watchstep", unwrap=True)``."""
         return self._hook
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """Record numbers at the step that is under way."""
+        """Record numbers at the current step."""
         self._hook.log(values)
 
     def finish(self) -> None:
-        """The program says that training has ended."""
+        """Close the hook, because training has ended."""
         self._hook.close()

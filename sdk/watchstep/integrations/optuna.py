@@ -1,4 +1,4 @@
-"""Optuna: a trial whose training goes wrong is pruned, with the reason; the study goes on."""
+"""Optuna: a trial with a faulty training is pruned, with the reason; the study continues."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def watched(
     on_stop: OnStop = "raise",
     **options: Any,
 ) -> Iterator[Hook]:
-    """Record a trial, and prune it where its run is stopped by the service or by a guard.
+    """Record a trial, and prune it if its run is stopped by the service or by a guard.
 
-    The run is called ``STUDY-NUMBER``. A pruned trial has the user attributes ``watchstep_run``, ``watchstep_rule``,
-    ``watchstep_step``, ``watchstep_message`` and ``watchstep_link``; any other has the first.
+    The run is named ``STUDY-NUMBER``. A pruned trial has the user attributes ``watchstep_run``, ``watchstep_rule``,
+    ``watchstep_step``, ``watchstep_message`` and ``watchstep_link``; other trials have only the first.
 
     Example::
 
@@ -40,14 +40,14 @@ def watched(
                 ...
 
     Args:
-        trial: of the study.
-        store_url: as `Hook` takes it.
-        on_stop: as `Hook` takes it; where it does not raise, the trial is pruned when the block ends.
-        **options: ``project``, ``rules``, ``guard``, ``config`` and so on, as `Hook` takes them; also ``run``.
+        trial: the study's trial.
+        store_url: as for `Hook`.
+        on_stop: as for `Hook`; if it does not raise, the trial is pruned when the block ends.
+        **options: ``project``, ``rules``, ``guard``, ``config`` and so on, as for `Hook`; also ``run``.
 
     Raises:
         TrialPruned: the run was stopped.
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is invalid.
     """
     options = {"run": trials.run_name(trial.study.study_name, str(trial.number)), **options}
     hook = Hook(store_url, on_stop=on_stop, **options)
@@ -57,7 +57,7 @@ def watched(
             try:
                 yield hook
             except TrialPruned:
-                hook.close()  # by Optuna's own pruner, or by `prune_if_alerted`: no failure
+                hook.close()  # pruned by Optuna, or by `prune_if_alerted`: not a failure
                 raise
     except StopTraining as stop:
         _prune(trial, trials.of_stop(hook), stop)
@@ -72,13 +72,13 @@ def prune_if_alerted(
     *,
     severities: Sequence[str] = ("critical", "warning"),
 ) -> None:
-    """Prune a trial on which an alert fires, whether or not the alert's rule stops anything; call it once an epoch, say.
+    """Prune a trial with a firing alert, whether or not the alert's rule stops anything. Call it regularly, e.g. once per epoch.
 
     Args:
-        trial: of the study.
-        hook: that records it; alerts of its guard count.
-        client: of the service that judges the run, whose alerts count too; it is asked, and waited for, in each call.
-        severities: of the service's alerts, those that count.
+        trial: the study's trial.
+        hook: the hook that records it; alerts of its guard count.
+        client: client of the service that evaluates the run, whose alerts count too; each call waits for its answer.
+        severities: severities of the service's alerts that count.
 
     Raises:
         TrialPruned: an alert fires.
@@ -91,7 +91,7 @@ def prune_if_alerted(
 
 
 def _prune(trial: Trial, reason: trials.Reason | None, cause: BaseException | None = None) -> NoReturn:
-    if reason is None:  # a stop of another hook than the trial's own
+    if reason is None:  # a stop of a hook other than the trial's
         raise TrialPruned(str(cause)) from cause
     for name, value in reason.as_data().items():
         trial.set_user_attr(name, value)

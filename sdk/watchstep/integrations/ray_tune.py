@@ -1,4 +1,4 @@
-"""Ray Tune: a trial whose training goes wrong ends, with the reason in its result; the others go on."""
+"""Ray Tune: a trial with a faulty training ends, with the reason in its result; the others continue."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ except ImportError as error:
 
 
 class watched:  # noqa: N801 - used like a function, in a with statement
-    """Record the trial that this process runs, and end it where its run is stopped by the service or by a guard.
+    """Record the trial of this process, and end it if its run is stopped by the service or by a guard.
 
-    The run is called ``EXPERIMENT-TRIAL``. The last result of a trial that was stopped has ``watchstep_run``,
-    ``watchstep_rule``, ``watchstep_step``, ``watchstep_message`` and ``watchstep_link``; the trial is TERMINATED, and nothing
-    behind the block runs.
+    The run is named ``EXPERIMENT-TRIAL``. The last result of a stopped trial has ``watchstep_run``,
+    ``watchstep_rule``, ``watchstep_step``, ``watchstep_message`` and ``watchstep_link``; the trial is TERMINATED, and no code
+    after the block runs.
 
     Example::
 
@@ -43,17 +43,17 @@ class watched:  # noqa: N801 - used like a function, in a with statement
         stopped: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Make the trial's hook.
+        """Create the trial's hook.
 
         Args:
-            store_url: as `Hook` takes it; one that every machine of the cluster reaches.
-            on_stop: as `Hook` takes it; where it does not raise, the trial ends when the block does.
-            stopped: what is reported of a stopped trial besides the reason: the metric that trials are compared by, of which
-                it has none, at its worst.
-            **options: ``project``, ``rules``, ``guard``, ``config`` and so on, as `Hook` takes them; also ``run``.
+            store_url: as for `Hook`; accessible from every machine of the cluster.
+            on_stop: as for `Hook`; if it does not raise, the trial ends when the block does.
+            stopped: values that a stopped trial reports in addition to the reason: the metric that trials are compared by, at its
+                worst value.
+            **options: ``project``, ``rules``, ``guard``, ``config`` and so on, as for `Hook`; also ``run``.
 
         Raises:
-            ConfigError: an argument is wrong.
+            ConfigError: an argument is invalid.
         """
         context = tune.get_context()
         name = trials.run_name(context.get_experiment_name(), context.get_trial_id())
@@ -72,14 +72,16 @@ class watched:  # noqa: N801 - used like a function, in a with statement
         reason = trials.of_stop(self._hook)
         if reason is None:
             return
-        tune.report({**self._stopped, **reason.as_data(), "done": True})  # Tune ends a trial that says so
-        raise SystemExit(0)  # of the trial's thread: to Tune, as to the system, no fault
+        tune.report(
+            {**self._stopped, **reason.as_data(), "done": True}
+        )  # Tune ends a trial that reports "done"
+        raise SystemExit(0)  # ends the trial's thread; Tune does not treat it as a failure
 
 
 class StopAlerted(tune.Stopper):  # type: ignore[misc]
-    """Ends each trial on which an alert fires by the service, whether or not the alert's rule stops anything.
+    """Ends each trial with a firing alert in the service, whether or not the alert's rule stops anything.
 
-    It asks at each result that a trial reports. The trial's last result has the reason, as `watched` records it.
+    It queries the service at each result that a trial reports. The trial's last result has the reason, as recorded by `watched`.
 
     Example::
 
@@ -95,28 +97,28 @@ class StopAlerted(tune.Stopper):  # type: ignore[misc]
         project: str = "default",
         severities: Sequence[str] = ("critical", "warning"),
     ) -> None:
-        """Ask nothing yet.
+        """Create the stopper without sending requests.
 
         Args:
-            experiment: the name of the experiment, by which `watched` names its runs.
-            url: of the service.
-            token: to show it; one that may read the project.
-            project: whose runs they are.
-            severities: of alerts, those that count.
+            experiment: name of the experiment, from which `watched` derives the names of its runs.
+            url: URL of the service.
+            token: a token that may read the project.
+            project: the project of the runs.
+            severities: severities of alerts that count.
 
         Raises:
-            ConfigError: the URL is none.
+            ConfigError: the URL is invalid.
         """
         Client(url, token, project)
         self._experiment = experiment
-        self._of_client = (url, token, project)
+        self._client_arguments = (url, token, project)
         self._severities = tuple(severities)
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether an alert fires on the trial."""
-        client = Client(*self._of_client)  # none is kept: Tune writes its stoppers to disk
+        """Whether an alert fires for the trial."""
+        client = Client(*self._client_arguments)  # not kept, because Tune pickles its stoppers
         run = trials.run_name(self._experiment, trial_id)
-        link = trials.alerts_url(self._of_client[0], client.project, run)
+        link = trials.alerts_url(self._client_arguments[0], client.project, run)
         reason = trials.of_service(client, run, self._severities, link)
         if reason is None:
             return False
@@ -124,5 +126,5 @@ class StopAlerted(tune.Stopper):  # type: ignore[misc]
         return True
 
     def stop_all(self) -> bool:
-        """Never the whole experiment."""
+        """Return False: the experiment as a whole never ends."""
         return False

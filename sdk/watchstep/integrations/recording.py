@@ -1,4 +1,4 @@
-"""What the framework integrations share: the rank, a hook for each training, its stop, and errors for missing libraries."""
+"""Common parts of the framework integrations: ranks, a hook for each training, stops, and errors for missing libraries."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from watchstep.stopping import Noted, StopTraining
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank among several.
+    """One rank of several.
 
     Attributes:
         rank: from 0.
-        world_size: how many there are, at least 2.
-        local_rank: among those of this machine, from 0.
-        local_size: how many there are on this machine; 0 where nobody says.
-        broadcast: gives every rank what rank 0 has; a collective.
+        world_size: number of ranks, at least 2.
+        local_rank: rank on this machine, from 0.
+        local_size: number of ranks on this machine; 0 if unknown.
+        broadcast: sends rank 0's value to every rank; a collective.
     """
 
     rank: int
@@ -40,17 +40,17 @@ class Ranks:
     broadcast: Callable[[tuple[str, str]], tuple[str, str]]
 
     def agreed(self, run: str | None) -> tuple[str, str]:
-        """The run and the attempt that all ranks record, by rank 0. Call it on every rank, or none.
+        """Return the run and the attempt of all ranks, as chosen by rank 0. Call it on every rank, or on none.
 
         Args:
-            run: as this rank would have it.
+            run: the run that this rank requests.
         """
         attempt = os.environ.get(ATTEMPT) or new_nonce()
         return self.broadcast((run or os.environ.get(RUN) or f"run-{attempt}", attempt))
 
     @contextmanager
-    def told(self, attempt: str) -> Iterator[None]:
-        """Within this the environment says what a launcher would have said."""
+    def environment(self, attempt: str) -> Iterator[None]:
+        """Set the environment variables that a launcher would have set, within the block."""
         ranks = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -72,25 +72,25 @@ class Ranks:
 
 
 def opened(ranks: Ranks | None, run: str | None, options: Mapping[str, Any]) -> Hook:
-    """A hook for this rank; of several ranks all record one run and attempt. On several ranks a collective.
+    """Create a hook for this rank; all ranks record one run and attempt. A collective if there are several ranks.
 
     Args:
-        ranks: None where there is one.
-        run: its run, if it is named; of several ranks rank 0's counts.
-        options: the rest of what `Hook` takes, by name.
+        ranks: this rank; None if there is only one.
+        run: the run's id, if it is set; with several ranks, rank 0's counts.
+        options: further arguments of `Hook`.
 
     Raises:
-        ConfigError: an argument or variable is wrong.
+        ConfigError: an argument or variable is invalid.
     """
     if ranks is None:
         return Hook(run=run, **options)
     agreed, attempt = ranks.agreed(run)
-    with ranks.told(attempt):
+    with ranks.environment(attempt):
         return Hook(run=agreed, **options)
 
 
 def missing(library: str, extra: str, error: ImportError) -> NoReturn:
-    """Say which extra brings a library.
+    """Report the extra that installs a missing library.
 
     Raises:
         ImportError: always.
@@ -101,7 +101,7 @@ def missing(library: str, extra: str, error: ImportError) -> NoReturn:
 
 
 OnStop = Literal["ignore", "stop", "checkpoint", "raise"]
-"""What a stop does to a framework's trainer: nothing; its own way to stop early; the same after a checkpoint; `StopTraining`."""
+"""Effect of a stop on a framework's trainer: none; its own early stop; the same after a checkpoint; `StopTraining`."""
 
 _log = logging.getLogger("watchstep")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -117,10 +117,10 @@ class CallbackRecording:
     """The hook of a callback: a new one for each training, or the program's own for all of them.
 
     Attributes:
-        hook: of the training that is under way, or of the last one; None before the first.
-        asked: the stop that the training has come to, where the callback is to carry it out.
-        on_stop: what it does.
-        ends_program: whether the program ends when its trainer has stopped: its launcher asks for that, with a checkpoint.
+        hook: the hook of the current or the last training; None before the first.
+        requested: a stop that has taken effect, for the callback to carry out.
+        on_stop: the effect of a stop.
+        ends_program: whether the program ends after its trainer has stopped, because its launcher requests a checkpoint.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class CallbackRecording:
         on_stop: OnStop | None,
         options: Mapping[str, Any],
     ) -> None:
-        """Nothing is recorded yet.
+        """Create the recording without starting it.
 
         Raises:
-            ConfigError: an argument is wrong, or the program's own hook is given together with how to make one.
+            ConfigError: an argument is invalid, or the program's own hook is combined with arguments for a new one.
         """
         check_options(options)
         if hook is not None and (store_url is not None or on_stop is not None or options):
-            raise ConfigError("hook= beside other arguments", "give them to the Hook that you make")
+            raise ConfigError("hook= cannot be combined with other arguments", "pass them to the Hook")
         self.hook = hook
-        self.asked: StopRequest | None = None
+        self.requested: StopRequest | None = None
         self.ends_program = on_stop is None and on_stop_from_environment() == "checkpoint"
         self.on_stop = _checked(on_stop)
         self._own = hook is None
@@ -150,29 +150,29 @@ class CallbackRecording:
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, first_step: int = 0, ranks: Ranks | None = None) -> Hook:
-        """A training begins. On several ranks a collective, where the hook is not the program's own.
+        """Begin a training. A collective if there are several ranks, unless the hook is the program's own.
 
-        The first training records the run that the program or the environment names. One that goes on from a checkpoint is
-        another attempt of the run before it; any other is a run of its own, ``NAME-2`` and so on.
+        The first training records the run that the program or the environment names. One that resumes from a checkpoint is
+        another attempt of the previous run; any other is a separate run, ``NAME-2`` and so on.
 
         Args:
             first_step: the number of its first step.
-            ranks: where there are several.
+            ranks: this rank, if there are several.
 
         Raises:
-            ConfigError: an argument or variable is wrong.
+            ConfigError: an argument or variable is invalid.
         """
-        self.asked = None
+        self.requested = None
         if not self._own:
             assert self.hook is not None
             return self.hook
-        self.end()  # of a training that an exception ended
+        self.end()  # ends a training that raised an exception
         self._trainings += 1
-        on_stop = Noted(self._ask) if self.on_stop in {"stop", "checkpoint"} else self.on_stop
-        named = self._run(first_step)
+        on_stop = Noted(self._request_stop) if self.on_stop in {"stop", "checkpoint"} else self.on_stop
+        run = self._run(first_step)
         options = {name: value for name, value in self._options.items() if name != "run"}
         options |= {"store_url": self._store_url, "on_stop": on_stop, "first_step": first_step}
-        self.hook = opened(ranks, named, options)
+        self.hook = opened(ranks, run, options)
         self._first_run = self._first_run or self.hook.run
         self._watched.clear()
         return self.hook
@@ -186,7 +186,7 @@ class CallbackRecording:
         sum_losses: bool = False,
         loss_divisor: float | Callable[[], float] = 1.0,
     ) -> None:
-        """Watch a model as `Hook.watch` does, once with each hook.
+        """Watch a model like `Hook.watch`, once per hook.
 
         Raises:
             ConfigError: the model cannot be watched.
@@ -202,33 +202,33 @@ class CallbackRecording:
             self._watched.add(model)
 
     def count_by_hand(self) -> None:
-        """From the first step on only `Hook.step` counts."""
+        """Let only `Hook.step` count steps."""
         if self.hook is not None:
-            for watch in self.hook._watches:  # noqa: SLF001 - the callbacks are parts of the recorder
+            for watch in self.hook._watches:  # noqa: SLF001 - part of the same package
                 watch.counts_steps = False
 
     def log(self, values: Mapping[str, Any], mode: Mode = "train") -> None:
-        """Record what are numbers among values, at the current step."""
+        """Record the numbers among values at the current step."""
         numbers = {name: value for name, value in values.items() if _is_number(value)}
         if self.hook is not None and numbers:
             self.hook.log(numbers, mode=mode)
 
     def end(self, error: BaseException | None = None) -> None:
-        """A training is over; the program's own hook stays open."""
+        """End a training; the program's own hook stays open."""
         if self.hook is not None and self._own:
             self.hook.__exit__(None if error is None else type(error), error, None)
 
     def end_program(self) -> None:
-        """The trainer has stopped, and done all that it does then.
+        """End the program after the trainer has stopped, if its launcher requests that.
 
         Raises:
-            StopTraining: it was stopped, and the launcher wants the program to end.
+            StopTraining: the training was stopped, and the launcher requests the end of the program.
         """
-        if self.ends_program and self.hook is not None and self.asked is not None:
-            raise StopTraining(self.asked, self.hook._recorder.step)  # noqa: SLF001 - as above
+        if self.ends_program and self.hook is not None and self.requested is not None:
+            raise StopTraining(self.requested, self.hook._recorder.step)  # noqa: SLF001 - as above
 
     def saved(self, path: str | os.PathLike[str]) -> None:
-        """The trainer has saved a checkpoint, after the last step that is finished."""
+        """Report a checkpoint that the trainer has saved after the last finished step."""
         if self.hook is not None:
             self.hook.checkpoint_saved(path)
 
@@ -237,35 +237,35 @@ class CallbackRecording:
         return frozenset() if self.hook is None else self.hook.protected_checkpoints()
 
     def fault(self, where: str, error: Exception) -> None:
-        """Something of the callback went wrong: count it, or log it where nothing records."""
+        """Count a fault of the callback, or log it if nothing records."""
         if self.hook is not None:
             self.hook._health.fault(where, error)  # noqa: SLF001 - as above
         else:
             _log.warning("watchstep: %s: %s: %s; nothing is recorded", where, type(error).__name__, error)
 
-    def _ask(self, request: StopRequest) -> None:
-        self.asked = request
+    def _request_stop(self, request: StopRequest) -> None:
+        self.requested = request
 
     def _run(self, first_step: int) -> str | None:
         if self._trainings == 1:
-            named: str | None = self._options.get("run")
-            return named
+            run: str | None = self._options.get("run")
+            return run
         assert self.hook is not None
         return self.hook.run if first_step > 0 else f"{self._first_run}-{self._trainings}"
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """See that a hook will take what it is given, before anything begins.
+    """Check the options of a hook before anything begins.
 
     Raises:
-        ConfigError: one is none of its arguments.
+        ConfigError: an option is not an argument of `Hook`.
     """
     if unknown := sorted(set(options) - _OPTIONS):
-        raise ConfigError(f"{', '.join(unknown)}: no such argument", f"use {', '.join(sorted(_OPTIONS))}")
+        raise ConfigError(f"unknown argument {', '.join(unknown)}", f"use {', '.join(sorted(_OPTIONS))}")
 
 
 def contained_faults(method: _Method) -> _Method:
-    """Keep a callback's own faults out of training; `StopTraining` and wrong arguments pass."""
+    """Contain a callback's own faults; `StopTraining` and `ConfigError` are raised."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,16 +281,16 @@ def contained_faults(method: _Method) -> _Method:
 
 
 def _checked(on_stop: OnStop | None) -> OnStop:
-    if on_stop is None:  # what a launcher says; a trainer has a better way to stop than an exception
-        ways: dict[str, OnStop] = {"raise": "stop", "stop": "stop", "checkpoint": "checkpoint"}
-        return ways.get(on_stop_from_environment(), "ignore")
+    if on_stop is None:  # from the launcher; a trainer's early stop is better than an exception
+        effects: dict[str, OnStop] = {"raise": "stop", "stop": "stop", "checkpoint": "checkpoint"}
+        return effects.get(on_stop_from_environment(), "ignore")
     if on_stop not in {"ignore", "stop", "checkpoint", "raise"}:
-        raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "stop", "checkpoint" or "raise"')
+        raise ConfigError(f"invalid on_stop={on_stop!r}", 'use "ignore", "stop", "checkpoint" or "raise"')
     return on_stop
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, or a tensor or array of one element."""
+    """Whether a value is a number, or a tensor or array of one element."""
     if isinstance(value, bool | int | float):
         return True
     try:

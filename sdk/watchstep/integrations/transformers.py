@@ -1,4 +1,4 @@
-"""A callback for Hugging Face's Trainer: ``Trainer(…, callbacks=[WatchstepCallback()])``."""
+"""A callback for the Hugging Face Trainer: ``Trainer(…, callbacks=[WatchstepCallback()])``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ except ImportError as error:
 
 from watchstep.integrations.accelerate import plain_optimizer, ranks_of, replicates
 
-_SEEN = {"loss", "train_loss"}
-"""What the hook records of every step, and the Trainer the mean of."""
+_TRAINING_LOSS = {"loss", "train_loss"}
+"""Names of the training loss, which the hook records at every step and the Trainer as a mean."""
 
-_NO_FIGURES = {"epoch", "total_flos", "step"}
-_TIMES = ("_runtime", "_per_second", "_preparation_time")
+_IGNORED = {"epoch", "total_flos", "step"}
+_IGNORED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
 
 
 class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
-    """Records a Trainer's training: what a `Hook` records, and what the Trainer logs and evaluates.
+    """Records a Trainer's training: everything that a `Hook` records, and what the Trainer logs and evaluates.
 
-    Each ``train()`` is a run of its own; one that resumes from a checkpoint goes on with the run, at its step. The run ends
-    with the training. Of the Trainer's logs the loss and the norm of gradients are left out, which are recorded of each
-    step anyway; what it evaluates is in mode eval, ``eval_loss`` as ``loss``.
+    Each ``train()`` is a separate run; one that resumes from a checkpoint continues the run, at its step. The run ends
+    with the training. The Trainer's logged loss and gradient norm are omitted, because the hook records them at each
+    step. Evaluations are in mode eval, with ``eval_loss`` as ``loss``.
 
     Example::
 
@@ -47,17 +47,17 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         on_stop: OnStop | None = None,
         **options: Any,
     ) -> None:
-        """Record by a hook that is made when training begins.
+        """Record with a hook that is created when training begins.
 
         Args:
-            store_url: as `Hook` takes it.
-            hook: the program's own instead, which stays open.
-            on_stop: what a stop does: nothing (``"ignore"``, the default), the Trainer's own early end (``"stop"``; the default
-                under ``watchstep run``), the same with a checkpoint saved (``"checkpoint"``), or `StopTraining` (``"raise"``).
-            **options: ``run``, ``project``, ``rules``, ``guard``, ``config``, ``overhead_budget``, as `Hook` takes them.
+            store_url: as for `Hook`.
+            hook: the program's own hook instead, which stays open.
+            on_stop: the effect of a stop: none (``"ignore"``, the default), the Trainer's early stop (``"stop"``; the default
+                under ``watchstep run``), the same with a checkpoint (``"checkpoint"``), or `StopTraining` (``"raise"``).
+            **options: ``run``, ``project``, ``rules``, ``guard``, ``config``, ``overhead_budget``, as for `Hook`.
 
         Raises:
-            ConfigError: an argument is wrong.
+            ConfigError: an argument is invalid.
         """
         super().__init__()
         self._recording = CallbackRecording(store_url, hook, on_stop, options)
@@ -68,65 +68,65 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def hook(self) -> Hook | None:
-        """Of the training that is under way, or of the last one."""
+        """The hook of the current training, or of the last one."""
         return self._recording.hook
 
     @property
     def stopped(self) -> StopRequest | None:
-        """Why the last training was stopped, where it was."""
+        """The stop of the last training; None if it was not stopped."""
         return self.hook.stopped if self.hook is not None else None
 
     def close(self) -> None:
-        """End the recording of a training that an exception ended, and that the program goes on from."""
+        """End the recording of a training that raised an exception, if the program continues."""
         self._recording.end()
 
     @contained_faults
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A training begins, or goes on from a checkpoint that has been read."""
+        """Begin a training, or resume one from a checkpoint that has been loaded."""
         self._recording.begin(
             int(state.global_step), ranks_of(args.world_size, args.process_index, args.local_process_index)
         )
         self._sets = []
         self._limit = args.save_total_limit
         self._resumed = state.global_step > 0
-        whole = replicates()
-        self._sees_norm = whole and args.max_grad_norm > 0
+        is_replicated = replicates()
+        self._sees_norm = is_replicated and args.max_grad_norm > 0
         if args.n_gpu > 1:
             self._recording.fault(
                 "watch",
                 RuntimeError(
-                    "nn.DataParallel makes new replicas in every pass; start one process for each GPU"
+                    "nn.DataParallel creates new replicas in every pass; start one process for each GPU"
                 ),
             )
             return
         self._recording.watch(
             kwargs["model"],
             plain_optimizer(kwargs.get("optimizer")),
-            replicated=whole and args.world_size > 1,
+            replicated=is_replicated and args.world_size > 1,
             sum_losses=args.gradient_accumulation_steps > 1,
         )
 
     @contained_faults
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """An update is done: where a stop is due, it is the last."""
-        if self._recording.asked is not None:
+        """End an update, which is the last one if a stop is due."""
+        if self._recording.requested is not None:
             control.should_training_stop = True
             control.should_save = control.should_save or self._recording.on_stop == "checkpoint"
-        self._keep_more(args, state, control)
+        self._protect_checkpoints(args, state, control)
         return control
 
     @contained_faults
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer may save now."""
-        self._keep_more(args, state, control)
+        """Protect checkpoints, because the Trainer may save now."""
+        self._protect_checkpoints(args, state, control)
 
     @contained_faults
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer has saved a checkpoint."""
+        """Report a checkpoint that the Trainer has saved."""
         args.save_total_limit = self._limit
-        place = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if args.should_save and place.is_dir():  # a search of hyperparameters has folders of its own
-            self._recording.saved(place)
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if args.should_save and path.is_dir():  # a hyperparameter search uses other folders
+            self._recording.saved(path)
 
     @contained_faults
     def on_log(
@@ -137,10 +137,10 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """The Trainer logs; what it has evaluated comes by `on_evaluate`, too."""
+        """Record what the Trainer logs. Evaluations are recorded by `on_evaluate`."""
         if logs is None or any(name.endswith("_runtime") for name in logs):
             return
-        values = {name: value for name, value in logs.items() if name not in _SEEN | _NO_FIGURES}
+        values = {name: value for name, value in logs.items() if name not in _TRAINING_LOSS | _IGNORED}
         norm = values.pop("grad_norm", None)
         if norm is not None and not self._sees_norm:
             values["gradient_norm"] = norm
@@ -155,42 +155,42 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         metrics: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """An evaluation is done."""
+        """Record an evaluation."""
         self._log_evaluated(metrics or {}, "eval")
-        self._keep_more(args, state, control)
+        self._protect_checkpoints(args, state, control)
 
     @contained_faults
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any
     ) -> None:
-        """A prediction is done."""
+        """Record a prediction."""
         self._log_evaluated(metrics, "predict")
 
     @contained_faults
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The training is over, stopped or not."""
+        """End the training, stopped or not."""
         if self._recording.hook is not None:
             args.save_total_limit = self._limit
         self._recording.end()
         self._recording.end_program()
 
-    def _keep_more(self, args: Any, state: Any, control: Any) -> None:
-        """Let the rotation that follows a checkpoint leave what may be the last good one: these are the newest."""
+    def _protect_checkpoints(self, args: Any, state: Any, control: Any) -> None:
+        """Raise the Trainer's limit of checkpoints, so that its rotation keeps possible last good ones, which are the newest."""
         if control.should_save and self._limit:
-            besides = 1 + self._resumed + (state.best_model_checkpoint is not None)
-            args.save_total_limit = max(self._limit, len(self._recording.protected()) + besides)
+            others = 1 + self._resumed + (state.best_model_checkpoint is not None)
+            args.save_total_limit = max(self._limit, len(self._recording.protected()) + others)
 
     def _log_evaluated(self, metrics: Mapping[str, Any], mode: Mode) -> None:
-        """The first set's figures have their own names, those of further sets the set's before them."""
+        """Record metrics. Those of the first data set keep their names; those of further sets are prefixed with the set's name."""
         name = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), mode)
         if name not in self._sets:
             self._sets.append(name)
-        before = "" if name == self._sets[0] or mode == "predict" else f"{name.removeprefix('eval_')}:"
+        prefix = "" if name == self._sets[0] or mode == "predict" else f"{name.removeprefix('eval_')}:"
         self._recording.log(
             {
-                f"{before}{key.removeprefix(f'{name}_')}": value
+                f"{prefix}{key.removeprefix(f'{name}_')}": value
                 for key, value in metrics.items()
-                if key not in _NO_FIGURES and not key.endswith(_TIMES)
+                if key not in _IGNORED and not key.endswith(_IGNORED_SUFFIXES)
             },
             mode,
         )

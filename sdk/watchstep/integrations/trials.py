@@ -1,4 +1,4 @@
-"""Why a trial of a sweep was given up, in the words that every sweep records."""
+"""Why a trial of a sweep was given up, in the form that every sweep records."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from watchstep.errors import NotFoundError, ServiceError
 from watchstep.hook import Hook
 from watchstep.platform.transport import ServiceAddress
 
-_SAID = re.compile(r"(?:rule )?(?P<rule>\S+) at step (?P<step>\d+): (?P<message>.*)", re.DOTALL)
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_REASON = re.compile(r"(?:rule )?(?P<rule>\S+) at step (?P<step>\d+): (?P<message>.*)", re.DOTALL)
+_INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
 
 _log = logging.getLogger("watchstep")
 
@@ -25,10 +25,10 @@ class Reason:
 
     Attributes:
         run: the trial's run.
-        rule: the rule config that fired; empty where a person stopped the run.
-        step: which step it is said of.
-        message: what was found, in words.
-        link: where its alerts are: the service's address of them, or the run's URL where there is no service.
+        rule: the rule config that fired; empty if a person stopped the run.
+        step: the step of the finding.
+        message: the finding as text.
+        link: the service's URL of its alerts, or the run's URL without a service.
     """
 
     run: str
@@ -38,7 +38,7 @@ class Reason:
     link: str
 
     def as_data(self) -> dict[str, Any]:
-        """By the names that a sweep keeps them under: ``watchstep_run`` and so on."""
+        """The fields by the names that a sweep uses: ``watchstep_run`` and so on."""
         return {f"watchstep_{name}": value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
@@ -46,23 +46,23 @@ class Reason:
 
 
 def run_name(sweep: str, trial: str) -> str:
-    """The run of a trial, with what a name cannot hold replaced."""
-    return _NOT_IN_NAMES.sub("-", f"{sweep}-{trial}").strip(".-")
+    """Return the run id of a trial, with invalid characters replaced."""
+    return _INVALID_CHARACTERS.sub("-", f"{sweep}-{trial}").strip(".-")
 
 
 def of_stop(hook: Hook) -> Reason | None:
-    """Why a hook's training was stopped, by the service or by its guard; None where it was not."""
+    """Return why a hook's training was stopped by the service or its guard; None if it was not."""
     stop = hook.stopped
     if stop is None:
         return None
-    match = _SAID.fullmatch(stop.reason)
+    match = _REASON.fullmatch(stop.reason)
     if match is None:
         return Reason(hook.run, "", stop.step, stop.reason, link_of(hook))
     return Reason(hook.run, match["rule"], int(match["step"]), match["message"], link_of(hook))
 
 
 def of_guard(hook: Hook) -> Reason | None:
-    """The first alert that a hook's guard has firing; None where there is none."""
+    """Return the first firing alert of a hook's guard; None if there is none."""
     firing: dict[str, int] = hook.health.get("guard", {}).get("firing", {})
     if not firing:
         return None
@@ -71,13 +71,13 @@ def of_guard(hook: Hook) -> Reason | None:
 
 
 def of_service(client: Client, run: str, severities: Sequence[str], link: str) -> Reason | None:
-    """An alert that fires on a run, by the service; None where there is none, or the service does not answer."""
+    """Return a firing alert of a run in the service; None if there is none, or the service does not answer."""
     try:
         alert = next(client.alerts(run, phases=["firing"], severities=severities), None)
     except NotFoundError:
-        return None  # it has not been seen yet
+        return None  # not registered yet
     except ServiceError as error:
-        _log.warning("watchstep: alerts of %s are not known: %s", run, error.what)
+        _log.warning("watchstep: alerts of %s are unknown: %s", run, error.what)
         return None
     if alert is None:
         return None
@@ -87,7 +87,7 @@ def of_service(client: Client, run: str, severities: Sequence[str], link: str) -
 
 
 def link_of(hook: Hook) -> str:
-    """Where the alerts of a hook's run are."""
+    """Return the URL of the alerts of a hook's run."""
     address = ServiceAddress.from_environment()
     if address is None:
         return hook.run_url
@@ -95,5 +95,5 @@ def link_of(hook: Hook) -> str:
 
 
 def alerts_url(service: str, project: str, run: str) -> str:
-    """Where a service tells of a run's alerts."""
+    """Return the service's URL of a run's alerts."""
     return f"{service.rstrip('/')}/v1/projects/{project}/runs/{run}/alerts"

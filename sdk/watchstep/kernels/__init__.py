@@ -1,1 +1,1 @@
-"""Kernels: one pass over many tensors that gives their statistics. All behind `Kernel`, all to the same figures."""
+"""Kernels: compute statistics of many tensors in one pass. All implement `Kernel` with the same results."""

@@ -1,16 +1,16 @@
-"""Statistics and checksums of arrays in host memory, by numpy.
+"""Statistics and checksums of arrays in host memory with numpy.
 
-Statistics of arrays in host memory, by numpy operations over chunks that stay in cache.
+Statistics use numpy operations over chunks that fit in the cache.
 
 Sums are accumulated in float64 by numpy's pairwise summation within a chunk, and chunks are merged by
 `watchstep.format.statistics.merge_rows`.
 
-Checksums of the bits of tensors: equal bits give equal checksums, whatever computes them, wherever it does.
+Checksums of the bits of tensors: equal bits have equal checksums on every device and in every implementation.
 
-They tell whether replicas hold the same weights bit by bit, and whether a weight has changed since. -0 and +0 differ, and
-NaN are told apart by their bits; only the order of the elements and their bits count, not shape or type.
+They show whether replicas have bitwise equal weights, and whether a weight has changed. -0 and +0 differ, and
+NaN are distinguished by their bits. Only the order of the elements and their bits matter, not shape or type.
 
-Definition. Elements, in the order in which they are read, are words: the unsigned integers of their bits, of 8, 16 or 32
+Definition. Elements, in their order, are words: the unsigned integers of their bits, of 8, 16 or 32
 bits; elements of 64 bits are two words of 32, the low half first. All arithmetic is of 64 bits and wraps around. ``mixed``
 is the last part of SplitMix64 (Steele, Lea, Flood 2014), ``step`` its increment:
 
@@ -18,9 +18,9 @@ is the last part of SplitMix64 (Steele, Lea, Flood 2014), ``step`` its increment
     block(b) = sum of key(j) * (w ^ w >> 16), w = word 1024 * b + j    words past the end are zero
     checksum = mixed(sum of mixed(block(b) + (b + 1) * step) + words * step) >> 11
 
-A float64 holds the 53 bits that are left.
+A float64 represents the remaining 53 bits exactly.
 
-What it is worth. Where two tensors of a size differ in one word, the sums of that block differ, as keys are odd. Where they
+Strength. If two tensors of the same size differ in one word, the sums of that block differ, because keys are odd. If they
 differ in more, sums of products with odd keys drawn at random are equal with a probability of at most ``2 ** (t - 63)``,
 where ``2 ** t`` divides all differences of ``w ^ w >> 16`` in the block (Carter, Wegman 1979): at most ``2 ** -48`` for
 elements of 8 or 16 bits, and for those of 32 bits but where each difference is in bits 16 and up alone, all in the same
@@ -48,10 +48,10 @@ _LAYOUT = {
 
 
 def measure_array(array: NDArray[Any]) -> StatisticsBatch:
-    """Statistics of one array, as one row.
+    """Return the statistics of one array, as one row.
 
     Args:
-        array: any shape; float64 and wide integers are taken as float64, all else as float32 where that is exact.
+        array: An array of any shape. float64 and wide integers are converted to float64, all others to float32 if that is exact.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     flat = flat.astype(_working_type(flat.dtype), copy=False)
@@ -107,7 +107,7 @@ def _values(x: NDArray[Any]) -> list[float]:
 
 
 def _histogram(x: NDArray[Any]) -> Histograms:
-    """Count by the sign and exponent bits, then give those of zero exponent (zeros, subnormals) their true bin."""
+    """Count by the sign and exponent bits, then move elements with zero exponent (zeros, subnormals) to their true bin."""
     unsigned, mantissa, bias, width = _LAYOUT[x.dtype]
     bin_counts = np.bincount((x.view(unsigned) >> unsigned(mantissa)).astype(np.int64), minlength=2 << width)
     code = np.flatnonzero(bin_counts)
@@ -133,19 +133,19 @@ STEP = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 DROPPED = 11
-"""How many bits of the last 64 are left out."""
+"""Number of discarded bits of the last 64."""
 
 _SLICE = 64 * BLOCK
 
 
 def checksum_array(array: NDArray[Any]) -> int:
-    """The checksum of an array in host memory, below ``2 ** 53``.
+    """Return the checksum of an array in host memory, below ``2 ** 53``.
 
     Args:
-        array: any shape and strides, elements of 1, 2, 4 or 8 bytes, or complex.
+        array: An array of any shape and strides, with elements of 1, 2, 4 or 8 bytes, or complex.
 
     Raises:
-        TypeError: elements are of another width, or are Python objects.
+        TypeError: Elements have another width, or are Python objects.
     """
     words = _words(array)
     keys = _mixed(np.arange(1, BLOCK + 1, dtype=np.uint64) * np.uint64(STEP)) | np.uint64(1)

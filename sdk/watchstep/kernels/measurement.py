@@ -1,4 +1,4 @@
-"""Measurements: the protocol of a kernel's result, and results that are cached, completed, reordered, merged, rescaled or repeated."""
+"""Measurements: the protocol of a kernel's result, and cached, completed, reordered, merged, rescaled or repeated results."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from watchstep.format.statistics import BIN_RANGE, COUNT_COLUMNS, Counts, Statis
 
 
 class Measurement(Protocol):
-    """Statistics that may still be on their way from a device."""
+    """Statistics that a device may still be computing."""
 
     @property
     def nonfinite(self) -> bool | None:
-        """Whether some element is NaN or infinite; None while that is not known without waiting."""
+        """Return whether some element is NaN or infinite; None while the answer would require waiting."""
         ...
 
     def collect(self) -> StatisticsBatch:
-        """The statistics, one row a tensor; waits for the device. Called off the training thread."""
+        """Wait for the device, and return the statistics, one row per tensor. Not called on the training thread."""
         ...
 
 
 class Kernel(Protocol):
-    """Measures tensors. It never changes them, and never synchronises the training stream."""
+    """Measures tensors. It does not change them, and does not synchronize the training stream."""
 
     def measure(self, tensors: Sequence[Any]) -> Measurement:
-        """Start to measure; the tensors may change as soon as this returns (on a device: in stream order).
+        """Start a measurement. The tensors may change after this returns (on a device: in stream order).
 
         Args:
-            tensors: of any shape, dtype and layout that the framework has.
+            tensors: Tensors of any shape, dtype and layout of the framework.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Rows of disjoint parts, merged.
+    """Merged rows of disjoint parts.
 
     Attributes:
-        parts: of one row each.
-        owners: the tensor that each is a part of, 0 … tensors - 1.
-        tensors: how many rows the whole has.
+        parts: Measurements of one row each.
+        owners: Tensor of each part, 0 … tensors - 1.
+        tensors: Number of rows of the result.
     """
 
     parts: Sequence[Measurement]
@@ -54,18 +54,18 @@ class Merged:
 
     @property
     def nonfinite(self) -> bool | None:
-        """Whether some element is NaN or infinite; None while no part knows of one and some part knows nothing."""
+        """Return whether some element is NaN or infinite; None while no part has one and some part is unknown."""
         flags = [part.nonfinite for part in self.parts]
         return True if True in flags else None if None in flags else False
 
     def collect(self) -> StatisticsBatch:
-        """The statistics, one row a tensor; waits for the device."""
+        """Wait for the device, and return the statistics, one row per tensor."""
         rows = StatisticsBatch.concatenate([part.collect() for part in self.parts])
         return merge_rows(rows, np.array(self.owners, np.intp), self.tensors)
 
 
 class Cached:
-    """Collects a measurement when it is first asked for, and keeps the statistics."""
+    """Collects a measurement on the first request, and caches the statistics."""
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
@@ -74,11 +74,11 @@ class Cached:
 
     @property
     def nonfinite(self) -> bool | None:
-        """Whether some element is NaN or infinite; None while that is not known without waiting."""
+        """Return whether some element is NaN or infinite; None while the answer would require waiting."""
         return self._measurement.nonfinite
 
     def collect(self) -> StatisticsBatch:
-        """The statistics."""
+        """Return the statistics."""
         with self._lock:
             if self._collected is None:
                 self._collected = self._measurement.collect()
@@ -87,22 +87,22 @@ class Cached:
 
 @dataclass(frozen=True)
 class Completed:
-    """Statistics at hand."""
+    """Completed statistics."""
 
     statistics: StatisticsBatch
 
     @property
     def nonfinite(self) -> bool | None:
-        """Whether some element is NaN or infinite."""
+        """Return whether some element is NaN or infinite."""
         return bool(self.statistics.nonfinite.any())
 
     @property
     def bytes(self) -> int:
-        """Of the statistics."""
+        """Size of the statistics in memory."""
         return self.statistics.bytes
 
     def collect(self) -> StatisticsBatch:
-        """The statistics."""
+        """Return the statistics."""
         return self.statistics
 
 
@@ -110,12 +110,12 @@ class Completed:
 class Rescaled:
     """Statistics of the tensors divided by a number.
 
-    By a power of two this is exact, but for what float64 cannot hold. By another number sums and extremes are within
-    rounding, and an element may be counted one bin beside its own.
+    For a power of two this is exact, except outside the range of float64. For another number, sums and extremes are within
+    rounding, and an element may be counted in an adjacent bin.
 
     Attributes:
-        measurement: of the tensors as they are.
-        scale: gives the number, above zero; may wait for a device, and is asked off the training thread.
+        measurement: Measurement of the undivided tensors.
+        scale: Returns the number, which is positive. It may wait for a device, and is not called on the training thread.
     """
 
     measurement: Measurement
@@ -123,11 +123,11 @@ class Rescaled:
 
     @property
     def nonfinite(self) -> bool | None:
-        """Whether some element is NaN or infinite; None while that is not known without waiting."""
+        """Return whether some element is NaN or infinite; None while the answer would require waiting."""
         return self.measurement.nonfinite
 
     def collect(self) -> StatisticsBatch:
-        """The statistics; waits for the device."""
+        """Wait for the device, and return the statistics."""
         statistics, scale = self.measurement.collect(), self.scale()
         lower, upper = BIN_RANGE
         bins = statistics.histogram.bins.astype(np.int64) - 2 * (math.frexp(scale)[1] - 1)
@@ -146,8 +146,8 @@ class Repeated:
     """Statistics of tensors that repeat the elements of smaller ones, as ``torch.Tensor.expand`` makes them.
 
     Attributes:
-        measurement: of the smaller tensors.
-        factors: how often each is repeated, int64 of shape (n,).
+        measurement: Measurement of the smaller tensors.
+        factors: Number of repetitions of each, int64 of shape (n,).
     """
 
     measurement: Measurement
@@ -155,11 +155,11 @@ class Repeated:
 
     @property
     def nonfinite(self) -> bool | None:
-        """Whether some element is NaN or infinite; None while that is not known without waiting."""
+        """Return whether some element is NaN or infinite; None while the answer would require waiting."""
         return self.measurement.nonfinite
 
     def collect(self) -> StatisticsBatch:
-        """The statistics; waits for the device."""
+        """Wait for the device, and return the statistics."""
         statistics, by = self.measurement.collect(), self.factors
         counts = {name: getattr(statistics, name) * by for name in COUNT_COLUMNS}
         sums = {name: getattr(statistics, name) * by for name in ("m2", "abs_sum", "square_sum")}
@@ -170,11 +170,11 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Reordered:
-    """Measurements whose rows are put back in the order that was asked for.
+    """Measurements with rows in the requested order.
 
     Attributes:
-        parts: under way.
-        order: for each row of the whole, its place among the rows of all parts, one part behind the other.
+        parts: Measurements in progress.
+        order: For each row of the result, its index among the rows of the concatenated parts.
     """
 
     parts: tuple[Measurement, ...]
@@ -182,18 +182,18 @@ class Reordered:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Sequence[int], Measurement]]) -> Reordered:
-        """Measurements with the rows of the whole that each stands for; together they stand for each row once."""
+        """Return the measurement of parts, each with its row indices in the result. Together the parts have each row once."""
         rows = [row for places, _ in parts for row in places]
         order = sorted(range(len(rows)), key=rows.__getitem__)
         return cls(tuple(measurement for _, measurement in parts), tuple(order))
 
     @property
     def nonfinite(self) -> bool | None:
-        """Whether some element is NaN or infinite; None while no part knows of one and some part knows nothing."""
+        """Return whether some element is NaN or infinite; None while no part has one and some part is unknown."""
         flags = [part.nonfinite for part in self.parts]
         return True if True in flags else None if None in flags else False
 
     def collect(self) -> StatisticsBatch:
-        """The statistics, one row a tensor; waits for every device."""
+        """Wait for every device, and return the statistics, one row per tensor."""
         together = StatisticsBatch.concatenate([part.collect() for part in self.parts])
         return together.take(np.array(self.order, np.intp))

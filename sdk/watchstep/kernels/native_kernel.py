@@ -1,7 +1,7 @@
 """The compiled kernel: one pass over many tensors in host memory, outside the GIL.
 
-It is built where there is a C compiler, by the build of the package; elsewhere `load` gives None, and numpy serves.
-Counts, extremes and histograms are exact. Sums are of at most 64 float32 additions a lane before float64 takes over:
+The build of the package compiles it if there is a C compiler. Otherwise `load` returns None, and numpy is used.
+Counts, extremes and histograms are exact. Sums use at most 64 float32 additions per lane before float64:
 ``abs_sum`` and ``square_sum`` carry a relative error of at most 4e-6, ``mean`` of 4e-6 of the mean magnitude, ``m2`` of
 8e-6. float64 tensors are summed in float64.
 """
@@ -32,10 +32,10 @@ KINDS: dict[Kind, int] = {
     "float8_e4m3fn": 4,
     "float8_e5m2": 5,
 }
-"""Element types by the kernel's own numbers."""
+"""Numbers of the element types in the kernel."""
 
 KIND_OF_WIDTH = {1: KINDS["float8_e5m2"], 2: KINDS["float16"], 4: KINDS["float32"], 8: KINDS["float64"]}
-"""A kind with elements of so many bytes: for checksums, which ask no more of it."""
+"""A kind for each element size in bytes, for checksums, which need only the size."""
 
 _BINS = 600
 _BINS_FLOAT64 = 4300
@@ -44,12 +44,12 @@ _COUNTS, _VALUES = len(COUNT_COLUMNS), len(VALUE_COLUMNS)
 
 
 class MemoryRange(NamedTuple):
-    """Where a dense tensor lies.
+    """Memory location of a dense tensor.
 
     Attributes:
-        address: of its first element; whoever calls keeps it alive.
-        elements: how many there are, one behind the other in any order.
-        kind: a number of `KINDS`.
+        address: Address of its first element. The caller keeps the memory alive.
+        elements: Number of elements, contiguous in any order.
+        kind: A number in `KINDS`.
     """
 
     address: int
@@ -58,10 +58,10 @@ class MemoryRange(NamedTuple):
 
 
 class NativeMeasurement:
-    """Figures as the library wrote them; made into columns where they are collected, off the training thread.
+    """Figures as written by the library. `collect` converts them to columns outside the training thread.
 
     Attributes:
-        nonfinite: whether some element is NaN or infinite.
+        nonfinite: Whether some element is NaN or infinite.
     """
 
     def __init__(self, figures: NDArray[np.int64], rows: int, *, nonfinite: bool) -> None:
@@ -71,11 +71,11 @@ class NativeMeasurement:
 
     @property
     def bytes(self) -> int:
-        """Of the figures."""
+        """Size of the figures in memory."""
         return self._figures.nbytes
 
     def collect(self) -> StatisticsBatch:
-        """The statistics."""
+        """Return the statistics."""
         rows, figures = self._rows, self._figures
         ends = np.cumsum([_COUNTS * rows, _VALUES * rows, rows + 1])
         counts, values, offsets, histogram = np.split(figures, ends)
@@ -105,12 +105,12 @@ class NativeKernel:
         self._checksum.restype = ctypes.c_int64
 
     def has_nonfinite(self, tensors: Sequence[MemoryRange], turn: int, slices: int) -> bool:
-        """Whether some tensor holds NaN or infinity.
+        """Return whether some tensor contains NaN or infinity.
 
         Args:
-            tensors: those of at most 16,384 elements are looked at whole.
-            turn: of larger ones, which slice.
-            slices: how many slices there are.
+            tensors: The tensors. Those of at most 16,384 elements are checked completely.
+            turn: Index of the slice of larger tensors.
+            slices: Number of slices.
         """
         columns = _columns(tensors)
         start, stride = columns.ctypes.data, 8 * len(tensors)
@@ -120,11 +120,11 @@ class NativeKernel:
         """Measure tensors, one row each.
 
         Args:
-            tensors: where they lie.
-            histogram: without it, histograms stay empty (but for float64).
+            tensors: Memory of the tensors.
+            histogram: Whether to compute histograms. False leaves them empty, except for float64.
 
         Raises:
-            ValueError: a kind is unknown.
+            ValueError: A kind is unknown.
         """
         rows = len(tensors)
         room = sum(min(t.elements, _BINS_FLOAT64 if t.kind == _FLOAT64 else _BINS) for t in tensors)
@@ -148,20 +148,20 @@ class NativeKernel:
         return NativeMeasurement(np.concatenate(figures), rows, nonfinite=nonfinite > 0)
 
     def _room_for(self, numbers: int) -> NDArray[np.int64]:
-        """Memory of this thread's own, kept from call to call: to take it anew would cost more than small tensors do."""
+        """Return a buffer of this thread, reused by later calls: its allocation would cost more than small tensors."""
         memory: NDArray[np.int64] | None = getattr(self._local, "buffer", None)
         if memory is None or len(memory) < numbers:
             memory = self._local.buffer = np.empty(numbers, np.int64)
         return memory
 
     def checksums(self, tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
-        """Checksums of tensors, as `watchstep.kernels.array_kernel` defines them.
+        """Return checksums of tensors, as defined in `watchstep.kernels.array_kernel`.
 
         Args:
-            tensors: where they lie, their elements in the order in which they are read; of a kind only the width counts.
+            tensors: Memory of the tensors, with elements in order. Only the width of a kind is used.
 
         Raises:
-            ValueError: a kind is unknown.
+            ValueError: A kind is unknown.
         """
         columns = _columns(tensors)
         start, stride = columns.ctypes.data, 8 * len(tensors)
@@ -173,11 +173,11 @@ class NativeKernel:
 
 
 def _unknown_kind(tensors: Sequence[MemoryRange], place: int) -> ValueError:
-    return ValueError(f"tensor {place} has unknown kind {tensors[place].kind}, known are {KINDS}")
+    return ValueError(f"tensor {place} has unknown kind {tensors[place].kind}; the known kinds are {KINDS}")
 
 
 def _columns(tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
-    """Of n tensors all addresses, then all sizes, then all kinds; int64, shape (3 n,): one array is made faster than three."""
+    """Return all addresses, then all sizes, then all kinds of n tensors as int64 of shape (3 n,): one array is created faster than three."""
     return np.array(
         [
             *(tensor.address for tensor in tensors),
@@ -190,7 +190,7 @@ def _columns(tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
 
 @functools.cache
 def load() -> NativeKernel | None:
-    """The compiled kernel; None where it was not built, or does not load."""
+    """Return the compiled kernel; None if it was not built or cannot be loaded."""
     try:
         return NativeKernel(ctypes.CDLL(str(LIBRARY)))
     except (OSError, AttributeError):

@@ -1,1 +1,1 @@
-"""PyTorch: what a model holds, and when it steps. Nothing here changes training."""
+"""Observation of PyTorch models and their updates. Nothing here changes training."""

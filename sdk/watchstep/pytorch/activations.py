@@ -1,8 +1,8 @@
-"""Activations: inputs and outputs of modules, measured during the forward passes that are recorded.
+"""Activations: inputs and outputs of modules, measured during recorded forward passes.
 
 In mode train only training passes are recorded: on the training thread, with gradients enabled when the model's
 ``forward`` began. A pass under ``torch.no_grad`` or ``torch.inference_mode`` and a pass of another thread train nothing and
-are not recorded. Other modes are recorded as the program says.
+are not recorded. Other modes are recorded as the program sets them.
 
 Frozen parts that the model's ``forward`` runs without gradients belong to its training pass. So does the first pass of
 reentrant activation checkpointing, which disables gradients inside an autograd function; its second pass, inside the
@@ -49,14 +49,14 @@ from watchstep.pytorch.probes.weights import Unchanged
 
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _DEEPEST = 20
-"""Containers in containers that are looked into."""
+"""Maximum nesting of containers that are searched."""
 
 
 class ForwardPasses:
-    """Decides for one model, when its forward begins and when one of its modules is called.
+    """Decides which forward passes of one model, and calls of its modules, are recorded.
 
-    The training thread is the one that made the last update; before the first, the one of the first training pass. A thread
-    that has ended is succeeded by the next that trains.
+    The training thread is the thread of the last update; before the first update, that of the first training pass. A thread
+    that has ended is replaced by the next thread that trains.
     """
 
     def __init__(self, session: Session, model: nn.Module) -> None:
@@ -71,36 +71,36 @@ class ForwardPasses:
 
     @property
     def outside(self) -> bool:
-        """Whether the model's own ``forward`` is not running: the program has called the module under way by itself."""
+        """Return whether the model's own ``forward`` is not running, i.e. the program has called the current module directly."""
         return not (self._inside or self._inside_other)
 
     @property
     def mode(self) -> Mode:
-        """As the program last said, else as the model is."""
+        """The mode that the program last set, otherwise that of the model."""
         mode = self._session.mode
         return "eval" if mode == "train" and not self._model.training else mode
 
     def set_training_thread(self) -> None:
-        """This thread updates the model."""
+        """Make this thread the training thread, because it updates the model."""
         if self._ident != threading.get_ident():
             self._thread, self._ident = threading.current_thread(), threading.get_ident()
 
     def on_training_thread(self) -> bool:
-        """Whether this is the training thread; any is while there is none."""
+        """Return whether this is the training thread. Every thread is one while there is none."""
         return self._ident == threading.get_ident() or self._thread is None or not self._thread.is_alive()
 
     def owns_backward(self) -> bool:
-        """Whether a backward pass that begins on this thread may be the model's.
+        """Return whether a backward pass that begins on this thread may be the model's.
 
         Before the first training pass only the thread that watches the model is trusted: a loss of any other is of a training
-        beside this one, since a thread that trains this model has run its ``forward``.
+        other than this one, because a thread that trains this model has run its ``forward``.
         """
         if self._thread is None:
             return self._maker == threading.get_ident()
         return self.on_training_thread()
 
     def enter(self) -> Mode | None:
-        """The model's ``forward`` begins: the mode in which this pass is recorded, None where it is not."""
+        """Begin the model's ``forward``. Returns the mode in which this pass is recorded, or None if it is not recorded."""
         mode = self._recorded()
         if mode != "train":
             self._inside_other = mode is not None
@@ -112,13 +112,13 @@ class ForwardPasses:
         return mode
 
     def leave(self) -> None:
-        """The model's ``forward`` is over, also by an exception."""
+        """End the model's ``forward``, also after an exception."""
         self._inside_other = False
         if self._inside and self._ident in {-1, threading.get_ident()} and not _recomputes():
             self._inside = False
 
     def mode_of_call(self) -> Mode | None:
-        """A module was called: the mode in which it is recorded, None where it is not."""
+        """Return the mode in which a call of a module is recorded, or None if it is not recorded."""
         mode = self._recorded()
         if mode != "train":
             return mode
@@ -126,16 +126,16 @@ class ForwardPasses:
         return mode if trains else None
 
     def _recorded(self) -> Mode | None:
-        """The mode, but for passes inside a backward pass and, in mode train, those of other threads."""
+        """Return the mode, or None for passes inside a backward pass and, in mode train, those of other threads."""
         mode = None if _recomputes() else self.mode
         return None if mode == "train" and not self.on_training_thread() else mode
 
 
 class PartPasses:
-    """Decides with which call of a module outside of the model's ``forward`` a forward pass begins.
+    """Decides which call of a module outside the model's ``forward`` begins a forward pass.
 
     In mode train the calls between two backward passes or updates are one pass: ``actor(x)``, ``critic(x)`` and their loss. A
-    loss that is logged as NaN ends a pass, too, for the program may skip its backward pass. In other modes a module that is
+    loss that is logged as NaN also ends a pass, because the program may skip its backward pass. In other modes a module that is
     called again begins the next pass.
     """
 
@@ -146,20 +146,20 @@ class PartPasses:
         self._called: set[str] = set()
 
     def began(self) -> None:
-        """A training pass has begun, with the model's ``forward`` or a call of one of its modules."""
+        """Begin a training pass with the model's ``forward`` or a call of one of its modules."""
         self._begun_at = self._recorder.step
 
     def ended(self) -> None:
-        """The backward pass of a training pass begins."""
+        """End a training pass at the start of its backward pass."""
         self._begun_at = -1
 
     def begins(self, path: str, mode: Mode, *, counts_steps: bool) -> bool:
-        """Whether a pass begins with this call.
+        """Return whether a pass begins with this call.
 
         Args:
-            path: of the module.
-            mode: in which the call is recorded.
-            counts_steps: whether a pass of this model begins the next step once the update is done.
+            path: Path of the module.
+            mode: Mode in which the call is recorded.
+            counts_steps: Whether a pass of this model begins the next step after the update.
         """
         recorder = self._recorder
         if mode == "train":
@@ -174,12 +174,12 @@ class PartPasses:
 
 
 def _recomputes() -> bool:
-    """Whether this forward pass runs inside a backward pass, as activation checkpointing's second one does."""
+    """Return whether this forward pass runs inside a backward pass, like the second one of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - PyTorch's own test for it
 
 
 def _gradients_enabled() -> bool:
-    """Whether autograd records, or does not only because it runs inside a function of its own."""
+    """Return whether autograd records, or does not record only because it runs inside one of its own functions."""
     return torch.is_grad_enabled() or _inside_autograd_function(sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
 
 
@@ -196,11 +196,11 @@ _HOOK_SECONDS = 3.5e-6  # one call of a hook with nothing due; measured at 3.4 m
 
 @dataclass
 class _Flow:
-    """What goes into a module, or comes out of it.
+    """An input or output of a module.
 
     Attributes:
-        info: as it is described; shape and dtype are not known yet.
-        groups: the tensors that it was found to be, by their number.
+        info: Description of the tensor; shape and dtype are not known yet.
+        groups: Groups of its tensors by their number.
     """
 
     info: TensorInfo
@@ -208,13 +208,13 @@ class _Flow:
 
     @property
     def takes_integers(self) -> bool:
-        """Whether tensors of whole numbers count too: token ids, say, but not what modules hand to each other."""
+        """Return whether integer tensors are included, e.g. token ids, but not values passed between modules."""
         return self.info.role == "input" or tensors.OUTPUTS in self.info.collections
 
 
 @dataclass
 class _Observed:
-    """One module."""
+    """An observed module."""
 
     path: str
     output: _Flow
@@ -224,13 +224,13 @@ class _Observed:
     activity: UnitActivity | None
 
     def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
-        """Figures of one pass besides the output's row.
+        """Return probes of one pass in addition to the output's row.
 
         Args:
-            given: what the module was called with.
-            output: the tensors that it gave.
-            step: of the run.
-            mode: of the pass.
+            given: Arguments of the module's call.
+            output: Tensors of its output.
+            step: Step of the run.
+            mode: Mode of the pass.
         """
         probes: list[Probe | None] = []
         if len(output) == 1:
@@ -247,11 +247,11 @@ class _Observed:
 
 
 class ActivationHooks:
-    """Forward hooks on the modules of a model whose outputs or inputs are recorded.
+    """Forward hooks on those modules of a model that have recorded outputs or inputs.
 
     Attributes:
-        live: outputs of the pass under way, for the case that its loss is bad.
-        idle_seconds: about what the hooks cost a pass in which nothing is due.
+        live: Outputs of the current pass, for the case that its loss is not finite.
+        idle_seconds: Approximate cost in seconds of the hooks in a pass without measurements.
     """
 
     def __init__(
@@ -263,15 +263,15 @@ class ActivationHooks:
         handles: list[RemovableHandle],
         part_called: Callable[[str, Mode], None],
     ) -> None:
-        """Put them on.
+        """Register the hooks.
 
         Args:
-            session: the recording.
-            names: of the model's modules.
-            kernel: measures.
-            passes: says which calls are recorded.
-            handles: gets what takes the hooks off, one by one, so that those of a model that fails halfway come off, too.
-            part_called: a bound method; called with the path and mode of each recorded call outside of the model's own ``forward``.
+            session: The recording.
+            names: Names of the model's modules.
+            kernel: Kernel for the measurements.
+            passes: Decides which calls are recorded.
+            handles: Receives the handle of each hook at once, so that the hooks are also removed after an error halfway.
+            part_called: Bound method, called with the path and mode of each recorded call outside the model's own ``forward``.
         """
         self.live = LiveOutputs()
         self._session = session
@@ -299,13 +299,13 @@ class ActivationHooks:
     def _listen(
         self, names: Names, order: int, path: str, module: nn.Module, handles: list[RemovableHandle]
     ) -> bool:
-        """Put a hook on a module; whether it has anything to record."""
+        """Register a hook on a module. Returns whether there is anything to record."""
         config = self._session.config
         probes = config.probes
         is_leaf, is_model = next(module.children(), None) is None, not path
         outputs = [tensors.ACTIVATIONS] * is_leaf + [tensors.OUTPUTS] * is_model
         channels, tokens = ChannelProbe(module), TokenProbe(module, config.token_values, probes)
-        in_place = bool(getattr(module, "inplace", False))
+        in_place = bool(module.__dict__.get("inplace", False))  # not a property of the program's
         activity = UnitActivity(activation_kind(module), probes, in_place=in_place)
         observed = _Observed(
             names.path(path) or "model",
@@ -324,15 +324,15 @@ class ActivationHooks:
 
     @property
     def unseen(self) -> list[str]:
-        """Modules whose hook has not been called: compiled, or not part of the forward pass."""
+        """Return modules without a call of their hook: compiled, or not part of the forward pass."""
         return sorted(self._unseen)
 
     def new_pass(self) -> None:
-        """A forward pass of the whole model begins: decide anew what is due."""
+        """Begin a forward pass of the whole model, and recompute which measurements are due."""
         self._decided.clear()
 
     def record_live(self) -> None:
-        """Measure the outputs that are still there, unless this pass was measured anyway."""
+        """Measure the outputs that still exist, unless this pass has already been measured."""
         for group, outputs, time_ns in self.live.alive():
             self._recorder.add(group, self._kernel.measure(outputs), time_ns=time_ns)
 
@@ -343,7 +343,7 @@ class ActivationHooks:
             self._unseen.discard(observed.path)
             try:
                 self._observe(observed, module, (args, kwargs), output)
-            except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            except Exception as error:  # noqa: BLE001 - errors of the recorder never reach training
                 self._session.health.fault("activations", error)
 
         return hook
@@ -383,7 +383,7 @@ class ActivationHooks:
                     self.live.note(self._group(observed.input, outputs), outputs)
 
     def _due(self, collections: tuple[str, ...], mode: Mode) -> str | None:
-        """As the schedule says, asked once a pass for each set of collections."""
+        """Query the schedule, once per pass for each set of collections."""
         if collections not in self._decided:
             self._decided[collections] = self._schedule.due(collections, self._recorder.step, mode)
         return self._decided[collections]
@@ -405,7 +405,7 @@ class ActivationHooks:
         self._schedule.spent(charged, since)
 
     def _sums_of(self, outputs: list[Tensor], _step: int, _mode: Mode) -> tuple[Probe, ...]:
-        """Sums by channel, where a model is given images and nothing else."""
+        """Return sums by channel, if images are the only input of a model."""
         sums = self._sums.look(outputs[0]) if self._sums.applies and len(outputs) == 1 else None
         return () if sums is None else (sums,)
 
@@ -428,7 +428,7 @@ class ActivationHooks:
 
 
 def _real(value: Any) -> list[Tensor]:
-    """The floating-point and complex tensors in what a module gives."""
+    """Return the floating-point and complex tensors in a module's output."""
     outputs = list(_flat(value))
     return [tensor for tensor in outputs if tensor.is_floating_point() or tensor.is_complex()]
 

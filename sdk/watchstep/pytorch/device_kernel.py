@@ -1,7 +1,7 @@
-"""Statistics of tensors on a device: the Triton kernel on CUDA, separate PyTorch operations elsewhere.
+"""Statistics of tensors on a device: the Triton kernel on CUDA, separate PyTorch operations on other devices.
 
-Triton is optional. If it is missing, cannot compile, or does not support the GPU, that is found out once for the
-process; the reason is kept, and separate operations serve from then on.
+Triton is optional. Whether it is missing, cannot compile, or does not support the GPU is determined once per
+process. The reason is kept, and separate operations are used from then on.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _landings = Landings()
 
 
 def measure_by_operations(tensors: Sequence[Tensor]) -> Measurement:
-    """Start to measure; on CUDA without a wait.
+    """Start a measurement; on CUDA without a wait.
 
     Args:
-        tensors: on one device, one or more.
+        tensors: One or more tensors on one device.
     """
     counts, values, bins = (
         torch.stack(column) for column in zip(*map(measure_on_device, tensors), strict=True)
@@ -50,7 +50,7 @@ def measure_by_operations(tensors: Sequence[Tensor]) -> Measurement:
 
 @dataclass
 class _OnItsWay:
-    """Counts, values and histograms on their way to the host."""
+    """Counts, values and histograms that are being copied to the host."""
 
     _landing: Landing
     _tensors: int
@@ -61,12 +61,12 @@ class _OnItsWay:
         self._landing.wait()
         rows = self._landing.results[: self._tensors * _ROW].view(self._tensors, _ROW)
         counts, values, bins = rows.clone().split([_COUNTS, _VALUES, _BINS], dim=1)
-        _landings.give_back(self._landing)
+        _landings.release(self._landing)
         return to_batch(counts, values.contiguous().view(torch.float64), bins)
 
 
 def to_batch(counts: Tensor, values: Tensor, bins: Tensor) -> StatisticsBatch:
-    """Statistics from what `measure_on_device` gave, stacked: shapes (n, 6), (n, 7) and (n, 4096)."""
+    """Return statistics from stacked results of `measure_on_device`: shapes (n, 6), (n, 7) and (n, 4096)."""
     dense = bins.numpy()
     rows, places = np.nonzero(dense)
     offsets = np.searchsorted(rows, np.arange(len(dense) + 1)).astype(np.int64)
@@ -75,7 +75,7 @@ def to_batch(counts: Tensor, values: Tensor, bins: Tensor) -> StatisticsBatch:
 
 
 def measure_on_device(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts (6, int64), values (7, float64 where the device has it) and a dense histogram (4096, int64)."""
+    """Return counts (6, int64), values (7, float64 if the device supports it) and a dense histogram (4096, int64)."""
     wide = torch.float32 if tensor.device.type == "mps" else torch.float64
     x = tensor.reshape(-1).to(wide)
     finite = torch.isfinite(x)
@@ -128,18 +128,18 @@ _log = logging.getLogger("watchstep")
 
 @dataclass
 class _Triton:
-    """The kernel, or why there is none."""
+    """The kernel, or the reason why it is not available."""
 
     kernel: TritonKernel | None
     types: frozenset[torch.dtype]
     reason: str = ""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether it lies in plain memory, in a type that the kernel reads."""
+        """Return whether a tensor is in plain memory and has a type that the kernel supports."""
         return tensor.dtype in self.types and type(tensor) is Tensor
 
     def give_up(self, error: Exception) -> None:
-        """From now on, separate operations."""
+        """Use separate operations from now on."""
         self.kernel = None
         self.reason = (
             f"Triton failed, tensors on GPUs are measured by separate operations: {_first_line(error)}"
@@ -161,24 +161,24 @@ def _triton() -> _Triton:
 
 
 def reason() -> str:
-    """Why the Triton kernel does not serve, for health; empty where it does, or was not asked for yet."""
+    """Return why the Triton kernel is not used, for health; empty if it is used, or has not been requested yet."""
     return _triton().reason if _triton.cache_info().currsize else ""
 
 
 def capturing() -> bool:
-    """Whether the current stream captures a CUDA graph: then nothing may be measured, and nothing asked of CUDA."""
+    """Return whether the current stream captures a CUDA graph. Then no measurements or CUDA queries are allowed."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def measure(tensors: Sequence[Tensor]) -> Measurement:
-    """Start to measure.
+    """Start a measurement.
 
     Args:
-        tensors: on one device that is not the host, dense in any order; one or more.
+        tensors: One or more tensors on one device other than the host, dense in any order.
 
     Raises:
-        DeviceError: a CUDA graph is being captured.
-        torch.cuda.OutOfMemoryError: the device has no room for the results.
+        DeviceError: A CUDA graph is being captured.
+        torch.cuda.OutOfMemoryError: The device has no memory for the results.
     """
     if tensors[0].device.type != "cuda":
         return measure_by_operations(tensors)
@@ -205,31 +205,31 @@ def measure(tensors: Sequence[Tensor]) -> Measurement:
 
 
 @dataclass(frozen=True)
-class NonfiniteLook:
-    """A look for NaN and infinity that a device is at."""
+class NonfiniteCheck:
+    """A check for NaN and infinity in progress on a device."""
 
     _landing: Landing
-    _give_back: Callable[[Landing], Any]
+    _release: Callable[[Landing], Any]
 
     def answer(self) -> bool | None:
-        """Whether something was found; None while that is not known. Once it is known, the look is over."""
+        """Return whether NaN or infinity was found; None while the check is in progress."""
         if not self._landing.arrived:
             return None
         nonfinite = bool(self._landing.results[0])
-        self._give_back(self._landing)
+        self._release(self._landing)
         return nonfinite
 
 
-def look(tensors: Sequence[Tensor]) -> NonfiniteLook:
-    """Start to look for NaN and infinity, without a wait.
+def look(tensors: Sequence[Tensor]) -> NonfiniteCheck:
+    """Start a check for NaN and infinity, without a wait.
 
     Args:
-        tensors: as above, on CUDA, and no graph is being captured. By Triton of large ones an eighth, else whole.
+        tensors: Tensors as for `measure`, on CUDA, while no graph is being captured. Triton checks an eighth of large ones; otherwise all elements are checked.
     """
     triton = _triton()
     if triton.kernel is not None and all(map(triton.takes, tensors)):
         try:
-            return NonfiniteLook(triton.kernel.look(tensors), triton.kernel.looked)
+            return NonfiniteCheck(triton.kernel.look(tensors), triton.kernel.looked)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
@@ -237,13 +237,13 @@ def look(tensors: Sequence[Tensor]) -> NonfiniteLook:
     with torch.cuda.device(tensors[0].device):
         landing = _landings.take(1, pinned=True)
         landing.fill(nonfinite_by_operations(tensors))
-    return NonfiniteLook(landing, _landings.give_back)
+    return NonfiniteCheck(landing, _landings.release)
 
 
 def nonfinite_by_operations(tensors: Sequence[Tensor]) -> Tensor:
-    """Two int64 on the device: whether something is NaN or infinite, and a one.
+    """Return two int64 on the device: whether any element is NaN or infinite, and 1.
 
-    The largest magnitude of each tensor says so, NaN included, in one number of memory a tensor. fp8, which has no such
+    The largest magnitude of each tensor, including NaN, shows this with one number of memory per tensor. fp8, which has no such
     operation, is widened.
     """
     wide = [tensor if tensor.dtype in _NORMED else tensor.float() for tensor in tensors if tensor.numel()]

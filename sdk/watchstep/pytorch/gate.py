@@ -1,13 +1,13 @@
-"""The non-finite gate: cheap enough for every step.
+"""The non-finite gate: checks losses and gradients for NaN and infinity, cheap enough for every step.
 
-The loss is looked at before the backward pass. Gradients are looked at before the update: small ones whole, of large
-ones another eighth at each step, so that NaN, which spreads, is seen at once and a lone infinity within eight steps.
-Where the loss is bad, outputs of modules that are still in memory are measured: the first of them that is bad says where
+The loss is checked before the backward pass. Gradients are checked before the update: small ones completely, of large
+ones another eighth at each step, so that NaN, which spreads, is found at once and a single infinity within eight steps.
+If the loss is not finite, module outputs that are still in memory are measured: the first non-finite one shows where
 it began.
 
-On the host the answer is there at once. On a CUDA device a look is started and its answer taken, without a wait, at
-the first step that finds it there: one step late, where the program reads something of the device in each step, such
-as its loss. Other devices are not looked at.
+On the host the result is available at once. On a CUDA device a check is started, and its result is read, without a wait, at
+the first step after its completion: one step late if the program reads a value of the device in each step, such
+as its loss. Other devices are not checked.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from torch.utils.weak import WeakIdKeyDictionary
 from watchstep.capture.record import Group
 from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
-from watchstep.pytorch.device_kernel import NonfiniteLook
+from watchstep.pytorch.device_kernel import NonfiniteCheck
 from watchstep.pytorch.kernel import all_finite, device_tensors, distinct_elements, native_memory
 from watchstep.pytorch.probes.staging import OnTheWay
 
 _SLICES = 8
 _FIRST_UPDATES = 16
-_MOST_LOOKS = 8
-"""A device that is further behind is not asked again until it has answered."""
+_MAX_PENDING = 8
+"""Maximum number of pending checks of a device. No more are started until it has completed one."""
 
 
 class GradientGate:
-    """Looks at the gradients of an optimizer, and at losses."""
+    """Checks the gradients of an optimizer, and losses."""
 
     def __init__(self) -> None:
         self._turn = 0
-        self._gradients = LateLooks()
-        self._losses = LateLosses()
+        self._gradients = NonfinitePolling()
+        self._losses = PendingLosses()
 
     def has_nonfinite(self, gradients: Sequence[Tensor], *, at_once: bool = False) -> bool:
-        """Whether NaN or infinity was seen: now in host memory, or earlier on a CUDA device.
+        """Return whether NaN or infinity was found: now in host memory, or earlier on a CUDA device.
 
         Args:
-            gradients: of the update that comes next.
-            at_once: look at all of them, whole, and wait for devices: the answer decides whether that update is made.
+            gradients: Gradients of the next update.
+            at_once: Check all of them completely, and wait for devices, because the result decides whether that update is made.
         """
         if at_once:
             return any_is_nonfinite(gradients)
@@ -70,33 +70,33 @@ class GradientGate:
 
     @property
     def pending(self) -> bool:
-        """Whether a device has not answered yet; `has_nonfinite` of nothing asks for the answer."""
+        """Return whether a check on a device is pending. `has_nonfinite` with no gradients reads its result."""
         return self._gradients.pending
 
     def loss_is_bad(self, loss: Tensor, name: str = "loss") -> bool:
-        """Whether a loss is NaN or infinite: this one in host memory, an earlier one on a CUDA device.
+        """Return whether a loss is NaN or infinite: this one in host memory, an earlier one on a CUDA device.
 
         Args:
-            loss: one element.
-            name: by which it arrives from a device.
+            loss: A tensor with one element.
+            name: Name of the loss for `late_losses`.
         """
         if loss.device.type == "cpu":
             return not cmath.isfinite(loss.item())  # `torch.isfinite` costs some 10 µs more
         return not all(math.isfinite(value) for _, value in self._losses.look(name, loss))
 
     def late_losses(self) -> list[tuple[str, float]]:
-        """Losses that the last look found arrived from a CUDA device, by name, oldest first."""
+        """Return the names and values of losses that the last check received from a CUDA device, oldest first."""
         return self._losses.arrived
 
 
 def any_is_nonfinite(tensors: Sequence[Tensor]) -> bool:
-    """Whether some element is NaN or infinite, of all of them; waits for devices."""
+    """Return whether any element of the tensors is NaN or infinite. This waits for devices."""
     bad = any_is_nonfinite_on_host([tensor for tensor in tensors if tensor.device.type == "cpu"])
     return bad or _any_nonfinite_on_devices([tensor for tensor in tensors if tensor.device.type != "cpu"])
 
 
 def any_is_nonfinite_on_host(tensors: Sequence[Tensor]) -> bool:
-    """Whether some element is NaN or infinite, of tensors in host memory, looked at whole."""
+    """Return whether any element of tensors in host memory is NaN or infinite."""
     native = native_kernel.load()
     memory = native_memory(tensors) if native is not None else None
     if native is None or memory is None:
@@ -118,17 +118,17 @@ def _any_nonfinite_on_devices(tensors: Sequence[Tensor]) -> bool:
 
 
 class FewestGradients:
-    """How many parameters of an optimizer have a gradient: fewer than ever says that some get none any more."""
+    """Minimum number of an optimizer's parameters with a gradient. Fewer than before means that some no longer receive one."""
 
     def __init__(self) -> None:
         self._fewest: MutableMapping[Optimizer, tuple[int, int]] = WeakIdKeyDictionary()
 
     def is_fewer(self, optimizer: Optimizer, gradients: int) -> bool:
-        """Whether an update has fewer gradients than any of at least so many before it, counted from the optimizer's first.
+        """Return whether an update has fewer gradients than each earlier one of the optimizer.
 
         Args:
-            optimizer: is about to update.
-            gradients: how many of its parameters have one.
+            optimizer: The optimizer before its update.
+            gradients: Number of its parameters with a gradient.
         """
         updates, fewest = self._fewest.get(optimizer, (0, 0))
         if updates < _FIRST_UPDATES:
@@ -140,20 +140,20 @@ class FewestGradients:
         return True
 
 
-class LateLooks:
-    """Looks that devices have not answered yet."""
+class NonfinitePolling:
+    """Pending checks of devices."""
 
     def __init__(self) -> None:
-        self._under_way: deque[NonfiniteLook] = deque()
+        self._under_way: deque[NonfiniteCheck] = deque()
 
     @property
     def pending(self) -> bool:
-        """Whether a device still has to answer."""
+        """Return whether a check is pending."""
         return bool(self._under_way)
 
     @torch.no_grad()
     def look(self, tensors: Sequence[Tensor]) -> bool:
-        """Start to look at those on CUDA devices; whether an earlier look found NaN or infinity."""
+        """Start a check of the tensors on CUDA devices. Returns whether an earlier check found NaN or infinity."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.device.type == "cuda":
@@ -161,14 +161,14 @@ class LateLooks:
         if (not by_device and not self.pending) or device_kernel.capturing():
             return False
         nonfinite = self._answers()
-        if len(self._under_way) < _MOST_LOOKS:
+        if len(self._under_way) < _MAX_PENDING:
             for group in by_device.values():
                 self._under_way.append(device_kernel.look(device_tensors(group)))
         return nonfinite
 
     def _answers(self) -> bool:
         nonfinite = False
-        waiting: deque[NonfiniteLook] = deque()
+        waiting: deque[NonfiniteCheck] = deque()
         for look in self._under_way:
             answer = look.answer()
             if answer is None:
@@ -178,11 +178,11 @@ class LateLooks:
         return nonfinite
 
 
-class LateLosses:
-    """Losses on their way from a CUDA device, in their order.
+class PendingLosses:
+    """Losses that are being copied from a CUDA device, in order.
 
     Attributes:
-        arrived: those that the last look found here.
+        arrived: Losses that the last check received.
     """
 
     def __init__(self) -> None:
@@ -190,35 +190,35 @@ class LateLosses:
         self._under_way: deque[tuple[str, OnTheWay]] = deque()
 
     def look(self, name: str, loss: Tensor) -> list[tuple[str, float]]:
-        """Send a loss on its way; those that have arrived. Nothing is waited for."""
+        """Start the copy of a loss, and return the losses that have arrived, without a wait."""
         self.arrived = []
         if device_kernel.capturing():
             return self.arrived
         while self._under_way and self._under_way[0][1].is_here:
             earlier, number = self._under_way.popleft()
             self.arrived.append((earlier, float(number.numbers().reshape(()))))
-        if loss.device.type == "cuda" and len(self._under_way) < _MOST_LOOKS:
+        if loss.device.type == "cuda" and len(self._under_way) < _MAX_PENDING:
             with torch.cuda.device(loss.device):
                 self._under_way.append((name, OnTheWay(loss)))
         return self.arrived
 
 
 class LiveOutputs:
-    """Outputs of one forward pass, as long as something else keeps them in memory."""
+    """Outputs of one forward pass, for as long as other references keep them in memory."""
 
     def __init__(self) -> None:
         self._outputs: list[tuple[Group, list[weakref.ref[Tensor]], int]] = []
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Remove all outputs at the start of a step."""
         self._outputs = []
 
     def note(self, group: Group, outputs: list[Tensor]) -> None:
-        """Remember outputs and when they were computed, without keeping them."""
+        """Add weak references to outputs, and the time of their computation."""
         self._outputs.append((group, [weakref.ref(output) for output in outputs], time.time_ns()))
 
     def alive(self) -> list[tuple[Group, list[Tensor], int]]:
-        """Those that are still there, in the order of the forward pass, each with its time in nanoseconds since the epoch."""
+        """Return the outputs that still exist, in the order of the forward pass, with their times in nanoseconds since the epoch."""
         living = []
         for group, references, time_ns in self._outputs:
             outputs = [output for reference in references if (output := reference()) is not None]

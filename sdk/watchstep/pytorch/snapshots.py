@@ -90,7 +90,7 @@ def take(
     try:
         ready = _copied(ordered, memory)
     except BaseException:
-        writer.memory.give_back(memory)
+        writer.memory.release(memory)
         raise
     tensors = tuple(copy.described for copy in ordered)
     writer.offer(TakenSnapshot(step, "train", occasion, state, tensors, memory, missing, ready))

@@ -1,7 +1,7 @@
-"""Ranks that decide together: one that raised alone would leave the others waiting in a collective for ever.
+"""Common decision of ranks to stop: a rank that raised alone would leave the others waiting in a collective forever.
 
-Every rank votes before every update of a watched model, whatever became of its recording: the vote hangs on the optimizers
-and not on the hook, whose faults and whose end must not change how often a rank votes.
+Every rank votes before every update of a watched model, independent of the state of its recording: the vote is attached to the optimizers
+and not to the hook, because errors or the end of the hook must not change how often a rank votes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from watchstep.capture.health import RecorderHealth
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.parameters import optimizer_steps
 
-PATIENCE = timedelta(minutes=5)
-"""How long a vote waits for the other ranks; below the ten minutes that NCCL's own collectives wait for them."""
+VOTE_TIMEOUT = timedelta(minutes=5)
+"""Timeout of a vote for the other ranks, shorter than the ten minutes of NCCL's own collectives."""
 
-_CLOSED, _GO_ON, _STOP = 0, 1, 2
+_CLOSED, _CONTINUE, _STOP = 0, 1, 2
 
-_live: set[Agreement] = set()  # which keeps them beyond their hooks
+_live: set[StopBarrier] = set()  # keeps them alive after their hooks
 
 
 class Voter(Protocol):
-    """What a rank's recorder says and does where ranks agree."""
+    """The votes and stops of a rank's recorder."""
 
     def requested(self) -> str | None:
-        """Why it wants to stop; nothing to go on; None once it records no more. Raises nothing."""
+        """Return the reason to stop; empty to continue; None after the end of the recording. Does not raise."""
         ...
 
     def stop(self, reason: str) -> NoReturn:
@@ -42,11 +42,11 @@ class Voter(Protocol):
         ...
 
 
-class Agreement:
-    """One rank's part: it votes as long as a model it was given lives, until all have stopped or all are closed.
+class StopBarrier:
+    """The vote of one rank. It votes while one of its models exists, until all ranks have stopped or all are closed.
 
-    The votes have a process group of their own, of gloo and thus on the host: they never mix with the training's collectives.
-    Where a vote fails (a rank that makes other updates, or is gone) the rank gives up: it goes on, and no guard stops it.
+    The votes use their own process group, with gloo and therefore on the host: they do not mix with the training's collectives.
+    If a vote fails (a rank makes other updates, or has ended), the rank stops voting: it continues, and no guard stops it.
     """
 
     def __init__(self, voter: Voter, health: RecorderHealth, models: Iterable[nn.Module] = ()) -> None:
@@ -61,48 +61,50 @@ class Agreement:
             self.watch(model)
 
     def watch(self, model: nn.Module) -> None:
-        """Vote before updates of this model too. Call it after what measures it listens, so that this is asked last."""
-        self._models.append(weakref.ref(model, self._gone))
+        """Also vote before updates of this model. Call this after the measuring hooks are registered, so that the vote is last."""
+        self._models.append(weakref.ref(model, self._forget))
         _live.add(self)
         optimizer_steps.forget(self)
         optimizer_steps.listen(self)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
-        """An update comes next. May raise `StopTraining`, on all ranks. A retry has voted already."""
+        """Vote before an update. May raise `StopTraining` on all ranks. A retry has already voted."""
         if not has_closure and not is_retry:
-            self._agree(optimizer)
+            self._vote(optimizer)
 
     def closure_done(self, optimizer: Optimizer) -> None:
-        """The gradients of a step with a closure are known. May raise `StopTraining`, on all ranks."""
-        self._agree(optimizer)
+        """Vote when the gradients of a step with a closure are known. May raise `StopTraining` on all ranks."""
+        self._vote(optimizer)
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Nothing: the vote was before."""
+        """Do nothing: the vote was before the update."""
 
     def failed(self, error: Exception) -> None:
-        """Observing a step failed."""
-        self._health.fault("agreement", error)
+        """Handle an error while a step was observed."""
+        self._health.fault("stop barrier", error)
 
-    def _agree(self, optimizer: Optimizer) -> None:
+    def _vote(self, optimizer: Optimizer) -> None:
         if self not in _live or os.getpid() != self._process or device_kernel.capturing():
             return
         request = self._voter.requested()
         try:
             if not self._is_watched(optimizer):
                 return
-            most = self._most(_CLOSED if request is None else _STOP if request else _GO_ON)
-        except Exception as error:  # noqa: BLE001 - the guard's faults never reach training
-            self._health.fault("agreement", error)
-            self._health.note("guard", "the ranks agree no more: what it finds is told, and stops nothing")
+            highest = self._highest(_CLOSED if request is None else _STOP if request else _CONTINUE)
+        except Exception as error:  # noqa: BLE001 - errors of the guard never reach training
+            self._health.fault("stop barrier", error)
+            self._health.note(
+                "guard", "the ranks no longer vote: faults are reported, but do not stop training"
+            )
             self._end()
             return
-        if most != _GO_ON:
+        if highest != _CONTINUE:
             self._end()
-        if most == _STOP:
-            self._voter.stop(request or "the guard of another rank asked for it")
+        if highest == _STOP:
+            self._voter.stop(request or "the guard of another rank requested the stop")
 
-    def _most(self, vote: int) -> int:
-        """The highest vote of all ranks; the own one where no process group is set up."""
+    def _highest(self, vote: int) -> int:
+        """Return the highest vote of all ranks, or this rank's vote without a process group."""
         if not distributed.is_available() or not distributed.is_initialized():
             return vote
         number = torch.tensor([vote], dtype=torch.int32, device="cpu")
@@ -110,16 +112,16 @@ class Agreement:
         return int(number.item())
 
     def _own_group(self) -> ProcessGroup:
-        """Made at the first vote, which all ranks reach; and again where the program has set up its groups anew."""
+        """Return the process group, created at the first vote, which all ranks reach, and again after the program recreates its groups."""
         world = distributed.group.WORLD
         assert world is not None
         if self._group is None or self._world is None or self._world() is not world:
             self._world = weakref.ref(world)
-            self._group = distributed.new_group(backend="gloo", timeout=PATIENCE)
+            self._group = distributed.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         return self._group
 
     def _is_watched(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer updates a watched model; once it does, it counts for good."""
+        """Return whether the optimizer updates, or has updated, a watched model."""
         if optimizer in self._updating:
             return True
         models = [model for watched_model in self._models if (model := watched_model()) is not None]
@@ -131,17 +133,17 @@ class Agreement:
             self._updating[optimizer] = True
         return watched
 
-    def _gone(self, model: weakref.ref[nn.Module]) -> None:
+    def _forget(self, model: weakref.ref[nn.Module]) -> None:
         self._models.remove(model)
         if not self._models:
             _live.discard(self)
 
     def _end(self) -> None:
-        """Vote no more, and let ranks that still wait for this one's vote know at once: its connections are closed."""
+        """Stop voting, and close the connections, so that ranks that wait for this rank's vote fail at once."""
         _live.discard(self)
         group, self._group = self._group, None
         try:
             if group is not None and distributed.is_initialized():
                 distributed.destroy_process_group(group)
         except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("agreement", error)
+            self._health.fault("stop barrier", error)

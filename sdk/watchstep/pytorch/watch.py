@@ -141,7 +141,7 @@ class Watch:
         self._attempts: MutableMapping[Optimizer, _Attempt] = WeakIdKeyDictionary()
         self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
-        names = Names(model, name, session.config.chosen, session.held, replicated=replicated)
+        names = Names(model, name, session.config.chosen, session.used_collections, replicated=replicated)
         self.model = names.model
         self._parameters = Parameters(session, names, kernel)
         self._clipped = ClippedGradients(session, self._parameters)
@@ -233,13 +233,13 @@ class Watch:
         if self._session.onsets is None or loss.value.device.type == "cpu":
             return
         for name, value in self._gate.late_losses():
-            self._session.onsets.seen(name, value, derived=True)
+            self._session.onsets.add(name, value, derived=True)
 
     def _measure_live(self) -> None:
         """An onset: outputs that are still there are those of the batch whose loss it is."""
         since = self._schedule.now()
         self._activations.record_live()
-        self._schedule.asked(since)
+        self._schedule.report_extra(since)
 
     def _record_loss(self, loss: FoundLoss, name: str | None) -> None:
         step = self._recorder.step
@@ -554,7 +554,7 @@ class Watch:
         if occasion is not None:
             since = self._schedule.now()
             snapshots.take(self._session, occasion, step, parameters, state)
-            self._schedule.asked(since)
+            self._schedule.report_extra(since)
 
     def _report_unseen(self) -> None:
         self._steps += 1

@@ -1,1 +1,1 @@
-"""Reading a run, while it goes on and after it: tensors, steps, figures, losses."""
+"""Reading a run during and after the recording: tensors, steps, figures, losses."""

@@ -1,4 +1,4 @@
-"""Columns of statistics as numpy arrays, and which rows and columns of an object a query reads."""
+"""Columns of statistics as numpy arrays, and the selection of rows and columns of an object for a query."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 Columns = dict[str, NDArray[Any]]
-"""Column's name → array of shape (n,). Words are indices: `MODES`, `STAGES`, and the run's tensors."""
+"""Column name → array of shape (n,). Words are indices: into `MODES`, `STAGES`, and the run's tensors."""
 
 IDENTITY = ("step", "mode", "worker", "tensor", "shard_count", "replica", "stage")
-"""What tells the rows of one figure apart."""
+"""Columns that identify the rows of a figure."""
 
 COUNTED = (*COUNT_COLUMNS, *VALUE_COLUMNS)
-"""The figures of a row, but for the histogram."""
+"""The figures of a row, except the histogram."""
 
 _FINITE = ("count", "nan", "pos_inf", "neg_inf")
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -53,14 +53,14 @@ _WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
 
 
 def needs_of(figure: str, probes: Iterable[str] = ()) -> tuple[str, ...]:
-    """The recorded columns that a figure follows from.
+    """Return the recorded columns that a figure is computed from.
 
     Args:
         figure: a column of a segment, a derived figure, or a probe.
         probes: names of the run's probes.
 
     Raises:
-        ConfigError: there is no such figure.
+        ConfigError: the figure does not exist.
     """
     named_probes = list(probes)
     if figure in COUNTED or figure == "time_ns":
@@ -70,11 +70,11 @@ def needs_of(figure: str, probes: Iterable[str] = ()) -> tuple[str, ...]:
     if figure.removeprefix(PROBE) in named_probes:
         return (PROBE + figure.removeprefix(PROBE),)
     names = ", ".join([*COUNTED, *DERIVED, *named_probes])
-    raise ConfigError(f"figure {figure!r}: there is none of this name", f"use one of {names}")
+    raise ConfigError(f"unknown figure {figure!r}", f"use one of {names}")
 
 
 def figure_of(columns: Mapping[str, NDArray[Any]], figure: str) -> Floats:
-    """A figure of n rows, float64; NaN where it does not exist. Its columns (`needs_of`) must be there."""
+    """Return a figure of n rows, float64; NaN where it does not exist. Requires its columns (`needs_of`)."""
     if figure in DERIVED:
         with np.errstate(all="ignore"):
             return DERIVED[figure](batch_of(columns))
@@ -83,7 +83,7 @@ def figure_of(columns: Mapping[str, NDArray[Any]], figure: str) -> Floats:
 
 
 def batch_of(columns: Mapping[str, NDArray[Any]]) -> StatisticsBatch:
-    """Statistics without histograms; figures whose column is missing are zero."""
+    """Return statistics without histograms; figures of missing columns are zero."""
     rows = len(columns["step"])
     missing = np.broadcast_to(np.zeros(1, np.int64), rows), np.broadcast_to(np.zeros(1), rows)
     counts = {name: columns.get(name, missing[0]) for name in COUNT_COLUMNS}
@@ -92,14 +92,14 @@ def batch_of(columns: Mapping[str, NDArray[Any]]) -> StatisticsBatch:
 
 
 def from_table(table: pa.Table, places: Mapping[str, int]) -> Columns:
-    """A table's columns (but for histograms) as arrays.
+    """Return a table's columns, except histograms, as arrays.
 
     Args:
         table: columns of a segment.
-        places: name → the run's index of it, for each tensor of the object's own catalogue.
+        places: name → the run's index, for each tensor of the object's catalogue.
 
     Raises:
-        ValueError, KeyError: a word or a number is such as a segment cannot hold.
+        ValueError, KeyError: a word or a number is not valid in a segment.
     """
     columns: Columns = {}
     for name in table.column_names:
@@ -107,7 +107,7 @@ def from_table(table: pa.Table, places: Mapping[str, int]) -> Columns:
         if name == "tensor":
             columns[name] = to_places(column, places, np.int32, name)
         elif name in _WORDS:
-            codes = {word: place for place, word in enumerate(_WORDS[name])}
+            codes = {word: code for code, word in enumerate(_WORDS[name])}
             columns[name] = to_places(column, codes, np.int8, name)
         elif column.null_count and not (name in VALUE_COLUMNS or name.startswith(PROBE)):
             raise ValueError(f"column {name} has nulls")
@@ -117,7 +117,7 @@ def from_table(table: pa.Table, places: Mapping[str, int]) -> Columns:
 
 
 def constants(values: Mapping[str, int], names: Iterable[str], rows: int) -> Columns:
-    """Columns of one value each, n rows that take no memory; only those of ``names``."""
+    """Return columns with one value each, of n rows without memory; only those in ``names``."""
     return {
         name: np.broadcast_to(np.array(values[name], np.int8 if name in _WORDS else np.int32), rows)
         for name in names
@@ -126,7 +126,7 @@ def constants(values: Mapping[str, int], names: Iterable[str], rows: int) -> Col
 
 
 def is_one_of(column: pa.ChunkedArray, words: Collection[str]) -> NDArray[np.bool_]:
-    """Which rows of a column of words hold one of some words; bool of shape (n,)."""
+    """Return which rows of a column of words have one of the words; bool of shape (n,)."""
     import pyarrow as pa
 
     if not len(column):
@@ -140,7 +140,7 @@ def is_one_of(column: pa.ChunkedArray, words: Collection[str]) -> NDArray[np.boo
 
 
 def joined(parts: list[Columns], names: Iterable[str]) -> Columns:
-    """Parts one after the other."""
+    """Concatenate parts."""
     return {
         name: np.concatenate([part[name] for part in parts]) if parts else np.empty(0, _dtype(name))
         for name in names
@@ -152,16 +152,16 @@ def _dtype(name: str) -> type:
 
 
 NO_CUT = np.iinfo(np.int64).max
-"""Of steps: beyond all."""
+"""A step beyond all others."""
 
 
 @dataclass(frozen=True)
-class Want:
-    """What to read.
+class Selection:
+    """What a query reads.
 
     Attributes:
-        columns: names; `IDENTITY` comes with them.
-        tensors: only rows of these tensors, by name; all where it is None.
+        columns: names; `IDENTITY` is always included.
+        tensors: only rows of these tensors, by name; None for all.
         first: only rows from this step on.
         last: only rows up to this step.
     """
@@ -174,7 +174,7 @@ class Want:
 
 @dataclass(frozen=True)
 class Located:
-    """An object, the attempt that it is of, and the first step that a later attempt did again."""
+    """An object, its attempt, and the first step that a later attempt repeats."""
 
     attempt: str
     object: ParquetObject | CompactedObject
@@ -182,33 +182,33 @@ class Located:
 
 
 class Scan:
-    """Which columns and rows one scan is for; what follows from a catalogue is found once, for most objects share it."""
+    """Columns and rows of one scan. Lookups for a catalogue are cached, because most objects share it."""
 
-    def __init__(self, names: tuple[str, ...], want: Want, tensors: list[TensorInfo]) -> None:
+    def __init__(self, names: tuple[str, ...], selection: Selection, tensors: list[TensorInfo]) -> None:
         self.names = names
-        self._want = want
-        self._index = {info.name: place for place, info in enumerate(tensors)}
+        self._selection = selection
+        self._index = {info.name: index for index, info in enumerate(tensors)}
         self._places: dict[int, dict[str, int]] = {}
-        chosen = [want.tensors is None or info.name in want.tensors for info in tensors]
+        chosen = [selection.tensors is None or info.name in selection.tensors for info in tensors]
         self._chosen = np.array(chosen or [False], np.bool_)
 
     def places(self, catalogue: tuple[TensorInfo, ...]) -> dict[str, int]:
-        """Name → the run's index, of each tensor of a catalogue that some object holds on to."""
+        """Return name → the run's index for each tensor of a catalogue, which must be kept alive by an object."""
         if id(catalogue) not in self._places:
             self._places[id(catalogue)] = {info.name: self._index[info.name] for info in catalogue}
         return self._places[id(catalogue)]
 
-    def is_wanted(self, places: dict[str, int]) -> bool:
-        """Whether any tensor of an object is."""
+    def is_selected(self, places: dict[str, int]) -> bool:
+        """Whether any tensor of an object is selected."""
         return bool(self._chosen[list(places.values())].any())
 
     def chosen(self, columns: Columns, located: Located) -> Columns:
-        """The rows that are wanted, of an object's columns."""
-        step, want = columns["step"], self._want
+        """Return the selected rows of an object's columns."""
+        step, selection = columns["step"], self._selection
         rows = np.ones(len(step), np.bool_) if self._chosen.all() else self._chosen[columns["tensor"]]
         stored = located.object
-        if want.first > stored.first or min(want.last, located.cut - 1) < stored.last:
-            rows &= (step >= want.first) & (step <= want.last) & (step < located.cut)
+        if selection.first > stored.first or min(selection.last, located.cut - 1) < stored.last:
+            rows &= (step >= selection.first) & (step <= selection.last) & (step < located.cut)
         if rows.all():
             return columns
         indices = np.flatnonzero(rows)

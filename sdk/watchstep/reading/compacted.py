@@ -1,7 +1,7 @@
 """Compacted runs: the manifest, the segments that it lists, and the generation that readers follow.
 
-The manifest lists which objects hold which rows. It is written last, so that it lists complete objects only. Readers follow the newest
-complete generation that was not found damaged. The footer of a segment is read when one of its columns is first requested.
+The manifest lists which objects contain which rows. It is written last, so that it lists complete objects only. Readers follow the newest
+complete generation that was not found damaged. A segment's footer is read when one of its columns is first requested.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _GENERATION = re.compile(r"compacted/([0-9]{10})/(.+)")
 
 @dataclass(frozen=True)
 class CompactedSegment:
-    """One object, by (tensor, step), worker and mode.
+    """One object, ordered by (tensor, step), worker and mode.
 
     Attributes:
-        key: of the object, relative to the run.
-        size: its bytes.
+        key: key of the object, relative to the run.
+        size: its size in bytes.
         first: its smallest step.
         last: its largest step.
-        tensors: (place in the attempt's catalogue, rows) of each tensor, in the order in which they stand.
+        tensors: (index in the attempt's catalogue, number of rows) of each tensor, in the object's order.
         columns: names of its columns.
-        constant: columns with one value in all rows, and the value; they need not be read.
+        constant: columns with the same value in all rows, and the value; they need not be read.
     """
 
     key: str
@@ -62,7 +62,7 @@ class CompactedSegment:
 
     @property
     def rows(self) -> int:
-        """Its rows."""
+        """Number of rows."""
         return sum(rows for _, rows in self.tensors)
 
 
@@ -72,10 +72,10 @@ class CompactedAttempt:
 
     Attributes:
         attempt: its id.
-        started_ns: its first record's time.
-        catalogue: as `watchstep.format.segment.catalogue_bytes` packs it.
+        started_ns: time of its first record.
+        catalogue: packed as by `watchstep.format.segment.catalogue_bytes`.
         segments: all rows.
-        recent: the rows of the last steps once more, so that the newest step is one object; from its ``first`` on.
+        recent: a copy of the rows of the last steps, from its ``first`` on, so that reading the newest step takes one object.
     """
 
     attempt: str
@@ -87,12 +87,12 @@ class CompactedAttempt:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one compaction made.
+    """The result of one compaction.
 
     Attributes:
         generation: its number.
         created_ns: nanoseconds since the epoch.
-        sources: keys of the segments whose rows are in it.
+        sources: keys of the segments that it includes.
         attempts: in the order in which they started.
     """
 
@@ -104,26 +104,26 @@ class Manifest:
 
 
 def manifest_key(generation: int) -> str:
-    """Key of a generation's manifest, relative to the run."""
+    """Return the key of a generation's manifest, relative to the run."""
     return f"{COMPACTED}{generation:010d}/manifest.json"
 
 
 def generation_of(key: str) -> tuple[int, str] | None:
-    """Generation and name of an object below ``compacted/``; None for what is none."""
+    """Return the generation and name of an object below ``compacted/``; None for other keys."""
     match = _GENERATION.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
 
 
 def encode(manifest: Manifest) -> bytes:
-    """A manifest's bytes."""
+    """Encode a manifest."""
     return json.dumps(asdict(manifest), separators=(",", ":")).encode()
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """Read a manifest.
+    """Decode a manifest.
 
     Raises:
-        FormatError: it is none, or of another version.
+        FormatError: the data is invalid, or has another version.
     """
     try:
         document = parse_json(data, _MAX_MEMORY)
@@ -136,11 +136,11 @@ def decode(data: bytes, name: str) -> Manifest:
             attempts,
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise FormatError(f"{name}: not a manifest ({error})", "compact the run again") from error
+        raise FormatError(f"{name} is not a manifest ({error})", "compact the run again") from error
 
 
 def attempt_from_data(data: dict[str, Any]) -> CompactedAttempt:
-    """One attempt of a manifest.
+    """Parse one attempt of a manifest.
 
     Raises:
         ValueError, TypeError, KeyError, OverflowError: the data has another form.
@@ -165,11 +165,11 @@ def _segment(entry: dict[str, Any]) -> CompactedSegment:
         tuple(str(name) for name in entry["columns"]),
         {str(name): int(value) for name, value in entry["constant"].items()},
     )
-    impossible = any(place < 0 or rows < 1 for place, rows in segment.tensors)
-    if impossible or segment.rows > MAX_ROWS or not 0 < segment.size <= MAX_BYTES:
-        raise ValueError(f"segment {segment.key[:80]!r} has an impossible size")
+    is_invalid = any(place < 0 or rows < 1 for place, rows in segment.tensors)
+    if is_invalid or segment.rows > MAX_ROWS or not 0 < segment.size <= MAX_BYTES:
+        raise ValueError(f"segment {segment.key[:80]!r} has an invalid size")
     if generation_of(segment.key) is None or ".." in segment.key:
-        raise ValueError(f"segment {segment.key[:80]!r} lies elsewhere")
+        raise ValueError(f"segment {segment.key[:80]!r} is outside of the compacted folder")
     if len({place for place, _ in segment.tensors}) < len(segment.tensors):
         raise ValueError(f"segment {segment.key[:80]!r} names a tensor twice")
     return segment
@@ -179,7 +179,7 @@ _WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
 
 
 class CompactedSegmentLostError(StoreError):
-    """A segment that its manifest names is gone or damaged: the run is to be read by another generation."""
+    """A segment of a manifest is missing or damaged: the run must be read from another generation."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(what, "compact the run again")
@@ -187,7 +187,7 @@ class CompactedSegmentLostError(StoreError):
 
 
 class CompactedObject:
-    """The same to a reader as a segment's `ParquetObject`."""
+    """A compacted segment, with the interface of `ParquetObject` for readers."""
 
     def __init__(
         self,
@@ -205,34 +205,34 @@ class CompactedObject:
         self.catalogue = tuple(catalogue[place] for place, _ in segment.tensors)
 
     def decoded_bytes(self, columns: Iterable[str]) -> int:
-        """Memory that some columns take once they are read.
+        """Return the memory that columns take once they are read.
 
         Raises:
-            CompactedSegmentLostError: the object is gone, damaged, or another than the manifest says.
+            CompactedSegmentLostError: the object is missing, damaged, or differs from the manifest.
             StoreError: it cannot be read.
         """
         with self._translated():
             return self._open().decoded_bytes(columns)
 
     def fetch(self, columns: Iterable[str]) -> Callable[[], pa.Table]:
-        """Fetch some columns from the store.
+        """Fetch columns from the store.
 
         Returns:
-            decodes them; raises `CompactedSegmentLostError` where the object is damaged.
+            A function that decodes them; raises `CompactedSegmentLostError` if the object is damaged.
 
         Raises:
-            CompactedSegmentLostError: the object is gone, damaged, or another than the manifest says.
+            CompactedSegmentLostError: the object is missing, damaged, or differs from the manifest.
             StoreError: it cannot be read.
         """
         constant = {*self._segment.constant, "tensor"}
-        wanted = set(columns)
+        requested = set(columns)
         with self._translated():
-            decode = self._open().fetch((wanted - constant) or {"step"})
+            decode = self._open().fetch((requested - constant) or {"step"})
 
         def table() -> pa.Table:
             with self._translated():
                 decoded = decode()
-            for name in sorted(wanted & constant):
+            for name in sorted(requested & constant):
                 decoded = decoded.append_column(name, self._constant(name))
             return decoded
 
@@ -246,7 +246,7 @@ class CompactedObject:
             raise CompactedSegmentLostError(self.key, error.what) from error
 
     def places(self) -> NDArray[np.int32]:
-        """Place in the segment's own catalogue of each row's tensor; nothing is read."""
+        """Return the index of each row's tensor in the segment's catalogue, without reading."""
         counts = [rows for _, rows in self._segment.tensors]
         return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
@@ -256,7 +256,7 @@ class CompactedObject:
                 opened = open_object(self._store, self.key, self._segment.size, self._catalogues)
                 if opened.rows != self.rows or not self.columns <= opened.columns:
                     raise FormatError(
-                        f"segment {self.key}: not as the manifest says", "compact the run again"
+                        f"segment {self.key} does not match the manifest", "compact the run again"
                     )
                 self._opened = opened
             return self._opened
@@ -270,22 +270,22 @@ class CompactedObject:
 
 @dataclass(frozen=True)
 class Compacted:
-    """One attempt of the generation that is followed."""
+    """One attempt of the generation in use."""
 
     started_ns: int
     objects: list[CompactedObject]
     recent: CompactedObject | None
 
 
-_MOST_TRIED = 3
-"""Manifests that are read at one look. A compaction writes its manifest last and deletes older generations, so that the newest is almost always whole."""
+_MAX_TRIED = 3
+"""Number of manifests to try at once. A compaction writes its manifest last and deletes older generations, so the newest is almost always complete."""
 
 
 class Generations:
     """The manifest in use, and its attempts.
 
     Attributes:
-        manifest: None where no compaction is followed.
+        manifest: None without a compaction.
         attempts: attempt → its objects.
     """
 
@@ -298,25 +298,25 @@ class Generations:
         self.sources: frozenset[str] = frozenset()
 
     def refresh(self, budget: ReadBudget | None = None) -> bool:
-        """Look for a newer one; whether another is followed now.
+        """Look for a newer generation. Returns whether another one is in use now.
 
-        Of manifests that cannot be read only the newest three are tried; the next look tries the next three.
+        Of unreadable manifests only the newest three are tried; the next call tries the next three.
 
         Args:
-            budget: of the question; looked at between two manifests.
+            budget: the query's budget, checked between two manifests.
 
         Raises:
             StoreError: the store cannot be read.
-            OverBudgetError: the time is up.
+            OverBudgetError: the time limit is exceeded.
         """
         before = self.manifest and self.manifest.generation
-        whole = [
+        generations = [
             match[0]
             for entry in self._store.entries(COMPACTED)
             if (match := generation_of(entry.key)) and match[1] == "manifest.json"
         ]
-        newest = sorted(set(whole) - self._distrusted, reverse=True)
-        for generation in newest[:_MOST_TRIED]:
+        newest = sorted(set(generations) - self._distrusted, reverse=True)
+        for generation in newest[:_MAX_TRIED]:
             if budget is not None:
                 budget.check()
             if generation == before or self._follow(generation):
@@ -326,7 +326,7 @@ class Generations:
         return before is not None
 
     def distrust(self) -> None:
-        """Never follow the present one again."""
+        """Never use the current generation again."""
         if self.manifest is not None:
             self._distrusted.add(self.manifest.generation)
 

@@ -1,7 +1,7 @@
-"""Compaction: a finished run's segments written anew, by tensor and step, so that one series is one short read.
+"""Compaction: rewriting a finished run's segments ordered by tensor and step, so that reading one series is one short request.
 
-``compacted/<generation>/``: a claim, created only if absent; segments; the manifest, last. A compaction that dies leaves a
-generation without a manifest, which no reader follows. Two at once take two generations, and each is whole.
+``compacted/<generation>/``: a claim, created only if absent; segments; the manifest, written last. An interrupted compaction leaves a
+generation without a manifest, which readers ignore. Two concurrent compactions use two generations, and each is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from watchstep.format.block import Block, concatenate
 from watchstep.format.layout import SegmentKey
 from watchstep.format.segment import CONSTANT, PROBE, catalogue_bytes, metadata, to_table
 from watchstep.format.statistics import VALUE_COLUMNS
-from watchstep.reading.columns import Want
+from watchstep.reading.columns import Selection
 from watchstep.reading.compacted import (
     COMPACTED,
     CompactedAttempt,
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _SEGMENT_ROWS = 100_000
-"""Rows of a segment, but for one with a longer tensor: one series unpacks no more than this."""
+"""Rows of a segment, except one with a longer tensor: reading one series decodes no more than this."""
 
-_MOST_ROWS = 200_000
-"""Rows of any segment; a tensor with more is split by steps. With histograms of 80 bins they are within what a reader takes."""
+_MAX_ROWS = 200_000
+"""Maximum rows of any segment; a tensor with more is split by steps. With histograms of 80 bins this is within the limits of readers."""
 
 _PASS_ROWS = 1_000_000
-"""Rows that are held at once, some 0.5 GB; a longer run is read several times."""
+"""Rows in memory at the same time, some 0.5 GB; a longer run is read several times."""
 
 _RECENT_ROWS = 16_384
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """What a compaction did.
+    """The result of a compaction.
 
     Attributes:
-        generation: the one that readers follow now.
-        written: objects that were written; 0 where there was nothing new.
-        deleted: objects that were deleted.
+        generation: the generation in use now.
+        written: number of written objects; 0 if there was nothing new.
+        deleted: number of deleted objects.
     """
 
     generation: int
@@ -71,17 +71,17 @@ def compact(
     delete_after: float | None = None,
     may_delete: Callable[[SegmentKey], bool] | None = None,
 ) -> Compaction:
-    """Compact a run. Safe to repeat, to interrupt and to do twice at once; no answer of a reader changes.
+    """Compact a run. Safe to repeat, to interrupt and to run concurrently; the results of readers do not change.
 
     Args:
-        run_url: as of `watchstep.open_run`.
-        delete_after: seconds for which originals and older generations stay after the compaction that replaces them;
-            those older are deleted now. None keeps them for ever.
-        may_delete: says of an original whether it may be deleted; all may if left out.
+        run_url: as for `watchstep.open_run`.
+        delete_after: seconds for which originals and older generations are kept after the compaction that replaces them;
+            older ones are deleted now. None keeps them forever.
+        may_delete: returns whether an original may be deleted; by default all may.
 
     Raises:
-        NotFoundError: there is no run.
-        StoreError: the store cannot be read or written, and what was there still is.
+        NotFoundError: the run does not exist.
+        StoreError: the store cannot be read or written; existing data is unchanged.
     """
     store = open_run(run_url).store
     index = RunIndex(store)
@@ -97,7 +97,7 @@ def compact(
 
 def _write_generation(store: Store) -> int:
     generation = claim_generation(store)
-    index = RunIndex(store)  # listed after the claim: whoever deletes originals then knows of this compaction
+    index = RunIndex(store)  # listed after the claim, which prevents the deletion of originals meanwhile
     index.refresh()
     attempts = index.consistently(lambda: _written_attempts(store, index, generation))
     sources = {*(index.manifest.sources if index.manifest else ()), *(key.path for key in index.segments)}
@@ -113,14 +113,14 @@ def _written_attempts(store: Store, index: RunIndex, generation: int) -> tuple[C
         attempts = tuple(_attempt(store, index, attempt, generation) for attempt in index.attempts())
         if index.damaged == damaged:
             return attempts
-        # One turned out to be damaged when some of its rows were written: all is written anew, without it.
+        # A segment turned out to be damaged after some of its rows were written: write everything again, without it.
 
 
 def claim_generation(store: Store) -> int:
     """Claim the next generation of a run's compaction; its manifest makes it visible.
 
     Raises:
-        StoreError: the store refused.
+        StoreError: the store refuses.
     """
     generations = [match[0] for entry in store.entries(COMPACTED) if (match := generation_of(entry.key))]
     generation = max(generations, default=0) + 1
@@ -136,19 +136,19 @@ def _claim_key(generation: int) -> str:
 def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> CompactedAttempt:
     seen = [located.object for located in index.objects(attempt)]
     catalogue = tuple({info.name: info for stored in seen for info in stored.catalogue}.values())
-    order = {info.name: place for place, info in enumerate(catalogue)}
+    order = {info.name: index for index, info in enumerate(catalogue)}
     packed = catalogue_bytes(catalogue)
     writer = _CompactedWriter(store, f"{COMPACTED}{generation:010d}/{attempt}/", packed)
     segments: list[CompactedSegment] = []
     started: list[int] = []
     for names in _passes(index, attempt, list(order)):
-        block = concatenate(index.blocks(attempt, Want((), names)))
+        block = concatenate(index.blocks(attempt, Selection((), names)))
         block = _by_tensor(block, order)
         started.append(int(block.time_ns.min()))
         segments.extend(writer.write(piece, order) for piece in _pieces(block))
     since = _recent_from(index, attempt)
-    recent = _by_tensor(concatenate(index.blocks(attempt, Want((), None, since))), order)
-    fits = 0 < len(recent) <= _MOST_ROWS
+    recent = _by_tensor(concatenate(index.blocks(attempt, Selection((), None, since))), order)
+    fits = 0 < len(recent) <= _MAX_ROWS
     return CompactedAttempt(
         attempt,
         index.start_of(attempt) if len(index.attempts()) > 1 else min(started, default=0),
@@ -159,7 +159,7 @@ def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> Co
 
 
 def _passes(index: RunIndex, attempt: str, names: list[str]) -> Iterator[frozenset[str]]:
-    """Tensors whose rows are held at once, in order."""
+    """Yield groups of tensors whose rows are in memory at the same time, in order."""
     counts = dict.fromkeys(names, 0)
     for located in index.objects(attempt):
         for name, rows in index.rows_by_tensor(located).items():
@@ -176,7 +176,7 @@ def _passes(index: RunIndex, attempt: str, names: list[str]) -> Iterator[frozens
 
 
 def _by_tensor(block: Block, order: dict[str, int]) -> Block:
-    """By tensor, step, worker, mode and place; rows that agree in all stay in the order in which they stood."""
+    """Order rows by tensor, step, worker, mode and place; the order of equal rows is preserved."""
     rank = np.array([order[info.name] for info in block.catalogue] or [0], np.int64)
     places = block.places
     keys = (places.stage, places.replica, places.shard_index, block.mode, block.worker, block.step)
@@ -184,20 +184,20 @@ def _by_tensor(block: Block, order: dict[str, int]) -> Block:
 
 
 def _pieces(block: Block) -> Iterator[Block]:
-    """Pieces of whole tensors, each of `_SEGMENT_ROWS` at the most where its tensors are shorter."""
+    """Yield pieces of whole tensors, of at most `_SEGMENT_ROWS` rows if their tensors are shorter."""
     ends = np.append(np.flatnonzero(np.diff(block.tensor)) + 1, len(block))
     start = 0
-    for place, end in enumerate(ends):
-        after = ends[place + 1] if place + 1 < len(ends) else None
+    for index, end in enumerate(ends):
+        after = ends[index + 1] if index + 1 < len(ends) else None
         if after is not None and after - start <= _SEGMENT_ROWS:
             continue
-        for first in range(start, int(end), _MOST_ROWS):
-            yield block.take(np.arange(first, min(int(end), first + _MOST_ROWS)))
+        for first in range(start, int(end), _MAX_ROWS):
+            yield block.take(np.arange(first, min(int(end), first + _MAX_ROWS)))
         start = int(end)
 
 
 def _recent_from(index: RunIndex, attempt: str) -> int:
-    """The first of the last steps whose rows fit into one small object; always the last step."""
+    """Return the first of the last steps whose rows fit into one small object; at least the last step is included."""
     last = max((located.object.last for located in index.objects(attempt)), default=0)
     steps, counts = index.rows_by_step(attempt, last)
     recent_steps = int(np.searchsorted(np.cumsum(counts[::-1]), _RECENT_ROWS, side="right"))
@@ -205,7 +205,7 @@ def _recent_from(index: RunIndex, attempt: str) -> int:
 
 
 def encode_compacted(table: pa.Table) -> bytes:
-    """A compacted segment's bytes, from the table with its metadata."""
+    """Encode a compacted segment from its table with metadata."""
     import pyarrow.parquet as pq
 
     probes = [name for name in table.column_names if name.startswith(PROBE)]
@@ -265,7 +265,7 @@ def _constants(block: Block) -> dict[str, int]:
 def _delete_old(
     store: Store, newest: Manifest, delete_after: float, may_delete: Callable[[SegmentKey], bool] | None
 ) -> int:
-    """Delete what the newest manifest replaced, once it is old enough, unless another compaction is under way."""
+    """Delete what the newest manifest replaced, once it is old enough, unless another compaction is in progress."""
     if time.time_ns() - newest.created_ns < delete_after * 1e9:
         return 0
     keys = sorted(entry.key for entry in store.entries(COMPACTED))
@@ -273,7 +273,7 @@ def _delete_old(
     if any(generation > newest.generation for generation in generations.values()):
         return 0
     old = [key for key in keys if generations.get(key, newest.generation) < newest.generation]
-    # A manifest goes before its segments, so that no reader starts to follow it.
+    # Delete a manifest before its segments, so that no reader starts to use it.
     old.sort(key=lambda key: (not key.endswith("/manifest.json"), key))
     originals = {entry.key for entry in store.entries("stats/")} & set(newest.sources)
     if may_delete is not None:

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step and tensor whose figures differ, and all that differ."""
+"""Where two runs diverge: the first step and tensor with different figures, and all differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from watchstep.format.block import from_codes
 from watchstep.format.segment import PROBE
 from watchstep.format.statistics import COUNT_COLUMNS, Floats
 from watchstep.format.tensors import MODES, SYSTEM
-from watchstep.reading.columns import COUNTED, Columns, Want
+from watchstep.reading.columns import COUNTED, Columns, Selection
 from watchstep.reading.run import Run
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ _KEY = ("step", "mode", "tensor", "worker", "replica", "stage")
 
 @dataclass(frozen=True)
 class RunDifference:
-    """How two runs differ.
+    """Differences between two runs.
 
     Attributes:
-        step: the first step with a difference; None where there is none.
-        tensor: the first tensor at that step, in the model's order; None where there is none.
-        table: step, mode, tensor, worker, figure, a, b, relative; by step and the model's order. All differences.
-        compared: rows that both runs have.
-        only_a: tensors that only the first run has.
-        only_b: tensors that only the second run has.
+        step: the first step with a difference; None if there is none.
+        tensor: the first tensor at that step, in the model's order; None if there is none.
+        table: all differences: step, mode, tensor, worker, figure, a, b, relative; by step and the model's order.
+        compared: number of rows that both runs have.
+        only_a: tensors of the first run only.
+        only_b: tensors of the second run only.
     """
 
     step: int | None
@@ -44,25 +44,23 @@ class RunDifference:
 
 
 def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> RunDifference:
-    """Compare the figures of two runs, row by row of the default views, shards as they were recorded.
+    """Compare the figures of two runs, row by row of the default views, with shards as recorded.
 
-    Of the probes, those that both runs have are compared. Figures of the process and its machine differ anyhow, and are
-    left out.
+    Probes are compared if both runs have them. Figures of the process and its machine always differ, and are
+    omitted.
 
-    Two figures differ where ``|a - b| > tolerance * scale``, or where one of them is missing. The scale is the larger
-    magnitude; of counts, the number of elements; of a mean, the mean magnitude, for a mean that cancels out to next to
-    nothing has no digits of its own. Memory: some 300 bytes for each row of both.
+    Two figures differ if ``|a - b| > tolerance * scale``, or if one of them is missing. The scale is the larger
+    magnitude; for counts, the number of elements; for a mean, the mean magnitude, because a mean close to zero by cancellation
+    has no significant digits. Memory: some 300 bytes for each row of both.
 
     Raises:
-        ConfigError: the tolerance is below zero.
+        ConfigError: the tolerance is negative.
         StoreError: a run cannot be read.
     """
     if not tolerance >= 0:
-        raise ConfigError(
-            f"tolerance {tolerance}: below zero", "use 0 for equal to the last bit, or e.g. 1e-5"
-        )
-    known_a, known_b = (_compared(run) for run in (run_a, run_b))
-    names = [*dict.fromkeys([*known_a, *known_b])]
+        raise ConfigError(f"tolerance {tolerance} is negative", "use 0 for bitwise equality, or e.g. 1e-5")
+    names_a, names_b = (_compared(run) for run in (run_a, run_b))
+    names = [*dict.fromkeys([*names_a, *names_b])]
     probes = sorted({*run_a.index.probes()} & {*run_b.index.probes()})
     figures = (*COUNTED, *(PROBE + probe for probe in probes))
     a, b = (_rows(run, names, figures) for run in (run_a, run_b))
@@ -78,8 +76,8 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> RunDifference:
         table["tensor"][0].as_py() if table.num_rows else None,
         table,
         len(left),
-        [name for name in names if name not in known_b],
-        [name for name in names if name not in known_a],
+        [name for name in names if name not in names_b],
+        [name for name in names if name not in names_a],
     )
 
 
@@ -90,16 +88,16 @@ def _compared(run: Run) -> list[str]:
 
 def _rows(run: Run, names: list[str], figures: tuple[str, ...]) -> Columns:
     index = run.index
-    columns = index.consistently(lambda: index.collect(Want((*figures, "shard_index"))))
-    place = {name: rank for rank, name in enumerate(names)}
-    ranks = np.array([place.get(info.name, -1) for info in index.tensors()] or [0], np.int64)[
+    columns = index.consistently(lambda: index.collect(Selection((*figures, "shard_index"))))
+    ranks_by_name = {name: rank for rank, name in enumerate(names)}
+    ranks = np.array([ranks_by_name.get(info.name, -1) for info in index.tensors()] or [0], np.int64)[
         columns["tensor"]
     ]
     return {name: column[ranks >= 0] for name, column in {**columns, "tensor": ranks}.items()}
 
 
 def _common(a: Columns, b: Columns) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Rows of both that speak of the same; of rows that agree in all, the first."""
+    """Return rows of both with the same key; of rows with equal keys, the first."""
     both = {name: np.concatenate([a[name], b[name]]).astype(np.int64) for name in (*_KEY, "shard_index")}
     order = np.lexsort([*both.values()])
     starts = np.ones(len(order), np.bool_)
@@ -128,30 +126,30 @@ def _scale(a: Columns, b: Columns, figure: str) -> Floats:
 
 
 def _table(a: Columns, b: Columns, keys: tuple[list[str], tuple[str, ...]], tolerance: float) -> pa.Table:
-    """See `RunDifference.table`; ``known`` are the names of tensors and figures."""
+    """Return `RunDifference.table`; ``keys`` are the names of tensors and figures."""
     import pyarrow as pa
 
     names, compared = keys
     rows, figures, relatives = [], [], []
-    for place, figure in enumerate(compared):
+    for index, figure in enumerate(compared):
         x, y = a[figure].astype(np.float64), b[figure].astype(np.float64)
         scale = _scale(a, b, figure)
         with np.errstate(all="ignore"):
-            gap = np.abs(x - y)
+            distance = np.abs(x - y)
             same = (x == y) | (np.isnan(x) & np.isnan(y))
-            differs = ~same & ~(gap <= tolerance * scale)
-            relatives.append((gap / scale)[differs])
+            differs = ~same & ~(distance <= tolerance * scale)
+            relatives.append((distance / scale)[differs])
         rows.append(np.flatnonzero(differs))
-        figures.append(np.full(len(rows[-1]), place))
+        figures.append(np.full(len(rows[-1]), index))
     row, figure_at = np.concatenate(rows), np.concatenate(figures)
     order = np.lexsort([figure_at, row])
     row, figure_at = row[order], figure_at[order]
 
     def values(columns: Columns) -> Floats:
-        whole = np.full(len(row), np.nan)
-        for place, name in enumerate(compared):
-            whole[figure_at == place] = columns[name][row[figure_at == place]]
-        return whole
+        result = np.full(len(row), np.nan)
+        for index, name in enumerate(compared):
+            result[figure_at == index] = columns[name][row[figure_at == index]]
+        return result
 
     return pa.table(
         {

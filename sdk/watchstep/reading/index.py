@@ -1,4 +1,4 @@
-"""The index of a run: which object holds which statistics, and reading columns of them with a few objects prefetched."""
+"""The index of a run: which object contains which statistics, and reading their columns with prefetching."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from watchstep.reading.columns import (
     Columns,
     Located,
     Scan,
-    Want,
+    Selection,
     constants,
     from_table,
     is_one_of,
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-_OF_A_BUCKET = 16
-"""Objects of a bucket that are fetched at once: most of the time is waiting for its answers."""
+_BUCKET_READERS = 16
+"""Number of parallel requests to a bucket, which mostly wait for answers."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def readers_of(store: Store) -> int:
-    """How many objects of a store are read at once. More threads than cores only pass the GIL around for a folder."""
-    return min(_OF_A_BUCKET, max(2, os.cpu_count() or 1)) if store.is_local else _OF_A_BUCKET
+    """Return the number of objects read in parallel. For a folder, more threads than cores only contend for the GIL."""
+    return min(_BUCKET_READERS, max(2, os.cpu_count() or 1)) if store.is_local else _BUCKET_READERS
 
 
 def prefetch(work: Callable[[Item], Result], items: Iterable[Item], readers: int) -> Iterator[Result]:
-    """The results in order. Twice ``readers`` are under way or waiting at the most, so that memory is bounded."""
+    """Yield results in order. At most twice ``readers`` items are in progress or waiting, so that memory is bounded."""
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(readers, "watchstep-reader") as pool:
         try:
@@ -74,15 +74,15 @@ def prefetch(work: Callable[[Item], Result], items: Iterable[Item], readers: int
 
 
 _COPIES = 2
-"""How many times the rows of blocks are in memory: as a table and as a block; later as blocks and as the one they become."""
+"""How often the rows of blocks are in memory: as a table and as a block; later as blocks and as the concatenated one."""
 
 
 class RunIndex:
-    """The objects of a run that hold statistics. Footers are kept, columns are not.
+    """The objects of a run with statistics. Footers are cached, columns are not.
 
     Attributes:
-        damaged: segments that could not be read, and why; what others hold is there all the same.
-        budget: what the present question may take; None where nothing bounds it.
+        damaged: segments that could not be read, and why; the others are available.
+        budget: budget of the current query; None for no limits.
     """
 
     def __init__(self, store: Store, budget: ReadBudget | None = None) -> None:
@@ -101,54 +101,58 @@ class RunIndex:
         self._tensors: list[TensorInfo] | None = None
 
     def snapshot(self, budget: ReadBudget | None = None) -> RunIndex:
-        """The index as it is now, to read by another thread while this one is refreshed.
+        """Return a copy of the index, for reading by another thread while this one is refreshed.
 
         Args:
-            budget: what the reader may take.
+            budget: the reader's budget.
         """
-        self.tensors(), self.objects()  # found, and the copy's from now on
+        self.tensors(), self.objects()  # computed now, and shared with the copy
         copied = copy(self)
-        copied._generations = copy(self._generations)  # noqa: SLF001 - of the same class
+        copied._generations = copy(self._generations)  # noqa: SLF001 - same class
         copied.budget = budget
         return copied
 
     def exclude(self, damaged: Mapping[str, str]) -> None:
-        """Leave out segments that another reader has found to be damaged.
+        """Exclude segments that another reader has found damaged.
 
         Args:
-            damaged: segment's path → why.
+            damaged: segment's path → reason.
         """
-        new = {path: why for path, why in damaged.items() if path not in self.damaged}
+        new = {path: reason for path, reason in damaged.items() if path not in self.damaged}
         if new:
             self.damaged.update(new)
             self._segments = {key: segment for key, segment in self._segments.items() if key.path not in new}
             self._forget()
 
     def refresh(self) -> bool:
-        """Look for new segments and read their footers; whether there were any.
+        """Look for new segments and read their footers. Returns whether there were any.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        listed = self._listed()  # before the manifest: one that came later only covers more of them
+        listed = self._listed()  # before the manifest, because a later manifest only covers more of them
         followed = self._generations.refresh(self.budget)
         self._segments = {key: segment for key, segment in self._segments.items() if not self._covers(key)}
         segments = self._segments
-        new = [k for k in listed if k not in segments and k.path not in self.damaged and not self._covers(k)]
+        new = [
+            key
+            for key in listed
+            if key not in segments and key.path not in self.damaged and not self._covers(key)
+        ]
         opened = prefetch(lambda key: self._opened(key, listed[key]), new, self._readers)
-        for key, found in zip(new, opened, strict=True):
-            if found is not None:
-                self._segments[key] = found
+        for key, stored in zip(new, opened, strict=True):
+            if stored is not None:
+                self._segments[key] = stored
             self._spend()
         if any(key not in self._segments and key.path not in self.damaged for key in new):
-            return self.refresh() or True  # one was deleted since it was listed: a newer generation has it
+            return self.refresh() or True  # one was deleted after listing: a newer generation includes it
         if new or followed:
             self._forget()
         return bool(new) or followed
 
     @property
     def memory(self) -> int:
-        """Bytes that its segments take while the run is open, about; catalogues have a limit of their own."""
+        """Approximate memory of its segments in bytes; catalogues have a separate limit."""
         return sum(segment.memory for segment in list(self._segments.values()))
 
     def _covers(self, key: SegmentKey) -> bool:
@@ -167,16 +171,16 @@ class RunIndex:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The manifest that is followed."""
+        """The manifest in use."""
         return self._generations.manifest
 
     @property
     def segments(self) -> list[SegmentKey]:
-        """Segments that are read as they are, for no manifest covers them."""
+        """Segments that are read directly, because no manifest covers them."""
         return sorted(self._segments)
 
     def consistently(self, work: Callable[[], Result]) -> Result:
-        """Do something that reads; once more where a part of a compaction was lost meanwhile.
+        """Run a function that reads; repeat it if a part of a compaction was lost meanwhile.
 
         Raises:
             StoreError: the store cannot be read.
@@ -188,7 +192,7 @@ class RunIndex:
                 self.follow(error)
 
     def follow(self, error: CompactedSegmentLostError) -> None:
-        """After a part of a compaction was lost: follow a newer generation, or the originals; where they are gone, go on without the object."""
+        """React to a lost part of a compaction: use a newer generation, or the originals; if they are gone, continue without the object."""
         before = self.manifest and self.manifest.generation
         self.refresh()
         if (self.manifest and self.manifest.generation) != before:
@@ -223,7 +227,7 @@ class RunIndex:
         return opened
 
     def objects(self, attempt: str | None = None) -> list[Located]:
-        """The objects with rows of one attempt; of the default view where it is left out."""
+        """Return the objects with rows of one attempt; by default those of the default view."""
         if attempt is not None:
             compacted = self._generations.attempts.get(attempt)
             stored_objects: list[ParquetObject | CompactedObject] = [*compacted.objects] if compacted else []
@@ -240,7 +244,7 @@ class RunIndex:
         return [located for located in self._view if located.object.key not in self.damaged]
 
     def _newest(self) -> list[Located]:
-        """Objects of all attempts; an attempt that starts at step s replaces every earlier row from s on."""
+        """Return objects of all attempts; an attempt that starts at step s replaces every earlier row from s on."""
         view: list[Located] = []
         cut = NO_CUT
         for attempt in reversed(self.attempts()):
@@ -254,7 +258,7 @@ class RunIndex:
         return view
 
     def attempts(self) -> list[str]:
-        """Attempts that have written something, in the order of their first records."""
+        """Return attempts with records, in the order of their first records."""
         names = {key.writer.attempt for key, segment in self._segments.items() if segment.rows}
         names |= self._generations.attempts.keys()
         if len(names) == 1:
@@ -262,7 +266,7 @@ class RunIndex:
         return sorted(names, key=lambda name: (self.start_of(name), name))
 
     def start_of(self, attempt: str) -> int:
-        """When an attempt wrote its first record; a writer's earliest is in its first segment."""
+        """Return the time of an attempt's first record; a writer's earliest is in its first segment."""
         if attempt in self._generations.attempts:
             return self._generations.attempts[attempt].started_ns
         if attempt not in self._started:
@@ -276,7 +280,7 @@ class RunIndex:
         return self._started[attempt]
 
     def tensors(self) -> list[TensorInfo]:
-        """All tensors, in the order in which they were met, as the newest segment describes them."""
+        """Return all tensors in the order of their first occurrence, as the newest segment describes them."""
         if self._tensors is None:
             infos: dict[str, TensorInfo] = {}
             seen: set[int] = set()
@@ -288,25 +292,25 @@ class RunIndex:
             self._tensors = list(infos.values())
         return self._tensors
 
-    def reach(self) -> tuple[int, int]:
-        """The first and last step of the default view; (0, -1) where there is none."""
+    def step_range(self) -> tuple[int, int]:
+        """Return the first and last step of the default view; (0, -1) if it is empty."""
         every_object = self.objects()
         first = min((located.object.first for located in every_object), default=0)
         return first, max((min(located.object.last, located.cut - 1) for located in every_object), default=-1)
 
     def probes(self) -> list[str]:
-        """Names of probes that some object holds, sorted."""
+        """Return the sorted names of recorded probes."""
         names = {name for located in self.objects() for name in located.object.columns}
         return sorted(name.removeprefix(PROBE) for name in names if name.startswith(PROBE))
 
-    def scan(self, want: Want) -> Iterator[Columns]:
-        """Columns of the default view, object by object, in no order of rows. Damaged objects are left out.
+    def scan(self, selection: Selection) -> Iterator[Columns]:
+        """Yield columns of the default view, object by object, with rows in no particular order. Damaged objects are omitted.
 
         Raises:
             StoreError: the store cannot be read.
-            OverBudgetError: it takes more than `budget`.
+            OverBudgetError: `budget` is exceeded.
         """
-        scan = Scan(tuple(dict.fromkeys((*IDENTITY, *want.columns))), want, self.tensors())
+        scan = Scan(tuple(dict.fromkeys((*IDENTITY, *selection.columns))), selection, self.tensors())
 
         def read(located: Located) -> tuple[Columns, int] | None:
             columns = self._columns(located, scan)
@@ -315,49 +319,51 @@ class RunIndex:
             size = sum(column.nbytes for column in columns.values())
             return (columns, size) if self._take(size) else None
 
-        for result in prefetch(read, self._due(want), self._readers):
+        for result in prefetch(read, self._due(selection), self._readers):
             self._spend()
             if result is not None:
                 columns, size = result
                 yield columns
                 self._release(size)
 
-    def collect(self, want: Want) -> Columns:
-        """What `scan` gives, in one."""
+    def collect(self, selection: Selection) -> Columns:
+        """Return the concatenated results of `scan`."""
         parts = []
-        for part in self.scan(want):
+        for part in self.scan(selection):
             self._spend(sum(column.nbytes for column in part.values()))
             parts.append(part)
-        return joined(parts, dict.fromkeys((*IDENTITY, *want.columns)))
+        return joined(parts, dict.fromkeys((*IDENTITY, *selection.columns)))
 
-    def blocks(self, attempt: str | None, want: Want) -> list[Block]:
-        """Whole rows: of one attempt, or of the default view where it is None."""
+    def blocks(self, attempt: str | None, selection: Selection) -> list[Block]:
+        """Return whole rows: of one attempt, or of the default view if it is None."""
         blocks = []
-        for block, size in self._each_block(attempt, want):
-            self._spend(size)  # as much again stays, beside what is released
+        for block, size in self._each_block(attempt, selection):
+            self._spend(size)  # the same amount stays, in addition to what is released
             blocks.append(block)
         return blocks
 
-    def each_block(self, want: Want) -> Iterator[Block]:
-        """Whole rows of the default view, object by object, in no order of rows. Damaged objects are left out.
+    def each_block(self, selection: Selection) -> Iterator[Block]:
+        """Yield whole rows of the default view, object by object, in no particular order. Damaged objects are omitted.
 
         Raises:
             StoreError: the store cannot be read.
-            OverBudgetError: it takes more than `budget`.
+            OverBudgetError: `budget` is exceeded.
         """
-        for block, _ in self._each_block(None, want):
+        for block, _ in self._each_block(None, selection):
             yield block
 
-    def _each_block(self, attempt: str | None, want: Want) -> Iterator[tuple[Block, int]]:
-        """Blocks, and the bytes of their rows."""
+    def _each_block(self, attempt: str | None, selection: Selection) -> Iterator[tuple[Block, int]]:
+        """Yield blocks, and the bytes of their rows."""
 
         def read(located: Located) -> tuple[Block, int] | None:
             stored = located.object
-            if want.tensors is not None and not any(info.name in want.tensors for info in stored.catalogue):
+            if selection.tensors is not None and not any(
+                info.name in selection.tensors for info in stored.catalogue
+            ):
                 return None
             try:
                 with self._decoding(stored, stored.columns) as table:
-                    rows = None if table is None else _rows_of(table, located, want)
+                    rows = None if table is None else _rows_of(table, located, selection)
                     if rows is None:
                         return None
                     size = _COPIES * rows.nbytes
@@ -366,18 +372,18 @@ class RunIndex:
                 self.damaged[stored.key] = error.what
                 return None
 
-        for result in prefetch(read, self._due(want, attempt), self._readers):
+        for result in prefetch(read, self._due(selection, attempt), self._readers):
             self._spend()
             if result is not None:
                 yield result
                 self._release(result[1])
 
     def rows(self, attempt: str) -> Block:
-        """All rows of one attempt, by step, worker, mode and tensor."""
-        return concatenate(self.blocks(attempt, Want(()))).ordered()
+        """Return all rows of one attempt, by step, worker, mode and tensor."""
+        return concatenate(self.blocks(attempt, Selection(()))).ordered()
 
     def rows_by_tensor(self, located: Located) -> dict[str, int]:
-        """How many rows of each tensor an object holds."""
+        """Return the number of rows of each tensor in an object."""
         table = self._read(located.object, ("tensor", "step"))
         if table is None:
             return {}
@@ -385,7 +391,7 @@ class RunIndex:
         return {entry["values"]: entry["counts"] for entry in counted}
 
     def rows_by_step(self, attempt: str, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Steps of the objects of an attempt that reach to ``last``, ascending, and rows of each in all objects."""
+        """Return the steps of an attempt's objects that end at ``last``, ascending, and their numbers of rows in all objects."""
         steps = [np.empty(0, np.int64)]
         first = max(
             (
@@ -398,36 +404,36 @@ class RunIndex:
         for located in self.objects(attempt):
             if located.object.last >= first:
                 table = self._read(located.object, ("step",))
-                held = np.empty(0, np.int64) if table is None else table["step"].to_numpy()
-                steps.append(held[held >= first])
+                in_object = np.empty(0, np.int64) if table is None else table["step"].to_numpy()
+                steps.append(in_object[in_object >= first])
         return np.unique(np.concatenate(steps), return_counts=True)
 
-    def _due(self, want: Want, attempt: str | None = None) -> list[Located]:
+    def _due(self, selection: Selection, attempt: str | None = None) -> list[Located]:
         due = []
         for located in self.objects(attempt):
             stored = located.object
-            if stored.first > want.last or stored.last < want.first:
+            if stored.first > selection.last or stored.last < selection.first:
                 continue
-            recent = self._recent(located, want)
+            recent = self._recent(located, selection)
             if recent is None:
                 due.append(located)
             elif recent not in due:
                 due.append(recent)
         return due
 
-    def _recent(self, located: Located, want: Want) -> Located | None:
-        """The object with an attempt's last steps, in the place of a part, where all that is wanted is in it."""
+    def _recent(self, located: Located, selection: Selection) -> Located | None:
+        """Return the object with an attempt's last steps as a replacement of a segment, if it contains all selected steps."""
         compacted = self._generations.attempts.get(located.attempt)
         if not isinstance(located.object, CompactedObject) or compacted is None or compacted.recent is None:
             return None
-        if want.first < compacted.recent.first or compacted.recent.key in self.damaged:
+        if selection.first < compacted.recent.first or compacted.recent.key in self.damaged:
             return None
         return Located(located.attempt, compacted.recent, located.cut)
 
     def _columns(self, located: Located, scan: Scan) -> Columns | None:
         stored = located.object
         places = scan.places(stored.catalogue)
-        if not scan.is_wanted(places):
+        if not scan.is_selected(places):
             return None
         unread = {*stored.constant, "tensor"} if isinstance(stored, CompactedObject) else {*stored.constant}
         with self._decoding(stored, stored.columns & set(scan.names) - unread) as table:
@@ -444,9 +450,9 @@ class RunIndex:
                 return None
             if isinstance(stored, CompactedObject):
                 columns["tensor"] = np.fromiter(places.values(), np.int32)[stored.places()]
-            # Only probes can be lacking: the rest was checked with the footer.
-            lacking = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in columns}
-            return scan.chosen({**columns, **lacking}, located)
+            # Only probes can be missing: the rest was checked with the footer.
+            missing = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in columns}
+            return scan.chosen({**columns, **missing}, located)
 
     def _read(self, stored: ParquetObject | CompactedObject, columns: Collection[str]) -> pa.Table | None:
         with self._decoding(stored, columns) as table:
@@ -456,11 +462,11 @@ class RunIndex:
     def _decoding(
         self, stored: ParquetObject | CompactedObject, columns: Collection[str]
     ) -> Iterator[pa.Table | None]:
-        """An object's columns, with room in the process's memory until the wanted rows are taken; None where it is damaged."""
+        """Yield an object's columns, with memory reserved until the selected rows are extracted; None if it is damaged."""
         try:
             size = stored.decoded_bytes(columns)
-            decode = stored.fetch(columns)  # before room is taken: a store that hangs takes none
-        except NotFoundError as error:  # deleted, for a compaction has its rows
+            decode = stored.fetch(columns)  # before reserving memory, so that a hanging store blocks none
+        except NotFoundError as error:  # deleted, because a compaction includes its rows
             raise CompactedSegmentLostError(stored.key, error.what) from error
         with PROCESS.reserve(size, self.budget):
             try:
@@ -471,15 +477,18 @@ class RunIndex:
             yield table
 
 
-def _rows_of(table: pa.Table, located: Located, want: Want) -> pa.Table:
-    """The wanted rows of an object's table."""
+def _rows_of(table: pa.Table, located: Located, selection: Selection) -> pa.Table:
+    """Return the selected rows of an object's table."""
     import pyarrow as pa
 
     stored = located.object
     chosen = np.ones(table.num_rows, np.bool_)
-    if max(want.first, stored.first) > stored.first or min(want.last, located.cut - 1) < stored.last:
+    if (
+        max(selection.first, stored.first) > stored.first
+        or min(selection.last, located.cut - 1) < stored.last
+    ):
         step = table["step"].to_numpy()
-        chosen &= (step >= want.first) & (step <= want.last) & (step < located.cut)
-    if want.tensors is not None:
-        chosen &= is_one_of(table["tensor"], want.tensors)
+        chosen &= (step >= selection.first) & (step <= selection.last) & (step < located.cut)
+    if selection.tensors is not None:
+        chosen &= is_one_of(table["tensor"], selection.tensors)
     return table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen)))

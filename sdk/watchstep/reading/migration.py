@@ -1,12 +1,12 @@
-"""Migration: runs of schema 1, which have the names of before 0.1.0, rewritten with the names of schema 2.
+"""Migration of runs with schema 1, which has the names from before 0.1.0, to the names of schema 2.
 
-Each object is replaced whole, and ``run.json`` last. A migration that was interrupted is completed by the next one; objects that already
-have the new schema stay as they are. Compacted segments are written as a new generation, and the generation that they replace is deleted
-after that.
+Each object is replaced as a whole, ``run.json`` last. An interrupted migration is completed by the next one; objects that already
+have the new schema are unchanged. Compacted segments are written as a new generation, and the replaced generation is deleted
+afterwards.
 
-Tensors in snapshots of schema 1 may be compressed; they are written as plain safetensors. A compressed tensor stands in such a file as
-bytes (U8). The metadata describe it: its dtype, its shape, and the bytes of its blocks. A block is `BLOCK` bytes of the tensor: the first
-bytes of all its elements, then the second ones, and so on, compressed with zstd; one that is as long as before is not compressed.
+Tensors in snapshots of schema 1 may be compressed; they are written as plain safetensors. In such a file, a compressed tensor is stored as
+bytes (U8), and the metadata contain its dtype, its shape, and the bytes of its blocks. A block is `BLOCK` bytes of the tensor: the first
+bytes of all its elements, then the second ones, and so on, compressed with zstd; a block of unchanged length is not compressed.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class CompressedTensor:
 
 
 def decompressed(store: Store, key: str) -> bytes | None:
-    """The bytes of a snapshot without compression; None where nothing in it is compressed.
+    """Return the bytes of a snapshot without compression; None if nothing in it is compressed.
 
     Raises:
-        NotFoundError: there is no such object.
+        NotFoundError: the object does not exist.
         FormatError: it is damaged.
         StoreError: it could not be read.
     """
@@ -115,7 +115,7 @@ def decompressed(store: Store, key: str) -> bytes | None:
             pieces.append(_decompressed(data, compressed[name]) if name in compressed else data)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
         reason = str(error).split("\n", 1)[0][:200]
-        raise FormatError(f"snapshot {key}: does not decompress ({reason})", "remove the object") from error
+        raise FormatError(f"snapshot {key} cannot be decompressed ({reason})", "remove the object") from error
     rest = {name: text for name, text in metadata.items() if name != COMPRESSED}
     return b"".join([header(described, rest), *pieces])
 
@@ -130,17 +130,17 @@ def _from_metadata(
 def _checked(name: str, entry: Any, location: TensorLocation) -> CompressedTensor:
     """Raises ValueError or TypeError for a description that does not fit the object."""
     if entry.get("codec") != CODEC or entry.get("block") != BLOCK or entry.get("dtype") not in DTYPES:
-        raise ValueError(f"tensor {name!r} is compressed in an unknown way")
+        raise ValueError(f"tensor {name!r} has an unknown compression")
     tensor = Described(name, entry["dtype"], _whole_numbers(entry.get("shape")))
     blocks = _whole_numbers(entry.get("blocks"))
     claimed = math.prod(max(1, size) for size in tensor.shape) * tensor.itemsize
     if len(tensor.shape) > _MAX_DIMENSIONS or claimed > MAX_DECODED:
-        raise ValueError(f"tensor {name!r} claims {claimed} bytes, at most {MAX_DECODED} are decoded")
+        raise ValueError(f"tensor {name!r} claims {claimed} bytes, more than the limit of {MAX_DECODED}")
     sizes = _block_sizes(tensor.length)
     if len(blocks) != len(sizes) or any(not 0 < n <= raw for n, raw in zip(blocks, sizes, strict=True)):
-        raise ValueError(f"tensor {name!r} has blocks that do not fit its shape")
+        raise ValueError(f"the blocks of tensor {name!r} do not match its shape")
     if location.dtype != "U8" or sum(blocks) != location.length:
-        raise ValueError(f"tensor {name!r} is not as long as its blocks")
+        raise ValueError(f"the length of tensor {name!r} does not match its blocks")
     return CompressedTensor(tensor, blocks)
 
 
@@ -176,14 +176,14 @@ def _planes(block: memoryview, size: int) -> NDArray[np.uint8]:
 
     planes = pa.Codec("zstd").decompress(pa.py_buffer(block), decompressed_size=size)
     if len(planes) != size:
-        raise ValueError(f"a block has {len(planes)} bytes, {size} were claimed")
+        raise ValueError(f"a block has {len(planes)} bytes instead of the claimed {size}")
     return np.frombuffer(planes, np.uint8)
 
 
 FROM_SCHEMA = 1
 
 SILENT_SECONDS = 900.0
-"""A run that has not ended counts as being written until nothing in it has changed for this long."""
+"""How long nothing in a run without an end may have changed until it no longer counts as being written."""
 
 NAMES = {
     "unheld": "not_in_optimizer",
@@ -206,12 +206,12 @@ _BEING_WRITTEN = ("created", "open", "stopping")
 
 
 class RunInUseError(WatchstepError):
-    """A run that may still be written to."""
+    """The run may still be written to."""
 
 
 @dataclass
 class MigratedRun:
-    """What a migration did, or would do, with one run.
+    """Result of migrating one run, or of a dry run.
 
     Attributes:
         name: ``<project>/<run>``.
@@ -219,7 +219,7 @@ class MigratedRun:
         compacted: compacted segments rewritten.
         snapshots: compressed snapshots rewritten without compression.
         documents: JSON documents rewritten.
-        damaged: key → why the object was left as it is.
+        damaged: key → why the object was left unchanged.
     """
 
     name: str
@@ -236,7 +236,7 @@ class MigratedRun:
 
 
 def new_name(name: str) -> str:
-    """The name of schema 2 for a collection, role, probe or tensor; the name itself where it did not change."""
+    """Return the name in schema 2 of a collection, role, probe or tensor; the same name if it did not change."""
     if name in NAMES:
         return NAMES[name]
     if name.endswith(_UNHELD):
@@ -247,17 +247,17 @@ def new_name(name: str) -> str:
 
 
 def new_text(text: str) -> str:
-    """A pattern, query or program text with the names of schema 2."""
-    return _IN_TEXT.sub(lambda found_key: NAMES.get(found_key[0], "gradients:stale"), text)
+    """Return a pattern, query or program text with the names of schema 2."""
+    return _IN_TEXT.sub(lambda match: NAMES.get(match[0], "gradients:stale"), text)
 
 
 def migrate_run(
     run_store: Store, name: str, *, dry_run: bool = False, silent_seconds: float = SILENT_SECONDS
 ) -> MigratedRun:
-    """Rewrite what a run holds of schema 1. Safe to repeat and to interrupt.
+    """Rewrite the objects of a run that have schema 1. Safe to repeat and to interrupt.
 
     Args:
-        run_store: the store as seen from the run.
+        run_store: the run's store.
         name: ``<project>/<run>``, for messages.
         dry_run: count what would be rewritten, and write nothing.
         silent_seconds: how long nothing may have changed in a run that has not ended.
@@ -297,7 +297,7 @@ class _Migration:
         try:
             table = _renamed_table(self._store.get(key, limit=MAX_BYTES), key)
         except NotFoundError:
-            return  # deleted since it was listed
+            return  # deleted after listing
         except FormatError as error:
             self.done.damaged[key] = error.what
             return
@@ -386,7 +386,7 @@ class _Migration:
             for entry in self._store.entries(COMPACTED)
             if (match := generation_of(entry.key)) and match[0] < generation
         ]
-        # A manifest goes before its segments, so that no reader starts to follow it.
+        # Delete a manifest before its segments, so that no reader starts to use it.
         for key in sorted(old, key=lambda key: (not key.endswith("/manifest.json"), key)):
             self._store.delete(key)
 
@@ -397,7 +397,9 @@ class _Migration:
     def _rewrite_compacted(self, segment: CompactedSegment, prefix: str) -> CompactedSegment:
         table = _renamed_table(self._store.get(segment.key, limit=MAX_BYTES), segment.key)
         if table is None:
-            raise FormatError(f"{segment.key}: not of the schema of its manifest", "compact the run again")
+            raise FormatError(
+                f"{segment.key} does not have the schema of its manifest", "compact the run again"
+            )
         data = encode_compacted(table)
         key = f"{prefix}{segment.key.rpartition('/')[2]}"
         self._put(key, data)
@@ -414,7 +416,7 @@ class _Migration:
         """Refuse a run that may be written to, before the first object is replaced.
 
         Raises:
-            RunInUseError: it has not ended, and changed lately.
+            RunInUseError: it has not ended, and changed recently.
         """
         if self._may_write:
             return
@@ -422,17 +424,17 @@ class _Migration:
         silent = time.time() - self._store.newest_ns() / 1e9
         if state in _BEING_WRITTEN and silent < self._silent_seconds:
             raise RunInUseError(
-                f"run {self.done.name}: {state}, and written to {max(0.0, silent):.0f} s ago",
+                f"run {self.done.name} is {state}, and was written to {max(0.0, silent):.0f} s ago",
                 f"wait until the run has ended, or has been silent for {self._silent_seconds:.0f} s",
             )
         self._may_write = True
 
 
 def _renamed_table(data: bytes, key: str) -> pa.Table | None:
-    """The table of a segment of schema 1 with the names and the metadata of schema 2; None where it has another schema.
+    """Return the table of a segment of schema 1 with the names and metadata of schema 2; None if it has another schema.
 
     Raises:
-        FormatError: the bytes are no whole segment, or claim sizes over the limits.
+        FormatError: the bytes are not a complete segment, or claim sizes over the limits.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -488,7 +490,7 @@ def _new_column(name: str) -> str:
 
 
 def _renamed_run(document: Any) -> Any:
-    """``run.json``: patterns, queries and programs of its rules may hold a name anywhere in their text."""
+    """Rename in ``run.json``. Patterns, queries and programs of its rules may contain a name anywhere in their text."""
     if not isinstance(document, dict) or document.get("schema") != FROM_SCHEMA:
         return document
     texts = {name: document[name] for name in ("config", "rules") if name in document}
@@ -496,7 +498,7 @@ def _renamed_run(document: Any) -> Any:
 
 
 def _renamed_document(value: Any, rename: Callable[[str], str]) -> Any:
-    """A JSON value with the names of schema 2, as keys and as values, and its schema."""
+    """Return a JSON value with the names of schema 2, as keys and as values, and its schema."""
     if isinstance(value, dict):
         renamed = {rename(key): _renamed_document(entry, rename) for key, entry in value.items()}
         return renamed | {"schema": SCHEMA_VERSION} if value.get("schema") == FROM_SCHEMA else renamed
@@ -506,5 +508,5 @@ def _renamed_document(value: Any, rename: Callable[[str], str]) -> Any:
 
 
 def _as_schema_2(attempt: dict[str, Any]) -> dict[str, Any]:
-    """An attempt of a manifest of schema 1, whose compacted segments were called parts."""
+    """Convert an attempt of a manifest of schema 1, in which compacted segments were named parts."""
     return {**attempt, "segments": attempt["parts"]}

@@ -1,4 +1,4 @@
-"""One Parquet object of statistics on the store, of which only the columns that are asked for are fetched."""
+"""One Parquet object of statistics on the store. Only requested columns are fetched."""
 
 from __future__ import annotations
 
@@ -34,50 +34,50 @@ from watchstep.store.store import Store
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_WHOLE = 256 * 1024
-"""Objects up to this are fetched whole: a second request costs more than the bytes."""
+_MAX_WHOLE_BYTES = 256 * 1024
+"""Objects up to this size are fetched as a whole, because a second request costs more than the bytes."""
 
-_TAIL = 64 * 1024
-"""What is fetched of a larger one at first: room for the footer and the catalogue of some 2,000 tensors."""
+_TAIL_BYTES = 64 * 1024
+"""First request for a larger object: room for the footer and the catalogue of some 2,000 tensors."""
 
 _WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
 
-_MOST_CATALOGUES = 256 * 1024 * 1024
-"""Bytes of memory for the catalogues of one run: some 300,000 different tensors."""
+_MAX_CATALOGUE_BYTES = 256 * 1024 * 1024
+"""Memory limit of the catalogues of one run: some 300,000 different tensors."""
 
-_MOST_PARSED = 32 * 1024 * 1024
-"""Bytes of footers of one run that are kept as pyarrow has parsed them, in several times as much memory."""
+_MAX_PARSED_BYTES = 32 * 1024 * 1024
+"""Limit of footer bytes of one run that are cached as parsed by pyarrow, which takes several times as much memory."""
 
 _FOOTER_BYTES, _CHUNK_BYTES = 4096, 512
-"""Memory of an object that is known, and of each of its columns: measured with `tracemalloc`, and rounded up."""
+"""Memory of an open object, and of each of its columns: measured with `tracemalloc`, and rounded up."""
 
 _PLACE_BYTES = 8
 
 _VALUE_BYTES = 8
-"""Of a number; words and bins take less."""
+"""Bytes of a number; words and bins take less."""
 
 _GAP = 64 * 1024
-"""Bytes between two columns that are fetched with them rather than asked for around."""
+"""Maximum gap in bytes between two columns that are fetched in one request."""
 
 
 class Catalogues:
-    """Catalogues of one run by their packed bytes: most segments of a run carry the same.
+    """Catalogues of one run by their packed bytes, because most segments of a run have the same one.
 
-    They stay in memory as long as the run is open, and share equal tensors. What they take together is bounded.
+    They stay in memory while the run is open, and share equal tensors. Their total size is bounded.
     """
 
-    def __init__(self, most_bytes: int = _MOST_CATALOGUES) -> None:
+    def __init__(self, max_bytes: int = _MAX_CATALOGUE_BYTES) -> None:
         self._catalogues: dict[bytes, tuple[TensorInfo, ...]] = {}
         self._tensors: dict[TensorInfo, TensorInfo] = {}
-        self._left = most_bytes
-        self._parsed_left = _MOST_PARSED
+        self._remaining = max_bytes
+        self._parsed_remaining = _MAX_PARSED_BYTES
         self._lock = threading.Lock()
 
     def read(self, packed: bytes) -> tuple[TensorInfo, ...]:
-        """The catalogue; one object for equal bytes.
+        """Return the catalogue; the same object for equal bytes.
 
         Raises:
-            ValueError, TypeError, KeyError, zlib.error: it is none, is over the limit of one catalogue, or does not fit into
+            ValueError, TypeError, KeyError, zlib.error: it is invalid, exceeds the limit of one catalogue, or does not fit into
                 the memory for all.
         """
         with self._lock:
@@ -86,40 +86,40 @@ class Catalogues:
             return self._catalogues[packed]
 
     def keeps_parsed(self, size: int) -> bool:
-        """Whether a parsed footer of so many bytes may stay in memory; takes the room for it."""
+        """Reserve memory for a parsed footer. Returns False if it does not fit."""
         with self._lock:
-            if size > self._parsed_left:
+            if size > self._parsed_remaining:
                 return False
-            self._parsed_left -= size
+            self._parsed_remaining -= size
             return True
 
     def _shared(self, packed: bytes) -> tuple[TensorInfo, ...]:
         catalogue = catalogue_of(packed)
         new = {info for info in catalogue if info not in self._tensors}
         needed = len(packed) + _PLACE_BYTES * len(catalogue) + sum(info.memory for info in new)
-        if needed > self._left:
-            raise ValueError("the descriptions of the tensors of all segments together are over the limit")
-        self._left -= needed
+        if needed > self._remaining:
+            raise ValueError("the tensor descriptions of all segments together exceed the limit")
+        self._remaining -= needed
         return tuple(self._tensors.setdefault(info, info) for info in catalogue)
 
 
 @dataclass(frozen=True)
 class ParquetObject:
-    """What is known of the object before a column is read.
+    """An object with its footer, before a column is read.
 
     Attributes:
-        key: of the object.
-        size: its bytes.
-        rows: its rows.
-        first: its smallest step; 0 where it has no row.
-        last: its largest step; -1 where it has no row.
-        columns: names of the columns that can be read.
-        catalogue: the tensors that its rows speak of.
-        constant: columns with one value in all rows, and the value (of words, the index); they need not be read.
-        footer: where its columns lie; without its metadata.
+        key: the object's key.
+        size: its size in bytes.
+        rows: number of rows.
+        first: its smallest step; 0 without rows.
+        last: its largest step; -1 without rows.
+        columns: names of the readable columns.
+        catalogue: the tensors of its rows.
+        constant: columns with the same value in all rows, and the value (for words, the index); they need not be read.
+        footer: locations of its columns, without metadata.
         footer_size: bytes of the footer and its length.
-        footer_digest: of these bytes.
-        parsed: pyarrow's footer; None where it is parsed again with each read.
+        footer_digest: digest of these bytes.
+        parsed: pyarrow's footer; None if it is parsed again for each read.
     """
 
     store: Store
@@ -138,11 +138,11 @@ class ParquetObject:
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes while its run is open, about."""
+        """Approximate memory in bytes while its run is open."""
         return _FOOTER_BYTES + _CHUNK_BYTES * len(self.footer.chunks)
 
     def decoded_bytes(self, columns: Iterable[str]) -> int:
-        """Memory that some columns take once they are read, by what the footer says of their values.
+        """Return the memory of columns once they are read, according to the footer.
 
         `read` refuses an object whose pages claim more than `MAX_BYTES`.
         """
@@ -151,22 +151,22 @@ class ParquetObject:
         return min(MAX_BYTES, _VALUE_BYTES * values)
 
     def read(self, columns: Iterable[str]) -> pa.Table:
-        """Some columns; sizes are checked before memory is taken.
+        """Read columns; sizes are checked before memory is allocated.
 
         Raises:
             FormatError: the object is damaged.
-            NotFoundError, StoreError: it is gone, or cannot be read.
+            NotFoundError, StoreError: it does not exist, or cannot be read.
         """
         return self.fetch(columns)()
 
     def fetch(self, columns: Iterable[str]) -> Callable[[], pa.Table]:
-        """Fetch some columns from the store.
+        """Fetch columns from the store.
 
         Returns:
-            decodes them; raises as `read`.
+            A function that decodes them; raises like `read`.
 
         Raises:
-            NotFoundError, StoreError: it is gone, or cannot be read.
+            NotFoundError, StoreError: it does not exist, or cannot be read.
         """
         chosen = sorted(set(columns))
         ranges = self._ranges(frozenset(chosen))
@@ -178,7 +178,7 @@ class ParquetObject:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        data = _room(self.size)
+        data = _buffer(self.size)
         with whole(self.key):
             for (start, length), piece in zip(ranges, fetched, strict=True):
                 data[start : start + length] = piece
@@ -194,17 +194,17 @@ class ParquetObject:
             return file.read(chosen, use_threads=False)
 
     def _ranges(self, columns: frozenset[str]) -> list[tuple[int, int]]:
-        if self.size <= _WHOLE:
+        if self.size <= _MAX_WHOLE_BYTES:
             return [(0, self.size)]
-        wanted = sorted(
+        ranges = sorted(
             (chunk.start, chunk.length)
             for chunk in self.footer.chunks
             if chunk.length and is_chosen(chunk.path, columns)
         )
         if self.parsed is None:
-            wanted.append((self.size - self.footer_size, self.footer_size))
+            ranges.append((self.size - self.footer_size, self.footer_size))
         joined: list[tuple[int, int]] = []
-        for start, length in wanted:
+        for start, length in ranges:
             if joined and start - sum(joined[-1]) <= _GAP:
                 before, gap = joined.pop()
                 joined.append((before, max(gap, start + length - before)))
@@ -217,14 +217,16 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
     """Read an object's footer.
 
     Raises:
-        FormatError: it is damaged, too large, or of a later version.
-        NotFoundError, StoreError: it is gone, or cannot be read.
+        FormatError: it is damaged, too large, or has a later version.
+        NotFoundError, StoreError: it does not exist, or cannot be read.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not 12 <= size <= MAX_BYTES:
-        raise FormatError(f"segment {key}: {size} bytes, of 12 to {MAX_BYTES}", "read the run without it")
+        raise FormatError(
+            f"segment {key} has {size} bytes instead of 12 to {MAX_BYTES}", "read the run without it"
+        )
     data = _with_footer(store, key, size)
     footer_size = int.from_bytes(data[-8:-4], "little") + 8
     with whole(key):
@@ -236,13 +238,13 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
             raise ValueError(f"claims {footer.rows} rows")
         file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), read_dictionary=list(WORD_COLUMNS))
         columns = frozenset(map(sys.intern, checked_columns(file.schema_arrow)))
-        keeps = size > _WHOLE and catalogues.keeps_parsed(footer_size)
+        keeps = size > _MAX_WHOLE_BYTES and catalogues.keeps_parsed(footer_size)
         return ParquetObject(
             store=store,
             key=key,
             size=size,
             rows=footer.rows,
-            **_reach([chunk for chunk in footer.chunks if chunk.path == "step" and chunk.values]),
+            **_step_range([chunk for chunk in footer.chunks if chunk.path == "step" and chunk.values]),
             columns=columns,
             catalogue=catalogue,
             constant=_constants(footer),
@@ -258,36 +260,38 @@ def _digest(footer: memoryview) -> bytes:
 
 
 def _without_metadata(footer: Footer) -> Footer:
-    """What reading columns needs. A run has many objects, and their metadata are mostly one catalogue, over and over."""
+    """Drop what reading columns does not need. A run has many objects, whose metadata mostly repeat one catalogue."""
     chunks = [replace(chunk, path=sys.intern(chunk.path)) for chunk in footer.chunks]
     return Footer(footer.rows, chunks, [], {})
 
 
-def _room(size: int) -> memoryview:
-    """Memory for an object of which only parts are written. It is zeroed, so that no damaged file shows what lay there before."""
+def _buffer(size: int) -> memoryview:
+    """Return memory for an object of which only parts are written. It is zeroed, so that a damaged file cannot expose old contents."""
     return np.zeros(size, np.uint8).data
 
 
 def _with_footer(store: Store, key: str, size: int) -> memoryview:
-    data = _room(size)
+    data = _buffer(size)
     data[:4] = b"PAR1"
-    start = 0 if size <= _WHOLE else size - _TAIL
+    start = 0 if size <= _MAX_WHOLE_BYTES else size - _TAIL_BYTES
     data[start:] = _exactly(store, key, start, size - start)
-    due = int.from_bytes(data[-8:-4], "little") + 8
-    if due > size - start and due <= size:
-        data[size - due : start] = _exactly(store, key, size - due, start - size + due)
+    footer_size = int.from_bytes(data[-8:-4], "little") + 8
+    if footer_size > size - start and footer_size <= size:
+        data[size - footer_size : start] = _exactly(
+            store, key, size - footer_size, start - size + footer_size
+        )
     return data
 
 
 def _exactly(store: Store, key: str, start: int, length: int) -> bytes:
     data = store.get_range(key, start, length)
     if len(data) != length:
-        raise FormatError(f"segment {key}: shorter than it was listed", "list the run anew")
+        raise FormatError(f"segment {key} is shorter than listed", "list the run again")
     return data
 
 
 def _constants(footer: Footer) -> dict[str, int]:
-    """Columns of which the footer says that all rows hold one value, and it is one that they can hold."""
+    """Return columns whose footer statistics state one valid value for all rows."""
     constants: dict[str, int] = {}
     for name in CONSTANT:
         chunks = [chunk for chunk in footer.chunks if chunk.path == name and chunk.values]
@@ -302,12 +306,12 @@ def _constants(footer: Footer) -> dict[str, int]:
     return constants
 
 
-def _reach(chunks: Sequence[Chunk]) -> dict[str, int]:
-    """Smallest and largest step, by the statistics that every segment's footer carries."""
+def _step_range(chunks: Sequence[Chunk]) -> dict[str, int]:
+    """Return the smallest and largest step, from the statistics in the footer."""
     if not chunks:
         return {"first": 0, "last": -1}
     limits = [limit for chunk in chunks for limit in (chunk.least, chunk.most) if limit is not None]
     if len(limits) < 2 * len(chunks):
-        raise ValueError("its footer does not say which steps it holds")
+        raise ValueError("its footer does not state its steps")
     steps = [int.from_bytes(limit, "little", signed=True) for limit in limits]
     return {"first": min(steps), "last": max(steps)}

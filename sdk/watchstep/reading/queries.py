@@ -1,4 +1,4 @@
-"""Queries whose answers fit a screen: series, heatmaps, histograms over time and losses; shards are merged."""
+"""Queries with bounded results: series, heatmaps, histograms over time and losses; shards are merged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from watchstep.format.statistics import (
     sum_rows,
 )
 from watchstep.format.tensors import LOSSES, MODES, Mode
-from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Want, batch_of, figure_of, needs_of
+from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Selection, batch_of, figure_of, needs_of
 from watchstep.reading.index import RunIndex
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def merged(columns: Columns) -> Columns:
     """Merge the shards of each (step, mode, tensor, replica, stage), workers in ascending order.
 
     Args:
-        columns: `IDENTITY` and `COUNTED`, probes and ``time_ns`` where they are wanted, n rows.
+        columns: `IDENTITY` and `COUNTED`, and optionally probes and ``time_ns``, n rows.
 
     Returns:
-        The same columns. A merged row takes the lowest worker of its shards, as rules see it, and that one's time. Its
-        probes are NaN: what a probe counted of shards does not follow for the whole.
+        The same columns. A merged row has the lowest worker of its shards, as for rules, and that worker's time. Its
+        probes are NaN, because those of the whole tensor do not follow from those of its shards.
     """
     names = (*IDENTITY, *COUNTED)
     others = [name for name in columns if name not in names]
@@ -70,8 +70,8 @@ class Heatmap:
 
     Attributes:
         tensors: names, in the model's order; m of them.
-        edges: int64 of shape (n + 1,); bin i holds the steps edges[i] … edges[i + 1] - 1.
-        values: float64 of shape (m, n); NaN where a bin has no finite value.
+        edges: int64 of shape (n + 1,); bin i covers the steps edges[i] … edges[i + 1] - 1.
+        values: float64 of shape (m, n); NaN if a bin has no finite value.
     """
 
     tensors: list[str]
@@ -84,11 +84,11 @@ class HistogramSeries:
     """Exponent histograms of one tensor over the steps, in bins of steps.
 
     Attributes:
-        edges: int64 of shape (n + 1,); row i holds the steps edges[i] … edges[i + 1] - 1.
-        lower: float64 of shape (m,); elements of column j lie between lower[j] and upper[j], ascending.
+        edges: int64 of shape (n + 1,); row i covers the steps edges[i] … edges[i + 1] - 1.
+        lower: float64 of shape (m,); elements of column j are between lower[j] and upper[j], ascending.
         upper: float64 of shape (m,).
-        counts: int64 of shape (n, m); elements, added up over the steps of a row.
-        zeros: int64 of shape (n,); elements equal to zero, which lie in no column.
+        counts: int64 of shape (n, m); elements, added over the steps of a row.
+        zeros: int64 of shape (n,); elements equal to zero, which are in no column.
         nonfinite: int64 of shape (n,).
     """
 
@@ -100,85 +100,87 @@ class HistogramSeries:
     nonfinite: NDArray[np.int64]
 
 
-def columns_of(index: RunIndex, figures: Sequence[str], want: Want, *, merge: bool) -> Columns:
-    """Identity columns of the wanted rows, and figures by name; shards merged where asked for.
+def columns_of(index: RunIndex, figures: Sequence[str], selection: Selection, *, merge: bool) -> Columns:
+    """Return identity columns of the selected rows, and figures by name; shards merged on request.
 
     Raises:
-        ConfigError: there is no such figure.
+        ConfigError: a figure does not exist.
     """
     probes = index.probes()
     needs = tuple(name for figure in figures for name in needs_of(figure, probes))
-    columns = index.collect(Want(needs, want.tensors, want.first, want.last))
+    columns = index.collect(Selection(needs, selection.tensors, selection.first, selection.last))
     if merge and (columns["shard_count"] > 1).any():
         others = tuple(name for name in needs if name not in COUNTED)
-        columns = merged(index.collect(Want((*COUNTED, *others), want.tensors, want.first, want.last)))
+        columns = merged(
+            index.collect(Selection((*COUNTED, *others), selection.tensors, selection.first, selection.last))
+        )
     return {**columns, **{figure: figure_of(columns, figure) for figure in figures}}
 
 
-def as_table(index: RunIndex, held: Columns, figures: Sequence[str], chosen: NDArray[np.bool_]) -> pa.Table:
-    """Chosen rows by (step, mode, tensor, worker, replica, stage): these, and the figures; null for NaN."""
+def as_table(index: RunIndex, data: Columns, figures: Sequence[str], chosen: NDArray[np.bool_]) -> pa.Table:
+    """Return the chosen rows with the figures, by (step, mode, tensor, worker, replica, stage); null for NaN."""
     import pyarrow as pa
 
     rows = np.flatnonzero(chosen)
-    keys = [held[name][rows] for name in ("stage", "replica", "worker", "tensor", "mode", "step")]
+    keys = [data[name][rows] for name in ("stage", "replica", "worker", "tensor", "mode", "step")]
     rows = rows[np.lexsort(keys)]
     names = [info.name for info in index.tensors()]
     words: dict[str, Sequence[str]] = {"mode": MODES, "stage": STAGES, "tensor": names}
 
     def word(name: str) -> pa.Array:
-        used, places = np.unique(held[name][rows], return_inverse=True)
-        return from_codes(places, [words[name][place] for place in used])
+        used, codes = np.unique(data[name][rows], return_inverse=True)
+        return from_codes(codes, [words[name][code] for code in used])
 
     columns = {
-        "step": from_numbers(held["step"][rows].astype(np.int64)),
+        "step": from_numbers(data["step"][rows].astype(np.int64)),
         "mode": word("mode"),
         "tensor": word("tensor"),
-        "worker": from_numbers(held["worker"][rows].astype(np.int32)),
-        "replica": from_numbers(held["replica"][rows].astype(np.int32)),
+        "worker": from_numbers(data["worker"][rows].astype(np.int32)),
+        "replica": from_numbers(data["replica"][rows].astype(np.int32)),
         "stage": word("stage"),
     }
     return pa.table(
-        {**columns, **{name: from_numbers(held[name][rows], nan_is_null=True) for name in figures}}
+        {**columns, **{name: from_numbers(data[name][rows], nan_is_null=True) for name in figures}}
     )
 
 
 def heatmap(
-    index: RunIndex, names: list[str], figure: str, bins: int, how: tuple[Mode | None, Reduce]
+    index: RunIndex, names: list[str], figure: str, bins: int, mode_and_reduce: tuple[Mode | None, Reduce]
 ) -> Heatmap:
-    """See `Run.heatmap`; ``how`` is the mode and how the values of a bin become one."""
+    """See `Run.heatmap`; ``mode_and_reduce`` is the mode and how the values of a bin are combined."""
     if bins < 1:
-        raise ConfigError(f"bins {bins}: not a number of bins", "ask for 1 or more")
-    mode, reduce = how
+        raise ConfigError(f"invalid number of bins {bins}", "use 1 or more")
+    mode, reduce = mode_and_reduce
     if reduce not in {"mean", "min", "max"}:
-        raise ConfigError(f"reduce {reduce!r}: there is no such way", "use mean, min or max")
+        raise ConfigError(f"unknown reduce {reduce!r}", "use mean, min or max")
     needs = needs_of(figure, index.probes())
-    edges = _edges(*index.reach(), bins)
+    edges = _edges(*index.step_range(), bins)
     cells = _Cells(index, names, edges, reduce)
-    want = Want(needs, frozenset(names))
-    for columns in index.scan(want):
+    selection = Selection(needs, frozenset(names))
+    for columns in index.scan(selection):
         if (columns["shard_count"] > 1).any():
             cells = _Cells(index, names, edges, reduce)
-            cells.add(columns_of(index, [figure], want, merge=True), figure, mode)
+            cells.add(columns_of(index, [figure], selection, merge=True), figure, mode)
             break
         cells.add(columns, figure, mode)
     return Heatmap(names, edges, cells.values())
 
 
 def _edges(first: int, last: int, bins: int) -> NDArray[np.int64]:
-    """At most ``bins`` bins of nearly equal width; one for each step where there are fewer steps."""
+    """Return the edges of at most ``bins`` bins of nearly equal width; one bin per step if there are fewer steps."""
     steps = max(0, last - first + 1)
     count = max(1, min(bins, steps))
     return (first + np.arange(count + 1) * steps // count).astype(np.int64)
 
 
 class _Cells:
-    """One number for each tensor and bin, gathered part by part."""
+    """One number for each tensor and bin, accumulated part by part."""
 
     def __init__(self, index: RunIndex, names: list[str], edges: NDArray[np.int64], reduce: Reduce) -> None:
-        place = {name: row for row, name in enumerate(names)}
+        rows_by_name = {name: row for row, name in enumerate(names)}
         self._edges, self._reduce = edges, reduce
         self._shape = (len(names), len(edges) - 1)
-        rows = np.array([place.get(info.name, -1) for info in index.tensors()] or [-1], np.int64)
+        rows = np.array([rows_by_name.get(info.name, -1) for info in index.tensors()] or [-1], np.int64)
         self._start = rows * self._shape[1]
         self._count = np.zeros(self._shape[0] * self._shape[1], np.int64)
         self._totals = np.full(len(self._count), 0.0 if reduce == "mean" else np.nan)
@@ -194,7 +196,7 @@ class _Cells:
         if not len(values):
             return
         cell = self._bin_of(step) + self._start[tensor]
-        low = int(cell.min())  # an object holds few of the tensors: only their cells are touched
+        low = int(cell.min())  # only touch the cells of the object's tensors
         cell -= low
         counts = np.bincount(cell)
         here = slice(low, low + len(counts))
@@ -207,17 +209,17 @@ class _Cells:
 
     def _bin_of(self, step: NDArray[np.int64]) -> NDArray[np.intp]:
         first, last = int(self._edges[0]), int(self._edges[-1])
-        if last - first > 1 << 24:  # a table of every step's bin would be larger than the rows
+        if last - first > 1 << 24:  # a lookup table of all steps would be larger than the rows
             return np.searchsorted(self._edges, step, side="right") - 1
         bins = np.repeat(np.arange(self._shape[1]), np.diff(self._edges))
         return bins[step - first]
 
     def values(self) -> Floats:
-        whole = self._totals
+        result = self._totals
         if self._reduce == "mean":
             with np.errstate(invalid="ignore"):
-                whole = np.where(self._count > 0, whole / np.maximum(self._count, 1), np.nan)
-        return whole.reshape(self._shape)
+                result = np.where(self._count > 0, result / np.maximum(self._count, 1), np.nan)
+        return result.reshape(self._shape)
 
 
 def histogram(
@@ -225,20 +227,23 @@ def histogram(
 ) -> HistogramSeries:
     """See `Run.histogram`."""
     if steps < 1:
-        raise ConfigError(f"steps {steps}: not a number of rows", "ask for 1 or more")
+        raise ConfigError(f"invalid number of steps {steps}", "use 1 or more")
     only = frozenset([tensor])
-    wanted = index.collect(Want((), only))
-    lead = _Lead.of(wanted, worker, mode)
-    step = wanted["step"][lead.rows(wanted)]
+    identity_columns = index.collect(Selection((), only))
+    lead = _Lead.of(identity_columns, worker, mode)
+    step = identity_columns["step"][lead.rows(identity_columns)]
     if not len(step):
         raise NotFoundError(
-            f"tensor {tensor!r}: no row of mode {mode} and worker {worker}", "see Tensor.steps() and .workers"
+            f"tensor {tensor!r} has no row of mode {mode} and worker {worker}",
+            "see Tensor.steps() and .workers",
         )
     edges = _edges(int(step.min()), int(step.max()), steps)
     rows = len(edges) - 1
     zeros, nonfinite = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     sums = Histograms.empty(rows)
-    for block in index.each_block(Want((), only)):  # summed one by one: together they may not fit into memory
+    for block in index.each_block(
+        Selection((), only)
+    ):  # summed one by one, because together they may not fit into memory
         of_lead = block.where(lead.rows(_identity(block)))
         group = np.searchsorted(edges, of_lead.step, side="right") - 1
         parts = [sums, sum_rows(of_lead.statistics.histogram, group, rows)]
@@ -263,11 +268,11 @@ def histogram(
 
 @dataclass(frozen=True)
 class _Lead:
-    """Which rows make up one tensor: those of one worker; else those of the first replica, at one stage.
+    """Selection of the rows that represent one tensor: those of one worker; else those of the first replica and stage.
 
     Attributes:
         values: column of `IDENTITY` → the value of its rows.
-        whole_of: the worker of rows that are of the whole tensor, beside those of shards; None where all are taken.
+        whole_of: the worker whose rows of the whole tensor are included with those of shards; None for all workers.
     """
 
     values: Mapping[str, int]
@@ -279,15 +284,15 @@ class _Lead:
         if worker is not None:
             return cls({**lead.values, "worker": worker})
         for name in ("stage", "replica"):
-            left = columns[name][lead.rows(columns)]
-            if not len(left):
+            remaining = columns[name][lead.rows(columns)]
+            if not len(remaining):
                 return lead
-            lead = cls({**lead.values, name: int(left.min())})
+            lead = cls({**lead.values, name: int(remaining.min())})
         whole = columns["worker"][lead.rows(columns) & (columns["shard_count"] == 1)]
         return cls(lead.values, int(whole.min()) if len(whole) else None)
 
     def rows(self, columns: Columns) -> NDArray[np.bool_]:
-        """Bool of shape (n,)."""
+        """Return a mask of shape (n,)."""
         chosen = np.ones(len(columns["step"]), np.bool_)
         for name, value in self.values.items():
             chosen &= columns[name] == value
@@ -311,11 +316,11 @@ _FIGURES = ("mean", "count", "nan", "pos_inf", "neg_inf")
 
 
 def losses_of(index: RunIndex) -> pa.Table:
-    """As `watchstep.Run.losses`."""
+    """Return `watchstep.Run.losses`."""
     import pyarrow as pa
 
-    wanted = frozenset(info.name for info in index.tensors() if LOSSES in info.collections)
-    rows = index.consistently(lambda: index.collect(Want(_FIGURES, wanted)))
+    names_of_losses = frozenset(info.name for info in index.tensors() if LOSSES in info.collections)
+    rows = index.consistently(lambda: index.collect(Selection(_FIGURES, names_of_losses)))
     infos = index.tensors()
     names = [info.name for info in infos]
     ranks = np.empty(len(names), np.int64)
@@ -347,7 +352,7 @@ def losses_of(index: RunIndex) -> pa.Table:
 
 
 def loss_values(rows: Columns) -> Floats:
-    """The mean of the losses that each row holds, with those that were not finite: as their sum by IEEE 754, over their number.
+    """Return the mean loss of each row including non-finite losses, i.e. their IEEE 754 sum divided by their number.
 
     Args:
         rows: the columns ``mean`` (of the finite ones), ``nan``, ``pos_inf`` and ``neg_inf``.

@@ -23,7 +23,7 @@ from watchstep.format.tensors import MODES, Mode, TensorInfo
 from watchstep.platform.folders import absolute_path
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
-from watchstep.reading.columns import Columns, Want
+from watchstep.reading.columns import Columns, Selection
 from watchstep.reading.index import RunIndex
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce, losses_of
 from watchstep.reading.run_documents import END, read_documents, read_state
@@ -48,16 +48,16 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The tensor's name."""
         return self.info.name
 
     @property
     def rows(self) -> Block:
-        """Its rows, by step, worker and mode."""
+        """The tensor's rows, by step, worker and mode."""
         return self._rows
 
     def steps(self, mode: Mode | None = None) -> list[int]:
-        """Steps at which it was measured, ascending."""
+        """Return the steps at which it was measured, ascending."""
         return [int(step) for step in np.unique(self._of_mode(mode).step)]
 
     @property
@@ -66,7 +66,7 @@ class Tensor:
         return [int(worker) for worker in np.unique(self._rows.worker)]
 
     def statistics(self, mode: Mode | None = None, worker: int | None = None) -> pa.Table:
-        """One row for each step, mode and worker.
+        """Return one row for each step, mode and worker.
 
         Args:
             mode: only rows of this mode.
@@ -87,7 +87,7 @@ class Tensor:
         return table
 
     def value(self, step: int, worker: int = 0, mode: Mode = "train") -> NDArray[Any]:
-        """The tensor itself, from a snapshot.
+        """Read the tensor itself from a snapshot.
 
         Args:
             step: a step with a snapshot (`Run.snapshots`).
@@ -104,11 +104,11 @@ class Tensor:
         for snapshot in self._run.snapshots():
             if (snapshot.step, snapshot.worker, snapshot.mode) == (step, worker, mode):
                 return self._run.open_snapshot(snapshot).read(self.name)
-        steps = sorted({s.step for s in self._run.snapshots() if s.worker == worker})
-        steps_there = ", ".join(map(str, steps[:10])) or "none"
+        steps = sorted({snapshot.step for snapshot in self._run.snapshots() if snapshot.worker == worker})
+        available = ", ".join(map(str, steps[:10])) or "none"
         raise NotFoundError(
             f"tensor {self.name!r}: no snapshot at step {step} of worker {worker}",
-            f"use a step with one ({steps_there}), or ask for snapshots by CaptureConfig(snapshots=Snapshots(every=…))",
+            f"use a step with a snapshot ({available}), or record snapshots with CaptureConfig(snapshots=Snapshots(every=…))",
         )
 
     def _of_mode(self, mode: Mode | None) -> Block:
@@ -119,11 +119,11 @@ class Tensor:
 
 
 _FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 2.0
+_MAX_PAUSE = 2.0
 
 
-def steps_that_come(run: Run, steps: list[int], mode: Mode | None, timeout: float | None) -> list[int]:
-    """As `watchstep.Run.wait_for_steps`."""
+def wait_for_steps(run: Run, steps: list[int], mode: Mode | None, timeout: float | None) -> list[int]:
+    """Implement `watchstep.Run.wait_for_steps`."""
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     pause = _FIRST_PAUSE
     while True:
@@ -131,15 +131,15 @@ def steps_that_come(run: Run, steps: list[int], mode: Mode | None, timeout: floa
         if run.refresh():
             pause = _FIRST_PAUSE
         seen = set(run.steps(mode))
-        there = [step for step in steps if step in seen]
-        if len(there) == len(steps) or ended or time.monotonic() >= deadline:
-            return there
+        recorded = [step for step in steps if step in seen]
+        if len(recorded) == len(steps) or ended or time.monotonic() >= deadline:
+            return recorded
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-        pause = min(_LONGEST_PAUSE, 2 * pause)
+        pause = min(_MAX_PAUSE, 2 * pause)
 
 
 def _has_ended(run: Run) -> bool:
-    """Whether every attempt that wrote something has a worker that ended."""
+    """Whether every attempt with records has an ended worker."""
     ended = {entry.key.removeprefix(ENDS).split("/")[0] for entry in run.store.entries(ENDS)}
     return bool(run.attempts) and set(run.attempts) <= ended
 
@@ -148,12 +148,12 @@ def open_run(url: str | os.PathLike[str] | Store) -> Run:
     """Open a run, during or after its recording.
 
     Args:
-        url: the run's own place, ``<store>/<project>/<run>``, as a path or URL; or a store seen from the run.
+        url: path or URL of the run, ``<store>/<project>/<run>``; or the run's store.
 
     Raises:
-        NotFoundError: there is no run.
+        NotFoundError: the run does not exist.
         StoreError: the store cannot be read.
-        FormatError: the run is of a later version.
+        FormatError: the run has a later version.
     """
     if isinstance(url, Store):
         return _read(Run(url, _document(url, url.location)))
@@ -161,7 +161,7 @@ def open_run(url: str | os.PathLike[str] | Store) -> Run:
     scheme = urlsplit(text).scheme
     parts = (text if scheme else str(absolute_path(text))).rsplit("/", 2)
     if len(parts) != 3 or not parts[0]:
-        raise ConfigError(f"run {text!r}: no run's URL", "use <store>/<project>/<run>")
+        raise ConfigError(f"{text!r} is not the URL of a run", "use <store>/<project>/<run>")
     root, project, run = parts
     missing = NotFoundError(f"run {text}: not found", "check the URL: <store>/<project>/<run>")
     try:
@@ -171,7 +171,7 @@ def open_run(url: str | os.PathLike[str] | Store) -> Run:
         raise missing from None
     except MissingStoreError:
         if scheme not in {"", "file"}:
-            raise  # the bucket's name says more than the run's
+            raise  # the bucket's name is more informative than the run's
         raise missing from None
     return _read(Run(store, document))
 
@@ -189,8 +189,8 @@ def _document(store: Store, location: str) -> documents.RunDocument:
 class Run:
     """A recorded run. `refresh` reads new objects; queries read only the columns that they need.
 
-    The default view is the newest attempt of each step; `attempts` and `rows` give the others. One that is made, and not opened by
-    `open_run`, has read nothing before its first `refresh`.
+    The default view is the newest attempt of each step; `attempts` and `rows` give access to the others. A run that was not opened with
+    `open_run` has no data before its first `refresh`.
 
     Attributes:
         document: the run's identity, rules and configuration.
@@ -201,7 +201,7 @@ class Run:
     ) -> None:
         self._store = store
         self._index = RunIndex(store, budget)
-        self._passed: NDArray[np.int64] | None = None
+        self._steps: NDArray[np.int64] | None = None
         self._damaged_ends: dict[str, str] = {}
         self.document = document
 
@@ -212,28 +212,28 @@ class Run:
 
     @property
     def index(self) -> RunIndex:
-        """Its objects and their columns, for queries that are not here."""
+        """The index of its objects and their columns, for other queries."""
         return self._index
 
     @property
     def store(self) -> Store:
-        """Where its objects lie, seen from the run."""
+        """The run's store."""
         return self._store
 
     @property
     def location(self) -> str:
-        """Its path or URL, as `open_run` takes it."""
+        """The run's path or URL, as for `open_run`."""
         return self._store.location
 
     def refresh(self) -> bool:
-        """Read what was written since; whether there was anything.
+        """Read new objects. Returns whether there were any.
 
         Raises:
             StoreError: the store cannot be read.
         """
         new = self._index.refresh()
         if new:
-            self._passed = None
+            self._steps = None
         return new
 
     @property
@@ -247,8 +247,10 @@ class Run:
         return self._index.attempts()
 
     def rows(self, attempt: str | None = None) -> Block:
-        """All rows of one attempt, by default of the newest attempt of each step. The rows are not cached."""
-        return self._index.consistently(lambda: concatenate(self._index.blocks(attempt, Want(()))).ordered())
+        """Return all rows of one attempt, by default of the newest attempt of each step. The rows are not cached."""
+        return self._index.consistently(
+            lambda: concatenate(self._index.blocks(attempt, Selection(()))).ordered()
+        )
 
     @property
     def workers(self) -> list[int]:
@@ -256,14 +258,14 @@ class Run:
         return [int(worker) for worker in np.unique(self._steps_seen()[:, 2])]
 
     def _steps_seen(self) -> NDArray[np.int64]:
-        """Distinct (step, mode, worker), shape (n, 3), ascending; kept until there is something new."""
-        if self._passed is None:
-            self._passed = self._index.consistently(self._read_steps)
-        return self._passed
+        """Return distinct (step, mode, worker), shape (n, 3), ascending; cached until the next refresh with new data."""
+        if self._steps is None:
+            self._steps = self._index.consistently(self._read_steps)
+        return self._steps
 
     def _read_steps(self) -> NDArray[np.int64]:
         parts = [np.empty((0, 3), np.int64)]
-        for columns in self._index.scan(Want(())):
+        for columns in self._index.scan(Selection(())):
             part = np.stack([columns["step"], columns["mode"], columns["worker"]], axis=1).astype(np.int64)
             changes = np.ones(len(part), np.bool_)
             changes[1:] = (part[1:] != part[:-1]).any(axis=1)
@@ -280,13 +282,13 @@ class Run:
         return names
 
     def steps(self, mode: Mode | None = None) -> list[int]:
-        """Recorded steps, ascending; of one mode if given."""
+        """Return recorded steps, ascending; of one mode if given."""
         seen = self._steps_seen()
         chosen = seen if mode is None else seen[seen[:, 1] == MODES.index(mode)]
         return [int(step) for step in np.unique(chosen[:, 0])]
 
     def tensors(self, collection: str | None = None, regex: str | None = None) -> list[str]:
-        """Names of tensors, in the model's order.
+        """Return names of tensors, in the model's order.
 
         Args:
             collection: only those of this collection.
@@ -298,7 +300,9 @@ class Run:
         try:
             pattern = re.compile(regex or "")
         except re.error as error:
-            raise ConfigError(f"regex {regex!r}: {error}", "correct the expression") from error
+            raise ConfigError(
+                f"regex {regex!r} is not a valid regular expression: {error}", "correct the expression"
+            ) from error
         return [
             info.name
             for info in self._infos()
@@ -306,14 +310,14 @@ class Run:
         ]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor.
+        """Return one tensor.
 
         Raises:
             NotFoundError: no tensor of that name was recorded.
         """
         self.check_tensors([name])
-        want = Want((), frozenset([name]))
-        rows = self._index.consistently(lambda: concatenate(self._index.blocks(None, want)).ordered())
+        selection = Selection((), frozenset([name]))
+        rows = self._index.consistently(lambda: concatenate(self._index.blocks(None, selection)).ordered())
         return Tensor(self, next(info for info in self._index.tensors() if info.name == name), rows)
 
     def losses(self) -> pa.Table:
@@ -338,25 +342,25 @@ class Run:
 
         Args:
             tensor: its name.
-            figure: a recorded figure, a derived one (`watchstep.format.statistics.DERIVED`), or a probe (``update_ratio``, or as
-                SQL names it, ``probe.update_ratio``).
+            figure: a recorded figure, a derived one (`watchstep.format.statistics.DERIVED`), or a probe (``update_ratio``, or
+                ``probe.update_ratio`` as in SQL).
             worker: only rows of this worker, as it measured them.
             mode: only rows of this mode.
             merge: merge shards into the figure of the whole tensor. Replicas and workers with whole tensors stay separate.
                 Probes do not merge: they are null for merged shards.
 
         Returns:
-            step, mode, tensor, worker (the lowest, where shards merged), replica, stage, and the figure; null where
-            it does not exist. By step.
+            step, mode, tensor, worker (the lowest of merged shards), replica, stage, and the figure, by step; null where
+            it does not exist.
 
         Raises:
-            ConfigError: there is no such figure.
-            NotFoundError: there is no such tensor.
+            ConfigError: the figure does not exist.
+            NotFoundError: the tensor does not exist.
         """
         self.check_tensors([tensor])
         merge = merge and worker is None
-        want = Want((), frozenset([tensor]))
-        columns = self._columns([figure], want, merge=merge)
+        selection = Selection((), frozenset([tensor]))
+        columns = self._columns([figure], selection, merge=merge)
         chosen = np.ones(len(columns["step"]), np.bool_) if worker is None else columns["worker"] == worker
         if mode is not None:
             chosen &= columns["mode"] == MODES.index(mode)
@@ -365,14 +369,14 @@ class Run:
     def at_step(
         self, figures: Sequence[str], step: int | None = None, mode: Mode | None = None, *, merge: bool = True
     ) -> pa.Table:
-        """Figures of all tensors at one step, by default the newest; columns as of `series`.
+        """Return figures of all tensors at one step, by default the newest, with columns as for `series`.
 
         Raises:
-            ConfigError: there is no such figure.
+            ConfigError: a figure does not exist.
         """
         if step is None:
-            step = self._index.reach()[1] if mode is None else max(self.steps(mode), default=-1)
-        columns = self._columns(figures, Want((), None, step, step), merge=merge)
+            step = self._index.step_range()[1] if mode is None else max(self.steps(mode), default=-1)
+        columns = self._columns(figures, Selection((), None, step, step), merge=merge)
         chosen = (
             np.ones(len(columns["step"]), np.bool_) if mode is None else columns["mode"] == MODES.index(mode)
         )
@@ -390,20 +394,20 @@ class Run:
 
         Args:
             tensors: a collection, or names.
-            figure: as of `series`.
+            figure: as for `series`.
             bins: maximum number of bins. A run with fewer steps has one bin for each step.
             mode: only rows of this mode.
             reduce: how the finite values of a bin (its steps, and workers with whole tensors) are combined.
 
         Raises:
-            ConfigError: there is no such figure or collection.
-            NotFoundError: there is no such tensor.
+            ConfigError: the figure or collection does not exist.
+            NotFoundError: a tensor does not exist.
         """
         names = self.tensors(tensors) if isinstance(tensors, str) else list(tensors)
         if isinstance(tensors, str) and not names:
             raise ConfigError(
-                f"collection {tensors!r}: no tensor is in it",
-                "Run.collections has the names; of a service, GET …/tensors",
+                f"collection {tensors!r} has no tensor",
+                "see Run.collections for the names, or GET …/tensors of the service",
             )
         self.check_tensors(names)
         return self._index.consistently(
@@ -422,13 +426,15 @@ class Run:
             mode: only steps of this mode.
 
         Raises:
-            NotFoundError: there is no such tensor, or it has no such rows.
+            NotFoundError: the tensor does not exist, or has no such rows.
         """
         self.check_tensors([tensor])
         return self._index.consistently(lambda: queries.histogram(self._index, tensor, steps, worker, mode))
 
-    def _columns(self, figures: Sequence[str], want: Want, *, merge: bool) -> Columns:
-        return self._index.consistently(lambda: queries.columns_of(self._index, figures, want, merge=merge))
+    def _columns(self, figures: Sequence[str], selection: Selection, *, merge: bool) -> Columns:
+        return self._index.consistently(
+            lambda: queries.columns_of(self._index, figures, selection, merge=merge)
+        )
 
     def check_tensors(self, names: Sequence[str]) -> None:
         """Check that tensors were recorded.
@@ -440,8 +446,8 @@ class Run:
         for name in names:
             if name not in recorded:
                 raise NotFoundError(
-                    f"tensor {name!r}: not recorded in run {self.id}",
-                    "Run.tensors() has the names; of a service, GET …/tensors",
+                    f"tensor {name!r} was not recorded in run {self.id}",
+                    "see Run.tensors() for the names, or GET …/tensors of the service",
                 )
 
     def sql(self, text: str) -> pa.Table:
@@ -452,7 +458,7 @@ class Run:
         that the query needs are read. The query cannot read files or load extensions.
 
         Raises:
-            ConfigError: DuckDB is not installed, or refuses the text.
+            ConfigError: DuckDB is not installed, or refuses the query.
         """
         return self._index.consistently(lambda: query(self._index, text))
 
@@ -461,21 +467,21 @@ class Run:
         return sorted(SnapshotKey.parse(entry.key) for entry in self._store.entries(SNAPSHOTS))
 
     def open_snapshot(self, key: SnapshotKey) -> Snapshot:
-        """A snapshot; its tensors are read one by one.
+        """Open a snapshot; its tensors are read one by one.
 
         Raises:
-            NotFoundError, FormatError: it is not there, or damaged.
+            NotFoundError, FormatError: it does not exist, or is damaged.
         """
         return open_snapshot(self._store, key.path)
 
     def ends(self) -> list[documents.EndDocument]:
         """How the workers of all attempts ended. Documents that cannot be read are listed in `damaged` instead."""
-        documents_found = read_documents(self._store, END)
-        self._damaged_ends = documents_found.damaged
-        return documents_found.documents
+        result = read_documents(self._store, END)
+        self._damaged_ends = result.damaged
+        return result.documents
 
     def state(self) -> str:
-        """The run's present state; see `watchstep.reading.run_documents.StoredState`."""
+        """Return the run's current state; see `watchstep.reading.run_documents.StoredState`."""
         return read_state(self._store).state
 
     def wait_for_steps(
@@ -489,10 +495,10 @@ class Run:
             timeout: seconds; None waits until the run ends.
 
         Returns:
-            The steps that were recorded; fewer than requested if the run ended or the time was up. A step counts as recorded
+            The recorded steps; fewer than requested if the run ended or the time limit is exceeded. A step counts as recorded
             as soon as one worker recorded it.
         """
-        return steps_that_come(self, steps, mode, timeout)
+        return wait_for_steps(self, steps, mode, timeout)
 
     def _infos(self) -> list[TensorInfo]:
         return sorted(self._index.tensors(), key=lambda info: (info.order, info.name))

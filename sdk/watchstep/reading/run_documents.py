@@ -1,10 +1,10 @@
-"""The documents of a run and its journal, the run's state as far as the store determines it, and the runs that a store has.
+"""The documents of a run and its journal, the run's state as far as the store determines it, and the runs of a store.
 
-Whoever may write to a store can put anything into a run: pipes, large objects, or millions of small ones. Reading one
-kind of document is bounded, and what exceeds the bound counts as damaged; a damaged document affects no other.
+Everyone with write access to a store can put anything into a run: pipes, large objects, or millions of small ones. Reading one
+kind of document is bounded, and what exceeds the bound counts as damaged; a damaged document does not affect others.
 
-The service knows more than the store: whether a job is alive, and when it was last heard of. Where the service says
-``running`` or ``lost``, a store says ``open``.
+The service knows more than the store: whether a job is alive, and when it last reported. A run that is
+``running`` or ``lost`` in the service is ``open`` in the store.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from watchstep.platform.terminal_text import printable
 from watchstep.store.store import Store
 
 _MIB = 1024 * 1024
-_BYTES_OF_ENTRY = 512
-"""What each object of a listing counts for, besides its size: listing and opening it takes time, too."""
+_ENTRY_BYTES = 512
+"""Bytes that each object of a listing counts for in addition to its size, because listing and opening it takes time."""
 
 
 @dataclass(frozen=True)
 class DocumentKind(Generic[Document]):
-    """A kind of document, and how much of it is read.
+    """A kind of document, and limits for reading it.
 
     Attributes:
-        kind: what it is decoded as.
-        prefix: where it lies, relative to the run.
-        max_bytes: the largest document that is read.
-        total_bytes: how much of the documents of one prefix is read.
-        key: the key that a document belongs under; None where it has several.
+        kind: class of the document.
+        prefix: its prefix, relative to the run.
+        max_bytes: size limit of one document.
+        total_bytes: size limit of all documents of one prefix.
+        key: returns the key that a document belongs to; None if it has several.
     """
 
     kind: type[Document]
@@ -69,23 +69,23 @@ class DocumentKind(Generic[Document]):
 ATTEMPT = DocumentKind(
     documents.AttemptDocument, ATTEMPTS, 65536, 8 * _MIB, lambda read: attempt_document(read.attempt)
 )
-"""One has 200 bytes: 11,000 attempts are read."""
+"""A document has 200 bytes: up to 11,000 attempts are read."""
 
 LAUNCH = DocumentKind(
     documents.LaunchDocument, LAUNCHES, 65536, 8 * _MIB, lambda read: launch_document(read.attempt)
 )
 
 END = DocumentKind(documents.EndDocument, ENDS, documents.MAX_BYTES, 128 * _MIB)
-"""One has some kilobytes: those of 16,384 ranks are read."""
+"""A document has some kilobytes: those of up to 16,384 ranks are read."""
 
 
 @dataclass
 class FoundDocuments(Generic[Document]):
-    """Documents below a prefix, and what is wrong with the others.
+    """Documents below a prefix, and errors of the others.
 
     Attributes:
-        documents: those that can be read, in the order of the listing.
-        damaged: key → why it cannot be read; a prefix for documents beyond what is read.
+        documents: readable documents, in the order of the listing.
+        damaged: key → error; a prefix if its documents exceed the limit.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -93,48 +93,48 @@ class FoundDocuments(Generic[Document]):
 
 
 def read_documents(store: Store, kind: DocumentKind[Document], prefix: str = "") -> FoundDocuments[Document]:
-    """The documents of one kind.
+    """Read the documents of one kind.
 
     Args:
-        store: the store as seen from the run's prefix.
-        kind: which.
-        prefix: only those below it; all of them where it is empty.
+        store: the run's store.
+        kind: kind of document.
+        prefix: only documents below it; all if empty.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    documents_found: FoundDocuments[Document] = FoundDocuments()
-    left = kind.total_bytes
+    result: FoundDocuments[Document] = FoundDocuments()
+    remaining = kind.total_bytes
     for entry in store.entries(prefix or kind.prefix):
-        left -= _BYTES_OF_ENTRY + (entry.size if entry.size <= kind.max_bytes else 0)
-        if left < 0:
-            documents_found.damaged[prefix or kind.prefix] = (
-                f"more than {kind.total_bytes // _MIB} MiB of documents: the rest is not read"
+        remaining -= _ENTRY_BYTES + (entry.size if entry.size <= kind.max_bytes else 0)
+        if remaining < 0:
+            result.damaged[prefix or kind.prefix] = (
+                f"more than {kind.total_bytes // _MIB} MiB of documents; the rest is not read"
             )
             break
         try:
-            documents_found.documents.append(_read(store, kind, entry.key))
+            result.documents.append(_read(store, kind, entry.key))
         except NotFoundError:
-            continue  # removed since it was listed
+            continue  # removed after listing
         except (FormatError, BadNameError) as error:
-            documents_found.damaged[entry.key] = error.what
-    return documents_found
+            result.damaged[entry.key] = error.what
+    return result
 
 
 def _read(store: Store, kind: DocumentKind[Document], key: str) -> Document:
-    """Raises as `get_document`, and BadNameError."""
+    """Read a document. Raises as `get_document`, and BadNameError."""
     document = documents.decode(kind.kind, get_document(store, key, kind.max_bytes), key)
     if kind.key is not None and kind.key(document) != key:
-        raise FormatError(f"{key}: the document of another attempt", "remove it, or give it its own name")
+        raise FormatError(f"{key} is the document of another attempt", "remove it, or rename it")
     return document
 
 
 def get_document(store: Store, key: str, limit: int) -> bytes:
-    """The bytes of one document. In a folder, an object that cannot be read is damaged, for the store itself answers.
+    """Return the bytes of one document. In a folder, an unreadable object counts as damaged, because the store itself answers.
 
     Raises:
-        NotFoundError: there is none.
-        FormatError: it is over the limit, no regular file, or not readable for this user.
+        NotFoundError: it does not exist.
+        FormatError: it exceeds the limit, is not a regular file, or is not readable for this user.
         StoreError: the store does not answer.
     """
     try:
@@ -152,13 +152,13 @@ DAMAGED = "damaged"
 
 @dataclass(frozen=True)
 class StoredState:
-    """How a run stands, as far as its documents tell.
+    """A run's state, as far as its documents determine it.
 
     Attributes:
-        state: ``created``; ``ended``: its program, which ``watchstep run`` started on this machine, is over and has recorded
-            nothing; ``open``: it records, or ended without saying so; ``stopping``: it is asked to stop and no worker has ended
+        state: ``created``; ``ended``: its program, which ``watchstep run`` started on this machine, has ended without
+            records; ``open``: it records, or ended without an end document; ``stopping``: a stop was requested, and no worker has ended
             yet; ``completed``, ``failed`` or ``stopped``: how its newest attempt ended; ``damaged``: a document cannot be read.
-        damage: of a damaged one, which document cannot be read, and why; empty for the others.
+        damage: for a damaged run, the document and the error; otherwise empty.
     """
 
     state: str
@@ -166,10 +166,10 @@ class StoredState:
 
 
 def read_state(store: Store) -> StoredState:
-    """The state of a run.
+    """Determine the state of a run.
 
     Args:
-        store: the store as seen from the run's prefix.
+        store: the run's store.
 
     Raises:
         StoreError: the store cannot be read.
@@ -177,48 +177,50 @@ def read_state(store: Store) -> StoredState:
     try:
         attempts = _whole(read_documents(store, ATTEMPT))
         newest = max(attempts, key=lambda read: (read.started_ns, read.attempt), default=None)
-        # Ends without an attempt are of a run whose claim was lost: all that there is to go by.
+        # Ends without an attempt belong to a run with a lost claim; they are the only information.
         ends = _whole(read_documents(store, END, "" if newest is None else f"{ENDS}{newest.attempt}/"))
         if newest is None:
-            return StoredState(_ended(ends, len(ends), asked=False) if ends else _unrecorded(store))
-        return StoredState(_ended(ends, newest.world_size, asked=_asked(store, newest.attempt)))
+            return StoredState(_ended(ends, len(ends), stop_requested=False) if ends else _unrecorded(store))
+        return StoredState(
+            _ended(ends, newest.world_size, stop_requested=_is_stop_requested(store, newest.attempt))
+        )
     except FormatError as error:
         return StoredState(DAMAGED, error.what)
 
 
-def _whole(documents_found: FoundDocuments[documents.Document]) -> list[documents.Document]:
-    """The documents, if all of them can be read.
+def _whole(result: FoundDocuments[documents.Document]) -> list[documents.Document]:
+    """Return the documents if all of them are readable.
 
     Raises:
-        FormatError: one of them cannot.
+        FormatError: a document is damaged.
     """
-    for key, reason in documents_found.damaged.items():
+    for key, reason in result.damaged.items():
         raise FormatError(f"{key}: {reason}", "remove it")
-    return documents_found.documents
+    return result.documents
 
 
-def _ended(ends: Sequence[documents.EndDocument], workers: int, *, asked: bool) -> str:
-    """The state of an attempt.
+def _ended(ends: Sequence[documents.EndDocument], workers: int, *, stop_requested: bool) -> str:
+    """Return the state of an attempt.
 
     Args:
-        ends: how its workers ended, of those that said so.
-        workers: how many there are.
-        asked: whether it was asked to stop. A worker that SIGTERM ends says that it failed, for it cannot know who sent it. A
-            worker that fails by itself, by an exception for instance, was not stopped, whatever it was asked.
+        ends: end documents of its workers.
+        workers: number of workers.
+        stop_requested: whether a stop was requested. A worker that ends by SIGTERM reports a failure, because it does not know the
+            sender. A worker that fails by itself, for instance by an exception, was not stopped, whatever was requested.
     """
     states = {end.state for end in ends}
     terminated = any(end.state == "failed" and end.reason.startswith(documents.TERMINATED) for end in ends)
-    if "stopped" in states or (asked and terminated):
+    if "stopped" in states or (stop_requested and terminated):
         return "stopped"
     if "failed" in states:
         return "failed"
     if ends and len(ends) >= workers:
         return "completed"
-    return "stopping" if asked and not ends else "open"
+    return "stopping" if stop_requested and not ends else "open"
 
 
 def _unrecorded(store: Store) -> str:
-    """The state of a run without a record: whether the process of its newest launch is over, where that can be seen from here."""
+    """Return the state of a run without records: whether the process of its newest launch has ended, if that is visible from here."""
     launches = _whole(read_documents(store, LAUNCH))
     newest = max(launches, key=lambda read: (read.launched_ns, read.attempt), default=None)
     return "ended" if newest is not None and _is_over(newest) else "created"
@@ -228,13 +230,13 @@ def _is_over(launch: documents.LaunchDocument) -> bool:
     try:
         here = (boot_id(), pid_namespace())
     except ConfigError:
-        return False  # no Linux
+        return False  # not on Linux
     if not launch.namespace or here != (launch.boot, launch.namespace):
         return False
     return not ProcessIdentity(launch.pid, launch.start_ticks, launch.boot, launch.host).is_running()
 
 
-def _asked(store: Store, attempt: str) -> bool:
+def _is_stop_requested(store: Store, attempt: str) -> bool:
     try:
         control = ControlDocument.decode(get_document(store, CONTROL_DOCUMENT, MAX_BYTES))
     except NotFoundError:
@@ -247,14 +249,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run, as far as its small documents tell.
+    """A run in a list of runs.
 
     Attributes:
         project: its project.
         run: its id.
-        created_ns: when it was made, nanoseconds since the epoch.
-        state: as `watchstep.reading.run_documents.StoredState` has it.
-        damage: of a damaged run, which document cannot be read, and why.
+        created_ns: time of creation, in nanoseconds since the epoch.
+        state: as in `watchstep.reading.run_documents.StoredState`.
+        damage: for a damaged run, the document and the error.
     """
 
     project: str
@@ -265,9 +267,9 @@ class RunEntry:
 
 
 def find_runs(store: Store) -> list[RunEntry]:
-    """The runs of a store, the newest first. Folders without a run's document are left out.
+    """Return the runs of a store, newest first. Folders without a run document are omitted.
 
-    A run with a document that cannot be read is damaged. A project whose folder cannot be listed is left out, and logged.
+    A run with an unreadable document is damaged. A project whose folder cannot be listed is omitted, and logged.
 
     Raises:
         StoreError: the store cannot be read.
@@ -289,7 +291,7 @@ def _runs_of(store: Store, project: str) -> list[str]:
     except StoreError as error:
         if not store.is_local:
             raise
-        _log.warning("project %r is left out: %s", project, printable(error.what))
+        _log.warning("project %r is omitted: %s", project, printable(error.what))
         return []
 
 
@@ -316,11 +318,11 @@ _PART = re.compile(r"([0-9]{10})\.json")
 
 
 def count_parts(store: Store, attempt: str) -> int:
-    """How many parts the journal of an attempt has, from the first on; 0 where no service judged it.
+    """Return the number of consecutive parts of an attempt's journal; 0 if no service evaluated it.
 
     Args:
-        store: seen from the run.
-        attempt: whose.
+        store: the run's store.
+        attempt: the attempt.
 
     Raises:
         StoreError: the store cannot be read.
@@ -335,10 +337,10 @@ def count_parts(store: Store, attempt: str) -> int:
 
 
 def read_journal(store: Store, attempt: str) -> Iterator[JournalEvaluation]:
-    """The evaluations of an attempt in order; one part is held at a time.
+    """Yield the evaluations of an attempt in order; one part is in memory at a time.
 
     Raises:
-        FormatError: a part is damaged, of a later version, or does not follow the one before.
+        FormatError: a part is damaged, has a later version, or does not continue the previous one.
         StoreError: the store cannot be read.
     """
     before: JournalEvaluation | None = None
@@ -351,19 +353,19 @@ def read_journal(store: Store, attempt: str) -> Iterator[JournalEvaluation]:
 
 
 def read_part(store: Store, attempt: str, number: int) -> journal.JournalPart:
-    """One part of a journal.
+    """Read one part of a journal.
 
     Raises:
-        FormatError: it is gone, damaged, or belongs elsewhere.
+        FormatError: it is missing, damaged, or belongs to another attempt.
         StoreError: the store cannot be read.
     """
     key = journal_part(attempt, number)
     try:
         part = journal.decode(store.get(key, limit=journal.MAX_BYTES), key)
     except NotFoundError as error:
-        raise FormatError(error.what, "the run can still be judged without its journal") from error
+        raise FormatError(error.what, "backtest the run without its journal") from error
     if (part.attempt, part.number) != (attempt, number):
         raise FormatError(
-            f"{key}: part {part.number} of {part.attempt}", "the run can still be judged without its journal"
+            f"{key} is part {part.number} of {part.attempt}", "backtest the run without its journal"
         )
     return part

@@ -13,7 +13,7 @@ from watchstep.format.block import STAGES
 from watchstep.format.segment import PROBE
 from watchstep.format.statistics import COUNT_COLUMNS, DERIVED
 from watchstep.format.tensors import LOSSES, MODES, TensorInfo
-from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Want, figure_of, needs_of
+from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Selection, figure_of, needs_of
 from watchstep.reading.index import RunIndex
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def catalogue_table(infos: Sequence[TensorInfo]) -> pa.Table:
-    """The table ``tensors``: one row each."""
+    """Return the table ``tensors``, with one row per tensor."""
     import pyarrow as pa
 
     words = ("name", "module", "module_type", "role")
@@ -37,7 +37,7 @@ def catalogue_table(infos: Sequence[TensorInfo]) -> pa.Table:
 
 
 def statistics_schema(probes: Sequence[str]) -> pa.Schema:
-    """The columns of the table ``statistics``; a probe's name has the prefix ``probe.`` there."""
+    """Return the schema of the table ``statistics``; names of probes have the prefix ``probe.``."""
     import pyarrow as pa
 
     word, whole, short, real = (
@@ -57,12 +57,12 @@ def statistics_schema(probes: Sequence[str]) -> pa.Schema:
 def statistics_batch(
     columns: Columns, schema: pa.Schema, words: Mapping[str, Sequence[str]]
 ) -> pa.RecordBatch:
-    """Rows of the table ``statistics``.
+    """Return rows of the table ``statistics``.
 
     Args:
-        columns: the recorded columns that the schema's follow from.
-        schema: `statistics_schema`'s, or some of its columns.
-        words: column of words → what its indices stand for.
+        columns: the recorded columns that the schema's columns are computed from.
+        schema: `statistics_schema`, or some of its columns.
+        words: column of words → the words for its indices.
     """
     import pyarrow as pa
 
@@ -81,11 +81,11 @@ def statistics_batch(
 def lazy_table(
     schema: pa.Schema, batches: Callable[[pa.Schema, frozenset[str] | None], Iterator[pa.RecordBatch]]
 ) -> Any:
-    """A dataset of no rows to Arrow, whose scans read the run: what DuckDB asks of it is what is fetched.
+    """Return an empty Arrow dataset whose scans read the run, so that only what DuckDB requests is fetched.
 
     Args:
-        schema: of all columns.
-        batches: some columns → their rows; the second argument is the tensors that are asked for, None for all.
+        schema: schema of all columns.
+        batches: returns the rows of some columns; the second argument is the requested tensors, None for all.
     """
     import pyarrow as pa
     import pyarrow.dataset as ds
@@ -102,12 +102,12 @@ def lazy_table(
 
 
 def register_tables(connection: Any, statistics: Any, catalogue: pa.Table) -> None:
-    """Give a connection a run's tables, and lock its configuration.
+    """Register a run's tables with a connection, and lock its configuration.
 
     Args:
-        connection: to a database of its own that reaches nothing else.
-        statistics: what `lazy_table` gave.
-        catalogue: what `catalogue_table` gave.
+        connection: connection to an isolated database.
+        statistics: the result of `lazy_table`.
+        catalogue: the result of `catalogue_table`.
     """
     connection.register("statistics", statistics)
     connection.register("tensors", catalogue)
@@ -123,7 +123,7 @@ def _mentions(text: str, name: str) -> bool:
 
 
 def _tensors_of(condition: Any) -> frozenset[str] | None:
-    """Tensors that a condition asks for by equality; None for all."""
+    """Return tensors that a condition requests by equality; None for all."""
     import pyarrow.dataset as ds
 
     if condition is None:
@@ -135,11 +135,11 @@ def _tensors_of(condition: Any) -> frozenset[str] | None:
 def query(index: RunIndex, text: str) -> pa.Table:
     """Run one SELECT.
 
-    Tables: ``statistics`` (all rows of the default view, with the derived figures and the probes, but for
+    Tables: ``statistics`` (all rows of the default view, with the derived figures and the probes, without
     histograms), ``tensors`` (the catalogue) and ``losses`` (step, mode, worker, name, value).
 
     Raises:
-        ConfigError: DuckDB is not installed, or refuses the text.
+        ConfigError: DuckDB is not installed, or refuses the query.
         StoreError: the store cannot be read.
     """
     try:
@@ -149,16 +149,16 @@ def query(index: RunIndex, text: str) -> pa.Table:
             "SQL: duckdb is not installed", "install it with: pip install 'watchstep[sql]'"
         ) from None
     connection = _locked(duckdb)
-    lost: list[WatchstepError] = []
+    scan_errors: list[WatchstepError] = []
     try:
-        _register_run(connection, index, lost)
+        _register_run(connection, index, scan_errors)
         relation = connection.sql(text)
         if relation is None:
-            raise ConfigError("SQL: the text is no query", "write one SELECT")
+            raise ConfigError("SQL: the text is not a query", "write one SELECT")
         return relation.to_arrow_table()
     except duckdb.Error as error:
-        if lost:  # DuckDB passes on only the text of what a scan raised
-            raise lost[0] from None
+        if scan_errors:  # DuckDB reports only the text of an exception in a scan
+            raise scan_errors[0] from None
         raise ConfigError(
             f"SQL: {str(error).strip()}",
             "correct the query; the tables are statistics, tensors and losses",
@@ -168,7 +168,7 @@ def query(index: RunIndex, text: str) -> pa.Table:
 
 
 def _locked(duckdb: Any) -> Any:
-    """A database of its own in memory, which opens no file, loads no extension and keeps it so."""
+    """Open an isolated database in memory, which can neither open files nor load extensions."""
     connection = duckdb.connect(
         ":memory:",
         config={
@@ -177,12 +177,14 @@ def _locked(duckdb: Any) -> Any:
             "autoload_known_extensions": "false",
         },
     )
-    connection.execute("SET python_enable_replacements = false")  # no table is looked for among variables
+    connection.execute(
+        "SET python_enable_replacements = false"
+    )  # do not look up tables among Python variables
     return connection
 
 
-def _register_run(connection: Any, index: RunIndex, lost: list[WatchstepError]) -> None:
-    """Give a connection a run's tables; ``lost`` gets what a scan raised, of which DuckDB passes on only the text."""
+def _register_run(connection: Any, index: RunIndex, scan_errors: list[WatchstepError]) -> None:
+    """Register a run's tables with a connection. ``scan_errors`` receives exceptions of scans, because DuckDB reports only their text."""
 
     def batches(schema: pa.Schema, tensors: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
         words: dict[str, Sequence[str]] = {
@@ -192,7 +194,7 @@ def _register_run(connection: Any, index: RunIndex, lost: list[WatchstepError]) 
             for columns in scan_for(index, schema.names, tensors):
                 yield statistics_batch(columns, schema, words)
         except WatchstepError as error:
-            lost.append(error)
+            scan_errors.append(error)
             raise
 
     statistics = lazy_table(statistics_schema(index.probes()), batches)
@@ -200,15 +202,15 @@ def _register_run(connection: Any, index: RunIndex, lost: list[WatchstepError]) 
 
 
 def scan_for(index: RunIndex, names: Sequence[str], tensors: frozenset[str] | None) -> Iterator[Columns]:
-    """The recorded columns that columns of the table ``statistics`` follow from, object by object.
+    """Yield the recorded columns that columns of the table ``statistics`` are computed from, object by object.
 
     Args:
-        index: of the run.
-        names: of the table's columns.
+        index: index of the run.
+        names: columns of the table.
         tensors: only rows of these; None for all.
 
     Raises:
-        ConfigError: there is no such column.
+        ConfigError: a column does not exist.
         StoreError: the store cannot be read.
     """
     probes = index.probes()
@@ -216,4 +218,4 @@ def scan_for(index: RunIndex, names: Sequence[str], tensors: frozenset[str] | No
     for name in names:
         is_identity = name in IDENTITY or name == "shard_index"
         needs.extend((name,) if is_identity else needs_of(name, probes))
-    return index.scan(Want(tuple(dict.fromkeys(needs)), tensors))
+    return index.scan(Selection(tuple(dict.fromkeys(needs)), tensors))

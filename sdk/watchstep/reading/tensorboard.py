@@ -1,4 +1,4 @@
-"""A run as TensorBoard's event files: figures as scalars, exponent histograms as histograms."""
+"""Export of a run as TensorBoard event files: figures as scalars, exponent histograms as histograms."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from watchstep.format.tensors import LOSSES, METRICS
 from watchstep.reading.run import Run, Tensor
 
 FIGURES = ("mean", "std", "rms", "abs_max")
-"""Figures of a tensor that become scalars, its probes beside them; losses and metrics have their value alone."""
+"""Figures of a tensor that become scalars, in addition to its probes; losses and metrics have only their value."""
 
-_NOT_IN_TAGS = re.compile(r"[^-/\w.]")
+_INVALID_IN_TAGS = re.compile(r"[^-/\w.]")
 
 
 def export(run: Run, folder: str | os.PathLike[str], figures: tuple[str, ...] = FIGURES) -> int:
     """Write a run as event files, one folder for each mode and worker.
 
-    Scalars are ``<tensor>/<figure>`` and ``<tensor>/<probe>`` (of losses and metrics: ``<name>``), histograms
-    ``<tensor>``; of a name's characters, those that TensorBoard does not take (``:`` for one) become ``_``. Figures
-    that do not exist are left out.
+    Scalars are ``<tensor>/<figure>`` and ``<tensor>/<probe>`` (for losses and metrics: ``<name>``), histograms
+    ``<tensor>``; characters that TensorBoard does not accept in names, such as ``:``, become ``_``. Figures
+    that do not exist are omitted.
 
     Args:
         run: the run.
-        folder: where to; made where it is missing.
-        figures: of each tensor.
+        folder: the target folder; created if missing.
+        figures: figures of each tensor.
 
     Returns:
-        How many events were written.
+        Number of written events.
 
     Raises:
-        ConfigError: the extra ``tensorboard`` is not installed, or the folder holds event files already.
+        ConfigError: the extra ``tensorboard`` is not installed, or the folder contains event files already.
         StoreError: the run cannot be read.
     """
     try:
@@ -50,7 +50,7 @@ def export(run: Run, folder: str | os.PathLike[str], figures: tuple[str, ...] = 
     target = Path(folder)
     if any(target.rglob("events.out.tfevents.*")):
         raise ConfigError(
-            f"folder {target}: holds event files already", "name a new one: steps would stand twice"
+            f"folder {target} contains event files already", "use a new folder, to avoid duplicate steps"
         )
     writers: dict[str, Any] = {}
     try:
@@ -64,30 +64,32 @@ def _export_tensor(tensor: Tensor, target: Path, figures: tuple[str, ...], write
     from tensorboardX import SummaryWriter
 
     rows, table = tensor.rows, tensor.statistics()
-    alone = bool({LOSSES, METRICS} & set(tensor.info.collections))
-    name = _NOT_IN_TAGS.sub("_", tensor.name)  # tensorboardX does so for scalars, and not for histograms
-    tags = {"mean": name} if alone else {figure: f"{name}/{figure}" for figure in figures}
-    probes = [] if alone else [column for column in table.column_names if column.startswith(PROBE)]
+    is_scalar = bool({LOSSES, METRICS} & set(tensor.info.collections))
+    name = _INVALID_IN_TAGS.sub(
+        "_", tensor.name
+    )  # tensorboardX does this for scalars, but not for histograms
+    tags = {"mean": name} if is_scalar else {figure: f"{name}/{figure}" for figure in figures}
+    probes = [] if is_scalar else [column for column in table.column_names if column.startswith(PROBE)]
     tags |= {probe: f"{name}/{probe.removeprefix(PROBE)}" for probe in probes}
     columns = {tag: table[figure].to_pylist() for figure, tag in tags.items()}
     written = 0
     for row in range(len(rows)):
-        place = f"{rows.mode_name(row)}-{rows.worker[row]}"
-        if place not in writers:
-            writers[place] = SummaryWriter(str(target / place))
-        at = {"global_step": int(rows.step[row]), "walltime": float(rows.time_ns[row]) / 1e9}
+        writer_name = f"{rows.mode_name(row)}-{rows.worker[row]}"
+        if writer_name not in writers:
+            writers[writer_name] = SummaryWriter(str(target / writer_name))
+        position = {"global_step": int(rows.step[row]), "walltime": float(rows.time_ns[row]) / 1e9}
         for tag, values in columns.items():
             if values[row] is not None:
-                writers[place].add_scalar(tag, values[row], **at)
+                writers[writer_name].add_scalar(tag, values[row], **position)
                 written += 1
-        if not alone and int(rows.statistics.finite[row]):
-            writers[place].add_histogram_raw(name, **_buckets(rows.statistics, row), **at)
+        if not is_scalar and int(rows.statistics.finite[row]):
+            writers[writer_name].add_histogram_raw(name, **_buckets(rows.statistics, row), **position)
             written += 1
     return written
 
 
 def _buckets(statistics: StatisticsBatch, row: int) -> dict[str, Any]:
-    """The histogram's buckets: upper limits, ascending, and how many elements each holds."""
+    """Return the histogram's buckets: upper limits, ascending, and their numbers of elements."""
     bins, counts = statistics.histogram.row(row)
     sign = np.where(is_negative_bin(bins), -1.0, 1.0)
     power = exponent_of_bin(bins).astype(np.int64)

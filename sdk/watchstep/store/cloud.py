@@ -1,4 +1,4 @@
-"""How objects in a cloud are reached: endpoint, region and credentials, as boto3 finds them or as somebody gives them."""
+"""Access to objects in a cloud: endpoint, region and credentials, as boto3 finds them or as the caller passes them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _RETRY_TIMEOUT = timedelta(seconds=15)
 
 @dataclass(frozen=True)
 class S3Access:
-    """How a bucket is reached where the environment shall not say so. What is empty, the environment says.
+    """Access to a bucket independent of the environment. Empty values are taken from the environment.
 
     Attributes:
-        credentials: gives ``access_key_id``, ``secret_access_key``, ``token`` and ``expires_at`` (a `datetime` in UTC)
-            whenever those that are held are about to expire; may be called from any thread.
-        region: of the bucket.
-        endpoint: of a service that speaks S3.
-        hides_missing: these credentials are refused what is not there, as S3 does with those that may not list.
+        credentials: Returns ``access_key_id``, ``secret_access_key``, ``token`` and ``expires_at`` (a `datetime` in UTC)
+            whenever the current ones are about to expire. May be called from any thread.
+        region: Region of the bucket.
+        endpoint: Endpoint of a service with the S3 protocol.
+        hides_missing: Whether a missing object is reported as access denied, as S3 does for credentials without permission to list.
     """
 
     credentials: Callable[[], Mapping[str, Any]] | None = None
@@ -36,10 +36,10 @@ class S3Access:
 
 
 def cloud_backend(url: str, scheme: str, access: S3Access | None) -> Any:
-    """Obstore's store at a URL.
+    """Return obstore's store at a URL.
 
     Raises:
-        ConfigError: the URL is none of a bucket's, or S3 is described and it is another cloud.
+        ConfigError: The URL is not of a bucket, or S3 access was passed for another cloud.
     """
     from obstore.store import from_url
 
@@ -50,7 +50,8 @@ def cloud_backend(url: str, scheme: str, access: S3Access | None) -> Any:
         options = _s3_options(client, access or S3Access())
     elif access is not None:
         raise ConfigError(
-            f"store {url!r}: credentials for S3 were given", "leave them out: this is another cloud"
+            f"store {url!r}: credentials for S3 were passed for another cloud",
+            "omit them, or use an s3:// URL",
         )
     try:
         return from_url(url, client_options=client, retry_config=retry, **options)
@@ -60,7 +61,7 @@ def cloud_backend(url: str, scheme: str, access: S3Access | None) -> Any:
 
 
 def load_libraries(scheme: str) -> None:
-    """Import what `cloud_backend` imports for a scheme, so that it imports nothing later, on another thread."""
+    """Import the modules that `cloud_backend` needs for a scheme, so that it imports nothing later on another thread."""
     if scheme in {"s3", "s3a"}:
         with contextlib.suppress(ImportError):
             import boto3  # noqa: F401
@@ -68,7 +69,7 @@ def load_libraries(scheme: str) -> None:
 
 
 def _s3_options(client: Any, access: S3Access) -> dict[str, Any]:
-    """Endpoint and credentials as boto3 would find them; obstore's own chain where boto3 is not installed."""
+    """Return endpoint and credentials as boto3 would find them, or of obstore's own chain if boto3 is not installed."""
     options: dict[str, Any] = {}
     endpoint = access.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -79,7 +80,7 @@ def _s3_options(client: Any, access: S3Access) -> dict[str, Any]:
     if access.region:
         options["region"] = access.region
     if access.credentials is not None:
-        # Nothing of the environment: where these fail, no others are tried.
+        # The environment is not used: if these fail, no others are tried.
         options["credential_provider"] = access.credentials
         options.setdefault("region", _region())
         return options
@@ -97,7 +98,7 @@ def _s3_options(client: Any, access: S3Access) -> dict[str, Any]:
 
 
 def _region() -> str:
-    """As boto3 finds it; S3's first where nothing names one."""
+    """Return the region as boto3 finds it, S3's first region by default."""
     named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if named:
         return named

@@ -1,8 +1,8 @@
-"""What a store's refusal means: obstore's exceptions as Watchstep's errors.
+"""Translates obstore's exceptions to Watchstep's errors.
 
-obstore raises types of its own for some refusals and a `GenericError` for the others. What a folder refuses is asked of the
-file system again. What a cloud answers (its HTTP status and error code) obstore gives only in its message: `CloudAnswer` reads it there,
-and tests hold that against a server. Keys and URLs cannot be taken for it: they are percent-encoded where they stand in a message.
+obstore raises types of its own for some refusals and a `GenericError` for the others. The reason of a folder's refusal is determined by another
+call of the file system. obstore reports a cloud's response (HTTP status and error code) only in its message: `CloudAnswer` parses it,
+and tests verify that with a server. Keys and URLs in a message cannot be mistaken for it, because they are percent-encoded.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _CODE = re.compile(r"<Code>(?P<code>[A-Za-z]+)</Code>")
 _MISSING_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _DENIED = frozenset({401, 403})
 _METADATA_SERVICE = "169.254.169.254"
-"""Where AWS clients look for credentials last; only asked where nothing else names any."""
+"""The last place where AWS clients look for credentials, used only if nothing else configures any."""
 
 _MOST_REASON = 300
 
 
 @dataclass(frozen=True)
 class FailedCall:
-    """What was asked of a store.
+    """A failed request to a store.
 
     Attributes:
-        verb: what was to be done.
-        key: to which object or prefix.
-        url: of the store.
-        location: of the object, as people name it.
-        path: of the object in a local folder; None in a cloud.
+        verb: The operation.
+        key: The object or prefix.
+        url: URL of the store.
+        location: Location of the object for messages.
+        path: Path of the object in a local folder; None in a cloud.
     """
 
     verb: Verb
@@ -51,12 +51,12 @@ class FailedCall:
 
 @dataclass(frozen=True)
 class CloudAnswer:
-    """How a cloud refused.
+    """A cloud's error response.
 
     Attributes:
-        host: that was asked; empty where none was.
-        status: of HTTP; 0 where none came.
-        code: the service's own, e.g. ``NoSuchBucket``; empty where it gave none.
+        host: Host of the request; empty without a request.
+        status: HTTP status; 0 without a response.
+        code: Error code of the service, e.g. ``NoSuchBucket``; empty without one.
     """
 
     host: str = ""
@@ -65,7 +65,7 @@ class CloudAnswer:
 
     @classmethod
     def of(cls, error: Exception) -> CloudAnswer:
-        """Read it from obstore's message."""
+        """Parse obstore's message."""
         text = str(error)
         request = _REQUEST.search(text)
         status = _STATUS.search(text, request.end()) if request else None
@@ -77,7 +77,7 @@ class CloudAnswer:
 
 
 def is_denied(error: Exception) -> bool:
-    """Whether a cloud refused for want of rights or credentials."""
+    """Return whether a cloud refused a request because of missing permissions or credentials."""
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     kinds = (PermissionDeniedError, UnauthenticatedError, PermissionError)
@@ -85,24 +85,26 @@ def is_denied(error: Exception) -> bool:
 
 
 def translate(error: Exception, call: FailedCall) -> StoreError:
-    """The error that a caller of a store gets.
+    """Return the error for a store's caller.
 
     Args:
-        error: what obstore raised.
-        call: what was asked.
+        error: obstore's exception.
+        call: The failed request.
     """
     return _of_cloud(error, call) if call.path is None else _of_folder(error, call, call.path)
 
 
 def not_found(call: FailedCall) -> NotFoundError:
-    """The error for an object that is not there."""
+    """Return the error for a missing object."""
     return NotFoundError(f"object {call.location}: not found", "check the run's URL and the name")
 
 
 def _of_cloud(error: Exception, call: FailedCall) -> StoreError:
     answer = CloudAnswer.of(error)
     if answer.code in _MISSING_BUCKET:
-        return MissingStoreError(f"store {call.url}: no such bucket", "create the bucket, or correct the URL")
+        return MissingStoreError(
+            f"store {call.url} has no such bucket", "create the bucket, or correct the URL"
+        )
     if isinstance(error, FileNotFoundError) and call.verb in {"read", "delete"}:
         return not_found(call)
     if answer.host == _METADATA_SERVICE:
@@ -134,7 +136,7 @@ def _of_folder(error: Exception, call: FailedCall, path: str) -> StoreError:
 
 
 def refusal_of_folder(path: str, verb: Verb) -> int:
-    """Why the file system refuses something at a path, as its number (`errno`); 0 where it does not say."""
+    """Return the file system's reason for a refusal at a path as `errno`; 0 if it is unknown."""
     try:
         if verb == "read":
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
@@ -172,5 +174,6 @@ def _other(error: Exception, call: FailedCall) -> StoreError:
     line = str(error).strip().split("\n", 1)[0]
     reason = line[:_MOST_REASON] or type(error).__name__
     return StoreError(
-        f"store {call.url}: cannot {call.verb} {call.key!r} ({reason})", "check the URL and that it answers"
+        f"store {call.url}: cannot {call.verb} {call.key!r} ({reason})",
+        "check the URL, and that the store is reachable",
     )

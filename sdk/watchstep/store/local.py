@@ -1,17 +1,17 @@
-"""Stores in local folders: files, and the identity of a store.
+"""Files and the identity of stores in local folders.
 
-A store in a local folder: files are written whole or not at all, and read only if they are regular files.
+Files of a local store are written atomically, and read only if they are regular files.
 
-Every folder on the way is opened within the folder before it, so nothing is written at the old path of a folder that is
-moved away meanwhile. Reading a named pipe would block without end and a device may do anything; whoever may write to a
-shared store can put one in the place of an object.
+Every folder of a path is opened relative to its parent, so nothing is written at the old path of a folder that is
+moved away meanwhile. Reading a named pipe would block indefinitely, and a device may do anything; any writer of a
+shared store can replace an object by one.
 
-Which store a local folder is: a folder that vanished, or another one in its place, must not be taken for it.
+A missing folder, or another folder at its path, must not be mistaken for the store.
 
-A disk that is unmounted leaves an empty folder, and a folder that is moved away leaves nothing, where a writer would make a new store
-and split a run in two. So the first process that writes to a store puts a marker with a random id at its root, only if there is none;
-every process remembers the id that it found, and takes a missing or another marker for an outage. ``watchstep run`` and an `Estimator`
-pass the id that they found to the program by an environment variable. A bucket needs no marker: nobody makes it by writing to it.
+An unmounted disk leaves an empty folder, and a moved folder leaves nothing. There a writer would create a new store
+and split a run in two. So the first process that writes to a store puts a marker with a random id at its root if it has none;
+every process remembers the id that it found, and treats a missing or different marker as an outage. ``watchstep run`` and an `Estimator`
+pass the id to the program in an environment variable. A bucket needs no marker, because writing does not create it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def opened_folder(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A folder's descriptor, while it is needed: an open one keeps its disk from being unmounted.
+    """Yield a folder's descriptor, and close it afterwards: an open descriptor prevents its disk from being unmounted.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: The folder cannot be opened.
     """
     folder = os.open(path, _FOLDER)
     try:
@@ -47,16 +47,16 @@ def opened_folder(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def descend(folder: int, parts: Sequence[str], *, create: bool = False, follow_links: bool = True) -> int:
-    """The descriptor of a folder below an open one, to be closed by the caller.
+    """Open a folder below an open one, and return its descriptor. The caller closes it.
 
     Args:
-        folder: stays open.
-        parts: names of the folders on the way.
-        create: make those that are missing.
-        follow_links: also through symbolic links.
+        folder: Descriptor of the open folder, which stays open.
+        parts: Names of the folders of the path.
+        create: Create missing folders.
+        follow_links: Follow symbolic links.
 
     Raises:
-        OSError: a folder is missing, cannot be made, or is a link that is not followed.
+        OSError: A folder is missing, cannot be created, or is a link that is not followed.
     """
     flags = _FOLDER if follow_links else _FOLDER | os.O_NOFOLLOW
     inner = os.dup(folder)
@@ -75,16 +75,16 @@ def _enter(folder: int, name: str, flags: int, *, create: bool) -> int:
     except FileNotFoundError:
         if not create:
             raise
-    with contextlib.suppress(FileExistsError):  # another may make it in between
+    with contextlib.suppress(FileExistsError):  # another process may create it meanwhile
         os.mkdir(name, dir_fd=folder)
     return os.open(name, flags, dir_fd=folder)
 
 
 def put_file(folder: int, name: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file whole, replacing one of the same name.
+    """Write a file atomically, and replace a file of the same name.
 
     Raises:
-        OSError: it cannot be written; nothing of it is visible.
+        OSError: The file cannot be written; no part of it is visible.
     """
     unfinished = _write(folder, name, parts)
     try:
@@ -95,10 +95,10 @@ def put_file(folder: int, name: str, parts: Iterable[bytes | memoryview]) -> Non
 
 
 def create_file(folder: int, name: str, parts: Iterable[bytes | memoryview]) -> bool:
-    """Write a file whole, only if the name is free; False where it was taken.
+    """Write a file atomically if the name does not exist. Returns False if it exists.
 
     Raises:
-        OSError: it cannot be written; nothing of it is visible.
+        OSError: The file cannot be written; no part of it is visible.
     """
     unfinished = _write(folder, name, parts)
     try:
@@ -111,7 +111,7 @@ def create_file(folder: int, name: str, parts: Iterable[bytes | memoryview]) -> 
 
 
 def _write(folder: int, name: str, parts: Iterable[bytes | memoryview]) -> str:
-    """Write a file that no listing shows yet; its name."""
+    """Write a file that listings do not show, and return its name."""
     unfinished = f"{name}#{secrets.randbelow(10**9)}"
     file = os.open(unfinished, _NEW, 0o666, dir_fd=folder)
     try:
@@ -128,11 +128,11 @@ OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def opened_object(path: str | os.PathLike[str]) -> Iterator[tuple[int, int]]:
-    """A regular file's descriptor, and its size in bytes. Symbolic links are followed.
+    """Yield a regular file's descriptor and its size in bytes. Symbolic links are followed.
 
     Raises:
-        OSError: it cannot be opened; a folder counts as a file that is not there.
-        StoreError: it is not a regular file.
+        OSError: The file cannot be opened; a folder counts as a missing file.
+        StoreError: It is not a regular file.
     """
     try:
         file = os.open(path, OPENING)
@@ -147,19 +147,19 @@ def opened_object(path: str | os.PathLike[str]) -> Iterator[tuple[int, int]]:
 
 
 def size_of(path: str | os.PathLike[str]) -> int:
-    """Bytes of a regular file.
+    """Return the size of a regular file in bytes.
 
     Raises:
-        OSError, StoreError: as `opened_object`.
+        OSError, StoreError: As for `opened_object`.
     """
     return _size(os.stat(path), path)  # noqa: PTH116 - of a path as text
 
 
 def read_range(file: int, start: int, length: int) -> bytes:
-    """Bytes of a file; fewer where it ends before.
+    """Read bytes of a file; fewer if it ends before.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The file cannot be read.
     """
     read: list[bytes] = []
     while length > 0:
@@ -179,17 +179,17 @@ def read_owned_file(
     refused_modes: int = 0,
     max_bytes: int | None = None,
 ) -> bytes:
-    """The content of a regular file of one of some users. The last part of its path must not be a symbolic link.
+    """Read a regular file that belongs to one of some users. The last part of its path must not be a symbolic link.
 
     Args:
-        path: of the file.
-        owners: the user ids that are trusted.
-        folder: the descriptor of the directory that a relative path starts from.
-        refused_modes: bits of its mode that let others write, and must not be set.
-        max_bytes: the largest file that is read; None for any size.
+        path: Path of the file.
+        owners: The trusted user ids.
+        folder: Descriptor of the directory of a relative path.
+        refused_modes: Bits of its mode that permit others to write, which must not be set.
+        max_bytes: Maximum size in bytes; None for any size.
 
     Raises:
-        OSError: it cannot be read, is a link or not a regular file, belongs to another user, has such a mode, or is larger.
+        OSError: The file cannot be read, is a link or not a regular file, belongs to another user, has such a mode, or is larger.
     """
     file = os.open(path, OPENING | os.O_NOFOLLOW, dir_fd=folder)
     try:
@@ -211,7 +211,7 @@ def read_owned_file(
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether a regular file lies there."""
+    """Return whether the path is a regular file."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - as above
     except OSError:
@@ -228,15 +228,15 @@ def _size(facts: os.stat_result, path: str | os.PathLike[str]) -> int:
 
 def _not_regular(path: str | os.PathLike[str]) -> StoreError:
     return StoreError(
-        f"object {os.fspath(path)}: not a regular file", "remove it: nothing that Watchstep writes is one"
+        f"object {os.fspath(path)} is not a regular file", "remove it: Watchstep writes only regular files"
     )
 
 
 MARKER = ".watchstep-store"
-"""Name of the marker at a local store's root; no project can have it."""
+"""Name of the marker at a local store's root. No project can have this name."""
 
 STORE_ID = "WATCHSTEP_STORE_ID"
-"""What a launch found of its store: the id, a space, and the store's URL."""
+"""Environment variable with the store of a launch: its id, a space, and its URL."""
 
 _ID = re.compile(rb"[0-9a-f]{32}")
 _VALUE = re.compile(r"(?P<id>[0-9a-f]{32}) (?P<url>\S.*)")
@@ -244,13 +244,13 @@ _MEND = "bring the folder back, e.g. mount its disk; until then nothing is writt
 
 
 class StoreIdentity:
-    """The identity of one local store, as one process knows it. Thread-safe.
+    """The identity of one local store, as known to one process. Thread-safe.
 
-    Of a store without a marker only the folder's absence is noticed, until somebody puts one there: a process that may write to its
-    root does so when it opens the store, and a service reads it.
+    For a store without a marker, only the absence of the folder is detected, until it has a marker: a process that may write to its
+    root creates the marker when it opens the store, and a service reads it.
 
     Attributes:
-        id: of the store; empty before it was opened, or where it has none.
+        id: Id of the store; empty before it is opened, or without a marker.
     """
 
     def __init__(self, id: str = "") -> None:  # noqa: A002 - what it is
@@ -261,14 +261,14 @@ class StoreIdentity:
 
     @classmethod
     def of_launch(cls, url: str, variables: Mapping[str, str] = os.environ) -> StoreIdentity:
-        """The identity that the launch of this program passed for a store; an unknown one for another store, and without a launch.
+        """Return the identity that the launch of this program passed for a store; an unknown one for another store or without a launch.
 
         Args:
-            url: of the store.
-            variables: the environment.
+            url: URL of the store.
+            variables: The environment.
 
         Raises:
-            ConfigError: the variable has another form.
+            ConfigError: The variable has another form.
         """
         text = variables.get(STORE_ID, "")
         if not text:
@@ -276,33 +276,33 @@ class StoreIdentity:
         value = _VALUE.fullmatch(text)
         if value is None:
             raise ConfigError(
-                f"environment variable {STORE_ID}={text[:100]!r}: not an id and a URL",
+                f"environment variable {STORE_ID}={text[:100]!r} is not an id and a URL",
                 "unset it: 'watchstep run' sets it",
             )
         return cls(value["id"] if value["url"] == url else "")
 
     def variables(self, url: str) -> dict[str, str]:
-        """What `of_launch` reads in a launched program; nothing where no id is known.
+        """Return the variables that `of_launch` reads in a launched program; empty if no id is known.
 
         Args:
-            url: of the store, as the program opens it.
+            url: URL of the store, as the program opens it.
         """
         return {STORE_ID: f"{self.id} {url}"} if self.id else {}
 
     @property
     def is_known(self) -> bool:
-        """Whether the store has been opened, or its id was given: from then on its folder is not made."""
+        """Return whether the store has been opened or its id was passed. After that its folder is not created."""
         return bool(self.id) or self._folder is not None
 
     def attach(self, folder: Path, *, create: bool) -> None:
-        """Find out which store a folder is, or check that it is the known one.
+        """Read the identity of the store in a folder, or check that it is the known store.
 
         Args:
-            folder: the store's root, which is there.
-            create: put a marker where there is none and the store is not known yet.
+            folder: The existing root of the store.
+            create: Create a missing marker if the store is not known yet.
 
         Raises:
-            MissingStoreError: the folder is not the store that is known, or it or its marker cannot be read.
+            MissingStoreError: The folder is not the known store, or it or its marker cannot be read.
         """
         with self._lock:
             was_known, self._folder = self.is_known, folder
@@ -312,10 +312,10 @@ class StoreIdentity:
         self.check()
 
     def check(self) -> None:
-        """See that the folder is still the store; one request to the file system in most cases.
+        """Check that the folder is still the store. This is usually one call of the file system.
 
         Raises:
-            MissingStoreError: it is not.
+            MissingStoreError: The folder is not the store.
         """
         if self._folder is not None:
             with self._noticing(self._folder):
@@ -323,10 +323,10 @@ class StoreIdentity:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """The descriptor of the store's folder, which is the store however long the caller takes.
+        """Yield the descriptor of the store's folder, which remains the store for the whole block.
 
         Raises:
-            MissingStoreError: the folder is missing, or another store's.
+            MissingStoreError: The folder is missing, or of another store.
         """
         assert self._folder is not None
         with contextlib.ExitStack() as stack:
@@ -336,12 +336,12 @@ class StoreIdentity:
             yield folder
 
     def _check(self, path: Path, folder: int | None) -> None:
-        """Raises OSError or MissingStoreError; by the folder's descriptor, or by its path."""
+        """Check the folder by its descriptor or path. Raises OSError or MissingStoreError."""
         name = MARKER if folder is not None else path / MARKER
         if not self.id:
             if folder is None:
                 os.stat(path)  # noqa: PTH116 - as below
-            self.id = _read(path)  # the first writer may have put a marker there by now
+            self.id = _read(path)  # the first writer may have created a marker meanwhile
             return
         status = os.stat(name, dir_fd=folder)
         stamp = (status.st_dev, status.st_ino, status.st_mtime_ns)
@@ -350,7 +350,8 @@ class StoreIdentity:
         identity = _read(path)
         if identity != self.id:
             raise MissingStoreError(
-                f"store {path}: another store lies there ({identity or 'unmarked'}, and not {self.id})", _MEND
+                f"store {path}: the folder contains another store ({identity or 'unmarked'} instead of {self.id})",
+                _MEND,
             )
         self._seen = stamp
 
@@ -360,7 +361,7 @@ class StoreIdentity:
             yield
         except FileNotFoundError as error:
             raise MissingStoreError(
-                f"store {path}: the folder of the store is gone ({error.strerror}: {error.filename})",
+                f"store {path}: the folder of the store no longer exists ({error.strerror}: {error.filename})",
                 _MEND,
             ) from error
         except OSError as error:
@@ -371,14 +372,14 @@ class StoreIdentity:
 
 
 def _read(folder: Path) -> str:
-    """The id in a folder's marker; empty where there is none.
+    """Return the id in a folder's marker; empty without a marker.
 
     Raises:
-        OSError: it cannot be read.
-        MissingStoreError: the marker is no regular file.
+        OSError: The marker cannot be read.
+        MissingStoreError: The marker is not a regular file.
     """
     try:
-        # Without waiting: a named pipe has no writer. A link is followed, for it can only lead to another id.
+        # Do not wait: a named pipe has no writer. Links are followed, because they can only lead to another id.
         with open(folder / MARKER, "rb", opener=_opened_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _no_marker(folder)
@@ -404,12 +405,12 @@ def _no_marker(folder: Path) -> MissingStoreError:
 
 
 def _created(folder: Path) -> str:
-    """Put a marker into a folder, unless another process did so; the id, empty where nobody may write there."""
+    """Create a marker in a folder unless it has one. Returns the id; empty if the folder is not writable."""
     made = secrets.token_hex(16)
     try:
         with opened_folder(folder) as opened:
             create_file(opened, MARKER, (f"{made}\n".encode(),))
-            if not _read(folder):  # an empty one, of a machine that lost power
+            if not _read(folder):  # an empty marker, after a power failure
                 put_file(opened, MARKER, (f"{made}\n".encode(),))
             return _read(folder)
     except OSError:

@@ -1,1 +1,1 @@
-"""``watchstep run``: recording a program without changes to it."""
+"""``watchstep run``: recording an unmodified program."""

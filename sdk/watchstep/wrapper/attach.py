@@ -1,8 +1,8 @@
-"""Attach to a program that knows nothing of Watchstep: at the first step of an optimizer, in one process a rank.
+"""Attaching to an unmodified program at the first step of an optimizer, in one process per rank.
 
-``sitecustomize`` runs in every Python process of the job: also in torchrun's agent, in DataLoader workers and in
-compiler subprocesses, which inherit the rank. None of these steps an optimizer; and a claim on this machine keeps a
-second process of the same rank out.
+``sitecustomize`` runs in every Python process of the job, including torchrun's agent, DataLoader workers and
+compiler subprocesses, which inherit the rank. None of these steps an optimizer, and a claim on this machine excludes
+a second process of the same rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.watch import Watch
 
 _log = logging.getLogger("watchstep")
-_MOST_LOSSES = 8
+_MAX_LOSSES = 8
 _waiting: list[Attachment] = []
 
 
 class Attachment:
-    """Waits for the first step, then hands over to a `Hook`."""
+    """Waits for the first step, then creates a `Hook`."""
 
     def __init__(self) -> None:
         self._losses: list[FoundLoss] = []
@@ -42,38 +42,38 @@ class Attachment:
         amp.listen(self)
 
     def backward_begins(self) -> None:
-        """Nothing yet."""
+        """Do nothing yet."""
 
     def found(self, loss: FoundLoss) -> None:
-        """Keep the losses of the step under way."""
-        self._losses = [*self._losses[-_MOST_LOSSES + 1 :], loss]
+        """Keep the losses of the current step."""
+        self._losses = [*self._losses[-_MAX_LOSSES + 1 :], loss]
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
-        """The first step: start to record, unless the program does so itself."""
+        """Start recording at the first step, unless the program records itself."""
         watch = self._start(optimizer)
         if watch is not None:
             watch.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
 
     def closure_done(self, optimizer: Optimizer) -> None:
-        """Nothing: the hook that the step has begun listens itself."""
+        """Do nothing: the hook created at the step listens itself."""
 
     def failed(self, error: Exception) -> None:
-        """Nothing: the hook that listens from the first step on counts it."""
+        """Do nothing: the hook counts faults from the first step on."""
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Nothing: from the first step on the hook listens itself."""
+        """Do nothing: the hook listens from the first step on."""
 
     def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """Nothing yet: the optimizer steps or is skipped."""
+        """Do nothing yet: the optimizer steps or is skipped."""
 
     def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """The first step is one that a gradient scaler leaves out: start with that."""
+        """Start recording at a first step that a gradient scaler skips."""
         watch = self._start(optimizer)
         if watch is not None:
             watch.skipped(optimizer, scale)
 
     def _start(self, optimizer: Optimizer) -> Watch | None:
-        """Start to record. Raises nothing: the program did not ask for a recorder, and goes on without one."""
+        """Start recording. Never raises, because the program did not request a recorder and must continue without one."""
         hook: Hook | None = None
         try:
             self._detach()
@@ -87,9 +87,9 @@ class Attachment:
             for fault in faults:
                 hook._health.fault("claim", fault)  # noqa: SLF001 - as below
             hook.watch(_model_of(optimizer), optimizer)
-            watch = hook._watches[0]  # noqa: SLF001 - the first watch learns what came before it
+            watch = hook._watches[0]  # noqa: SLF001 - the first watch adopts earlier losses
             watch.adopt_loss(losses)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the program
+        except Exception as error:  # noqa: BLE001 - no fault may end the program
             if hook is None:
                 _log.error("watchstep: not recording: %s", error)
             else:
@@ -105,19 +105,19 @@ class Attachment:
 
 
 def wait_for_first_step() -> None:
-    """Called once, when the program has imported PyTorch."""
+    """Start waiting; called once, when the program has imported PyTorch."""
     _waiting.append(Attachment())
 
 
 def _claim(report: Callable[[OSError], None]) -> bool:
-    """Claim this rank of this attempt on this machine, for as long as the process lives.
+    """Claim this rank of this attempt on this machine for the lifetime of the process.
 
     Args:
-        report: called with what kept the claim from being made where it belongs. Without a claim, the rank records all the
-            same: a second process of the rank would be recorded as well, which is less of a loss than no recording.
+        report: called with errors of making the claim in its preferred folder. Without a claim, the rank records
+            anyway: recording a second process of the rank too is better than no recording.
 
     Returns:
-        Whether this process records; False where another process of the rank does.
+        Whether this process records; False if another process of the rank does.
     """
     attempt, rank = os.environ.get(ATTEMPT) or "none", os.environ.get("RANK") or "0"
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{attempt}-{rank}")[:200] + ".claim"
@@ -141,19 +141,19 @@ def _claim(report: Callable[[OSError], None]) -> bool:
 
 
 def _model_of(optimizer: Optimizer) -> nn.Module:
-    """The outermost module that holds the most of an optimizer's parameters, for the names its author knows.
+    """Return the outermost module with most of an optimizer's parameters, for names that its author knows.
 
-    Looks at every object once; parameters that no module holds are watched under a module of their own.
+    Inspects every object once; parameters without a module are watched as a separate module.
     """
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     best, score = _Loose(optimizer), (0, 0)
     for candidate in gc.get_objects():
         if not issubclass(type(candidate), nn.Module) or isinstance(candidate, _Loose):
             continue
         try:
-            watched = sum(id(p) in wanted for p in candidate.parameters())
+            watched = sum(id(p) in parameter_ids for p in candidate.parameters())
             size = sum(1 for _ in candidate.modules())
-        except Exception:  # noqa: BLE001, S112 - not finished, being torn down, or abstract: it is not the one that is trained
+        except Exception:  # noqa: BLE001, S112 - incomplete or abstract modules are not the trained one
             continue
         if watched and (watched, size) > score:
             best, score = candidate, (watched, size)
@@ -161,11 +161,11 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
 
 
 class _Loose(nn.Module):
-    """Parameters that belong to no module, named by their place in the optimizer."""
+    """Parameters without a module, named by their position in the optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
         for number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
+            for index, parameter in enumerate(group["params"]):
                 if isinstance(parameter, nn.Parameter):
-                    self.register_parameter(f"group{number}_{place}", parameter)
+                    self.register_parameter(f"group{number}_{index}", parameter)

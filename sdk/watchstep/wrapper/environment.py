@@ -1,4 +1,4 @@
-"""The environment of a launched program: who records, where to, and the injected start-up code."""
+"""The environment of a launched program: identity, store, and the injected start-up code."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from watchstep.platform.transport import SERVICE, TOKEN, ServiceAddress
 from watchstep.store.local import STORE_ID, StoreIdentity
 
 INJECTED = Path(__file__).parent / "injected"
-"""A folder whose ``sitecustomize`` waits for the program to import PyTorch."""
+"""Folder with a ``sitecustomize`` that waits for the program to import PyTorch."""
 
 LAUNCHED = "WATCHSTEP_LAUNCHED"
-"""The attempt that a launcher has made known to the service already; ``watchstep run`` takes it and registers nothing."""
+"""The attempt that a launcher has registered with the service; ``watchstep run`` uses it and registers nothing."""
 
 RESTARTS = "WATCHSTEP_RESTARTS"
-"""How often a cluster has started the same job again, set by its backend: the attempt's name ends in it."""
+"""How often a cluster has restarted the job, set by its backend: a suffix of the attempt's name."""
 
 
 @dataclass(frozen=True)
 class AttemptLaunch:
-    """One attempt of one run, as its launcher settles it.
+    """One attempt of one run, as its launcher defines it.
 
     Attributes:
-        store_url: where runs lie.
+        store_url: URL of the store.
         project: the project.
         run: the run's id.
-        attempt: the nonce that all ranks of the attempt share.
+        attempt: the id that all ranks of the attempt share.
         service: the service, if there is one.
-        on_stop: what a cooperative stop does in the program.
-        store_id: of a local store, as `watchstep.store.local.StoreIdentity` found it; empty where it is not known.
-        probes: what its rules need to be measured besides.
-        state: what the recorder has to do that the launch could not, as `watchstep.capture.service.registration.LaunchState` encodes it.
+        on_stop: effect of a cooperative stop in the program.
+        store_id: id of a local store, as in `watchstep.store.local.StoreIdentity`; empty if unknown.
+        probes: probes that the rules need.
+        state: what the launch leaves to the recorder, encoded by `watchstep.capture.service.registration.LaunchState`.
     """
 
     store_url: str
@@ -55,9 +55,9 @@ class AttemptLaunch:
 
 
 def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a program that shall record itself, added to those it has.
+    """Return the variables for a program that records itself, added to the existing ones.
 
-    ``PYTHONPATH`` gets a folder in front whose ``sitecustomize`` runs, and then runs the one that it hides.
+    ``PYTHONPATH`` is prefixed with a folder whose ``sitecustomize`` runs first, and then runs the one that it hides.
     """
     added = {STORE: launch.store_url, PROJECT: launch.project, RUN: launch.run, ATTEMPT: launch.attempt}
     added[ON_STOP] = launch.on_stop
@@ -74,17 +74,17 @@ def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str
 
 
 def launched_attempt(variables: Mapping[str, str]) -> str:
-    """The attempt that a launcher settled, with the number of its restart where there was one; empty without a launcher.
+    """Return the attempt that a launcher defined, with the number of its restart if there is one; empty without a launcher.
 
     Raises:
-        BadNameError: it is no attempt's name.
-        ConfigError: the number of restarts is none.
+        BadNameError: the attempt's name is invalid.
+        ConfigError: the number of restarts is invalid.
     """
     attempt, restarts = variables.get(LAUNCHED, ""), variables.get(RESTARTS, "") or "0"
     if not attempt:
         return ""
     if not (restarts.isascii() and restarts.isdecimal()):
         raise ConfigError(
-            f"environment variable {RESTARTS}={restarts!r}: not a number", "unset it, or set a number"
+            f"environment variable {RESTARTS}={restarts!r} is not a number", "unset it, or set a number"
         )
     return check_name("attempt", attempt if int(restarts) == 0 else f"{attempt}-r{int(restarts)}")

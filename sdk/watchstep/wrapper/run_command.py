@@ -1,4 +1,4 @@
-"""``watchstep run``: start a program so that it records itself, with no change to it."""
+"""``watchstep run``: start an unmodified program so that it records itself."""
 
 from __future__ import annotations
 
@@ -43,71 +43,76 @@ from watchstep.wrapper.environment import LAUNCHED, AttemptLaunch, environment, 
 
 _ISOLATING = {"I", "S", "E"}
 _STORE_SECONDS = 15.0
-"""How long a store may keep the program from starting."""
+"""How long a store may delay the program's start."""
 _SERVICE_SECONDS = 15.0
-"""How long a service may: two requests, and finding its address."""
+"""How long a service may delay it: two requests, and finding its address."""
 
 _Result = TypeVar("_Result")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the command's options."""
     parsed = argparse.ArgumentParser(
         prog="watchstep run",
-        description="Start a program so that it records itself. Its arguments, exit code, signals and output are its own.",
+        description="Start a program so that it records itself. Its arguments, exit code, signals and output are unchanged.",
     )
-    parsed.add_argument("--store", help=f"where runs lie: a folder or s3://, gs://, az:// (or {STORE})")
-    parsed.add_argument("--project", help=f"the project (or {PROJECT}; else 'default')")
-    parsed.add_argument("--run", dest="run_id", help=f"the run's id (or {RUN}; else a new one)")
+    parsed.add_argument("--store", help=f"store for runs: a folder or s3://, gs://, az:// (default: {STORE})")
+    parsed.add_argument("--project", help=f"the project (default: {PROJECT}, or 'default')")
+    parsed.add_argument("--run", dest="run_id", help=f"the run's id (default: {RUN}, or a new one)")
     parsed.add_argument(
         "--resume",
         action="store_true",
-        help="the program goes on with the run that --run names: its earlier attempts are expected",
+        help="the program continues the run that --run names: earlier attempts are expected",
     )
-    parsed.add_argument("--rules", help="a rule file to judge this run by")
+    parsed.add_argument("--rules", help="a rule file to evaluate for this run")
     parsed.add_argument(
-        "--service", help=f"URL of the service (or {SERVICE}; else the one that serves the store here)"
+        "--service",
+        help=f"URL of the service (default: {SERVICE}, or the service of the store on this machine)",
     )
     parsed.add_argument(
         "--on-stop",
         choices=ON_STOP_WORDS,
         default=os.environ.get(ON_STOP) or "raise",
-        help="when a rule stops the run: raise StopTraining at the end of a step (default, or 'stop'); the same once the "
-        "program has saved a new checkpoint, or 20 s later; or leave it to the job's end (ignore)",
+        help="effect of a stop by a rule: raise StopTraining at the end of a step (default; 'stop' is the same); 'checkpoint': the same "
+        "once the program has saved a new checkpoint, or after 20 s; 'ignore': leave it to the end of the job",
     )
     parsed.add_argument(
         "--require-service",
         action="store_true",
-        help="do not start the program unless a service takes the run; without it, the recorder registers the run once one answers",
+        help="do not start the program unless a service registers the run; without it, the recorder registers the run once a service answers",
     )
     parsed.add_argument(
         "--require-store",
         action="store_true",
-        help="do not start the program unless the store can be written; without it, what is recorded waits on this machine",
+        help="do not start the program unless the store is writable; without it, recorded data waits on this machine",
     )
-    parsed.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM …", help="what to start")
+    parsed.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="-- PROGRAM …", help="the program to start"
+    )
     return parsed
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Settle the run, make it known, and become the program.
+    """Define the run, register it, and execute the program.
 
-    A service or a store that does not answer keeps no program from starting, unless an option says so: the recorder goes on with
-    what could not be done.
+    A service or a store that does not answer does not prevent the program's start, unless an option requires it: the recorder
+    catches up later.
 
     Raises:
-        WatchstepError: an option is wrong, the service says that the request is, or a service or store that is required fails.
+        WatchstepError: an option or the request to the service is invalid, or a required service or store fails.
     """
     options = parser().parse_args(arguments)
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
-        raise ConfigError("watchstep run: no program", "watchstep run [options] -- python train.py")
+        raise ConfigError("watchstep run: no program given", "use watchstep run [options] -- python train.py")
     executable = shutil.which(program[0])
     if executable is None:
         raise ConfigError(f"watchstep run: program {program[0]!r} not found", "check its name and PATH")
     launch, location = _settle(options)
-    asked = hook_arguments.load_rule_file(options.rules) if options.rules else hook_arguments.AskedRules()
-    rules = asked.configs
+    rule_file = (
+        hook_arguments.load_rule_file(options.rules) if options.rules else hook_arguments.RequestedRules()
+    )
+    rules = rule_file.configs
     state = LaunchState(None if location.url else location)
     service = _find(location, required=options.require_service)
     launch = replace(launch, service=service.recorder if service else ServiceAddress.from_environment())
@@ -115,27 +120,27 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if not _make_run(launch, rules, identity, required=options.require_store, resumes=options.resume):
         state = replace(state, verified=False, rules=rules)
     operator = service.operator if service else None
-    if not os.environ.get(LAUNCHED):  # else its launcher has registered it, bound its job and told who asked
-        left = _register(launch, operator, rules, required=options.require_service)
-        if left is not None:
+    if not os.environ.get(LAUNCHED):  # otherwise its launcher has registered it and bound its job
+        pending = _register(launch, operator, rules, required=options.require_service)
+        if pending is not None:
             warned = operator is not None
-            state = replace(left, location=location, verified=state.verified, warned=warned)
+            state = replace(pending, location=location, verified=state.verified, warned=warned)
         elif operator is not None:
             state = replace(state, verified=True)
-        judged = (
+        suffix = (
             ""
             if operator
-            else "; no service watches it yet: it is recorded, and judged once one does (watchstep serve)"
+            else "; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)"
         )
-        sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{judged}\n")
+        sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{suffix}\n")
     _warn_if_isolated(program)
     sys.stderr.flush()
-    launch = replace(launch, state=_encoded(state), store_id=identity.id, probes=asked.probes)
-    os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - it is what the user asked for
+    launch = replace(launch, state=_encoded(state), store_id=identity.id, probes=rule_file.probes)
+    os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - this is the command's purpose
 
 
 def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation]:
-    """The launch, and where its service is to be found."""
+    """Return the launch, and where to look for its service."""
     url = options.store or os.environ.get(STORE) or "watchstep-runs"
     if not checked_scheme(url):
         url = absolute_path(url).as_uri()
@@ -163,8 +168,8 @@ def _find(location: ServiceLocation, *, required: bool) -> FoundService | None:
         return None
     if service is None and required:
         raise ServiceError(
-            f"store {location.store_url}: no service watches it",
-            "start 'watchstep serve' on it, name one by --service, or leave out --require-service",
+            f"no service watches store {location.store_url}",
+            "start 'watchstep serve' on it, name one with --service, or omit --require-service",
         )
     return service
 
@@ -177,10 +182,10 @@ def _make_run(
     required: bool,
     resumes: bool,
 ) -> bool:
-    """Make the run, unless it is there; refuse one that was stopped for good. Whether the store allowed that.
+    """Create the run unless it exists; refuse one that was stopped for good. Returns whether the store answered.
 
     Raises:
-        ConfigError: the store's URL cannot be used.
+        ConfigError: the store's URL is invalid.
         StoreError, FormatError: the store is required, and failed.
     """
     try:
@@ -197,20 +202,20 @@ def _make_run(
             raise
         _warn(
             error,
-            "The program starts. What it records waits on this machine until the store answers; whether the run was stopped for"
-            " good is looked for then",
+            "The program starts. Its recorded data waits on this machine until the store answers; whether the run was stopped for"
+            " good is checked then",
         )
         return False
     if earlier and not resumes:
         sys.stderr.write(
             f"watchstep: {reuse_warning(launch.project, launch.run, earlier)}\n"
-            "  hint: add --resume if the program goes on with this run, or name another by --run\n"
+            "  hint: add --resume if the program continues this run, or name another with --run\n"
         )
     return True
 
 
 def _make_run_now(launch: AttemptLaunch, rules: tuple[dict[str, Any], ...], identity: StoreIdentity) -> int:
-    """Make the run on its store, unless it is there; the number of its earlier attempts."""
+    """Create the run on its store unless it exists. Returns the number of its earlier attempts."""
     root = open_recorded(
         launch.store_url,
         (launch.project, launch.run, launch.attempt),
@@ -218,7 +223,7 @@ def _make_run_now(launch: AttemptLaunch, rules: tuple[dict[str, Any], ...], iden
         lambda where, error: print(f"watchstep: {where}: {printable(error)}", file=sys.stderr),  # noqa: T201 - to the user
         identity=identity,
     )
-    if not lent():  # lent credentials write the attempt only, as the run's document shows
+    if not lent():  # lent credentials may only write the attempt
         root.check_writable()
     store = root.child(run_prefix(launch.project, launch.run))
     try:
@@ -235,13 +240,13 @@ def _make_run_now(launch: AttemptLaunch, rules: tuple[dict[str, Any], ...], iden
 
 
 def _note_launch(store: Store, attempt: str) -> None:
-    """Note which process this is: `exec` keeps its id and start time. A program that records nothing can then be seen to be over."""
+    """Save this process's identity, which `exec` preserves. The end of a program that records nothing can then be detected."""
     try:
-        me = ProcessIdentity.of(os.getpid())
+        process = ProcessIdentity.of(os.getpid())
     except ConfigError:
-        return  # no Linux
+        return  # not on Linux
     document = documents.LaunchDocument(
-        attempt, time.time_ns(), me.pid, me.start_ticks, me.boot, me.host, pid_namespace()
+        attempt, time.time_ns(), process.pid, process.start_ticks, process.boot, process.host, pid_namespace()
     )
     store.create(launch_document(attempt), documents.encode(document))
 
@@ -251,7 +256,7 @@ def _refuse_stopped(launch: AttemptLaunch, control: ControlDocument) -> None:
         return
     sys.stderr.write(
         f"watchstep: run {launch.run} was stopped ({printable(control.tombstone)}) and does not start again.\n"
-        "  hint: start it under a new run id, or let it by 'watchstep runs allow-restart "
+        "  hint: start it under a new run id, or allow it with 'watchstep runs allow-restart "
         f"{launch.project}/{launch.run}'\n"
     )
     raise SystemExit(EXIT_TOMBSTONE)
@@ -260,27 +265,27 @@ def _refuse_stopped(launch: AttemptLaunch, control: ControlDocument) -> None:
 def _silent_store(url: str) -> StoreError:
     return StoreError(
         f"store {url}: no answer within {_STORE_SECONDS:.0f} s",
-        "see that it answers, or use --require-store",
+        "check that it answers, or use --require-store",
     )
 
 
 def _within(seconds: float, work: Callable[[], _Result], late: WatchstepError) -> _Result:
-    """Do something that may hang, on a thread that is left behind if it does: it ends when this process becomes the program.
+    """Run something that may hang on a thread; a hanging thread ends when this process executes the program.
 
     Raises:
-        WatchstepError: ``late``: it took too long.
-        BaseException: whatever it raised.
+        WatchstepError: ``late``, if it takes too long.
+        BaseException: the function's own exception.
     """
     results: list[_Result] = []
     raised: list[BaseException] = []
 
-    def caught() -> None:
+    def run() -> None:
         try:
             results.append(work())
         except BaseException as error:  # noqa: BLE001 - raised again below
             raised.append(error)
 
-    thread = threading.Thread(target=caught, name="watchstep-launch", daemon=True)
+    thread = threading.Thread(target=run, name="watchstep-launch", daemon=True)
     thread.start()
     thread.join(seconds)
     if raised:
@@ -297,21 +302,21 @@ def _register(
     *,
     required: bool,
 ) -> LaunchState | None:
-    """Register the run. What is left for the recorder to register; None for nothing.
+    """Register the run. Returns what is left for the recorder to register; None for nothing.
 
     Raises:
-        RefusedError: the service says that the request is wrong, or the service is required, and refuses.
-        ServiceError: it is required, and does not answer, or with something else.
+        ServiceRefusedError: the request is invalid, or the service is required and refuses.
+        ServiceError: the service is required, and does not answer, or its answer is invalid.
     """
     job = _own_job()
-    left = LaunchState(run=launch.run, attempt=launch.attempt, job=job, rules=rules)
+    pending = LaunchState(run=launch.run, attempt=launch.attempt, job=job, rules=rules)
     if operator is None:
         if rules:
             sys.stderr.write(
-                "watchstep: no service: the rules are kept with the run, and judged when one watches this store"
+                "watchstep: no service: the rules are saved with the run, and evaluated when one watches this store"
                 f" (watchstep serve --store {launch.store_url})\n"
             )
-        return left
+        return pending
 
     def registered() -> tuple[Registered, ControlDocument]:
         answer = register(operator, launch.project, launch.run, launch.attempt, rules, job)
@@ -329,27 +334,27 @@ def _register(
         denied = isinstance(error, ServiceRefusedError) and error.is_denial
         _warn(
             error,
-            "The program starts and records. No rule judges it and nothing stops it until the service takes its token"
+            "The program starts and records. Its rules are not evaluated and nothing stops it until the service accepts its token"
             if denied
             else "The program starts. The recorder registers the run when the service answers",
         )
-        return left
+        return pending
     _refuse_stopped(launch, control)
     if answer.job_refusal is not None:
         refusal = answer.job_refusal
         sys.stderr.write(
-            f"watchstep: {printable(refusal.what)}: the run is judged, and a stop asks the program alone, which no job's end follows\n"
-            f"  hint: {printable(refusal.hint)}; 'watchstep attach --job local:{os.getpid()}' does it now\n"
+            f"watchstep: {printable(refusal.what)}: the run is evaluated, but a stop only requests the program's end, and cannot end its job\n"
+            f"  hint: {printable(refusal.hint)}; 'watchstep attach --job local:{os.getpid()}' binds the job now\n"
         )
     return None
 
 
 def _own_job() -> dict[str, Any] | None:
-    """This process as a job; exec keeps its id and its start time. None on a system where processes cannot be told apart."""
+    """Return this process as a job; exec preserves its id and start time. None on systems without process identities."""
     try:
         process = record_process(os.getpid()).identity
     except (ConfigError, OSError) as error:
-        _warn(error, "The program starts. A stop asks it, and cannot end it")
+        _warn(error, "The program starts. A stop can only request its end")
         return None
     return {"backend": "local", "id": str(process.pid), "identity": asdict(process)}
 
@@ -360,7 +365,7 @@ def _encoded(state: LaunchState) -> str:
     try:
         return state.encode()
     except FormatError as error:
-        _warn(error, "The program starts, and these rules do not judge it")
+        _warn(error, "The program starts, and these rules are not evaluated")
         return replace(state, rules=()).encode()
 
 
@@ -371,7 +376,7 @@ def _warn(error: Exception, consequence: str) -> None:
 
 
 def _warn_if_isolated(program: Sequence[str]) -> None:
-    """Python's -I, -S and -E keep the injected code from running: say so, rather than record nothing in silence."""
+    """Warn about Python's -I, -S and -E, which disable the injected code, instead of silently recording nothing."""
     if not Path(program[0]).name.startswith("python"):
         return
     for argument in program[1:]:
@@ -379,7 +384,7 @@ def _warn_if_isolated(program: Sequence[str]) -> None:
             return
         if flags := _ISOLATING & set(argument[1:]):
             sys.stderr.write(
-                f"watchstep: not attached: python -{flags.pop()} ignores what watchstep run adds."
-                " Leave the flag out, or use watchstep.Hook in the program.\n"
+                f"watchstep: not attached: python -{flags.pop()} disables the start-up code of watchstep run."
+                " Remove the flag, or use watchstep.Hook in the program.\n"
             )
             return

@@ -1,4 +1,4 @@
-"""Commands over stores: ``watchstep sync`` uploads what recorders left on this machine; ``watchstep migrate-store`` rewrites earlier runs."""
+"""Commands for stores: ``watchstep sync`` uploads recorders' remaining data on this machine; ``watchstep migrate-store`` rewrites earlier runs."""
 
 from __future__ import annotations
 
@@ -18,52 +18,54 @@ from watchstep.store.store import Store
 
 
 def sync_parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the command's options."""
     parsed = argparse.ArgumentParser(
         prog="watchstep sync",
-        description="Upload what recorders left on this machine when their store could not be reached. Safe to repeat.",
+        description="Upload what recorders could not upload because their store was unavailable. Safe to repeat.",
     )
     parsed.add_argument(
-        "folder", nargs="?", help=f"one folder, or a folder of them (else {SPILL}, or the user's cache)"
+        "folder",
+        nargs="?",
+        help=f"a spill folder, or a folder of them (default: {SPILL}, or the user's cache)",
     )
     return parsed
 
 
 def sync_main(arguments: Sequence[str]) -> NoReturn:
-    """Upload, say what was done, and exit: 0 where nothing is left, else 1.
+    """Upload, report the result, and exit with 0 if nothing is left, else 1.
 
     Raises:
-        ConfigError: the folder is none of a recorder's.
+        ConfigError: the folder does not exist.
     """
-    named = sync_parser().parse_args(arguments).folder
-    roots = [absolute_path(named)] if named else spill_roots()
-    listed = named_spill_folders if named else spill_folders
-    folders = [folder for root in roots for folder in listed(root)]
-    if named and not folders and not roots[0].is_dir():
+    argument = sync_parser().parse_args(arguments).folder
+    roots = [absolute_path(argument)] if argument else spill_roots()
+    list_folders = named_spill_folders if argument else spill_folders
+    folders = [folder for root in roots for folder in list_folders(root)]
+    if argument and not folders and not roots[0].is_dir():
         raise ConfigError(
-            f"folder {roots[0]}: not found", f"name a folder that a recorder's log named, or {SPILL}"
+            f"folder {roots[0]} does not exist", f"use a folder from a recorder's log, or {SPILL}"
         )
-    done = [sync(folder) for folder in folders]
-    for synced in done:
+    results = [sync(folder) for folder in folders]
+    for synced in results:
         sys.stdout.write(f"{printable(_sync_line(synced))}\n")
-    if not done:
+    if not results:
         sys.stdout.write(f"nothing to upload in {', '.join(map(str, roots))}\n")
-    raise SystemExit(1 if any(synced.why for synced in done) else 0)
+    raise SystemExit(1 if any(synced.why for synced in results) else 0)
 
 
 def _sync_line(synced: Synced) -> str:
-    what = f"{synced.run or synced.folder.name}: {synced.objects} objects uploaded, {synced.bytes} bytes"
-    return f"{what}; {synced.left} left in {synced.folder}: {synced.why}" if synced.why else what
+    text = f"{synced.run or synced.folder.name}: {synced.objects} objects uploaded, {synced.bytes} bytes"
+    return f"{text}; {synced.left} left in {synced.folder}: {synced.why}" if synced.why else text
 
 
 def migrate_parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the command's options."""
     parsed = argparse.ArgumentParser(
         prog="watchstep migrate-store",
-        description="Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat and to "
-        "interrupt. Stop the services that read the store first. Exit code 1 where a run was left as it is.",
+        description="Rewrite runs that an earlier version recorded in the current format. Safe to repeat and to "
+        "interrupt. Stop the services that read the store first. Exits with 1 if a run was left unchanged.",
     )
-    parsed.add_argument("store", help="where runs lie: a folder or s3://, gs://, az://")
+    parsed.add_argument("store", help="the store: a folder or s3://, gs://, az://")
     parsed.add_argument("--project", help="only the runs of one project")
     parsed.add_argument(
         "--dry-run", action="store_true", help="count what would be rewritten, and write nothing"
@@ -78,7 +80,7 @@ def migrate_parser() -> argparse.ArgumentParser:
 
 
 def migrate_main(arguments: Sequence[str]) -> NoReturn:
-    """Migrate, report each run, and exit: 0, or 1 where a run or an object was left as it is.
+    """Migrate, report each run, and exit with 0, or with 1 if a run or an object was left unchanged.
 
     Raises:
         StoreError: the store cannot be read or written.
@@ -97,7 +99,7 @@ def migrate_main(arguments: Sequence[str]) -> NoReturn:
             )
         except RunInUseError as error:
             complete = False
-            _print(f"{error.what}: left as it is; {error.hint}")
+            _print(f"{error.what}: left unchanged; {error.hint}")
             continue
         except NotFoundError:
             continue  # a folder without a run
@@ -124,7 +126,7 @@ def _migration_line(done: MigratedRun, *, dry_run: bool) -> str:
     )
     line = f"{done.name}: {counts} {'to rewrite' if dry_run else 'rewritten'}"
     for key, reason in done.damaged.items():
-        line += f"\n  {key} left as it is: {reason}"
+        line += f"\n  {key} left unchanged: {reason}"
     return line
 
 

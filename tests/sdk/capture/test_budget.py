@@ -116,7 +116,7 @@ def test_a_floor_over_the_budget_is_told() -> None:
         clock.now += 0.001
         schedule.floor(0.0005)
         clock.now += 0.0005
-    assert "alone cost more" in health.as_data()["notes"]["budget"]
+    assert "alone exceed the budget" in health.as_data()["notes"]["budget"]
 
 
 def test_a_demand_is_for_three_bad_steps_in_a_row() -> None:

@@ -18,7 +18,7 @@ class Known:
 
     answer: bool
 
-    def holds(self) -> bool:
+    def is_met(self) -> bool:
         return self.answer
 
 

@@ -83,7 +83,7 @@ def test_no_more_than_eight_in_a_thousand_steps(onsets: list[tuple[int, float]])
 def test_each_name_has_a_range_and_what_is_derived_one_of_its_own() -> None:
     onsets = LossOnsets(lambda excess: excess > 0)
     for one, other in zip(noisy(1.0, 0.05, 50), noisy(100.0, 0.05, 50, 1), strict=True):
-        assert not onsets.seen("loss", one, derived=True)
-        assert not onsets.seen("loss", other, derived=False)
-        assert not onsets.seen("loss_2", -other, derived=False)
-    assert onsets.seen("loss", 100.0, derived=True)
+        assert not onsets.add("loss", one, derived=True)
+        assert not onsets.add("loss", other, derived=False)
+        assert not onsets.add("loss_2", -other, derived=False)
+    assert onsets.add("loss", 100.0, derived=True)

@@ -60,14 +60,14 @@ def client(driven: Driven, url: str) -> Client:
 
 def test_tokens_of_a_run(driven: Driven, url: str) -> None:
     admin = Client(url, create_token(driven.service.database, "admin"), "vision")
-    token = admin.make_token("run-1", "its job", 3600)
+    token = admin.create_token("run-1", "its job", 3600)
     (held,) = admin.tokens("run-1")
     assert (held.name, held.state, held.id in token) == ("its job", "active", True)
     assert token not in repr(held)
     assert held.expires_ns - held.created_ns == 3600 * 10**9
     assert list(admin.tokens("run-2")) == []
     with pytest.raises(ServiceRefusedError, match="may not operate"):
-        Client(url, token, "vision").make_token("run-1")
+        Client(url, token, "vision").create_token("run-1")
     with pytest.raises(NotFoundError):
         admin.revoke_token("run-2", held.id)
     admin.revoke_token("run-1", held.id)
@@ -88,7 +88,7 @@ def test_runs_and_what_is_known_of_them(client: Client) -> None:
     assert (alert.run, alert.name, alert.severity) == ("run-1", "non_finite_values", "critical")
     assert list(client.alerts("run-2")) == []
     assert [action.kind for action in client.actions("run-1")] == ["stop"]
-    assert "watchstep.alert.firing" in [event.type for event in client.events("run-1")]
+    assert "io.watchstep.alert.firing" in [event.type for event in client.events("run-1")]
 
 
 def test_every_page_is_fetched(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_events_are_followed(client: Client) -> None:
     def follow() -> None:
         for event in client.follow("run-2", after=0):
             seen.append(event.id)
-            if event.type == "watchstep.stop.requested":
+            if event.type == "io.watchstep.stop.requested":
                 done.set()
                 return
 
@@ -153,14 +153,14 @@ def test_what_is_refused_says_why(client: Client, url: str, driven: Driven) -> N
     with pytest.raises(ServiceRefusedError, match="nothing") as refused:
         client.put_rule("x", {"rule": "nothing"}, "run-1")
     assert (refused.value.status, refused.value.type) == (422, "urn:watchstep:problem:invalid")
-    with pytest.raises(ServiceError, match="no token"):
+    with pytest.raises(ServiceError, match="token is missing"):
         list(Client(url, "ws_wrong", "vision").runs())
     viewer = Client(url, create_token(driven.service.database, "viewer"), "vision")
     with pytest.raises(ServiceError, match="may not"):
         viewer.stop("run-1")
     with pytest.raises(ServiceRefusedError):
         next(Client(url, "ws_wrong", "vision").follow())
-    with pytest.raises(ServiceError, match="no answer"):
+    with pytest.raises(ServiceError, match="does not respond"):
         Client("http://127.0.0.1:1", "x").run("x")
     with pytest.raises(ConfigError):
         Client("ftp://x")
@@ -183,7 +183,7 @@ def test_the_command_line_over_it(driven: Driven, url: str, monkeypatch: pytest.
     assert "stop requested" in said("events", "vision/run-1")
     assert '"specversion"' in said("events", "vision/", "--json")
     assert "stop" in said("actions", "vision/run-1")
-    assert "a stop has been requested already" in said("stop", "vision/run-1")
+    assert "a stop was already requested" in said("stop", "vision/run-1")
 
 
 def test_importing_it_loads_no_framework() -> None:

@@ -124,7 +124,7 @@ def test_sync_leaves_what_belongs_to_another_store(tmp_path: Path, spill_root: P
     with Hook(disk.store, run="other") as other:  # another program makes a new store in its place
         other.log(loss=1.0)
     (folder,) = spill_folders(spill_root)
-    assert "another store lies there" in sync(folder).why
+    assert "contains another store" in sync(folder).why
     assert not (disk.store / "default" / "r").exists()
     shutil.rmtree(disk.store)
     disk.bring_back()

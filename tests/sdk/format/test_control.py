@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.errors import FormatError
-from watchstep.format.control import MOST_SNAPSHOTS, ControlDocument, SnapshotRequest, StopRequest
+from watchstep.format.control import MAX_SNAPSHOTS, ControlDocument, SnapshotRequest, StopRequest
 
 whole = st.integers(0, 2**63 - 1)
 stops = st.builds(StopRequest, st.text(max_size=8), whole, st.text(max_size=8), st.text(max_size=8))
@@ -38,14 +38,14 @@ def test_a_stop_is_the_next_version_and_bars_new_attempts() -> None:
 
 def test_a_snapshot_is_asked_for_once_and_of_its_attempt() -> None:
     document = ControlDocument(version=4)
-    for number in range(MOST_SNAPSHOTS + 2):
+    for number in range(MAX_SNAPSHOTS + 2):
         document = document.with_snapshot(SnapshotRequest(f"s{number}", number, "a1" if number % 2 else "a2"))
     assert document.with_snapshot(document.snapshots[-1]) is document
-    assert (document.version, len(document.snapshots)) == (4 + MOST_SNAPSHOTS + 2, MOST_SNAPSHOTS)
+    assert (document.version, len(document.snapshots)) == (4 + MAX_SNAPSHOTS + 2, MAX_SNAPSHOTS)
     document = document.with_snapshot(SnapshotRequest("all", 9))
-    assert {one.id for one in document.asked_of("a1")} == {
+    assert {one.id for one in document.requests_of("a1")} == {
         "all",
-        *(f"s{number}" for number in range(3, MOST_SNAPSHOTS + 2, 2)),
+        *(f"s{number}" for number in range(3, MAX_SNAPSHOTS + 2, 2)),
     }
 
 
@@ -94,7 +94,7 @@ def test_what_is_left_out_asks_nothing() -> None:
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(FormatError, match=r"control document: .*\n  hint: let the service write it anew"):
+    with pytest.raises(FormatError, match=r"control document: .*\n  hint: let the service rewrite it"):
         ControlDocument.decode(data)
 
 

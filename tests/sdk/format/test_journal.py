@@ -117,16 +117,16 @@ def test_what_cannot_be_is_refused(path: list[Any], value: Any) -> None:
 def test_ticks_and_seals_go_forward() -> None:
     back = (EVALUATION, replace(EVALUATION, tick=3)), (EVALUATION, replace(EVALUATION, tick=4, watermark=6))
     for evaluations in back:
-        with pytest.raises(FormatError, match="in no order"):
+        with pytest.raises(FormatError, match="not in order"):
             journal.decode(journal.encode(JournalPart("a1", 0, evaluations)), "it")
 
 
 def test_a_part_is_bounded_but_takes_a_whole_evaluation() -> None:
-    many = plain(0, 2 * journal.MOST_EVALUATIONS).evaluations
-    assert len(journal.first_part(many)) == journal.MOST_EVALUATIONS
-    full = replace(EVALUATION, segments=EVALUATION.segments * (journal.MOST_SEGMENTS // 2 + 1))
+    many = plain(0, 2 * journal.MAX_EVALUATIONS).evaluations
+    assert len(journal.first_part(many)) == journal.MAX_EVALUATIONS
+    full = replace(EVALUATION, segments=EVALUATION.segments * (journal.MAX_SEGMENTS // 2 + 1))
     assert journal.first_part([full, full, full]) == (full,)
-    half = replace(EVALUATION, segments=EVALUATION.segments * (journal.MOST_SEGMENTS // 2))
+    half = replace(EVALUATION, segments=EVALUATION.segments * (journal.MAX_SEGMENTS // 2))
     assert journal.first_part([half, half, half]) == (half, half)
     assert journal.first_part([]) == ()
 

@@ -61,7 +61,7 @@ def with_column(name: str, values: Any, kind: Any = None) -> bytes:
 
 
 def refused(data: bytes) -> str:
-    with pytest.raises(FormatError, match=r"segment run/seg: .*\n  hint: ") as caught:
+    with pytest.raises(FormatError, match=r"segment run/seg\b.*\n  hint: ") as caught:
         segment.decode(data, "run/seg")
     return caught.value.what
 
@@ -114,7 +114,7 @@ def test_to_look_into_histograms_that_were_not_read_says_what_to_do() -> None:
         with pytest.raises(ConfigError, match=r"histogram\.bins: .* not read\n  hint: .*histograms=True"):
             _ = block.statistics.histogram.bins
     assert len(concatenate([light.take(rows[:0]), BLOCK]).statistics.histogram.bins)
-    with pytest.raises(ValueError, match="a segment holds histograms"):
+    with pytest.raises(ValueError, match="a segment requires histograms"):
         segment.encode(light)
 
 
@@ -238,7 +238,7 @@ def test_a_word_that_nobody_knows_is_refused(name: str) -> None:
         ([0], [0], "histogram_counts"),
         ([0], [-1], "histogram_counts"),
         ([0, 1], [1], "do not match"),
-        ([None], [1], "not a whole segment"),
+        ([None], [1], "is not a complete segment"),
     ],
 )
 def test_a_histogram_that_cannot_be_is_refused(bins: list[int], counts: list[int], reason: str) -> None:
@@ -299,8 +299,8 @@ def test_a_catalogue_with_lies_is_refused() -> None:
 
 def test_a_catalogue_that_holds_other_data_than_tensors_is_refused() -> None:
     good = [info.as_data() for info in INFOS]
-    assert "other data" in refused(catalogue([{**good[0], "later": [[]] * 1000}, *good[1:]]))
-    assert "other data" in refused(catalogue([{**good[0], "later": [0] * 10_000}, *good[1:]]))
+    assert "data other than tensors" in refused(catalogue([{**good[0], "later": [[]] * 1000}, *good[1:]]))
+    assert "data other than tensors" in refused(catalogue([{**good[0], "later": [0] * 10_000}, *good[1:]]))
     assert rows_of(segment.decode(catalogue([{**good[0], "later": [[0]]}, *good[1:]]), "s")) == rows_of(BLOCK)
 
 

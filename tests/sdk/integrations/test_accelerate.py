@@ -169,7 +169,7 @@ def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> No
 def test_its_rotation_leaves_what_may_be_the_last_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: int
 ) -> None:
-    monkeypatch.setattr("watchstep.capture.checkpoint_notes.JUDGED_SECONDS", judged_seconds)
+    monkeypatch.setattr("watchstep.capture.checkpoint_notes.EVALUATED_SECONDS", judged_seconds)
     naming = accelerate.utils.ProjectConfiguration(
         str(tmp_path / "project"), automatic_checkpoint_naming=True, total_limit=1
     )

@@ -283,7 +283,7 @@ def rotating(folder: Path, **settings: Any) -> Any:
 def test_its_rotation_leaves_what_may_be_the_last_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: set[str]
 ) -> None:
-    monkeypatch.setattr("watchstep.capture.checkpoint_notes.JUDGED_SECONDS", judged_seconds)
+    monkeypatch.setattr("watchstep.capture.checkpoint_notes.EVALUATED_SECONDS", judged_seconds)
     callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
     held = trainer(tmp_path, callback, rotating(tmp_path), enable_checkpointing=True)
     held.fit(Module(), loader(64))

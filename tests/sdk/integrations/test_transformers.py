@@ -245,7 +245,7 @@ def saved_steps(folder: Path) -> list[int]:
 def test_its_rotation_leaves_what_may_be_the_last_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: list[int]
 ) -> None:
-    monkeypatch.setattr("watchstep.capture.checkpoint_notes.JUDGED_SECONDS", judged_seconds)
+    monkeypatch.setattr("watchstep.capture.checkpoint_notes.EVALUATED_SECONDS", judged_seconds)
     callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
     held = trainer(tmp_path, callback, save_strategy="steps", save_steps=1, save_total_limit=1)
     held.train()

@@ -43,7 +43,7 @@ def test_a_killed_process_does_not_run_even_as_a_zombie(child: subprocess.Popen[
     assert not identity.is_running()
     child.wait()
     assert not identity.is_running()
-    with pytest.raises(NotFoundError, match=f"process {child.pid}: not running"):
+    with pytest.raises(NotFoundError, match=f"process {child.pid} is not running"):
         ProcessIdentity.of(child.pid)
 
 
@@ -64,6 +64,6 @@ def test_a_system_without_proc_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", missing)
     for ask in (boot_id, lambda: ProcessIdentity.of(os.getpid())):
         with pytest.raises(
-            ConfigError, match=r"cannot be told apart on this system .*\n  hint: run local jobs on Linux"
+            ConfigError, match=r"cannot be identified on this system .*\n  hint: run local jobs on Linux"
         ):
             ask()

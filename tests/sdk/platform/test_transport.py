@@ -132,7 +132,7 @@ def test_an_answer_that_is_not_read_to_its_end_ends_its_connection(
     transport: Transport, server: Server
 ) -> None:
     with pytest.raises(ServiceError, match="over 3 bytes"):
-        post(transport, "1234567", most=3)
+        post(transport, "1234567", max_bytes=3)
     assert post(transport) == b'"yes"'
     assert server.connections == 2
 
@@ -209,7 +209,7 @@ def test_no_answer_says_why(server: Server, waits: Waits) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
     gone = Transport(ServiceAddress(f"http://127.0.0.1:{port}"), 60.0, tries=1, wait=waits)
-    with pytest.raises(UnreachableError, match=r"no answer \(\[Errno 111\] Connection refused\)"):
+    with pytest.raises(UnreachableError, match=r"does not respond \(\[Errno 111\] Connection refused\)"):
         gone.fetch("GET", "/")
     assert not waits
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -235,7 +235,7 @@ def test_what_is_no_http(waits: Waits) -> None:
         thread = threading.Thread(target=_say_nonsense, args=(odd,))
         thread.start()
         address = ServiceAddress(f"http://127.0.0.1:{odd.getsockname()[1]}")
-        with pytest.raises(UnreachableError, match="no answer"):
+        with pytest.raises(UnreachableError, match="does not respond"):
             Transport(address, 60.0, tries=1).fetch("GET", "/")
         thread.join()
 

@@ -207,7 +207,7 @@ def test_a_stop_is_obeyed_at_a_skipped_step(way: str, tmp_path: Path) -> None:
     training = Scaled(way=way, overflows=(2,))
     hook = Hook(tmp_path, config=EVERY_STEP, on_stop="raise")
     hook.watch(training.model, training.updates)
-    hook._recorder.ask_to_stop(StopRequest("attempt", 2, "enough"))
+    hook._recorder.request_stop(StopRequest("attempt", 2, "enough"))
     with pytest.raises(StopTraining):
         training.run(6)
     assert len(training.losses) == 2

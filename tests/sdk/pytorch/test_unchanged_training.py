@@ -60,7 +60,7 @@ def test_a_store_that_is_no_folder(tmp_path: Path) -> None:
     hook.watch(training.model, training.optimizer)
     assert training.run(STEPS) == Training().run(STEPS)
     hook.close()
-    assert "cannot be made" in hook.health["faults"]["store"]
+    assert "cannot create the folder" in hook.health["faults"]["store"]
     assert hook.health["counts"]["unwritten_objects"] > 0
 
 

@@ -54,7 +54,7 @@ def plain(held: list[Any]) -> str:
 def test_compaction_changes_no_answer(first: Block, second: Block, deletes: bool, size: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(compaction, "_SEGMENT_ROWS", size)
-        patch.setattr(compaction, "_MOST_ROWS", 2 * size)
+        patch.setattr(compaction, "_MAX_ROWS", 2 * size)
         patch.setattr(compaction, "_PASS_ROWS", 3 * size)
         patch.setattr(compaction, "_RECENT_ROWS", size)
         store = new_run(Path(folder))

@@ -13,10 +13,10 @@ from tests.sdk.format.blocks import block_of
 from tests.sdk.reading.stored import FIRST, new_run, small_run, some_rows, write
 from watchstep import open_run
 from watchstep.reading.budget import DecodingMemory, OverBudgetError, ReadBudget
-from watchstep.reading.columns import Want
+from watchstep.reading.columns import Selection
 
 WAIT_SECONDS = 60.0
-_EVERYTHING = Want(())
+_EVERYTHING = Selection(())
 
 
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=12))
@@ -46,7 +46,7 @@ def test_a_reader_waits_for_memory_as_long_as_its_time_lasts() -> None:
     memory = DecodingMemory(100)
     with memory.reserve(60):
         with (
-            pytest.raises(OverBudgetError, match="take all the memory"),
+            pytest.raises(OverBudgetError, match="use all the memory"),
             memory.reserve(60, ReadBudget(0.01, 1)),
         ):
             raise AssertionError

@@ -192,7 +192,7 @@ def old_clock() -> float:
 def test_a_run_that_may_be_written_to_is_left_until_it_is_silent(tmp_path: Path, old_clock: float) -> None:
     run = write_run(tmp_path, ended=False)
     before = contents(tmp_path)
-    with pytest.raises(RunInUseError, match=r"vision/first: open.*\n  hint: .*900 s"):
+    with pytest.raises(RunInUseError, match=r"vision/first is open.*\n  hint: .*900 s"):
         migrated(tmp_path)
     assert contents(tmp_path) == before
     for path in tmp_path.rglob("*"):
@@ -266,4 +266,4 @@ def test_the_command_exits_with_1_where_a_run_may_be_written_to(tmp_path: Path) 
     write_run(tmp_path, ended=False)
     done = run_command(str(tmp_path))
     assert done.returncode == 1
-    assert "vision/first: open, and written to" in done.stdout
+    assert "vision/first is open, and was written to" in done.stdout

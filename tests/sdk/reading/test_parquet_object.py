@@ -51,7 +51,7 @@ def test_equal_tensors_of_different_catalogues_share_memory_and_all_have_a_bound
     small = Catalogues(100_000)
     assert small.read(first) == infos
     others = tuple(replace(info, module="other") for info in infos)
-    with pytest.raises(ValueError, match="over the limit"):
+    with pytest.raises(ValueError, match="exceed the limit"):
         small.read(segment.catalogue_bytes(others))
     assert small.read(first) == infos
 
@@ -61,9 +61,9 @@ def test_a_large_object_reads_the_same_whether_its_parsed_footer_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keeps_parsed: bool
 ) -> None:
     due = open_run(small_run(tmp_path, "small")).series(FIRST.name, "max")
-    monkeypatch.setattr(parquet_object, "_WHOLE", 1000)
-    monkeypatch.setattr(parquet_object, "_TAIL", 1000)
-    monkeypatch.setattr(parquet_object, "_MOST_PARSED", 10**9 if keeps_parsed else 0)
+    monkeypatch.setattr(parquet_object, "_MAX_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(parquet_object, "_TAIL_BYTES", 1000)
+    monkeypatch.setattr(parquet_object, "_MAX_PARSED_BYTES", 10**9 if keeps_parsed else 0)
     run = open_run(small_run(tmp_path, "large"))
     assert run.series(FIRST.name, "max") == due
     objects = [located.object for located in run.index.objects()]

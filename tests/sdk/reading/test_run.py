@@ -174,7 +174,7 @@ def test_a_named_pipe_in_the_place_of_an_object_keeps_nobody_waiting(tmp_path: P
 def test_a_named_pipe_in_the_place_of_the_runs_document_is_told(tmp_path: Path) -> None:
     record(tmp_path, 3)
     exchange_for_pipe(tmp_path / "default" / "r" / "run.json")
-    with pytest.raises(StoreError, match=r"run\.json: not a regular file"):
+    with pytest.raises(StoreError, match=r"run\.json is not a regular file"):
         open_run(tmp_path / "default" / "r")
 
 

@@ -139,7 +139,7 @@ def test_documents_beyond_the_bound_are_not_read(tmp_path: Path) -> None:
     (entry,) = find_runs(Store.open(tmp_path))
     assert (entry.state, entry.damage) == (
         "damaged",
-        "attempts/: more than 8 MiB of documents: the rest is not read",
+        "attempts/: more than 8 MiB of documents; the rest is not read",
     )
 
 

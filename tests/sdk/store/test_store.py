@@ -52,7 +52,7 @@ def test_ranges_are_read_at_once(store: Store) -> None:
 def test_a_limit_refuses_a_large_object(store: Store) -> None:
     store.put("a", b"0123456789")
     assert store.get("a", limit=10) == b"0123456789"
-    with pytest.raises(FormatError, match="10 bytes, over the limit of 9"):
+    with pytest.raises(FormatError, match=r"object .*a has 10 bytes, over the limit of 9"):
         store.get("a", limit=9)
 
 
@@ -164,15 +164,15 @@ def test_a_relative_path_and_a_home_path_are_folders(tmp_path: Path, monkeypatch
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(MissingStoreError, match=r"nowhere: no such folder\n  hint: check the path"):
+    with pytest.raises(MissingStoreError, match=r"nowhere does not exist\n  hint: check the path"):
         Store.open(tmp_path / "nowhere")
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"cannot be made \(Not a directory\)"):
+    with pytest.raises(StoreError, match=r"cannot create the folder \(Not a directory\)"):
         Store.open(tmp_path / "file" / "runs", create=True)
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match="cannot create the folder"):
         Store.open(tmp_path / "file", create=True)
 
 
@@ -244,7 +244,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
             lambda key: run.get_range(key, 0, 1),
             lambda key: run.get_ranges(key, [(0, 1)]),
         ):
-            with pytest.raises(StoreError, match=f"p/run/{key}: not a regular file") as refused:
+            with pytest.raises(StoreError, match=f"p/run/{key} is not a regular file") as refused:
                 read(key)
             assert not isinstance(refused.value, NotFoundError)
     assert {entry.key for entry in run.entries()} == {"a", "empty"}
@@ -256,7 +256,7 @@ def test_a_folder_is_no_object(folder_store: Store) -> None:
     for read in (folder_store.get, folder_store.size, lambda key: folder_store.get_range(key, 0, 1)):
         with pytest.raises(NotFoundError):
             read("p")
-        with pytest.raises(StoreError, match="not a key"):
+        with pytest.raises(StoreError, match="invalid key"):
             read("p/../p/a")
 
 
@@ -304,8 +304,8 @@ def test_a_half_written_file_is_never_visible(folder_store: Store, monkeypatch: 
         ("", "no URL"),
         ("ftp://host/runs", "unknown scheme 'ftp'"),
         ("http://host/runs", "unknown scheme 'http'"),
-        ("file://runs", "no absolute path"),
-        ("file:", "no absolute path"),
+        ("file://runs", "has no absolute path"),
+        ("file:", "has no absolute path"),
         ("s3://", "s3://"),
     ],
 )
@@ -330,7 +330,7 @@ def test_a_missing_bucket_is_told(s3: S3) -> None:
     )
     for act in acts:
         with pytest.raises(
-            MissingStoreError, match=r"store s3://nowhere/runs: no such bucket\n  hint: create the bucket"
+            MissingStoreError, match=r"store s3://nowhere/runs has no such bucket\n  hint: create the bucket"
         ):
             act()
 

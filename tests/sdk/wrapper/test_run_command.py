@@ -255,13 +255,13 @@ def test_without_a_service_rules_are_kept_with_the_run(tmp_path: Path) -> None:
         (["run", "--", "no-such-program"], "'no-such-program' not found"),
         (["run", "--run", "../x", "--", "true"], "run name '../x'"),
         (["run", "--store", "ftp://x", "--", "true"], "unknown scheme 'ftp'"),
-        (["run", "--require-store", "--store", "/dev/null/x", "--", "true"], "cannot be made"),
+        (["run", "--require-store", "--store", "/dev/null/x", "--", "true"], "cannot create the folder"),
         (["run", "--require-service", "--", "true"], "no service watches it"),
         (["run", "--rules", "missing.yaml", "--", "true"], "rule file missing.yaml"),
-        (["run", "--service", "localhost:80", "--", "true"], "no http or https URL"),
+        (["run", "--service", "localhost:80", "--", "true"], "is not an http or https URL"),
         (
             ["run", "--require-service", "--service", "http://127.0.0.1:9", "--", "true"],
-            "service http://127.0.0.1:9: no answer",
+            "service http://127.0.0.1:9 does not respond",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -286,9 +286,9 @@ def test_a_service_that_does_not_answer_is_told_once(tmp_path: Path) -> None:
         """
     done = run_program(tmp_path, body, WATCHSTEP_SERVICE="http://127.0.0.1:9", WATCHSTEP_TOKEN="t")
     assert done.returncode == 0
-    assert done.stderr.count("no answer") == 1, done.stderr
-    assert done.stderr.startswith("watchstep: service http://127.0.0.1:9: no answer")
-    assert done.stdout.startswith("UnreachableError: service http://127.0.0.1:9: no answer")
+    assert done.stderr.count("does not respond") == 1, done.stderr
+    assert done.stderr.startswith("watchstep: service http://127.0.0.1:9 does not respond")
+    assert done.stdout.startswith("UnreachableError: service http://127.0.0.1:9 does not respond")
 
 
 def test_a_bucket_that_is_not_there(tmp_path: Path, s3: object) -> None:
@@ -340,7 +340,7 @@ def test_a_folder_of_another_user_does_not_mute_the_recorder(tmp_path: Path) -> 
         fcntl.flock(held, fcntl.LOCK_EX)
         done = run_program(tmp_path, PROGRAM, TMPDIR=str(temporary), WATCHSTEP_LAUNCHED=attempt)
     assert done.returncode == 0, done.stderr
-    assert "not this user's alone (owner 12345, mode 0777)" in done.stderr
+    assert "accessible to other users or owned by another (owner 12345, mode 0777)" in done.stderr
     assert recorded(tmp_path).steps() == list(range(20))
 
 

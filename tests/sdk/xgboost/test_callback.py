@@ -120,7 +120,7 @@ def test_a_stop_ends_it_where_the_hook_opted_in(tmp_path: Path) -> None:
     from watchstep.xgboost import Recording
 
     hook = Hook(tmp_path, on_stop="raise")
-    hook._recorder.ask_to_stop(StopRequest("attempt", 2, "enough"))
+    hook._recorder.request_stop(StopRequest("attempt", 2, "enough"))
     with pytest.raises(StopTraining):
         xgboost.train(HELD, data(), ROUNDS, callbacks=[Recording(hook)])
     assert hook._recorder.stopped is not None

@@ -1,1 +1,1 @@
-"""One writer for a node: its ranks meet, one of them leads, the others hand over to it. Decision 013 says why it is so."""
+"""One writer for a node: its ranks meet, one of them leads, the others hand over their blocks to it. See decision 013."""

@@ -1,7 +1,7 @@
 """The leader of a node: the rank that writes for all ranks of its machine.
 
-It gathers blocks, makes one object of them at a time, and announces the object to the other ranks before and after it writes it.
-`Leading` is its state, without input or output: whose blocks wait, which object is being made of them, and the next number.
+It gathers blocks, creates one object of them at a time, and announces the object to the other ranks before and after writing it.
+`Leading` is its state, without input or output: waiting blocks, the object in flight, and the next number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from watchstep.format.control import ControlDocument
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.store.store import Store
 
-_MAX_ROWS = 200_000  # of one object, unless one block alone has more
+_MAX_ROWS = 200_000  # of one object, unless a single block has more
 _MAX_BYTES = 32 * 1024 * 1024
 
 Items = dict[str, tuple[Outgoing, ...]]
@@ -33,15 +33,15 @@ Items = dict[str, tuple[Outgoing, ...]]
 
 @dataclass(frozen=True)
 class Batch:
-    """An object to be made, and the blocks that go into it."""
+    """An object to create, and its blocks."""
 
     notice: Notice
     items: Items
 
     def under(self, term: str, gone: Collection[str] = ()) -> Batch:
-        """The same object as it is announced in a term, without the blocks of ranks that could not be told.
+        """Return the batch for a term, without the blocks of ranks that could not be notified.
 
-        Its name stays, even where nothing is left in it: who has heard of the name may make the object.
+        The object keeps its name, even if nothing is left in it: a rank that knows the name may create the object.
         """
         items = {token: blocks for token, blocks in self.items.items() if token not in gone}
         blocks = {token: self.notice.blocks[token] for token in items}
@@ -49,12 +49,12 @@ class Batch:
 
 
 class Leading:
-    """The leader's state. One object is made at a time; a number is given again only to the same name.
+    """The leader's state. One object is created at a time; a number is reused only for the same name.
 
     Attributes:
         writer: the node's writer.
-        seq: the next object's number.
-        flight: what is being made: the store may have been asked for it.
+        seq: number of the next object.
+        flight: the object in flight, which the store may have received.
     """
 
     def __init__(self, writer: WriterId, seq: int) -> None:
@@ -63,21 +63,21 @@ class Leading:
         self.flight: Batch | None = None
         self._waiting: dict[str, deque[Outgoing]] = {}
         self._next: dict[str, int] = {}
-        self._gone: set[str] = set()  # whose blocks in flight are their own again
+        self._gone: set[str] = set()  # ranks that own their blocks in flight again
 
     def join(self, token: str) -> None:
-        """A rank hands over from now on; its first block may have any number."""
+        """Add a rank that hands over from now on; its first block may have any number."""
         self._waiting[token] = deque()
         self._next.pop(token, None)
 
     def lose(self, token: str) -> None:
-        """A rank is gone, or writes for itself: what it handed over is its own again, but for what is in flight."""
+        """Remove a rank that has left or writes for itself: it owns its blocks again, except those in flight."""
         self._waiting.pop(token, None)
         if self.flight is not None:
             self._gone.add(token)
 
     def take(self, token: str, item: Outgoing) -> bool:
-        """A block was handed over; False where nothing is wanted of it."""
+        """Add a block. Returns False if it is not expected."""
         number = item.place.seq
         if token not in self._waiting or number != self._next.get(token, number):
             return False
@@ -86,7 +86,7 @@ class Leading:
         return True
 
     def propose(self) -> Batch | None:
-        """The next object, which nobody has been told of; None where nothing waits, or one is in flight."""
+        """Return the next object, which is not announced yet; None if nothing waits, or one is in flight."""
         if self.flight is not None:
             return None
         items: Items = {}
@@ -111,18 +111,18 @@ class Leading:
         return Batch(Notice(key, blocks, ""), items)
 
     def begin(self, batch: Batch) -> None:
-        """Everybody was told of the batch: the store is asked from now on, and nothing else until it has answered."""
+        """Start an announced batch: no other object is created until the store has answered."""
         assert self.flight is None
-        for token, held in batch.items.items():
-            for _ in held:
+        for token, items in batch.items.items():
+            for _ in items:
                 self._waiting[token].popleft()
         self.flight = batch
 
     def land(self, contained: Blocks) -> None:
-        """The object lies on the store with these blocks. The others, of ranks that are still here, wait again."""
+        """Complete the object in flight, stored with these blocks. Other blocks of present ranks wait again."""
         assert self.flight is not None
-        for token, held in self.flight.items.items():
-            back = [item for item in held if item.place.seq not in contained.get(token, ())]
+        for token, items in self.flight.items.items():
+            back = [item for item in items if item.place.seq not in contained.get(token, ())]
             if token in self._waiting and token not in self._gone:
                 self._waiting[token].extendleft(reversed(back))
         self.seq = self.flight.notice.key.seq + 1
@@ -135,14 +135,14 @@ _ALL = 1 << 62
 
 
 class ApartError(Exception):
-    """The ranks of this node cannot have one writer; each writes for itself."""
+    """The ranks of this node cannot share one writer; each writes for itself."""
 
 
 class Leader:
-    """Leads from the moment it holds the lock. Its owner locks, but not while the store is asked.
+    """Leads while it holds the lock file. Its owner locks, but not during requests to the store.
 
     Attributes:
-        begun: the store has been reached, and the writer has its name.
+        begun: the store has been reached, and the writer has a name.
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class Leader:
         self._inbox = inbox
         self._lock = lock
         self._leading: Leading | None = None
-        self._lines: dict[Connection, str] = {}  # with the token, empty before it is told
+        self._lines: dict[Connection, str] = {}  # with the token, empty before it is known
         self._welcomed: set[Connection] = set()
-        self._asked: set[Connection] = set()
+        self._requested: set[Connection] = set()
         self._rows: dict[tuple[str, int], Block] = {}
         self._data = b""
         self._more = False
@@ -169,14 +169,14 @@ class Leader:
 
     @property
     def begun(self) -> bool:
-        """Whether the store has been reached, and the writer has its name."""
+        """Whether the store has been reached, and the writer has a name."""
         return self._leading is not None
 
     def listen(self) -> None:
-        """Take connections.
+        """Accept connections.
 
         Raises:
-            OSError: there can be no socket.
+            OSError: the socket cannot be created.
         """
 
         def arrived(line: socket.socket) -> None:
@@ -189,7 +189,7 @@ class Leader:
         self._context.control.relay = self._relay
 
     def receive(self, origin: Connection, message: Message | None) -> bool:
-        """Take in a message; whether something urgent has come."""
+        """Process a message. Returns whether it is urgent."""
         if message is None:
             self._lose(origin)
         elif isinstance(message, protocol.Hello):
@@ -204,19 +204,19 @@ class Leader:
             elif isinstance(message, protocol.BatchEnd):
                 self._more |= message.more
                 if not message.urgent:
-                    self._asked.discard(origin)
+                    self._requested.discard(origin)
                 return message.urgent
         return False
 
     def turn(self, settle: Callable[[Store, bool], None], *, flush: bool) -> None:
-        """Begin, go on with what is in flight, and write what the ranks have, if it is time.
+        """Start, continue the object in flight, and write the ranks' blocks if it is time.
 
         Args:
-            settle: finds out what became of an object that this rank was told of.
+            settle: determines the state of an object that this rank knows of.
             flush: whether it is time.
 
         Raises:
-            ApartError: this node cannot have one writer.
+            ApartError: the ranks of this node cannot share one writer.
         """
         access = self._context.access
         if not access.ready:
@@ -244,7 +244,7 @@ class Leader:
             self._context.control.refresh(access.store)
 
     def close(self) -> None:
-        """Lead no longer: the others elect one of them."""
+        """Stop leading: the others elect a new leader."""
         self._closed = True
         self._context.control.relay = None
         lines = list(self._lines)
@@ -252,10 +252,10 @@ class Leader:
             line.shut()
         for line in lines:
             line.close()
-        self._leadership.leave(alone=not lines)
+        self._leadership.release(alone=not lines)
 
     def forget(self) -> None:
-        """This is a forked child."""
+        """Reset in a forked child."""
         for line in list(self._lines):
             line.forget()
         self._leadership.forget()
@@ -311,7 +311,7 @@ class Leader:
 
     def _lose(self, line: Connection) -> None:
         token = self._lines.pop(line, "")
-        self._asked.discard(line)
+        self._requested.discard(line)
         line.close()
         if line in self._welcomed and self._leading is not None:
             self._welcomed.discard(line)
@@ -321,7 +321,7 @@ class Leader:
             self._send_all(protocol.Term(term))
 
     def _send_all(self, message: Message) -> list[Connection]:
-        """Tell all ranks; those that could not be told."""
+        """Send a message to all ranks. Returns those that could not be reached."""
         return [line for line in list(self._welcomed) if not line.send(message)]
 
     def _relay(self, document: ControlDocument) -> None:
@@ -329,30 +329,30 @@ class Leader:
             self._send_all(protocol.Control(document.encode()))
 
     def _gather(self) -> None:
-        """Ask all ranks for what they have, and wait for it for a moment."""
+        """Request blocks from all ranks, and wait for them briefly."""
         with self._lock:
             if self._leading is None:
                 return
             for item in self._context.backlog.after(self._handing.sent, _ALL):
                 self._leading.take(self._handing.token, item)
                 self._handing.sent = item.place.seq + 1
-            self._asked = set(self._welcomed)
+            self._requested = set(self._welcomed)
             self._send_all(protocol.Give())
         until = time.monotonic() + _GATHER_SECONDS
-        while self._asked and not self._closed and (left := until - time.monotonic()) > 0:
-            heard = self._inbox.take(left)
-            if heard is not None:
+        while self._requested and not self._closed and (remaining := until - time.monotonic()) > 0:
+            received = self._inbox.take(remaining)
+            if received is not None:
                 with self._lock:
-                    self.receive(*heard)
+                    self.receive(*received)
 
     def _prepare(self) -> bool:
-        """Announce the next object to every rank; False where nothing waits."""
+        """Announce the next object to every rank. Returns False if nothing waits."""
         with self._lock:
             while self._leading is not None and not self._closed:
                 batch = self._leading.propose()
                 if batch is None:
                     return False
-                if not self._read(batch):
+                if not self._decode(batch):
                     continue
                 batch = self._announced(batch)
                 self._data, self._rows = merge(batch.items, self._rows), {}
@@ -362,24 +362,24 @@ class Leader:
         return False
 
     def _announced(self, batch: Batch) -> Batch:
-        """Announce an object to all ranks; as it is once those have left that could not be told."""
+        """Announce an object to all ranks. Returns it without the ranks that could not be reached."""
         batch = batch.under(self._new_term())
-        while deaf := self._send_all(protocol.ObjectStarted(batch.notice)):
-            gone = {self._lines[line] for line in deaf}
-            for line in deaf:
+        while unreachable := self._send_all(protocol.ObjectStarted(batch.notice)):
+            gone = {self._lines[line] for line in unreachable}
+            for line in unreachable:
                 self._lose(line)
             batch = batch.under(self._new_term(), gone)
         return batch
 
-    def _read(self, batch: Batch) -> bool:
-        """Decode what has come; False where something was no block, and whose it was writes for itself."""
+    def _decode(self, batch: Batch) -> bool:
+        """Decode the blocks. Returns False if one is invalid; its rank then writes for itself."""
         for token, items in batch.items.items():
             for item in items:
-                if not self._read_one(token, item):
+                if not self._decode_one(token, item):
                     return False
         return True
 
-    def _read_one(self, token: str, item: Outgoing) -> bool:
+    def _decode_one(self, token: str, item: Outgoing) -> bool:
         name = (token, item.place.seq)
         try:
             if name not in self._rows:
@@ -395,10 +395,10 @@ class Leader:
         return True
 
     def _make(self, store: Store) -> None:
-        """Create the object in flight, and tell what has become of it.
+        """Create the object in flight, and announce the result.
 
         Raises:
-            StoreError: the store refused; the same bytes are tried again under the same name.
+            StoreError: the store refuses; the same bytes are tried again under the same name.
         """
         flight = self._flight
         assert flight is not None
@@ -418,12 +418,12 @@ class Leader:
         self._context.access.announce(key)
 
     def _existing(self, store: Store, flight: Batch) -> Blocks:
-        """What lies where the object should: itself, for an answer was lost, or what a rank made that had left."""
+        """Return the blocks of an object that already exists: the same one, if an answer was lost, or one of a rank that has left."""
         path = flight.notice.key.path
-        there = store.get(path, limit=segment.MAX_BYTES)
-        if there == self._data:
+        existing = store.get(path, limit=segment.MAX_BYTES)
+        if existing == self._data:
             return flight.notice.blocks
         try:
-            return blocks_of(there, path)
+            return blocks_of(existing, path)
         except FormatError:
             return {}

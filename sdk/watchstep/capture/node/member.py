@@ -1,6 +1,6 @@
 """A rank as a member of its node: it finds a leader or becomes one, and writes for itself if neither works.
 
-A follower hands its blocks over to the leader, and keeps them until they are on the store.
+A follower hands over its blocks to the leader, and keeps them until they are on the store.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Follower:
     """One connection to one leader. Its owner locks.
 
     Attributes:
-        welcomed: the leader has said who writes.
-        greeted: this rank has said who it is.
-        asked_at: when the leader last asked for blocks, by the monotonic clock.
-        apart: why each rank shall write for itself; empty where the leader has not said so.
+        welcomed: the leader has sent the writer's name.
+        greeted: this rank has sent its token.
+        requested_at: when the leader last requested blocks, by the monotonic clock.
+        apart: why each rank must write for itself; empty unless the leader has sent it.
     """
 
     def __init__(self, line: Connection, context: UploadContext, handing: Handing, window: int) -> None:
@@ -41,17 +41,17 @@ class Follower:
         self._window = window
         self.welcomed = False
         self.greeted = False
-        self.asked_at = time.monotonic()
+        self.requested_at = time.monotonic()
         self.apart = ""
-        self._asked = False
+        self._is_requested = False
 
     def greet(self) -> None:
-        """Say who this is; nothing of what it holds is in doubt."""
+        """Send this rank's token. Requires that none of its blocks is in doubt."""
         self.greeted = True
         self.line.send(protocol.Hello(self._handing.token))
 
     def receive(self, message: Message) -> bool:
-        """Take in a message; whether the leader asks for blocks."""
+        """Process a message. Returns whether the leader requests blocks."""
         handing, backlog = self._handing, self._context.backlog
         if isinstance(message, protocol.Welcome):
             self.welcomed = True
@@ -69,8 +69,8 @@ class Follower:
         elif isinstance(message, protocol.Apart):
             self.apart = message.reason
         elif isinstance(message, protocol.Give):
-            self.asked_at = time.monotonic()
-            self._asked = True
+            self.requested_at = time.monotonic()
+            self._is_requested = True
             return True
         return False
 
@@ -81,7 +81,7 @@ class Follower:
             self._context.health.fault("control document", error)
 
     def hand_over(self) -> None:
-        """Send what the window has room for, and say that this was all; unasked, have it written at once."""
+        """Send the blocks that fit into the window, then the end of the batch. Without a request, ask for an immediate write."""
         if not self.welcomed:
             return
         handing, backlog = self._handing, self._context.backlog
@@ -90,39 +90,39 @@ class Follower:
         for item in backlog.after(handing.sent, room) if room > 0 else []:
             self.line.send(protocol.Handed(item))
             handing.sent = item.place.seq + 1
-        if self._asked or not backlog.empty:
+        if self._is_requested or not backlog.empty:
             more = handing.sent < backlog.segments
-            self.line.send(protocol.BatchEnd(urgent=not self._asked, more=more))
-        self._asked = False
+            self.line.send(protocol.BatchEnd(urgent=not self._is_requested, more=more))
+        self._is_requested = False
 
 
-_WINDOWS = (
-    8  # a follower has a part of its own bound with the leader, so that the leader's memory is bounded too
-)
+_WINDOWS = 8  # the window is a fraction of a follower's own bound, so that the leader's memory is bounded too
 _SEEKING_SECONDS = 0.05
 _FOLLOWING_SECONDS = 0.5
 _QUIET_SECONDS = 35.0
-"""The longest flush interval and a bit: a leader that has not asked for so long is stuck."""
+"""Slightly more than the longest flush interval: a leader without requests for this time is stuck."""
 _HURRY_SECONDS = 2.0
 _APART_SECONDS = 60.0
 """How long a rank writes for itself before it looks for the others again."""
 
 
 class Member:
-    """Does for a rank of a node what `Uploader` does for a lone one.
+    """Uploads for a rank of a node, with the same interface as `Uploader` for a lone process.
 
-    One of four roles at a time: seeking (None), leading, following, or apart, where an `Uploader` writes. What is handed
-    over stays in the backlog, in memory, until it lies on the store; a rank that has to put something on disk goes apart
-    before. The lock is never held while the store is asked.
+    It has one of four roles at a time: seeking (None), leading, following, or apart, when an `Uploader` writes. Blocks that are
+    handed over stay in the backlog, in memory, until they are on the store; a rank that must write to disk goes apart
+    first. The lock is never held during requests to the store.
     """
 
     def __init__(self, context: UploadContext, queue: BoundedQueue, bounds: Bounds) -> None:
         target = context.access.target
-        who = target.identity
+        identity = target.identity
         self._context = context
         self._queue = queue
         self._bounds = bounds
-        self._meeting = Meeting((target.store_url, who.project, who.run, who.attempt, who.node))
+        self._meeting = Meeting(
+            (target.store_url, identity.project, identity.run, identity.attempt, identity.node)
+        )
         self._handing = Handing(secrets.token_hex(8))
         self._inbox = MessageQueue(queue.wake.set)
         self._lock = threading.RLock()
@@ -135,11 +135,11 @@ class Member:
         self._released = False
         self._ended = False
         context.backlog.hand_over()
-        context.control.attempt = who.attempt
+        context.control.attempt = identity.attempt
 
     @property
     def claimed(self) -> tuple[Store, str] | None:
-        """The store and the attempt, once they are sure to be there."""
+        """The store and the attempt, once they are certain to exist."""
         role, store = self._role, self._context.access.store
         if isinstance(role, Uploader):
             return role.claimed
@@ -148,57 +148,57 @@ class Member:
 
     @property
     def account(self) -> tuple[str, int]:
-        """The writer's name, and how many of its segments it takes until all rows of this rank are read."""
+        """The writer's name, and its number of segments up to the last one with rows of this rank."""
         return self._alone.account if isinstance(self._role, Uploader) else self._handing.account
 
     @property
     def writers(self) -> int:
-        """How many write beside each other in this attempt."""
-        who = self._context.access.target.identity
-        return who.world_size if isinstance(self._role, Uploader) else who.nodes
+        """Number of concurrent writers of this attempt."""
+        identity = self._context.access.target.identity
+        return identity.world_size if isinstance(self._role, Uploader) else identity.nodes
 
     @property
-    def patience(self) -> float:
-        """For how many seconds nothing needs to be looked at, should nobody say anything."""
+    def wait_seconds(self) -> float:
+        """How long the writer may wait without a message."""
         if self._role is None:
             return _SEEKING_SECONDS
         polls = isinstance(self._role, Follower) or self.failing_for is not None
         return _FOLLOWING_SECONDS if polls else float("inf")
 
     @property
-    def asks(self) -> bool:
-        """Whether blocks are made when the leader asks for them, and not at an interval."""
+    def is_on_request(self) -> bool:
+        """Whether blocks are handed over on the leader's request, and not at an interval."""
         role = self._role
-        return isinstance(role, Follower) and time.monotonic() < role.asked_at + _QUIET_SECONDS
+        return isinstance(role, Follower) and time.monotonic() < role.requested_at + _QUIET_SECONDS
 
     @property
     def failing_for(self) -> float | None:
-        """For how many seconds the store has refused; None where it does not."""
+        """Seconds since the store started to refuse; None if it does not."""
         return self._context.access.failing_for
 
     @property
     def end_written(self) -> bool:
-        """Whether how the worker ended lies on the store."""
+        """Whether the end document is on the store."""
         return self._ended or self._alone.end_written
 
     def hurry(self) -> None:
-        """The process is about to end: try at once, and often."""
+        """Retry at once and often, because the process is about to end."""
         self._hurried = True
         self._moved_at = time.monotonic()
         self._context.access.hurry()
 
     def receive(self) -> bool:
-        """Take in what the others said, and look for them; whether blocks are wanted now."""
+        """Process messages of the other ranks, and look for them. Returns whether blocks are requested now."""
         with self._lock:
-            wanted = False
+            is_requested = False
             try:
-                while (heard := self._inbox.take()) is not None:
-                    wanted |= self._receive_one(*heard)
+                while (received := self._inbox.take()) is not None:
+                    is_requested |= self._receive_one(*received)
                 if self._role is None and not self._released:
                     self._seek()
-            except Exception as error:  # noqa: BLE001 - whatever it is, a rank can always write for itself
+            except Exception as error:  # noqa: BLE001 - a rank can always write for itself
                 self._go_apart(error, rejoin=False)
-            return wanted
+            return is_requested
 
     def _receive_one(self, origin: Connection, message: Message | None) -> bool:
         role = self._role
@@ -219,27 +219,27 @@ class Member:
         try:
             leadership = self._meeting.lead()
             if leadership is not None:
-                self._report_place()
+                self._report_folder()
                 self._role = Leader(leadership, self._context, self._handing, self._inbox, self._lock)
                 self._role.listen()
                 return
             line = self._meeting.connect()
         except OSError as error:
-            raise ApartError(f"no meeting place: {error}") from error
+            raise ApartError(f"no meeting folder: {error}") from error
         if line is not None:
-            self._report_place()
+            self._report_folder()
             window = self._bounds.backlog_bytes // _WINDOWS
             self._role = Follower(Connection(line, self._inbox), self._context, self._handing, window)
 
-    def _report_place(self) -> None:
+    def _report_folder(self) -> None:
         if self._meeting.refused:
             self._context.health.fault("private folder", PermissionError(self._meeting.refused))
 
     def turn(self, *, flush: bool = True) -> None:
-        """Do what the role asks for, and leave it where it does not work out.
+        """Do the work of the current role, and leave the role if it fails.
 
         Args:
-            flush: it is time to write what is in the backlog.
+            flush: it is time to write the backlog.
         """
         role = self._role
         try:
@@ -250,7 +250,7 @@ class Member:
             elif role is not None:
                 role.turn()
             with self._lock:
-                self._look_after()
+                self._check_progress()
         except Exception as error:
             if isinstance(role, Uploader):
                 raise
@@ -265,7 +265,7 @@ class Member:
                     self._settle(access.open(), whole=False)
                 role.greet()
             if role.welcomed and access.store is None and access.ready:
-                access.open()  # for full tensors, and for how this rank ends
+                access.open()  # for snapshots, and for the end document
         except StoreError as error:
             access.failed(error)
         if role.apart:
@@ -275,11 +275,11 @@ class Member:
                 role.hand_over()
 
     def _settle(self, store: Store, whole: bool) -> None:
-        """Find out what became of an object that a leader, who is gone, had announced.
+        """Determine the state of an object that a former leader had announced.
 
         Args:
-            store: seen from the run.
-            whole: also where nothing of this rank is in it, for this rank succeeds.
+            store: the run's store.
+            whole: also if it has no blocks of this rank, because this rank is the new leader.
         """
         with self._lock:
             notice, doubt = self._handing.notice, self._handing.doubt
@@ -294,7 +294,7 @@ class Member:
             if self._handing.notice is notice:
                 self._context.backlog.acknowledge(self._handing.accept_stored(notice.key, contained))
 
-    def _look_after(self) -> None:
+    def _check_progress(self) -> None:
         backlog, now = self._context.backlog, time.monotonic()
         oldest = None if backlog.empty else backlog.oldest
         if oldest is None or oldest != self._oldest:
@@ -311,7 +311,7 @@ class Member:
             self._go_apart(None, rejoin=True)
 
     def _go_apart(self, error: Exception | None, *, rejoin: bool) -> None:
-        """Write for itself from here on: what is handed over and not on the store is this rank's own again."""
+        """Write for this rank only from now on: blocks that are handed over and not on the store belong to this rank again."""
         role = self._role
         if isinstance(role, Uploader):
             return
@@ -320,7 +320,7 @@ class Member:
         self._disconnect(role)
         self._role = self._alone
         self._rejoin_at = time.monotonic() + _APART_SECONDS if rejoin else float("inf")
-        self._context.backlog.take_back(self._handing.part(), self._alone.written)
+        self._context.backlog.take_back(self._handing.separate(), self._alone.written)
         self._context.health.count("apart")
 
     def _disconnect(self, role: Leader | Follower | None) -> None:
@@ -330,18 +330,18 @@ class Member:
             role.close()
             return
         role.line.close()
-        while (heard := self._inbox.take()) is not None:  # what the leader said before it could not any more
-            if heard[0] is role.line and heard[1] is not None:
-                role.receive(heard[1])
+        while (received := self._inbox.take()) is not None:  # messages sent before the connection closed
+            if received[0] is role.line and received[1] is not None:
+                role.receive(received[1])
 
     def release(self) -> None:
-        """This process uploads nothing more: what is left is its own, and goes to disk."""
+        """End uploads of this process: the remaining blocks are its own, and are written to disk."""
         with self._lock:
             self._released = True
             self._go_apart(None, rejoin=False)
 
     def leave(self) -> None:
-        """All is written: the others go on without this rank."""
+        """Leave after everything is written: the other ranks continue without this one."""
         with self._lock:
             self._released = True
             role, self._role = self._role, None
@@ -349,7 +349,7 @@ class Member:
                 self._disconnect(role)
 
     def forget(self) -> None:
-        """This is a forked child: what is open is its parent's. Takes no lock, for nobody may be left to give it back."""
+        """Reset in a forked child: open files belong to its parent. Takes no lock, because its owner may not exist in the child."""
         role = self._role
         if isinstance(role, Leader):
             role.forget()
@@ -357,7 +357,7 @@ class Member:
             role.line.forget()
 
     def write_end(self, end: documents.EndDocument) -> None:
-        """Write how the worker ended, after everything else."""
+        """Write the end document, after everything else."""
         access = self._context.access
         if isinstance(self._role, Uploader):
             self._alone.write_end(end)

@@ -1,11 +1,11 @@
-"""The protocol between the ranks of a node: messages, the connection, the meeting place, and the state of a rank that hands over.
+"""The protocol between the ranks of a node: messages, connections, the meeting folder, and the state of a rank that hands over.
 
-A message is a length, JSON, a length and bytes. Ranks meet in a folder within the user's private one::
+A message consists of the header's length, the payload's length, a JSON header and a payload. Ranks meet in a folder within the user's private one::
 
     <private folder>/<hash>/lock      locked by the leader; contains the term
                             socket    the leader listens on it
 
-All files are opened relative to checked directories (`watchstep.platform.folders`), and so is the socket: through /proc/self/fd.
+All files, and the socket (through /proc/self/fd), are opened relative to checked directories (`watchstep.platform.folders`).
 `Handing` does no input or output.
 """
 
@@ -38,7 +38,7 @@ _MAX_HEADER = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Hello:
-    """A rank begins to hand over: the first word on a connection."""
+    """First message of a rank on a connection: it starts to hand over."""
 
     token: str
     version: int = VERSION
@@ -46,7 +46,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The leader is ready: the node's writer, its next number, the term, what is just being made."""
+    """The leader is ready: the node's writer, its next number, the term, and the object in flight."""
 
     writer: WriterId
     seq: int
@@ -56,12 +56,12 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Give:
-    """The leader is about to write: send what is there, then `BatchEnd`."""
+    """The leader is about to write: send blocks, then `BatchEnd`."""
 
 
 @dataclass(frozen=True)
 class BatchEnd:
-    """That was all for now; ``urgent`` asks the leader to write at once, ``more`` to ask again."""
+    """End of a batch; ``urgent`` requests an immediate write, ``more`` another request."""
 
     urgent: bool = False
     more: bool = False
@@ -76,14 +76,14 @@ class Handed:
 
 @dataclass(frozen=True)
 class ObjectStarted:
-    """An object is about to be made."""
+    """An object is about to be created."""
 
     notice: Notice
 
 
 @dataclass(frozen=True)
 class ObjectStored:
-    """An object lies on the store with these blocks."""
+    """An object is on the store with these blocks."""
 
     key: SegmentKey
     blocks: Blocks
@@ -91,7 +91,7 @@ class ObjectStored:
 
 @dataclass(frozen=True)
 class Term:
-    """A rank has left, and a new term begun."""
+    """A rank has left, and a new term has begun."""
 
     term: str
 
@@ -105,7 +105,7 @@ class Control:
 
 @dataclass(frozen=True)
 class Apart:
-    """Each rank shall write for itself, for good."""
+    """Each rank must write for itself from now on."""
 
     reason: str
 
@@ -114,7 +114,7 @@ Message = Hello | Welcome | Give | BatchEnd | Handed | ObjectStarted | ObjectSto
 
 
 def encode(message: Message) -> bytes:
-    """A message as it is sent."""
+    """Encode a message."""
     payload = b""
     if isinstance(message, Handed):
         fields: Any = message.item.place.name
@@ -135,21 +135,21 @@ def encode(message: Message) -> bytes:
 
 
 def read(receive: Callable[[int], bytes]) -> Message:
-    """The next message.
+    """Read the next message.
 
     Args:
-        receive: gives exactly so many bytes, or raises.
+        receive: returns exactly this number of bytes, or raises.
 
     Raises:
-        FormatError: it is none, or over the limits.
+        FormatError: the message is invalid, or exceeds the limits.
     """
     header, payload = _LENGTHS.unpack(receive(_LENGTHS.size))
     if header > _MAX_HEADER or payload > segment.MAX_BYTES:
-        raise FormatError(f"message of {header} and {payload} bytes, over the limit", _MEND)
+        raise FormatError(f"a message of {header} and {payload} bytes exceeds the limit", _HINT)
     return _decode(receive(header), receive(payload))
 
 
-_MEND = "use one version of watchstep for all ranks of a node"
+_HINT = "use one version of watchstep for all ranks of a node"
 
 
 def _decode(header: bytes, payload: bytes) -> Message:
@@ -159,13 +159,13 @@ def _decode(header: bytes, payload: bytes) -> Message:
     except FormatError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"message {header[:80]!r}: of another form ({error})", _MEND) from error
+        raise FormatError(f"message {header[:80]!r} is invalid ({error})", _HINT) from error
 
 
 def _handed(fields: Any, payload: bytes) -> Handed:
     place = SegmentPlace.parse(fields)
     if place is None or place.first > place.last:
-        raise ValueError("no block's place")
+        raise ValueError("the block's place is invalid")
     return Handed(Outgoing(place, payload))
 
 
@@ -190,7 +190,7 @@ def _blocks(fields: Any) -> Blocks:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number from 0")
+        raise ValueError(f"{value!r} is not a number from 0")
     return value
 
 
@@ -221,19 +221,19 @@ _DRAIN_SECONDS = 1.0
 
 
 class MessageQueue:
-    """What has come by any connection, in order; None for its end."""
+    """Received messages of all connections, in order; None marks the end of a connection."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._queue: queue.SimpleQueue[tuple[Connection, Message | None]] = queue.SimpleQueue()
 
     def put(self, origin: Connection, message: Message | None) -> None:
-        """Something has come."""
+        """Add a message."""
         self._queue.put((origin, message))
         self._wake()
 
     def take(self, seconds: float = 0.0) -> tuple[Connection, Message | None] | None:
-        """The oldest; None where there is none, also after some seconds."""
+        """Return the oldest message; None if there is none within ``seconds``."""
         try:
             return self._queue.get(timeout=seconds) if seconds > 0 else self._queue.get_nowait()
         except queue.Empty:
@@ -241,7 +241,7 @@ class MessageQueue:
 
 
 class Connection:
-    """A socket, and a thread that reads from it; so that neither side ever waits for the other to read."""
+    """A socket with a reading thread, so that neither side ever waits for the other to read."""
 
     def __init__(self, line: socket.socket, inbox: MessageQueue) -> None:
         self._line = line
@@ -253,7 +253,7 @@ class Connection:
         self._thread.start()
 
     def send(self, message: Message) -> bool:
-        """Send a message; False where the other side is gone, or does not read. The connection is of no use then."""
+        """Send a message. Returns False if the other side is gone, or does not read; the connection is then unusable."""
         if self._usable:
             try:
                 self._line.sendall(encode(message))
@@ -262,9 +262,9 @@ class Connection:
         return self._usable
 
     def close(self) -> None:
-        """Nothing more is sent, by either side: what the other one sent before is in the inbox, and then the end.
+        """Stop sending on both sides. Messages received earlier are in the inbox, followed by the end.
 
-        From here on the other side's attempts to send fail, which tells it so before it does anything of consequence.
+        From here on, the other side's attempts to send fail, which notifies it before it does anything of consequence.
         """
         self.shut()
         self._thread.join(_DRAIN_SECONDS)
@@ -272,13 +272,13 @@ class Connection:
             self._line.close()
 
     def forget(self) -> None:
-        """This is a forked child: the line is its parent's."""
+        """Reset in a forked child: the socket belongs to its parent."""
         self._line.close()
 
     def shut(self) -> None:
-        """As `close`, without waiting for what is in the line."""
+        """Like `close`, without waiting for received messages."""
         self._usable = False
-        with contextlib.suppress(OSError):  # the other side was faster
+        with contextlib.suppress(OSError):  # closed by the other side
             self._line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
@@ -302,15 +302,15 @@ class Connection:
 
 
 class Handing:
-    """A rank's own account of its blocks, across leaders; a leader keeps one for its own blocks too.
+    """A rank's account of its own blocks, across leaders. A leader keeps one for its own blocks as well.
 
     Attributes:
-        token: names this process among those of its node.
-        sent: the number of the next block to send; blocks below it that are not acknowledged are with the leader.
-        notice: the object that was announced last, while nobody has said that it is there.
+        token: identifies this process among those of its node.
+        sent: number of the next block to send; unacknowledged blocks below it are with the leader.
+        notice: the last announced object, while its result is unknown.
         writer: the node's writer; None before a leader has named it.
-        seq: its next number, as far as known here.
-        account: the writer's name, and how many of its segments it takes until all that it holds of this rank are read.
+        seq: the writer's next number, as far as known.
+        account: the writer's name, and its number of segments up to the last one with blocks of this rank.
     """
 
     def __init__(self, token: str) -> None:
@@ -323,24 +323,24 @@ class Handing:
         self._term = ""
 
     def join(self, writer: WriterId, seq: int, term: str, notice: Notice | None) -> None:
-        """A leader has said who writes, and which object it is just making.
+        """Follow a leader: set the writer and the object in flight.
 
-        What was in doubt before has been settled, or was not of this rank.
+        Earlier doubt has been settled, or did not concern this rank.
         """
         self.writer, self.seq, self._term, self.notice = writer, seq, term, notice
         if self.account[0] != writer.writer:
             self.account = (writer.writer, 0)
 
     def accept_notice(self, notice: Notice) -> None:
-        """An object is about to be made; a notice replaces one whose object was never begun."""
+        """Accept an announcement; it replaces one whose object was never started."""
         self.notice, self._term = notice, notice.term
 
     def accept_term(self, term: str) -> None:
-        """A rank has left."""
+        """Accept a new term, because a rank has left."""
         self._term = term
 
     def accept_stored(self, key: SegmentKey, blocks: Blocks) -> tuple[int, ...]:
-        """An object is there; returns which of this rank's blocks are in it."""
+        """Accept that an object is stored. Returns this rank's blocks in it."""
         numbers = tuple(blocks.get(self.token, ()))
         if numbers:
             self.account = (key.writer.writer, key.seq + 1)
@@ -352,24 +352,24 @@ class Handing:
 
     @property
     def doubt(self) -> Doubt | None:
-        """Own blocks of which nobody knows whether they are on the store, for their leader is gone."""
+        """Own blocks with unknown state, because their leader is gone."""
         numbers = self.notice.blocks.get(self.token, ()) if self.notice is not None else ()
         return Doubt(self.notice.key, self.token, tuple(numbers)) if self.notice and numbers else None
 
     def may_inherit(self, term: str) -> bool:
-        """Whether this rank may go on with the writer's sequence.
+        """Whether this rank may continue the writer's sequence.
 
-        A leader draws a new term when it begins, whenever a rank leaves it, and with each object that it announces; it
-        writes it to the lock file first, and then tells the ranks. So whoever finds the term that it was told last was
-        there until the last leader was gone, and has heard of every object that anybody has heard of.
+        A leader creates a new term when it starts, whenever a rank leaves, and with each announced object. It
+        writes the term to the lock file first, and then sends it to the ranks. A rank whose last term is in the lock file was therefore
+        present until the last leader was gone, and knows every announced object.
 
         Args:
-            term: what the lock file holds.
+            term: content of the lock file.
         """
         return self.writer is not None and bool(term) and term == self._term
 
-    def part(self) -> Doubt | None:
-        """This rank writes for itself from now on; returns what is in doubt."""
+    def separate(self) -> Doubt | None:
+        """Let this rank write for itself from now on. Returns its blocks in doubt."""
         doubt = self.doubt
         self.notice, self.writer, self._term = None, None, ""
         return doubt
@@ -382,45 +382,45 @@ _PEER = struct.Struct("3i")  # process, user, group
 
 
 class Meeting:
-    """A meeting place; the same for all that are told the same words."""
+    """A meeting folder, determined by the ranks' common words."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Nothing is made yet.
+        """Define the folder without creating it.
 
         Args:
-            words: what the ranks have in common that meet: the store, project, run, attempt, node.
+            words: what the meeting ranks have in common: the store, project, run, attempt, node.
         """
         self._name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
         self.refused = ""
-        """Why places that come first were not used, the last time; empty where the first was."""
+        """Why preferred folders were not used, the last time; empty if the first one was."""
 
     def lead(self) -> Leadership | None:
-        """Become the leader; None where another is.
+        """Become the leader; None if there is one.
 
         Raises:
-            OSError: no folder can be made that is this user's alone.
+            OSError: no private folder can be created.
         """
         folder = self._open()
-        taken = False
+        is_locked = False
         try:
             lock = folder.open_file(_LOCK)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                taken = os.fstat(lock).st_ino == folder.inode(_LOCK)
+                is_locked = os.fstat(lock).st_ino == folder.inode(_LOCK)
             except (BlockingIOError, FileNotFoundError):
                 pass
             finally:
-                if not taken:
+                if not is_locked:
                     os.close(lock)
         except FileNotFoundError:
-            pass  # the last leader is just removing the folder
+            pass  # the last leader is removing the folder
         finally:
-            if not taken:
+            if not is_locked:
                 folder.close()
-        return Leadership(folder, self._name, lock) if taken else None
+        return Leadership(folder, self._name, lock) if is_locked else None
 
     def connect(self) -> socket.socket | None:
-        """A line to the leader; None where nobody listens."""
+        """Connect to the leader; None if nobody listens."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with contextlib.closing(self._open()) as folder:
@@ -440,7 +440,7 @@ class Meeting:
 
 
 class Leadership:
-    """The lock is held, and a socket listened on, until `leave`."""
+    """A held lock and a listening socket, until `release`."""
 
     def __init__(self, folder: PrivateFolder, name: str, lock: int) -> None:
         self._folder = folder
@@ -448,11 +448,11 @@ class Leadership:
         self._lock = lock
         self._listener: socket.socket | None = None
         self.last_term = os.pread(lock, 64, 0).decode("ascii", "replace")
-        """What the last leader left in the lock file; empty where there was none."""
+        """The last leader's term in the lock file; empty if there is none."""
         self.term = ""
 
     def begin_term(self) -> str:
-        """Draw a new term and write it down; no term comes twice.
+        """Create a new unique term and write it to the lock file.
 
         Raises:
             OSError: it cannot be written.
@@ -463,14 +463,14 @@ class Leadership:
         return term
 
     def listen(self, welcome: Callable[[socket.socket], None]) -> None:
-        """Take connections of this user's processes from now on, on a thread of its own.
+        """Accept connections of this user's processes from now on, on a separate thread.
 
         Raises:
-            OSError: there can be no socket.
+            OSError: the socket cannot be created.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._folder.remove_file(_SOCKET)  # of a leader that was killed
+            self._folder.remove_file(_SOCKET)  # left over by a killed leader
             listener.bind(_address(self._folder))
             listener.listen(256)
         except OSError:
@@ -479,11 +479,11 @@ class Leadership:
         self._listener = listener
         threading.Thread(target=_accept, args=(listener, welcome), name="watchstep-node", daemon=True).start()
 
-    def leave(self, *, alone: bool) -> None:
-        """Let others lead; where there are none, what was made here is removed."""
+    def release(self, *, alone: bool) -> None:
+        """Let others lead; without others, remove the files of the meeting."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # the thread that accepts closes it
+                self._listener.shutdown(socket.SHUT_RDWR)  # closed by the accepting thread
         with contextlib.suppress(OSError):
             self._folder.remove_file(_SOCKET)
             if alone:
@@ -495,7 +495,7 @@ class Leadership:
             os.close(lock)
 
     def forget(self) -> None:
-        """This is a forked child: what it holds open is its parent's."""
+        """Reset in a forked child: open files belong to its parent."""
         if self._listener is not None:
             self._listener.close()
         self._folder.close()
@@ -526,5 +526,5 @@ def _is_mine(line: socket.socket) -> bool:
 
 
 def _address(folder: PrivateFolder) -> str:
-    """The socket's address: short however long the folder's path is, and in the very folder that was checked."""
+    """Return the socket's address: short regardless of the folder's path, and in exactly the folder that was checked."""
     return f"/proc/self/fd/{folder.descriptor}/{_SOCKET}"

@@ -1,1 +1,1 @@
-"""How a recording ends, however its process ends."""
+"""The end of a recording for every way in which its process can end."""

@@ -1,17 +1,17 @@
-"""The end of a recording: what ends a process (exit, an exception, a signal, ``os._exit``, a fork), and what is written then.
+"""The end of a recording: the ways in which a process ends (exit, an exception, a signal, ``os._exit``, a fork), and the data written then.
 
-**Exit status.** Python reports a `SystemExit` that ends a program to nobody: `sys.excepthook` is not called, and functions of `atexit` do not
+**Exit status.** Python does not report a `SystemExit` that ends a program: `sys.excepthook` is not called, and functions of `atexit` do not
 get the code. Two facts are combined at exit:
 
 - whether an exception has left the program's outermost frame: the last instruction of that frame is then not a return. If `sys.excepthook` was
-  not called, it was a `SystemExit`, wherever it was raised. This tells it from one that was caught.
+  not called, it was a `SystemExit`, regardless of where it was raised. This distinguishes it from a caught one.
 - the status that `sys.exit`, `exit` or `quit` was last called with on the main thread.
 
 A status after which further steps were recorded is dropped: that exit was caught. The code of a ``raise SystemExit(code)`` is not known, nor
 that of an ``exit`` that the program imported from `sys` before it recorded.
 
-**Notebooks.** A cell that makes a hook is run again and again, and nobody closes the hook of the last run. The next hook ends it: it would
-take the losses of the next training for its own, and keep its model, with a GPU's memory, as long as the kernel lives.
+**Notebooks.** A cell that creates a hook is run repeatedly, and the previous hook is usually not closed. The next hook closes it: it would
+otherwise record the losses of the next training, and keep its model, including GPU memory, for the lifetime of the kernel.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from watchstep.store.store import WriteGate
 _log = logging.getLogger("watchstep")
 
 _STORE_SHARE = 0.8
-"""Of the time that a SIGTERM is put off; the rest is for writing to disk what the store did not take."""
+"""Share of the time by which a SIGTERM is deferred. The rest is for writing to disk the data that the store did not accept."""
 
 
 class Ending:
-    """Ends a recording, however its process ends.
+    """Ends a recording for every way in which its process can end.
 
     Attributes:
-        run_url: the run, for messages.
-        close_seconds: how long the store is waited for when the program closes its hook, or exits.
-        term_seconds: how long the end may take when it is terminated, from the signal or from the end's beginning.
-        reason: why the process was told to end, if something has said so; told where it does end with a failure.
-        survived: the program's handler of that signal returned: the program goes on, and its end alone says how it ended.
+        run_url: URL of the run, for messages.
+        close_seconds: Seconds to wait for the store when the program closes its hook or exits.
+        term_seconds: Maximum seconds of the end after termination, from the signal or from the start of the end.
+        reason: Reason of the request to end the process, if any; reported if the process ends with a failure.
+        survived: Whether the program's signal handler returned. The program then continues, and only its end determines the state.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Ending:
         report: Callable[[], Any],
         gate: WriteGate,
     ) -> None:
-        """Nothing has ended.
+        """Create it for an open recording.
 
         Args:
-            run_url: the run.
-            recorder: holds the step that is not handed over.
-            writer: writes the rest.
-            health: for faults of ending itself.
-            report: gives what the end document says of the recorder's health.
-            gate: closed once nothing more is waited for: the store may answer a thread of the recording after that.
+            run_url: URL of the run.
+            recorder: The recorder, which has the current step.
+            writer: Writes the remaining data.
+            health: For errors of the end itself.
+            report: Returns the recorder's health for the end document.
+            gate: Closed when nothing more is waited for, because the store may respond to a thread of the recording after that.
         """
         bounds = writer.bounds
         self.run_url = run_url
@@ -94,48 +94,48 @@ class Ending:
 
     @property
     def fails(self) -> bool:
-        """Whether something ends the process with a failure."""
+        """Return whether the process ends with a failure."""
         return bool(self.reason) and not self.survived
 
     @property
     def last_step(self) -> int:
-        """The last finished step."""
+        """Return the last finished step."""
         return self._recorder.last_finished
 
     @property
     def is_requested(self) -> bool:
-        """Whether the program ends because it was asked to stop, by whatever code."""
+        """Return whether the program ends because of a stop request."""
         return self._recorder.acknowledged and self._recorder.stopped is not None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is recorded."""
+        """Return whether the recording has ended."""
         return self._ended
 
     def is_late(self) -> bool:
-        """Whether the time for ending is over: nothing is waited for any more. There is one deadline for all that is waited for."""
+        """Return whether the time for the end is over. One deadline applies to all waits."""
         return time.monotonic() >= self._deadline
 
     def detach_with(
         self, detach: Callable[[], None], join: Callable[[Callable[[], bool]], None] | None = None
     ) -> None:
-        """Call this when nothing more is recorded.
+        """Register functions to call when the recording ends.
 
         Args:
-            detach: must not wait for the store or the service.
-            join: called after the last rows were written, or went to disk; waits for a thread until what it is given says that it is late.
+            detach: Must not wait for the store or the service.
+            join: Called after the last rows were written to the store or to disk. It waits for a thread until its argument returns True.
         """
         self._watches.append(detach)
         if join is not None:
             self._joins.append(join)
 
     def wake(self) -> None:
-        """The process is told to end: have what is there written now, and let training go on to where it ends. Waits for nothing."""
-        self._recorder.stops.leave()
+        """Start writing the available data after a request to end the process, while training continues. Does not wait."""
+        self._recorder.stops.stop_waiting()
         self._writer.wake()
 
     def hasten(self) -> None:
-        """The process may be killed soon: have what is there written now. Waits for nothing, and nothing else changes."""
+        """Start writing the available data because the process may be killed soon. Does not wait, and changes nothing else."""
         self._writer.wake()
 
     def end(
@@ -146,17 +146,17 @@ class Ending:
         *,
         dying: bool = False,
     ) -> None:
-        """Write what is left within bounds, and how it ended. A second call only brings the bound forward.
+        """Write the remaining data and the end document within a time limit. A second call only shortens the limit.
 
-        A SIGTERM that comes meanwhile does the same. The program's handler of it is called when this is done, unless the
-        program has been told before.
+        A SIGTERM during this call does the same. The program's handler is called afterwards, unless the
+        program has already been notified.
 
         Args:
-            state: how; None for completed, or stopped where Watchstep asked for it.
-            reason: why, where it was not as planned.
-            seconds: how long to wait for the store; where it is left out, `close_seconds`, and less than `term_seconds` where a
+            state: State of the end; None for completed, or stopped if Watchstep requested it.
+            reason: Reason of an unplanned end.
+            seconds: Seconds to wait for the store; by default `close_seconds`, and less than `term_seconds` if a
                 SIGTERM ends the program.
-            dying: the process ends right after this, and the training thread may be anywhere: hooks stay where they are.
+            dying: Whether the process ends directly after this, with the training thread in any state. Hooks are then not removed.
         """
         if self._forgotten:
             return
@@ -164,13 +164,13 @@ class Ending:
             self._end(state, reason, self._usual_seconds() if seconds is None else seconds, dying=dying)
 
     def _usual_seconds(self) -> float:
-        """How long to wait for the store; less where a handler of SIGTERM runs, or has ended the program by an exception."""
+        """Return the seconds to wait for the store: less if a SIGTERM handler is running, or has ended the program with an exception."""
         if self.reason == TERMINATED and self.fails:
             return min(self.close_seconds, _STORE_SHARE * self.term_seconds)
         return self.close_seconds
 
     def _end(self, state: EndState | None, reason: str, bound: float, *, dying: bool) -> None:
-        """What `end` does. Safe to call again where a call was interrupted, by Ctrl-C or by a handler that calls it."""
+        """Implement `end`. It may be called again after an interruption by Ctrl-C or by a handler that calls it."""
         first, self._ended = not self._ended, True
         self._deadline = min(self._deadline, time.monotonic() + bound)
         complete = False
@@ -178,7 +178,7 @@ class Ending:
             reason = f"{self.reason}; {reason}"
         try:
             if dying:
-                self._recorder.guarding = None  # what is left of the time is for writing
+                self._recorder.guarding = None  # the remaining time is for writing
             else:
                 self._detach()
             words = None if self._words_given else self._last_words(state, reason, dying=dying)
@@ -186,10 +186,12 @@ class Ending:
             complete = self._writer.close(words, max(0.0, self._deadline - time.monotonic()))
             if not dying:
                 self._join()
-        except Exception as error:  # noqa: BLE001 - ending must not break the program's own
+        except Exception as error:  # noqa: BLE001 - errors here must not break the end of the program
             self._health.fault("close", error)
         except BaseException:
-            self._writer.close(None, 0.0)  # the program does not wait any longer: what is left goes to disk
+            self._writer.close(
+                None, 0.0
+            )  # the program does not wait any longer: the remaining data goes to disk
             raise
         finally:
             self._gate.close()
@@ -197,27 +199,27 @@ class Ending:
             self._log_remaining()
 
     def limit(self) -> None:
-        """What ends after others has no more time than they: the deadline of an end that begins now."""
+        """Set the deadline of an end that begins now. Recordings that end after others have no additional time."""
         self._deadline = min(self._deadline, time.monotonic() + self._usual_seconds())
 
     def hurry(self) -> None:
-        """SIGTERM came meanwhile: from now on the store is waited for as long as a SIGTERM may be put off."""
+        """Shorten the wait for the store after a SIGTERM to the time by which a SIGTERM may be deferred."""
         seconds = _STORE_SHARE * self.term_seconds
         self._deadline = min(self._deadline, time.monotonic() + seconds)
         self._writer.hurry(seconds)
 
     def forget(self) -> None:
-        """Record nothing more: this is a forked child, and the run is its parent's."""
+        """Stop recording in a forked child, because the run belongs to its parent."""
         self._ended = self._forgotten = True
         self._writer.forget()
         self._detach()
 
     def _detach(self) -> None:
-        while self._watches:  # which hold models and optimizers
+        while self._watches:  # they reference models and optimizers
             self._watches.pop()()
 
     def _join(self) -> None:
-        """A thread that ends while the interpreter is torn down may abort it."""
+        """Join threads, because a thread that ends during the interpreter's teardown may abort it."""
         while self._joins:
             self._joins.pop()(self.is_late)
 
@@ -238,7 +240,7 @@ class Ending:
         self._recorder.hand_over()
         if self._recorder.guarding is not None:
             self._recorder.guarding.end()
-        # One that trained to its end, whatever it was asked, was not stopped.
+        # A program that trained to its end was not stopped, despite any request.
         stopped = self._recorder.stopped if self._recorder.acknowledged or dying else None
         return EndDocument(
             worker=self._recorder.worker,
@@ -257,13 +259,13 @@ _UNKNOWN = object()
 
 
 class ExitStatus:
-    """Notes the status that a program asks to exit with. For one process, from its first recording to its last."""
+    """Records the status with which a program requests its exit. There is one per process, from its first recording to its last."""
 
     def __init__(self, progress: Callable[[], object]) -> None:
-        """Take notes from now on.
+        """Start recording.
 
         Args:
-            progress: equal at two times if the program has recorded no step in between.
+            progress: Returns equal values at two times if the program has recorded no step in between.
         """
         self._frame = _outermost()
         self._progress = progress
@@ -275,7 +277,7 @@ class ExitStatus:
         _sitebuiltins.Quitter.__call__ = self._own_quit  # type: ignore[method-assign]
 
     def withdraw(self) -> None:
-        """Leave everything as it was found, where it is still ours."""
+        """Restore the original functions unless the program has replaced them."""
         self._frame = None
         if sys.exit is self._own_exit:
             sys.exit = self._exit
@@ -283,7 +285,7 @@ class ExitStatus:
             _sitebuiltins.Quitter.__call__ = self._quit  # type: ignore[method-assign]
 
     def failure(self) -> str:
-        """At exit: how the program has failed, as ``SystemExit: 3``; empty where it has not, and where nobody knows."""
+        """Return at exit how the program failed, e.g. ``SystemExit: 3``; empty if it did not, or if this is unknown."""
         if self._frame is None or not _is_left_by_exception(self._frame):
             return ""
         is_known = self._status is not _UNKNOWN and self._noted_at == self._progress()
@@ -316,7 +318,7 @@ class ExitStatus:
 
 
 def _outermost() -> FrameType | None:
-    """The frame of the main thread that ends with the program."""
+    """Return the main thread's outermost frame, which ends with the program."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented, for debuggers
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
@@ -324,7 +326,7 @@ def _outermost() -> FrameType | None:
 
 
 def _is_left_by_exception(frame: FrameType) -> bool:
-    """Whether a frame that has ended was left by an exception, and did not return."""
+    """Return whether an ended frame was left by an exception instead of a return."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] not in _RETURNS
 
 
@@ -334,14 +336,14 @@ _made: weakref.WeakKeyDictionary[Ending, tuple[int, int]] = weakref.WeakKeyDicti
 
 
 def remember(ending: Ending) -> None:
-    """Keep of which cell a recording is, if it is of one."""
+    """Store the cell of a recording, if any."""
     cell = _cell()
     if cell is not None:
         _made[ending] = (cell, threading.get_ident())
 
 
 def end_left() -> None:
-    """End what earlier cells began to record in this thread and left open, if this is a cell."""
+    """In a cell, end the open recordings of earlier cells in this thread."""
     cell, thread = _cell(), threading.get_ident()
     if cell is None:
         return
@@ -352,8 +354,8 @@ def end_left() -> None:
 
 
 def _cell() -> int | None:
-    """The number of the cell, or of the line of IPython's, that runs now; None elsewhere."""
-    ipython: Any = sys.modules.get("IPython")  # which is not imported for this
+    """Return the number of the current cell or IPython line; None elsewhere."""
+    ipython: Any = sys.modules.get("IPython")  # not imported for this
     asked = getattr(ipython, "get_ipython", None)
     shell = None if asked is None else asked()
     number = getattr(shell, "execution_count", None)
@@ -367,7 +369,7 @@ _masks: dict[int, set[int | signal.Signals]] = {}  # of threads that are about t
 
 
 def watch(ending: Ending) -> None:
-    """See to it that a recording ends with its process."""
+    """Ensure that a recording ends with its process."""
     _recordings.add(ending)
     _watch_exit()
     if not _terminations:
@@ -377,7 +379,7 @@ def watch(ending: Ending) -> None:
 
 
 def ended() -> None:
-    """A recording has ended; after the last one nothing is left in the way of the process."""
+    """Handle the end of a recording. After the last one all handlers are removed."""
     if not live():
         while _terminations:
             _terminations.pop().withdraw()
@@ -386,43 +388,43 @@ def ended() -> None:
 
 
 def live() -> list[Ending]:
-    """The recordings of this process that have not ended."""
+    """Return the open recordings of this process."""
     return [ending for ending in _recordings if not ending.ended]
 
 
 class _Recordings:
-    """The recordings of this process, as its termination sees them."""
+    """The recordings of this process for its `Termination`."""
 
     def within(self, seconds: float, reason: str, *, failed: bool) -> None:
-        """End them all, also those that are just being closed."""
+        """End all recordings, including those that are being closed."""
         deadline = time.monotonic() + seconds
         for ending in list(_recordings):
             left = max(0.1, deadline - time.monotonic())
             ending.end("failed" if failed else None, reason if failed else "", left, dying=True)
 
     def bound(self) -> float:
-        """The longest that any of them may take."""
+        """Return the maximum time of any recording in seconds."""
         return max((ending.term_seconds for ending in list(_recordings)), default=0.0)
 
     def noted(self, reason: str) -> None:
-        """Remember why the program is about to end, and have written what is there."""
+        """Store the reason of the coming end, and start writing the available data."""
         for ending in live():
             ending.reason, ending.survived = reason, False
             ending.wake()
 
     def survived(self) -> None:
-        """The program goes on: whatever ends it later says how."""
+        """Handle a program that continues: a later end determines the state."""
         for ending in live():
             ending.survived = True
 
     def urged(self) -> None:
-        """Have written what is there."""
+        """Start writing the available data."""
         for ending in live():
             ending.hasten()
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line, as a traceback ends; its class alone where its text cannot be had."""
+    """Return an exception as one line, like the end of a traceback; only its class if its text is not available."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - the text is the program's own code, which may raise anything
@@ -431,7 +433,7 @@ def described(error: BaseException) -> str:
 
 @functools.cache
 def _watch_exit() -> None:
-    """Once a process and its forks: end what records at exit, note an exception that ends it, forget it in forks."""
+    """Once per process and its forks: end recordings at exit, record an exception that ends the process, and detach in forks."""
     previous = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -472,7 +474,7 @@ def _hurry_all() -> None:
 
 
 def _defer_sigterm() -> None:
-    """A SIGTERM that meets a child before it has forgotten the recording must end it, and not be lost."""
+    """Defer a SIGTERM: one that reaches a child before it has detached from the recording must end it and not be lost."""
     if _terminations:
         _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

@@ -1,13 +1,13 @@
-"""What is done before SIGTERM or ``os._exit`` ends a process that records.
+"""Writes remaining data before SIGTERM or ``os._exit`` ends a process that records.
 
-A signal may come while the main thread is inside a call that does not return, a collective for instance, and must end
-the process then as it would have without Watchstep. So a thread of its own is told of the signal by the interpreter
-itself, through a socket; it has what is left written, for as long as that may take, and then takes the signal's default
-action. It needs nothing of the main thread, which stands still meanwhile: whatever locks that holds, the time is bounded.
+A signal may arrive while the main thread is in a call that does not return, e.g. a collective, and must then end
+the process as it would without Watchstep. So the interpreter notifies a separate thread of the signal
+through a socket. The thread writes the remaining data within the time limit, and then executes the signal's default
+action. It does not depend on the main thread, which is blocked meanwhile: the time is bounded regardless of its locks.
 
-The first process of a PID namespace, as a container's program often is, has no default action: the kernel drops what it does not
-handle, whoever sends it. Such a process goes on without Watchstep, and so it does with it. As SIGKILL is likely to follow, what is there
-is written at once; it goes on being recorded until then.
+The first process of a PID namespace, often a container's program, has no default action: the kernel drops signals that it does not
+handle. Such a process continues, with and without Watchstep. Because SIGKILL is likely to follow, the available data
+is written at once. Recording continues until then.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _SENDER = struct.Struct("3i")  # process, user, group
 
 
 class Ends(Protocol):
-    """What a process does about its recordings."""
+    """Operations on the recordings of a process."""
 
     def within(self, seconds: float, reason: str, *, failed: bool) -> None:
-        """End them all within some seconds."""
+        """End all recordings within some seconds."""
 
     def bound(self) -> float:
-        """How many seconds SIGTERM may be put off."""
+        """Return the seconds by which SIGTERM may be deferred."""
 
     def noted(self, reason: str) -> None:
-        """The program was told to end, and will see to it itself: write what is there, wait for nothing."""
+        """Write the available data without a wait: the program was requested to end, and handles that itself."""
 
     def survived(self) -> None:
-        """The program's handler returned: the program goes on."""
+        """Handle the return of the program's handler: the program continues."""
 
     def urged(self) -> None:
-        """The program may be killed soon, and goes on until then: write what is there, wait for nothing."""
+        """Write the available data without a wait: the program may be killed soon, and continues until then."""
 
 
 class Termination:
-    """Stands between one process and its end. Made on the thread that starts to record."""
+    """Handles the termination of one process. It is created on the thread that starts recording."""
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
@@ -79,7 +79,7 @@ class Termination:
         self._listener.start()
 
     def take_sigterm(self) -> None:
-        """Be told of SIGTERM, where the program has left it alone, or has a handler, which is called as before."""
+        """Handle SIGTERM. A handler of the program is still called."""
         if threading.current_thread() is not threading.main_thread():
             return
         handler = signal.getsignal(signal.SIGTERM)
@@ -91,15 +91,15 @@ class Termination:
         if self._previous is None and self._tells_sender:
             taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
             if taken not in {-1, self._sender.fileno()}:
-                signal.set_wakeup_fd(taken)  # an event loop's: only the main thread will hear of the signal
+                signal.set_wakeup_fd(taken)  # an event loop's: only the main thread receives the signal
 
     @property
     def calls_program(self) -> bool:
-        """Whether SIGTERM is the program's to handle, which had a handler before."""
+        """Return whether the program has a handler of SIGTERM."""
         return self._previous is not None
 
     def withdraw(self) -> None:
-        """Nothing is recorded any more: leave everything as it was found, where it is still ours."""
+        """Restore the original handlers after the last recording, unless the program has replaced them."""
         self._restore_exit()
         on_main = threading.current_thread() is threading.main_thread()
         if on_main or not self._took_sigterm:  # else the interpreter still tells it of signals
@@ -118,7 +118,7 @@ class Termination:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 
     def forget(self) -> None:
-        """This is a forked child: it ends as if nothing had been recorded."""
+        """Detach in a forked child, which ends as without a recording."""
         self._restore_exit()
         self._close()
 
@@ -127,7 +127,7 @@ class Termination:
         self._receiver.close()
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
-        """On the main thread, as soon as that runs Python again."""
+        """Handle the signal on the main thread, when it next runs Python."""
         if self._previous is not None:
             self._ends.noted(TERMINATED)
             self._previous(number, frame)
@@ -150,7 +150,7 @@ class Termination:
         self._exit(status)
 
     def _send(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # full: it is told already
+        with contextlib.suppress(OSError):  # full: it has already been notified
             self._sender.send(bytes([number]))
 
     def _listen(self) -> None:
@@ -181,7 +181,7 @@ class Termination:
                 self._leaving.set()
 
     def _receive(self) -> int:
-        """The next number that this process sent itself: a child between fork and exec shares the socket."""
+        """Return the next number sent by this process itself: a child between fork and exec shares the socket."""
         while True:
             data, ancillary, _, _ = self._receiver.recvmsg(16, socket.CMSG_SPACE(_SENDER.size))
             senders = [_SENDER.unpack(data)[0] for _, kind, data in ancillary if len(data) == _SENDER.size]
@@ -204,16 +204,16 @@ class Termination:
 def deferred_sigterm(
     hurry: Callable[[], None], *, repeated: Callable[[], bool] = lambda: False, ends: bool = False
 ) -> Iterator[None]:
-    """Keep a SIGTERM that the program handles from interrupting what is done in here; the handler is called after it.
+    """Defer a SIGTERM with a handler of the program for the block. The handler is called after the block.
 
-    A handler may raise, or close the hook itself: halfway through a close the one loses what is left to write, and the other
-    waits for itself. Where the program has been told to end, for its handler runs already, say, it is not told again.
-    Without a handler of the program's this does nothing, and so it does on other threads than the main one.
+    A handler may raise, or close the hook itself. Halfway through a close the former loses the remaining data, and the latter
+    waits for itself. If the program has already been notified, e.g. because its handler is running, it is not notified again.
+    Without a handler of the program, and on threads other than the main thread, this does nothing.
 
     Args:
-        hurry: called when a SIGTERM comes; must not wait.
-        repeated: whether the program has been told before.
-        ends: the program ends right after this, so that nobody is left to be told.
+        hurry: Called on a SIGTERM; must not wait.
+        repeated: Whether the program has already been notified.
+        ends: Whether the program ends directly after this, so that it is not notified.
     """
     handler = _program_handler()
     if handler is None:
@@ -238,7 +238,7 @@ def deferred_sigterm(
 
 
 def _program_handler() -> Callable[[int, FrameType | None], Any] | None:
-    """What the program does about SIGTERM; None where it leaves that to the system or to the recorder, or on another thread."""
+    """Return the program's handler of SIGTERM; None without one, or on another thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
     handler = signal.getsignal(signal.SIGTERM)
@@ -249,7 +249,7 @@ def _program_handler() -> Callable[[int, FrameType | None], Any] | None:
 
 
 def _is_running(handler: Any, frame: FrameType | None) -> bool:
-    """Whether a handler is among the calls that a frame is in."""
+    """Return whether a handler is in the call stack of a frame."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
@@ -261,8 +261,8 @@ def _is_running(handler: Any, frame: FrameType | None) -> bool:
 
 
 def take_default_action(number: int) -> None:
-    """End this process by a signal, from any thread, as if nobody had handled it; not the first of a PID namespace."""
+    """End this process by a signal from any thread as if it had no handler, except for the first process of a PID namespace."""
     ctypes.pythonapi.PyOS_setsig.argtypes = [ctypes.c_int, ctypes.c_void_p]
     ctypes.pythonapi.PyOS_setsig.restype = ctypes.c_void_p
-    ctypes.pythonapi.PyOS_setsig(number, None)  # signal.signal works on the main thread alone
+    ctypes.pythonapi.PyOS_setsig(number, None)  # signal.signal works only on the main thread
     os.kill(os.getpid(), number)

@@ -1,1 +1,1 @@
-"""Figures of the process and the machine: sampled beside training, recorded with its steps."""
+"""Figures of the process and the machine: sampled during training, recorded with its steps."""

@@ -1,6 +1,6 @@
 """System rows: a thread that samples the process and its machine twice a second, and step times from the training thread.
 
-Every rank samples itself; the first rank of a machine also samples the machine. Rows are attached when a step is handed over, and carry its
+Every rank samples itself; the first rank of a machine also samples the machine. Rows are attached when a step is handed over, and have its
 number. They are therefore never ahead of the step's own rows or behind the rows that end it, and need no segment of their own.
 """
 
@@ -37,17 +37,17 @@ from watchstep.format.statistics import StatisticsBatch, merge_rows, scalars
 from watchstep.format.system_figures import DATA_WAIT, INITIALIZATION_SECONDS, STEP_SECONDS
 from watchstep.format.tensors import SYSTEM, TensorInfo
 
-_MOST = 65_536  # samples that wait to be taken; of steps so short, some are enough
+_MOST = 65_536  # maximum number of pending samples; a part of such short steps is sufficient
 
 
 class StepTimes:
-    """Told when an update ends and when a forward pass begins.
+    """Measures step times from the ends of updates and starts of forward passes.
 
-    Between the two a program fetches data, and does whatever else it does there: a checkpoint, `loss.item()`, which waits
+    Between the two a program fetches data, and does other work: a checkpoint, `loss.item()`, which waits
     for a device.
 
     Attributes:
-        first: when the first update ended, by the clock; None before.
+        first: Time of the first update's end by the clock; None before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -61,7 +61,7 @@ class StepTimes:
         self._waits: list[float] = []
 
     def finished(self) -> None:
-        """An update has ended, and its step with it."""
+        """Record the end of an update and its step."""
         now = self._clock()
         if self.first is None:
             self.first = now
@@ -74,17 +74,17 @@ class StepTimes:
         self._is_between, self._is_mixed = True, False
 
     def forward(self) -> None:
-        """A forward pass of training begins; the first one after an update ends the wait."""
+        """Record the start of a training forward pass. The first one after an update ends the wait."""
         if self._is_between:
             self._is_between = False
             self._wait = self._clock() - self._ended
 
     def other_mode(self) -> None:
-        """The program evaluates: how long this step takes says nothing of the others."""
+        """Exclude the current step, because the program evaluates."""
         self._is_mixed = True
 
     def take(self) -> tuple[list[float], list[float]]:
-        """Seconds of each step, and the shares that were waited; forgotten here. Called from another thread."""
+        """Return and clear the seconds of each step and the waited shares. Called from another thread."""
         seconds, self._seconds = self._seconds, []
         waits, self._waits = self._waits, []
         return seconds, waits
@@ -95,9 +95,9 @@ class Sampled:
     """Rows of samples.
 
     Attributes:
-        tensors: what each row is of.
-        statistics: of its samples.
-        time_ns: when the last was taken, nanoseconds since the epoch.
+        tensors: Tensor of each row.
+        statistics: Statistics of its samples.
+        time_ns: Time of the last sample in nanoseconds since the epoch.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -105,7 +105,7 @@ class Sampled:
     time_ns: int
 
     def with_later(self, later: Sampled) -> Sampled:
-        """Both as one."""
+        """Return both merged."""
         place = {info: row for row, info in enumerate(dict.fromkeys((*self.tensors, *later.tensors)))}
         group = np.array([place[info] for info in (*self.tensors, *later.tensors)], np.intp)
         both = StatisticsBatch.concatenate([self.statistics, later.statistics])
@@ -113,34 +113,34 @@ class Sampled:
 
 
 class Waiting:
-    """The rows that no step has taken along yet. One thread gives, one takes, and neither waits for the other."""
+    """Rows that are not attached to a step yet. One thread adds, another takes, and neither waits for the other."""
 
     def __init__(self) -> None:
         self._rows: deque[Sampled] = deque()
 
     def give(self, rows: Sampled) -> None:
-        """Rows for the next step; merged with those that wait, so that there are never more for a step that lasts."""
-        with contextlib.suppress(IndexError):  # none waits
+        """Add rows for the next step. They are merged with pending rows, so that their number does not grow during a long step."""
+        with contextlib.suppress(IndexError):  # none is pending
             rows = self._rows.pop().with_later(rows)
         self._rows.append(rows)
 
     def take(self) -> Sampled | None:
-        """What waits; None where nothing does."""
+        """Return the pending rows, or None."""
         if not self._rows:
             return None
         try:
             return self._rows.popleft()
-        except IndexError:  # it was taken back a moment ago, and is given again
+        except IndexError:  # it was just removed, and is added again
             return None
 
 
 @dataclass(frozen=True)
 class Alongside:
-    """Both ways.
+    """Exchange between the training thread and the sampler.
 
     Attributes:
-        times: from the training thread.
-        rows: to it.
+        times: Step times from the training thread.
+        rows: Rows to the training thread.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
@@ -148,27 +148,27 @@ class Alongside:
 
 
 def info_of(name: str) -> TensorInfo:
-    """What is known of a figure of the system."""
+    """Return the tensor info of a system figure."""
     return TensorInfo(name, (SYSTEM,), "system", dtype="float64")
 
 
 class Samples:
-    """By name, in the order in which they came."""
+    """Samples by name, in the order of arrival."""
 
     def __init__(self) -> None:
         self._held: dict[str, list[float]] = {}
 
     def add(self, figures: Mapping[str, float]) -> None:
-        """One sample of each."""
+        """Add one sample of each figure."""
         for name, value in figures.items():
             self._held.setdefault(name, []).append(value)
 
     def add_all(self, name: str, values: Iterable[float]) -> None:
-        """Several of one figure."""
+        """Add several samples of one figure."""
         self._held.setdefault(name, []).extend(values)
 
     def as_rows(self) -> Sampled | None:
-        """A row for each figure that has samples, which are forgotten; None where none has."""
+        """Return a row for each figure with samples, and clear them; None without samples."""
         samples, self._held = {name: values for name, values in self._held.items() if values}, {}
         if not samples:
             return None
@@ -182,12 +182,12 @@ _OF_NODE: tuple[Callable[[], FigureSource], ...] = (NodeCpu, NodeMemory, NodeDis
 
 
 def opened(identity: Identity, health: RecorderHealth, *, gpus: bool) -> list[FigureSource]:
-    """What can be sampled here; health is told of the rest.
+    """Return the available sources. Unavailable ones are noted in the health.
 
     Args:
-        identity: of this rank.
-        health: gets a note for each kind of figures that cannot be had.
-        gpus: whether GPUs are wanted.
+        identity: Identity of this rank.
+        health: Receives a note for each kind of unavailable figures.
+        gpus: Whether to sample GPUs.
     """
     kinds = list(_OF_PROCESS)
     if identity.local_rank == 0:
@@ -211,19 +211,19 @@ def opened(identity: Identity, health: RecorderHealth, *, gpus: bool) -> list[Fi
 
 
 def _samples_gpus(identity: Identity) -> bool:
-    """Whether they are this rank's to sample: each rank's own where it is shown fewer than there are ranks."""
+    """Return whether this rank samples GPUs: each rank its own if fewer are visible than there are ranks."""
     shown = visible_count()
     return identity.local_rank == 0 or (shown is not None and shown < identity.local_size)
 
 
-_SHARE_BEFORE = 0.2  # of a row's time: a program that ends at once is not looked at at all
+_SHARE_BEFORE = 0.2  # share of a row's time: a program that ends at once is not sampled
 _CLOSING_SECONDS = 1.0
 
 
 class Sampler:
     """Samples until it is closed, and makes a row of each figure's samples every few seconds.
 
-    A recording that is shorter than that has no such rows; what is left at the end of a longer one becomes its last.
+    A shorter recording has no such rows. The remaining samples at the end of a longer one become its last row.
     """
 
     def __init__(
@@ -234,14 +234,14 @@ class Sampler:
         health: RecorderHealth,
         cost: Callable[[float], None] | None = None,
     ) -> None:
-        """Not begun.
+        """Create a sampler without starting it.
 
         Args:
-            settings: how often.
-            alongside: where rows go, and step times come from.
-            identity: of this rank: the first of a machine samples the machine.
-            health: told what cannot be sampled.
-            cost: told the processor time that each sample took, in seconds.
+            settings: Sampling settings.
+            alongside: Exchange of rows and step times with the training thread.
+            identity: Identity of this rank. The first rank of a machine samples the machine.
+            health: Receives notes about unavailable figures.
+            cost: Called with the processor time of each sample in seconds.
         """
         self._settings = settings
         self._alongside = alongside
@@ -257,11 +257,11 @@ class Sampler:
         self._thread = threading.Thread(target=self._work, name="watchstep-system", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Give the last rows, and end. A forked child has nothing to end: the thread is its parent's."""
+        """Add the last rows, and end the thread. In a forked child this does nothing, because the thread is in the parent."""
         if os.getpid() != self._pid:
             return
         self._stop.set()
@@ -273,7 +273,7 @@ class Sampler:
         try:
             self._begin()
             self._go_on()
-        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach the program
+        except Exception as error:  # noqa: BLE001 - errors of the recorder never reach the program
             self._health.fault("system", error)
         for source in self._sources:
             try:
@@ -329,6 +329,6 @@ class Sampler:
 
 
 def _age(began: float) -> float | None:
-    """How old the process was when the recording began, by its own clock; None where that is no part of a training."""
+    """Return the age of the process at the start of the recording by its own clock; None if that is not part of a training."""
     age = seconds_before_recording()
     return None if age is None else age - (time.perf_counter() - began)

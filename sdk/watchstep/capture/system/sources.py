@@ -41,32 +41,32 @@ _PART = 65_536
 
 
 class FigureSource(Protocol):
-    """Knows figures of one kind."""
+    """Source of figures of one kind."""
 
     def sample(self, seconds: float) -> dict[str, float]:
-        """Figures by name, as they are now.
+        """Return the current figures by name.
 
         Args:
-            seconds: since the last call; rates are over that, and left out at the first call.
+            seconds: Seconds since the last call, the period of rates. The first call omits rates.
 
         Raises:
-            OSError, ValueError: they cannot be had.
+            OSError, ValueError: The figures are not available.
         """
         ...
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release resources."""
         ...
 
 
 class Counters:
-    """Totals that only grow, and what was added to each since it was last looked at."""
+    """Monotonic totals, and their increases since the last call."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] = {}
 
     def added(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """What was added, by name; a total that is new, or fell, is left out."""
+        """Return the increases by name. New and decreased totals are omitted."""
         before, self._before = self._before, totals
         return {
             name: total - before[name]
@@ -76,15 +76,15 @@ class Counters:
 
 
 def content(path: str) -> bytes:
-    """What a file of the kernel's says, with the least work.
+    """Read a file of the kernel with little overhead.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The file cannot be read.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         text = part = os.read(file, _PART)
-        while part:  # a reading gives a page of some files at most
+        while part:  # a read returns at most one page of some files
             part = os.read(file, _PART)
             text += part
     finally:
@@ -97,12 +97,12 @@ _MOUNT = Path("sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class CpuGroup:
-    """A group whose processor time is limited.
+    """A group with limited processor time.
 
     Attributes:
-        cpus: how many CPUs' worth of time it may take, not always a whole number.
-        usage: the file that tells what it took.
-        seconds: what one unit in that file is.
+        cpus: Limit in CPUs, not always an integer.
+        usage: File with its used processor time.
+        seconds: Seconds per unit in that file.
     """
 
     cpus: float
@@ -110,7 +110,7 @@ class CpuGroup:
     seconds: float
 
     def used(self) -> float:
-        """Processor time that was taken, in seconds."""
+        """Return the used processor time in seconds."""
         words = self.usage.read_text(encoding="ascii").split()
         number = words[words.index("usage_usec") + 1] if "usage_usec" in words else words[0]
         return int(number) * self.seconds
@@ -118,13 +118,13 @@ class CpuGroup:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A group whose memory is limited.
+    """A group with limited memory.
 
     Attributes:
-        limit: in bytes.
-        usage: the file that tells how much is taken.
-        details: the file that tells how much of it is the kernel's cache of files.
-        cache: the name of that figure.
+        limit: Limit in bytes.
+        usage: File with its used memory.
+        details: File with the part of the kernel's file cache.
+        cache: Name of that figure.
     """
 
     limit: int
@@ -133,21 +133,21 @@ class MemoryGroup:
     cache: str
 
     def used(self) -> int:
-        """Bytes that are taken, without files that nobody used lately: the kernel lets go of them when it needs memory."""
+        """Return the used bytes, without files that were not used recently: the kernel releases these when it needs memory."""
         words = self.details.read_text(encoding="ascii").split()
         cached = int(words[words.index(self.cache) + 1]) if self.cache in words else 0
         return max(0, int(self.usage.read_text(encoding="ascii")) - cached)
 
 
 def allowed_cpus(root: Path = Path("/")) -> float:
-    """CPUs that this process may use, by its affinity and its groups."""
+    """Return the number of CPUs for this process, by its affinity and its groups."""
     group = cpu_group(root)
     own = len(os.sched_getaffinity(0))
     return own if group is None else min(own, group.cpus)
 
 
 def cpu_group(root: Path = Path("/")) -> CpuGroup | None:
-    """The group that limits processor time most; None where none does."""
+    """Return the group with the lowest limit of processor time, or None."""
     groups = []
     for folder in _groups(root, ""):
         quota = _words(folder / "cpu.max")
@@ -162,7 +162,7 @@ def cpu_group(root: Path = Path("/")) -> CpuGroup | None:
 
 
 def memory_group(root: Path = Path("/")) -> MemoryGroup | None:
-    """The group that limits memory most; None where none does."""
+    """Return the group with the lowest limit of memory, or None."""
     groups = []
     for folder in _groups(root, ""):
         limit = _words(folder / "memory.max")
@@ -179,7 +179,7 @@ def memory_group(root: Path = Path("/")) -> MemoryGroup | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of a controller's group and of all above it, the innermost first; version 2's where it is empty."""
+    """Yield the folders of a controller's group and all groups above it, innermost first; of version 2 if it is empty."""
     for line in _words(root / "proc/self/cgroup", whole_lines=True):
         _, controllers, path = line.split(":", 2)
         if controller not in controllers.split(","):
@@ -198,7 +198,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _words(path: Path, *, whole_lines: bool = False) -> list[str]:
-    """A file's words, or its lines; none where there is no such file."""
+    """Return a file's words or lines; empty for a missing file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -207,7 +207,7 @@ def _words(path: Path, *, whole_lines: bool = False) -> list[str]:
 
 
 class Process:
-    """Of all its threads. Processor time is read from a clock, memory from ``/proc/self/statm`` (proc(5))."""
+    """Figures of all threads of this process. Processor time is read from a clock, memory from ``/proc/self/statm`` (proc(5))."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._memory = str(root / "proc/self/statm")
@@ -224,14 +224,14 @@ class Process:
         return figures
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 _told: list[int] = []
 
 
 def seconds_before_recording() -> float | None:
-    """Seconds since the process began; None where it was not begun for this training.
+    """Return the seconds since the start of the process; None if it was not started for this training.
 
     That is so for all but the first recording of a process, and where a person types: in a notebook's kernel and at a
     prompt. On other systems than Linux it is not known.
@@ -268,7 +268,7 @@ class DataWorkers:
         return {DATA_WORKERS: float(count)} if count else {}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def _children(self, pid: int) -> list[int]:
         """Of its first thread, which is where programs load data."""

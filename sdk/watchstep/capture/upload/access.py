@@ -25,7 +25,7 @@ from watchstep.format.layout import ATTEMPTS, RUN_DOCUMENT, SegmentKey, WriterId
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store
 
-_MOST_ATTEMPTS = 1000
+_MAX_ATTEMPTS = 1000
 
 
 def claim_attempt(
@@ -37,26 +37,26 @@ def claim_attempt(
     late: bool = False,
     others: Callable[[str], Store] | None = None,
 ) -> WriterId:
-    """Make the run if it is new, and claim or join the attempt.
+    """Create the run if it is new, and claim or join the attempt.
 
-    All ranks of an attempt share its id, and join it; one whose place has been written to, by an earlier process of
-    the same rank, takes a writer's name of its own. A lone worker that finds the id taken was started again under the
-    same launcher: it claims the next free one, ``<id>.2`` and so on. A claim whose answer was lost is found again: the
-    document says who claimed, and when, to the nanosecond.
+    All ranks of an attempt share its id, and join it. If an earlier process of the same rank has already written, the rank gets
+    a writer name of its own. A lone worker that finds the id taken was restarted by the same launcher: it claims the next free
+    one, ``<id>.2`` and so on. A claim with a lost answer is recognized, because the document contains who claimed, and when, to
+    the nanosecond.
 
     Args:
-        store: seen from the run.
-        run: written if the run is new.
-        attempt: written if the attempt is.
-        identity: who claims.
-        late: for a process that has ended; a rank then never takes the name that a live one may be about to take.
-        others: opens the store for another attempt, where its credentials are for one.
+        store: the run's store.
+        run: document to write if the run is new.
+        attempt: document to write if the attempt is new.
+        identity: identity of this worker.
+        late: for a process that has ended: a rank then never takes a name that a live one may be about to take.
+        others: opens the store for another attempt, if credentials are limited to one attempt.
 
     Returns:
-        The writer that this worker is.
+        The id of this worker's writer.
 
     Raises:
-        StoreError: the store refused, or a thousand attempts are taken.
+        StoreError: the store refuses, or a thousand attempts exist.
     """
     store.create(RUN_DOCUMENT, documents.encode(run))
     if identity.world_size > 1:
@@ -64,13 +64,13 @@ def claim_attempt(
         writer = identity.writer()
         taken = late or any(store.entries(writer.prefix))
         return identity.writer(f"-{secrets.token_hex(3)}") if taken else writer
-    for number in range(1, _MOST_ATTEMPTS):
+    for number in range(1, _MAX_ATTEMPTS):
         name = identity.attempt if number == 1 else f"{identity.attempt}.{number}"
         key, data = attempt_document(name), documents.encode(replace(attempt, attempt=name))
         attempt_store = store if others is None or number == 1 else others(name)
         if attempt_store.create(key, data) or _is_ours(attempt_store, key, data):
             return replace(identity, attempt=name).writer()
-    raise StoreError(f"run {run.run}: {_MOST_ATTEMPTS} attempts are taken", "record under a new run id")
+    raise StoreError(f"run {run.run} has {_MAX_ATTEMPTS} attempts", "record under a new run id")
 
 
 def restore_documents(
@@ -80,20 +80,20 @@ def restore_documents(
     name: str,
     health: RecorderHealth,
 ) -> None:
-    """Write the documents of a run and an attempt anew where somebody has emptied a local store that is recorded to.
+    """Write the documents of a run and an attempt again if a local store was emptied during the recording.
 
-    Without them nothing that is recorded from then on could be read. What was written before is gone, and readers see the gap. In a bucket
-    nothing is looked for: it would cost a request for each segment.
+    Without them, nothing recorded from then on could be read. Earlier data is lost, and readers see the gap. Buckets
+    are not checked, because that would cost a request for each segment.
 
     Args:
-        store: seen from the run.
-        run: the run's document, as it was written.
-        attempt: the attempt's.
-        name: of the attempt that was claimed.
-        health: where it is told, once.
+        store: the run's store.
+        run: the run's document, as written.
+        attempt: the attempt's document.
+        name: name of the claimed attempt.
+        health: counts the loss, once.
 
     Raises:
-        StoreError: the store refused, or is another one.
+        StoreError: the store refuses, or was replaced.
     """
     if not store.is_local:
         return
@@ -101,8 +101,8 @@ def restore_documents(
         store.size(RUN_DOCUMENT)
     except NotFoundError:
         lost = StoreError(
-            f"run {store.location}: its document was removed while it is recorded, and what was written before, too, most likely",
-            "the document is written anew; leave the folder alone while the program runs",
+            f"run {store.location}: its document was removed during the recording, most likely with its earlier data",
+            "the document is written again; do not change the folder while the program runs",
         )
         health.fault("emptied run", lost)
         store.create(RUN_DOCUMENT, documents.encode(run))
@@ -110,11 +110,11 @@ def restore_documents(
 
 
 def earlier_attempts(store: Store, attempt: str) -> list[str]:
-    """Attempts of a run besides one and its restarts, which are named ``<attempt>.2`` or ``<attempt>-r1``.
+    """Return the attempts of a run, except one and its restarts, which are named ``<attempt>.2`` or ``<attempt>-r1``.
 
     Args:
-        store: seen from the run.
-        attempt: as its launcher drew it.
+        store: the run's store.
+        attempt: the attempt's id from its launcher.
 
     Raises:
         StoreError: the store could not be listed.
@@ -125,10 +125,10 @@ def earlier_attempts(store: Store, attempt: str) -> list[str]:
 
 
 def reuse_warning(project: str, run: str, attempts: int) -> str:
-    """What a program is told that records a run again from its first step."""
+    """Return the warning for a program that records a run again from its first step."""
     count = "an earlier attempt" if attempts == 1 else f"{attempts} earlier attempts"
     return (
-        f"run {project}/{run} has {count}: readers show the newest attempt of each step, so the steps that are recorded now"
+        f"run {project}/{run} has {count}: readers show the newest attempt of each step, so the steps recorded now"
         " hide the earlier ones"
     )
 
@@ -143,16 +143,16 @@ def _is_ours(store: Store, key: str, data: bytes) -> bool:
 def claim_node(
     store: Store, run: documents.RunDocument, attempt: documents.AttemptDocument, identity: Identity
 ) -> WriterId | None:
-    """Make the run and the attempt where they are new, for all ranks of a node, and draw the name of its writer.
+    """Create the run and the attempt if they are new, for all ranks of a node, and choose the name of its writer.
 
-    Ranks in containers of their own may have one node's name and meet apart, so no two writers are ever named alike.
+    Ranks in separate containers may share a node name without meeting, so the writer's name is random.
 
     Returns:
-        The writer; None where the store does not keep a name for the first that creates it (some services that speak S3
-        ignore ``If-None-Match``): what ranks hand over to each other could then be there twice.
+        The writer id; None if the store lets an object be created twice (some S3-compatible services ignore
+        ``If-None-Match``), because ranks could then write the same data twice.
 
     Raises:
-        StoreError: the store refused.
+        StoreError: the store refuses.
     """
     store.create(RUN_DOCUMENT, documents.encode(run))
     key, data = attempt_document(identity.attempt), documents.encode(attempt)
@@ -164,25 +164,25 @@ def claim_node(
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF = 0.2
-_LONGEST_BACKOFF = 10.0
-_LONGEST_IN_HURRY = 0.5
+_MAX_BACKOFF = 10.0
+_MAX_BACKOFF_AT_END = 0.5
 
 
 @dataclass(frozen=True)
 class UploadTarget:
-    """Where a writer writes, who records, and the service, if there is one.
+    """Where a writer writes, its identity, and the service, if there is one.
 
     Attributes:
-        store_url: of the store, for whoever uploads later what this process could not.
-        open_store: opens the store, seen from the run; called on the writer's thread until it succeeds.
-        store_identity: of the store, once it was opened.
-        identity: who records.
-        run: to make the run with.
-        asked_rules: rule configs to register the run with.
-        attempt: to claim the attempt with.
-        service: where to announce.
-        open_attempt: opens it for another attempt; None where one store is for all.
-        warns_of_reuse: whether to look for earlier attempts of the run, whose steps this one hides.
+        store_url: URL of the store, for a later upload of what this process could not upload.
+        open_store: opens the run's store; called on the writer's thread until it succeeds.
+        store_identity: identity of the store, once it was opened.
+        identity: identity of the recorder.
+        run: the run's document.
+        requested_rules: rule configs to register the run with.
+        attempt: the attempt's document.
+        service: service for announcements.
+        open_attempt: opens the store for another attempt; None if one store serves all.
+        warns_of_reuse: whether to check for earlier attempts of the run with the same steps.
     """
 
     store_url: str
@@ -193,18 +193,18 @@ class UploadTarget:
     attempt: documents.AttemptDocument
     service: ServiceClient | None
     open_attempt: Callable[[str], Store] | None = None
-    asked_rules: tuple[dict[str, Any], ...] = ()
+    requested_rules: tuple[dict[str, Any], ...] = ()
     warns_of_reuse: bool = False
 
 
 class Access:
-    """The way to the store and the service. On the writer's thread; what is announced has a thread of its own.
+    """Access to the store and the service. Used on the writer's thread; announcements have a separate thread.
 
-    What is announced while ``is_urgent`` says so, the service evaluates before other runs.
+    Segments announced while ``is_urgent`` returns True are evaluated before other runs.
 
     Attributes:
-        target: what is reached.
-        store: None before it was opened.
+        target: the upload target.
+        store: the store; None before it was opened.
     """
 
     def __init__(
@@ -219,12 +219,14 @@ class Access:
         self._health = health
         self._retry_at = 0.0
         self._backoff = _FIRST_BACKOFF
-        self._longest = _LONGEST_BACKOFF
+        self._longest = _MAX_BACKOFF
         self._failing_since: float | None = None
-        self._looked_for_reuse = False
-        asked = {"run": target.identity.run, "rules": list(target.asked_rules)}
+        self._checked_reuse = False
+        registration = {"run": target.identity.run, "rules": list(target.requested_rules)}
         self._announcer = (
-            None if target.service is None else Announcer(target.service, asked, control, health, is_urgent)
+            None
+            if target.service is None
+            else Announcer(target.service, registration, control, health, is_urgent)
         )
 
     @property
@@ -233,23 +235,23 @@ class Access:
         return time.monotonic() >= self._retry_at
 
     @property
-    def is_left_alone(self) -> bool:
-        """Whether the service has refused, and is not to be asked yet."""
-        return self._announcer is not None and self._announcer.is_left_alone
+    def is_service_paused(self) -> bool:
+        """Whether the service has refused, and must not be contacted yet."""
+        return self._announcer is not None and self._announcer.is_paused
 
     @property
     def failing_for(self) -> float | None:
-        """For how many seconds the store has refused; None where it does not."""
+        """Seconds since the store started to refuse; None if it does not."""
         return None if self._failing_since is None else time.monotonic() - self._failing_since
 
     def hurry(self) -> None:
-        """The process is about to end: try at once, and often."""
-        self._retry_at, self._longest = 0.0, _LONGEST_IN_HURRY
+        """Retry at once and often, because the process is about to end."""
+        self._retry_at, self._longest = 0.0, _MAX_BACKOFF_AT_END
         if self._announcer is not None:
             self._announcer.hurry()
 
     def open(self) -> Store:
-        """The store.
+        """Open the store, or return the open one.
 
         Raises:
             StoreError, ConfigError: it cannot be opened.
@@ -258,7 +260,7 @@ class Access:
         return self.store
 
     def change_to(self, attempt: str) -> Store:
-        """The store, opened for the attempt that was claimed, where it was opened for another.
+        """Reopen the store for the claimed attempt, if it was opened for another.
 
         Raises:
             StoreError, ConfigError: it cannot be opened.
@@ -274,45 +276,47 @@ class Access:
             StoreError: the store could not be listed.
         """
         identity = self.target.identity
-        if not self.target.warns_of_reuse or self._looked_for_reuse:
+        if not self.target.warns_of_reuse or self._checked_reuse:
             return
         earlier = earlier_attempts(store, identity.attempt)
-        self._looked_for_reuse = True
+        self._checked_reuse = True
         if earlier:
             warning = reuse_warning(identity.project, identity.run, len(earlier))
             self._health.note("earlier_attempts", warning)
-            _log.warning("watchstep: %s (first_step= goes on with a run; another run= begins one)", warning)
+            _log.warning(
+                "watchstep: %s (first_step= continues a run; another run= starts a new one)", warning
+            )
 
     def advanced(self) -> None:
-        """The store has taken something."""
+        """Report progress: the store has accepted an object."""
         self._retry_at, self._backoff = 0.0, _FIRST_BACKOFF
 
     def done(self) -> None:
-        """The store has taken everything."""
+        """Report completion: the store has accepted everything."""
         self._failing_since = None
 
     def failed(self, error: StoreError) -> None:
-        """The store refused."""
+        """Report a refusal of the store."""
         self._health.fault("store", error)
         self._failing_since = self._failing_since or time.monotonic()
         self._retry_at = time.monotonic() + min(self._longest, self._backoff)
         self._backoff = min(self._longest, 2 * self._backoff)
 
     def announce(self, key: SegmentKey) -> None:
-        """Have the service told of a segment, if there is one. Never waits: its answer goes to the control reader.
+        """Announce a segment to the service, if there is one. Never blocks: the answer goes to the control reader.
 
-        A service that has refused, or does not answer, is told nothing for a while, and then what it has missed: of many segments
-        the newest. It finds the others without.
+        A service that has refused, or does not answer, gets no announcements for a while, and then the newest of
+        the skipped ones. It discovers the others by itself.
         """
         if self._announcer is not None:
             self._announcer.announce(key)
 
     def finish_announcing(self, is_late: Callable[[], bool]) -> None:
-        """Nothing more is announced: wait until the service knows of all segments, has failed, or it is late."""
+        """End announcements: wait until the service knows all segments, has failed, or ``is_late`` returns True."""
         if self._announcer is not None:
             self._announcer.close(is_late)
 
     def report_cost(self, report: Callable[[float], None]) -> None:
-        """Tell of the processor time that announcing takes, in seconds."""
+        """Set a callback for the processor seconds of announcements."""
         if self._announcer is not None:
             self._announcer.report_cost(report)

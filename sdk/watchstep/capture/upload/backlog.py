@@ -1,4 +1,4 @@
-"""From finished steps to encoded segments, and the segments that wait for the store: the newest in memory, older ones on disk if memory is short."""
+"""Encoding finished steps as segments, and the segments that wait for the store: the newest in memory, older ones on disk if memory is short."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from watchstep.format.tensors import MAX_WORD_BYTES, TensorInfo
 
 
 class Backlog:
-    """What is not on the store yet. Thread-safe; the lock is never held while the store is asked.
+    """Segments that are not on the store yet. Thread-safe; the lock is never held during requests to the store.
 
-    What lies on disk is always older than what is in memory, so that taking from the disk first keeps the order. Where
-    neither has room nothing more is taken from the queue, and the queue drops what is newest, before it has a number:
+    Segments on disk are always older than those in memory, so taking from the disk first keeps the order. If
+    neither has room, nothing more is taken from the queue, and the queue drops the newest steps before they get a number, so that
     numbers stay contiguous.
     """
 
@@ -38,48 +38,48 @@ class Backlog:
 
     @property
     def full(self) -> bool:
-        """Whether there is no room for more."""
+        """Whether there is no room."""
         with self._lock:
             return self._bytes >= self._limit or self._sealed
 
     @property
     def empty(self) -> bool:
-        """Whether everything lies on the store, and nothing on disk."""
+        """Whether everything is on the store, and nothing on disk."""
         with self._lock:
             return not self._memory and not len(self._spill)
 
     @property
     def segments(self) -> int:
-        """How many segments have a number and were not dropped."""
+        """Number of segments that were numbered and not dropped."""
         with self._lock:
             return self._segments
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest that is not on the store; that of the next where all are."""
+        """Number of the oldest segment that is not on the store; that of the next one if all are."""
         with self._lock:
             return self._memory[0].place.seq if self._memory else self._segments
 
     @property
     def base(self) -> int:
-        """The number of the segment that is the first of this process' own writer."""
+        """Number of the segment that is the first of this process's own writer."""
         with self._lock:
             return self._spill.about.base or 0
 
     @property
     def doubt(self) -> Doubt | None:
-        """The oldest segments, where they may be on the store already, by the node's writer."""
+        """The oldest segments, if the node's writer may have stored them already."""
         with self._lock:
             return None if self._sealed else self._spill.about.doubt
 
     def hand_over(self) -> bool:
-        """From now on another process uploads: nothing goes to disk. False where something waits there."""
+        """Let another process upload from now on: nothing is written to disk. Returns False if segments wait there."""
         with self._lock:
             self._handing = not len(self._spill) and not self._sealed and self._spill.about.doubt is None
             return self._handing
 
     def after(self, number: int, limit: int) -> list[Outgoing]:
-        """Segments in memory from a number on: one at least, where there is any, and further ones up to so many bytes."""
+        """Return segments in memory from a number on: at least one if there is any, and more up to ``limit`` bytes."""
         later: list[Outgoing] = []
         with self._lock:
             for item in self._memory:
@@ -91,7 +91,7 @@ class Backlog:
         return later
 
     def acknowledge(self, numbers: tuple[int, ...]) -> None:
-        """The oldest segments, with these numbers, lie on the store."""
+        """Remove the oldest segments, with these numbers, because they are on the store."""
         with self._lock:
             while self._memory and self._memory[0].place.seq in numbers:
                 item = self._memory.popleft()
@@ -99,11 +99,11 @@ class Backlog:
                 self._health.count("rows", item.place.rows)
 
     def take_back(self, doubt: Doubt | None, written: int) -> None:
-        """From now on this process uploads again, under its own writer.
+        """Let this process upload again, with its own writer.
 
         Args:
-            doubt: what must be settled before.
-            written: how many segments of its own writer are on the store.
+            doubt: segments whose state must be determined first.
+            written: number of segments of its own writer on the store.
         """
         with self._lock:
             if self._handing:
@@ -111,7 +111,7 @@ class Backlog:
                 self._spill.describe(replace(self._spill.about, base=None, written=written, doubt=doubt))
 
     def doubted(self) -> list[Outgoing]:
-        """The segments that are in doubt."""
+        """Return the segments in doubt."""
         with self._lock:
             doubt = self._spill.about.doubt
             if doubt is None or self._sealed:
@@ -121,7 +121,7 @@ class Backlog:
             return doubted + [item for item in self._memory if item.place.seq <= last]
 
     def settled(self, contained: tuple[int, ...]) -> None:
-        """Of those in doubt these are on the store; nothing is in doubt any more."""
+        """Resolve the doubt: of the segments in doubt, these are on the store."""
         with self._lock:
             if self._sealed:
                 return
@@ -145,7 +145,7 @@ class Backlog:
                 self._spill.describe(replace(about, base=base, doubt=None))
 
     def add(self, first: int, last: int, rows: int, data: bytes) -> None:
-        """A segment of these steps: it gets the next number."""
+        """Add a segment of these steps; it gets the next number."""
         with self._lock:
             self._memory.append(Outgoing(SegmentPlace(self._segments, first, last, rows), data))
             self._segments += 1
@@ -155,7 +155,7 @@ class Backlog:
                 self._relieve(self._limit)
 
     def relieve(self) -> None:
-        """Put all that is in memory on disk, as far as there is room."""
+        """Write everything in memory to disk, as far as there is room."""
         with self._lock:
             if not self._sealed and not self._handing:
                 self._relieve(1)
@@ -165,14 +165,14 @@ class Backlog:
             self._bytes -= len(self._memory.popleft().data)
 
     def head(self) -> Outgoing | None:
-        """The oldest object; None where there is none, or it is no longer this process that uploads."""
+        """Return the oldest segment; None if there is none, or another process uploads."""
         with self._lock:
             if self._sealed:
                 return None
             return self._spill.head() or (self._memory[0] if self._memory else None)
 
     def remove(self, head: Outgoing) -> bool:
-        """The head lies on the store now, wherever it has gone meanwhile; False where it was given up before."""
+        """Remove the head, which is on the store now, wherever it is kept. Returns False if it was dropped before."""
         with self._lock:
             if self._sealed:
                 return False
@@ -182,14 +182,14 @@ class Backlog:
             return self._spill.remove(head.place.seq)
 
     def claimed(self, writer: WriterId) -> None:
-        """This is the writer of all that is here and comes."""
+        """Set the writer of all present and future segments."""
         with self._lock:
             self._spill.describe(replace(self._spill.about, writer=writer))
 
     def seal(self) -> None:
-        """Put everything on disk: nothing more is uploaded by this process. What does not fit is dropped and counted.
+        """Write everything to disk: this process uploads nothing more. What does not fit is dropped and counted.
 
-        Only the last are dropped, so that those that are kept have no gap.
+        Only the last segments are dropped, so that the rest has no gap.
         """
         with self._lock:
             self._sealed = self._spill.ending = True
@@ -209,30 +209,30 @@ class Backlog:
         self._health.count("dropped_rows", place.rows)
         self._segments = min(self._segments, place.seq)
 
-    def leave(self, end: EndDocument | None) -> str:
-        """Let go of the spill folder, with how the worker ended in it where that is not on the store; its path."""
+    def release(self, end: EndDocument | None) -> str:
+        """Release the spill folder, with the end document in it if that is not on the store. Returns its path."""
         with self._lock:
             if end is not None:
                 self._spill.add_end(end)
             elif not len(self._spill):
                 self._spill.close()
-            return self._spill.leave()
+            return self._spill.detach()
 
     def forget(self) -> None:
-        """This is a forked child: all this is its parent's."""
+        """Reset in a forked child: everything belongs to its parent."""
         self._spill.forget()
 
 
 Catalogue = tuple[TensorInfo, ...]
 
 _CATALOGUES = 4
-"""The same few come again and again: of losses alone, of all layers, with what is sampled of the system beside them. To
-encode one takes 16 µs a tensor."""
+"""Number of cached catalogues. The same few recur: of losses only, of all layers, with system samples. Encoding
+a catalogue takes 16 µs per tensor."""
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Some steps as one block, which takes few objects of Python's however many records they had."""
+    """Several steps as one block, which needs few Python objects regardless of the number of records."""
 
     first: int
     last: int
@@ -242,19 +242,19 @@ class _Steps:
 
 
 _ROW_BYTES = 60
-"""Of a row's step, mode, worker, time, tensor and placement."""
+"""Bytes of a row's step, mode, worker, time, tensor and placement."""
 
 
 class SegmentEncoder:
-    """Takes steps in as they come, and makes one segment of them; keeps the last encoded catalogues, for they come again.
+    """Collects steps and encodes them as segments; caches recently encoded catalogues.
 
-    Records are objects of Python's. Those that wait for the next segment are seen by each run of the collector of cycles, and
-    after some ten thousand it looks at all objects of the process, which stops training for a tenth of a second and more. So
-    they are made into arrays a few steps at a time.
+    Records are Python objects. Those that wait for the next segment are traversed by each run of the garbage collector, and
+    after some ten thousand it traverses all objects of the process, which stops training for a tenth of a second or more. Records
+    are therefore converted to arrays a few steps at a time.
 
     Attributes:
-        rows: that were taken in and wait for their segment.
-        bytes: of their arrays; making the segment takes about twice as much again.
+        rows: number of collected rows.
+        bytes: size of their arrays; encoding takes about twice as much in addition.
     """
 
     def __init__(self, backlog: Backlog, health: RecorderHealth) -> None:
@@ -266,10 +266,10 @@ class SegmentEncoder:
         self.bytes = 0
 
     def take_in(self, steps: list[FinishedStep]) -> None:
-        """Make arrays of some steps, for the next segment. A step of which none can be made is dropped and counted."""
+        """Convert some steps to arrays for the next segment. Steps that cannot be converted are dropped and counted."""
         try:
             block = join([record for step in steps for record in step.records])
-        except Exception as error:  # noqa: BLE001 - counted; other steps may well be taken in
+        except Exception as error:  # noqa: BLE001 - counted; other steps may be valid
             if len(steps) > 1:
                 for step in steps:
                     self.take_in([step])
@@ -283,13 +283,13 @@ class SegmentEncoder:
             self.bytes += block.statistics.bytes + _ROW_BYTES * len(block)
 
     def encode(self) -> None:
-        """Put a segment of what was taken in into the backlog. Steps that cannot be encoded are dropped and counted."""
+        """Add a segment of the collected steps to the backlog. Steps that cannot be encoded are dropped and counted."""
         taken = self._take_out()
         if taken:
             self._encode(taken)
 
     def drop_rest(self) -> None:
-        """Count what was taken in and cannot be written any more."""
+        """Count collected steps that cannot be written any more as dropped."""
         for steps in self._take_out():
             self._drop(steps.number, steps.rows)
 
@@ -302,7 +302,7 @@ class SegmentEncoder:
             block = merge_repeats(concatenate([steps.block for steps in taken]))
             catalogue, packed = self._encoded(block.catalogue)
             data = encode(replace(block, catalogue=catalogue), packed)
-        except Exception as error:  # noqa: BLE001 - counted; other steps may well encode
+        except Exception as error:  # noqa: BLE001 - counted; other steps may be valid
             if len(taken) > 1:
                 for steps in taken:
                     self._encode([steps])
@@ -318,7 +318,7 @@ class SegmentEncoder:
         self._health.count("dropped_steps", steps)
 
     def _encoded(self, catalogue: Catalogue) -> tuple[Catalogue, bytes]:
-        """The catalogue with words that readers take, and its bytes."""
+        """Return the catalogue with bounded names, and its bytes."""
         for encoded, bounded, data in self._catalogues:
             if encoded == catalogue:
                 return bounded, data
@@ -328,7 +328,7 @@ class SegmentEncoder:
             self._health.reached("shortened_names", len(shortened))
             self._health.note(
                 "names",
-                f"{len(shortened)} tensors have names of more than {MAX_WORD_BYTES} bytes, which are recorded shortened;"
+                f"the names of {len(shortened)} tensors exceed {MAX_WORD_BYTES} bytes, and are recorded shortened;"
                 f" the first is {shortened[0][:80]}",
             )
         data = catalogue_bytes(bounded)

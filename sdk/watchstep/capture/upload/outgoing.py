@@ -1,4 +1,4 @@
-"""Encoded segments on their way to the store: notices that describe them between ranks of a node, and several ranks' blocks in one segment."""
+"""Encoded segments on their way to the store: notices about them between ranks of a node, and several ranks' blocks in one segment."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.store.store import Store
 
 Blocks = Mapping[str, tuple[int, ...]]
-"""Process → numbers of its blocks, ascending. A process is named by a token that it draws, a block by its own count."""
+"""Process → numbers of its blocks, ascending. A process is identified by a random token, a block by its process's count."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Said to every follower before an object is made.
+    """An announcement to every follower, before an object is created.
 
     Attributes:
-        key: the object's name.
-        blocks: what will be in it.
-        term: what the lock file held when this was said: see `Handing.may_inherit`.
+        key: the object's key.
+        blocks: the blocks that it will contain.
+        term: content of the lock file at that time: see `Handing.may_inherit`.
     """
 
     key: SegmentKey
@@ -35,12 +35,12 @@ class Notice:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Blocks that may be on the store: somebody meant to make an object of them, and was not heard of again.
+    """Blocks that may be on the store: a leader announced an object with them, and no result is known.
 
     Attributes:
-        key: the object's name.
-        token: whose blocks.
-        numbers: which ones; the oldest that the process holds.
+        key: the object's key.
+        token: the process that the blocks belong to.
+        numbers: numbers of the blocks; the oldest ones of the process.
     """
 
     key: SegmentKey
@@ -54,7 +54,7 @@ _PLACE = re.compile(rf"segment-{_NUMBER}-{_NUMBER}-{_NUMBER}-{_NUMBER}")
 
 @dataclass(frozen=True)
 class SegmentPlace:
-    """A segment's number among those of its process, its steps, and how many rows it holds."""
+    """A segment's number among those of its process, its steps, and its number of rows."""
 
     seq: int
     first: int
@@ -63,17 +63,17 @@ class SegmentPlace:
 
     @property
     def name(self) -> str:
-        """As a part of a file's name."""
+        """The place as a part of a file name."""
         return f"segment-{self.seq}-{self.first}-{self.last}-{self.rows}"
 
     @classmethod
     def parse(cls, name: str) -> SegmentPlace | None:
-        """Read a place's name; None where it is none."""
+        """Parse a place's name; None if it is invalid."""
         match = _PLACE.fullmatch(name)
         return cls(*map(int, match.groups())) if match else None
 
     def key(self, writer: WriterId, base: int = 0) -> SegmentKey:
-        """Its key, once the writer is known, and the number of the block that is this writer's first."""
+        """Return the segment's key for a writer whose first block has the number ``base``."""
         return SegmentKey(writer, self.seq - base, self.first, self.last)
 
 
@@ -82,7 +82,7 @@ class Outgoing:
     """An encoded segment.
 
     Attributes:
-        place: what it is; segments go to the store in the order of their numbers.
+        place: its number and steps; segments are stored in the order of their numbers.
         data: its bytes.
     """
 
@@ -91,13 +91,13 @@ class Outgoing:
 
 
 BLOCKS = b"watchstep.blocks"
-"""Key of the list of blocks in the metadata of a segment that several ranks may be in."""
+"""Metadata key of the list of blocks in a segment that may contain several ranks' blocks."""
 
 _MAX_MEMORY = 64 * 1024 * 1024  # of that list
 
 
 def merge(items: Mapping[str, Sequence[Outgoing]], decoded: Mapping[tuple[str, int], Block]) -> bytes:
-    """One segment of blocks.
+    """Merge blocks into one segment.
 
     Args:
         items: the blocks of each process.
@@ -109,25 +109,25 @@ def merge(items: Mapping[str, Sequence[Outgoing]], decoded: Mapping[tuple[str, i
 
 
 def rows_of(token: str, item: Outgoing) -> Block:
-    """A block's rows.
+    """Decode a block's rows.
 
     Raises:
-        FormatError: they are not what its place says.
+        FormatError: they do not match its place.
     """
     block = segment.decode(item.data, f"{item.place.name} of process {token}")
     place = item.place
     if len(block) != place.rows or (
         len(block) and not (place.first <= int(block.step.min()) and int(block.step.max()) <= place.last)
     ):
-        raise FormatError(f"{place.name} of process {token}: holds other rows", "update all ranks together")
+        raise FormatError(f"{place.name} of process {token} contains other rows", "update all ranks together")
     return block
 
 
 def blocks_of(data: bytes, name: str) -> Blocks:
-    """Which blocks a segment holds, as it says itself; none where it says nothing.
+    """Return the blocks in a segment according to its metadata; empty without such metadata.
 
     Raises:
-        FormatError: it is no segment.
+        FormatError: the data is not a segment.
     """
     with segment.whole(name):
         metadata = parse_json(segment.metadata_of(data, name).get(BLOCKS, b"{}"), _MAX_MEMORY)
@@ -135,21 +135,21 @@ def blocks_of(data: bytes, name: str) -> Blocks:
 
 
 def settle(store: Store, doubt: Doubt, waiting: Sequence[Outgoing]) -> Blocks:
-    """Find out what became of an announced object, and make it where it is not there.
+    """Determine what became of an announced object, and create it if it does not exist.
 
-    Whoever makes it first decides what is in it: a request of the one that announced it, should it still be under way, is
+    The first process to create it determines its contents: a request of the announcing process that is still in progress is
     refused by the store from then on.
 
     Args:
-        store: seen from the run.
-        doubt: the object, and the blocks to make it of.
+        store: the run's store.
+        doubt: the object, and the blocks for it.
         waiting: those blocks.
 
     Returns:
-        What the object holds.
+        The blocks in the object.
 
     Raises:
-        StoreError: the store refused.
+        StoreError: the store refuses.
     """
     path = doubt.key.path
     while True:
@@ -158,7 +158,7 @@ def settle(store: Store, doubt: Doubt, waiting: Sequence[Outgoing]) -> Blocks:
         except NotFoundError:
             pass
         except FormatError:
-            return {}  # damaged: no reader takes anything from it
+            return {}  # damaged, so readers ignore it
         decoded = {(doubt.token, item.place.seq): rows_of(doubt.token, item) for item in waiting}
         if store.create(path, merge({doubt.token: waiting}, decoded)):
             return {doubt.token: tuple(item.place.seq for item in waiting)}

@@ -1,21 +1,17 @@
-"""The spill folder: encoded objects that wait on disk for a store that cannot be reached. It is bounded, and never a reason to fail.
-
-The folder where encoded objects wait for a store that cannot be reached: its files, and who may touch them.
+"""The spill folder: encoded objects that wait on disk for a store that cannot be reached. It is created when needed, bounded, and its errors never end a recording.
 
 ::
 
-    <folder>/spill.json                        whose objects these are, and for which store
-      lock                                     held by whoever adds or uploads
+    <folder>/spill.json                        the owner of the objects, and their store
+      lock                                     held by the process that adds or uploads
       <seq>-<place>                            a segment
       end.json                                 how the worker ended, written last
 
-Files appear whole: under a temporary name, then renamed.
+Files are written under a temporary name, then renamed.
 
-A folder is used only if this user owns it and nobody else may write to it, and so is each file: what another user put there
-would be uploaded with this user's rights. Files are opened relative to the checked directory, and never through a link. The directory
-is opened anew each time: a program may close descriptors that it did not open.
-
-A recorder's own spill folder: made when first needed, bounded, and never a reason to fail.
+A folder, or a file in it, is used only if this user owns it and nobody else may write to it: otherwise another user's data
+would be uploaded with this user's permissions. Files are opened relative to the checked directory, and never through a link. The directory
+is opened for each access, because a program may close descriptors that it did not open.
 """
 
 from __future__ import annotations
@@ -50,29 +46,29 @@ ABOUT = "spill.json"
 END = "end.json"
 _LOCK = "lock"
 _TEMPORARY = ".part-"
-_OTHERS_WRITE = 0o022
+_WRITABLE_BY_OTHERS = 0o022
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCKING = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FILE = re.compile(r"[0-9]{10}-(.+)")
-_MEND = "remove the folder if nothing in it is wanted"
+_HINT = "remove the folder if it is not needed"
 
 
 @dataclass(frozen=True)
 class SpillOwner:
-    """Whose objects lie in a spill folder.
+    """Owner of the objects in a spill folder.
 
     Attributes:
-        store_url: where they belong.
-        identity: who recorded.
-        run: to make the run with.
-        attempt: to claim the attempt with.
-        writer: what was claimed; None where the store could not be reached for that.
-        base: the number of the block that is this writer's first: those before it were handed over to the node's writer.
-            None where that depends on what became of those in doubt.
-        written: where ``base`` is None, how many segments this writer has on the store.
-        doubt: the oldest blocks here, where they may be on the store already.
-        store_id: of the store, where it is a folder; empty where it was never opened, or has none.
+        store_url: URL of their store.
+        identity: identity of the recorder.
+        run: the run's document.
+        attempt: the attempt's document.
+        writer: the claimed writer; None if the store could not be reached for a claim.
+        base: number of the block that is this writer's first; earlier ones were handed over to the node's writer.
+            None if that depends on the blocks in doubt.
+        written: if ``base`` is None, number of segments of this writer on the store.
+        doubt: the oldest blocks here, if they may be on the store already.
+        store_id: id of a local store; empty if it was never opened, or has none.
     """
 
     store_url: str
@@ -86,15 +82,15 @@ class SpillOwner:
     store_id: str = ""
 
     def encode(self) -> bytes:
-        """As a file."""
+        """Encode as a file."""
         return json.dumps(asdict(self), indent=1, default=str).encode()
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> SpillOwner:
-        """Read what `encode` gave.
+        """Parse the result of `encode`.
 
         Raises:
-            FormatError: it is something else.
+            FormatError: the data has another form.
         """
         try:
             document: dict[str, Any] = json.loads(data)
@@ -115,7 +111,7 @@ class SpillOwner:
                 str(document.get("store_id", "")),
             )
         except (ValueError, KeyError, TypeError, BadNameError) as error:
-            raise FormatError(f"{name}: not of a spill folder ({error!r})", _MEND) from error
+            raise FormatError(f"{name} is not a spill folder's file ({error!r})", _HINT) from error
 
 
 def _doubt(document: dict[str, Any]) -> Doubt:
@@ -127,7 +123,7 @@ def _doubt(document: dict[str, Any]) -> Doubt:
 
 @dataclass(frozen=True)
 class Spilled:
-    """A segment that waits in the folder: what it is, and its bytes."""
+    """A segment in the folder: its place and size."""
 
     place: SegmentPlace
     size: int
@@ -139,8 +135,8 @@ class Spilled:
 
 
 def is_own(facts: os.stat_result) -> bool:
-    """Whether a directory or file belongs to this user, and nobody else may write to it."""
-    return facts.st_uid == os.geteuid() and not facts.st_mode & _OTHERS_WRITE
+    """Whether a directory or file belongs to this user, and is not writable by others."""
+    return facts.st_uid == os.geteuid() and not facts.st_mode & _WRITABLE_BY_OTHERS
 
 
 def _check_regular(facts: os.stat_result, path: Path) -> None:
@@ -152,12 +148,12 @@ def _check_own(facts: os.stat_result, path: Path) -> None:
     if not is_own(facts):
         mode = stat.S_IMODE(facts.st_mode)
         raise PermissionError(
-            errno.EPERM, f"not this user's alone: owner {facts.st_uid}, mode {mode:04o}", str(path)
+            errno.EPERM, f"not exclusively this user's: owner {facts.st_uid}, mode {mode:04o}", str(path)
         )
 
 
 class SpillFolder:
-    """One folder, locked as long as this object is open."""
+    """One folder, locked while this object is open."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -165,16 +161,16 @@ class SpillFolder:
 
     @classmethod
     def make(cls, root: Path, name: str, about: SpillOwner) -> SpillFolder:
-        """A new folder, for its owner alone.
+        """Create a new private folder.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         path = root / f"{name}-{secrets.token_hex(4)}"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = root.stat()
         if facts.st_uid != os.geteuid() and not (facts.st_uid == 0 and facts.st_mode & stat.S_ISVTX):
-            # Its owner could put another folder in the place of ours.
+            # Its owner could replace the folder.
             raise PermissionError(f"{root} belongs to another user ({facts.st_uid})")
         path.mkdir(mode=0o700)
         try:
@@ -183,7 +179,7 @@ class SpillFolder:
             with contextlib.suppress(OSError):
                 path.rmdir()
             raise
-        assert folder is not None, "nobody else knows of it"
+        assert folder is not None, "no other process knows the new folder"
         try:
             folder.describe(about)
         except OSError:
@@ -193,10 +189,10 @@ class SpillFolder:
 
     @classmethod
     def take(cls, path: Path) -> SpillFolder | None:
-        """A folder that is there; None while another process holds it, or where it is gone.
+        """Lock an existing folder; None if another process has locked it, or it does not exist.
 
         Raises:
-            OSError: it cannot be opened, or is not this user's alone.
+            OSError: it cannot be opened, or does not belong exclusively to this user.
         """
         return cls._locked(path, create=False)
 
@@ -213,7 +209,7 @@ class SpillFolder:
                     there = os.stat(_LOCK, dir_fd=directory, follow_symlinks=False)
                     if facts.st_ino == there.st_ino:
                         return cls(path, lock)
-                except OSError:  # also of a file system without locks
+                except OSError:  # including file systems without locks
                     os.close(lock)
                     raise
                 os.close(lock)
@@ -222,18 +218,18 @@ class SpillFolder:
         return None
 
     def about(self) -> SpillOwner:
-        """Whose it is.
+        """Return the owner of the objects.
 
         Raises:
-            FormatError: that cannot be told.
+            FormatError: the file cannot be read or is invalid.
         """
         try:
             return SpillOwner.decode(self._read(ABOUT), str(self.path / ABOUT))
         except OSError as error:
-            raise FormatError(f"{self.path / ABOUT}: cannot be read ({error})", _MEND) from error
+            raise FormatError(f"{self.path / ABOUT}: cannot be read ({error})", _HINT) from error
 
     def describe(self, about: SpillOwner) -> None:
-        """Say whose it is; again once the writer is claimed, before anything is uploaded under its name.
+        """Write the owner; again once the writer is claimed, before anything is uploaded under its name.
 
         Raises:
             OSError: it cannot be written.
@@ -244,7 +240,7 @@ class SpillFolder:
         """Write an object.
 
         Raises:
-            OSError: it cannot be written; nothing of it is left.
+            OSError: it cannot be written; nothing of it remains.
         """
         spilled = Spilled(item.place, len(item.data))
         self._write(spilled.name, item.data)
@@ -259,10 +255,10 @@ class SpillFolder:
         self._write(END, documents.encode(end))
 
     def end(self) -> documents.EndDocument | None:
-        """How the worker ended; None where nobody has said.
+        """Return how the worker ended; None if unknown.
 
         Raises:
-            FormatError: the file holds something else.
+            FormatError: the file is invalid.
         """
         try:
             data = self._read(END)
@@ -271,10 +267,10 @@ class SpillFolder:
         return documents.decode(documents.EndDocument, data, str(self.path / END))
 
     def entries(self) -> list[Spilled]:
-        """What lies here, in order. Files of other names are left out.
+        """Return the folder's segments in order. Files with other names are ignored.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the folder cannot be read.
         """
         listed = []
         with _opened(self.path) as directory, os.scandir(directory) as entries:
@@ -286,7 +282,7 @@ class SpillFolder:
         return sorted(listed, key=lambda spilled: spilled.place.seq)
 
     def read(self, spilled: Spilled) -> Outgoing:
-        """An object.
+        """Read an object.
 
         Raises:
             OSError: it cannot be read.
@@ -294,7 +290,7 @@ class SpillFolder:
         return Outgoing(spilled.place, self._read(spilled.name))
 
     def drop(self, name: str) -> None:
-        """Remove a file; a missing one is no error.
+        """Remove a file; a missing one is not an error.
 
         Raises:
             OSError: it cannot be removed.
@@ -303,7 +299,7 @@ class SpillFolder:
             _unlink(name, directory)
 
     def remove(self) -> None:
-        """Remove the folder with what Watchstep made in it, and let go of it. What cannot be removed stays."""
+        """Remove the folder with the files that Watchstep created, and release it. Other files remain."""
         try:
             with _opened(self.path) as directory:
                 for name in os.listdir(directory):  # noqa: PTH208 - a descriptor
@@ -312,11 +308,11 @@ class SpillFolder:
                 _unlink(_LOCK, directory)
             self.path.rmdir()
         except OSError:
-            pass  # something of the user's own lies there, or it is gone already
+            pass  # it contains other files, or is gone already
         self.release()
 
     def release(self) -> None:
-        """Leave the folder to others."""
+        """Unlock the folder."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -335,12 +331,12 @@ class SpillFolder:
 
     def _read(self, name: str) -> bytes:
         with _opened(self.path) as directory:
-            return read_owned_file(name, {os.geteuid()}, folder=directory, refused_modes=_OTHERS_WRITE)
+            return read_owned_file(name, {os.geteuid()}, folder=directory, refused_modes=_WRITABLE_BY_OTHERS)
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """The descriptor of a directory that is this user's alone to write to."""
+    """Open a directory that only this user may write to."""
     directory = os.open(path, _DIRECTORY)
     try:
         _check_own(os.fstat(directory), path)
@@ -360,12 +356,12 @@ _log = logging.getLogger("watchstep")
 
 
 def spill_roots() -> list[Path]:
-    """Where spill folders are created, in the order of preference.
+    """Return folders for spill folders, in the order of preference.
 
-    ``WATCHSTEP_SPILL`` alone; else the user's cache, a folder for the user in the temporary one, and the temporary one itself.
+    ``WATCHSTEP_SPILL`` only; else the user's cache, a folder for the user in the temporary folder, and the temporary folder itself.
     """
-    if named := os.environ.get(SPILL):
-        return [Path(os.path.expanduser(named)).absolute()]  # noqa: PTH111 - it never raises
+    if configured := os.environ.get(SPILL):
+        return [Path(os.path.expanduser(configured)).absolute()]  # noqa: PTH111 - it never raises
     cache = cache_folder()
     roots = [cache / "watchstep" / "spill"] if cache is not None else []
     if (temporary := temporary_folder()) is not None:
@@ -374,11 +370,11 @@ def spill_roots() -> list[Path]:
 
 
 class Spill:
-    """Objects on disk, oldest first. Not thread-safe: its owner locks.
+    """Objects on disk, oldest first. Not thread-safe: the owner locks.
 
     Attributes:
-        bytes: of the objects that wait.
-        ending: the process is about to end; how it went is said then.
+        bytes: size of the waiting objects.
+        ending: the process is about to end, and reports the folder then.
     """
 
     def __init__(
@@ -403,11 +399,11 @@ class Spill:
 
     @property
     def rows(self) -> int:
-        """Rows of statistics that wait."""
+        """Number of waiting rows."""
         return sum(spilled.place.rows for spilled in self._waiting)
 
     def add(self, item: Outgoing) -> bool:
-        """Take an object; False where it does not fit, or the disk refuses."""
+        """Add an object. Returns False if it does not fit, or the disk refuses."""
         if self.bytes + len(item.data) > self._limit or time.monotonic() < self._not_before:
             return False
         try:
@@ -422,7 +418,7 @@ class Spill:
         return True
 
     def head(self) -> Outgoing | None:
-        """The oldest object. One that can no longer be read is counted as dropped."""
+        """Return the oldest object. Unreadable ones are counted as dropped."""
         while self._waiting:
             assert self._folder is not None
             try:
@@ -435,7 +431,7 @@ class Spill:
         return None
 
     def remove(self, seq: int) -> bool:
-        """Remove the oldest segment, if it has this number: it lies on the store now."""
+        """Remove the oldest segment, if it has this number, because it is on the store."""
         if not self._waiting or self._waiting[0].place.seq != seq:
             return False
         assert self._folder is not None
@@ -452,27 +448,27 @@ class Spill:
 
     @property
     def waiting(self) -> SegmentPlace | None:
-        """The oldest; None where there is none."""
+        """The oldest segment's place; None if there is none."""
         return self._waiting[0].place if self._waiting else None
 
     @property
     def about(self) -> SpillOwner:
-        """Whose objects wait."""
+        """The owner of the objects."""
         return self._about
 
     def oldest(self, until: int) -> list[Outgoing]:
-        """Those up to a number. One that can no longer be read is left out."""
-        taken = []
+        """Return objects up to a number. Unreadable ones are omitted."""
+        items = []
         for spilled in self._waiting:
             if spilled.place.seq <= until and self._folder is not None:
                 try:
-                    taken.append(self._folder.read(spilled))
+                    items.append(self._folder.read(spilled))
                 except OSError as error:
                     self._health.fault("spill", error)
-        return taken
+        return items
 
     def describe(self, about: SpillOwner) -> None:
-        """Something new is known of what lies here: the store could be reached, and this is the writer."""
+        """Update the owner, when the store could be reached and the writer is known."""
         self._about = about
         if self._folder is not None:
             try:
@@ -481,7 +477,7 @@ class Spill:
                 self._failed(error)
 
     def add_end(self, end: EndDocument) -> bool:
-        """Keep how the worker ended, for whoever uploads what lies here."""
+        """Write the end document, for the process that uploads the folder."""
         if self._limit <= 0:
             return False
         try:
@@ -492,7 +488,7 @@ class Spill:
         return True
 
     def close(self) -> None:
-        """Leave the folder to others, and remove it where nothing waits in it."""
+        """Unlock the folder, and remove it if it is empty."""
         folder, self._folder = self._folder, None
         if folder is None:
             return
@@ -501,8 +497,8 @@ class Spill:
         else:
             folder.remove()
 
-    def leave(self) -> str:
-        """Let go of the folder with all that lies in it; its path, empty where there is none."""
+    def detach(self) -> str:
+        """Unlock the folder and keep its contents. Returns its path; empty if there is none."""
         folder, self._folder = self._folder, None
         if folder is None:
             return ""
@@ -510,32 +506,32 @@ class Spill:
         return str(folder.path)
 
     def forget(self) -> None:
-        """This is a forked child: the folder is its parent's, and so must the lock be."""
-        self.leave()
+        """Reset in a forked child: the folder and its lock belong to the parent."""
+        self.detach()
 
     def _opened(self) -> SpillFolder:
         if self._folder is None:
-            who = self._about.identity
-            name = f"{who.run[:60]}-{who.attempt[:40]}-w{who.worker}"
-            self._folder = self._made(name)
+            identity = self._about.identity
+            name = f"{identity.run[:60]}-{identity.attempt[:40]}-w{identity.worker}"
+            self._folder = self._create(name)
             if not self.ending:
                 _log.warning(
-                    "watchstep: %s cannot be reached: what is recorded waits in %s. "
-                    "Should the process end before it is uploaded, 'watchstep sync' does it.",
+                    "watchstep: %s cannot be reached: recorded data waits in %s. "
+                    "If the process ends before the upload, run 'watchstep sync'.",
                     self._about.store_url,
                     self._folder.path,
                 )
         return self._folder
 
-    def _made(self, name: str) -> SpillFolder:
+    def _create(self, name: str) -> SpillFolder:
         roots = spill_roots()
         failure: OSError = FileNotFoundError("this system has no temporary folder")
-        for place, root in enumerate(roots):
+        for index, root in enumerate(roots):
             try:
                 return SpillFolder.make(root, name, self._described())
             except OSError as error:
                 failure = error
-                if place + 1 < len(roots):
+                if index + 1 < len(roots):
                     self._health.fault("spill folder", error)
         raise failure
 
@@ -550,4 +546,4 @@ class Spill:
 
     def _report(self) -> None:
         where = f" in {self._folder.path}" if self._waiting and self._folder is not None else ""
-        self._health.note("spill", f"{len(self._waiting)} objects, {self.bytes} bytes wait{where}")
+        self._health.note("spill", f"{len(self._waiting)} objects, {self.bytes} bytes waiting{where}")

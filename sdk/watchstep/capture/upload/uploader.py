@@ -1,6 +1,6 @@
 """The uploader: writes the claim first, then the objects of the backlog in order, with pauses after a failure.
 
-`sync` uploads what ended processes left in their spill folders.
+`sync` uploads the spill folders of ended processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from watchstep.store.store import Store
 
 @dataclass(frozen=True)
 class UploadContext:
-    """The way to the store and the service, what waits for it, and where is told how it went."""
+    """What an uploader needs: access to the store and the service, the backlog, the control reader, and health."""
 
     access: Access
     backlog: Backlog
@@ -36,7 +36,7 @@ class UploadContext:
 
 
 class Uploader:
-    """Writes what this process recorded under a writer of its own. On the writer's thread."""
+    """Uploads this process's segments with its own writer. Used on the writer's thread."""
 
     def __init__(self, context: UploadContext) -> None:
         self._access = context.access
@@ -46,7 +46,7 @@ class Uploader:
         self._writer: WriterId | None = None
         self._end_written = False
         self.written = 0
-        """How many segments this writer has on the store."""
+        """Number of segments of this writer on the store."""
 
     @property
     def claimed(self) -> tuple[Store, str] | None:
@@ -56,46 +56,46 @@ class Uploader:
 
     @property
     def account(self) -> tuple[str, int]:
-        """The writer's name, empty before the claim, and how many segments it has when all is written."""
+        """The writer's name, empty before the claim, and its number of segments when everything is written."""
         return (self._writer.writer if self._writer else "", self._backlog.segments - self._backlog.base)
 
     @property
     def writers(self) -> int:
-        """How many write beside each other in this attempt."""
+        """Number of concurrent writers of this attempt."""
         return self._access.target.identity.world_size
 
     @property
-    def patience(self) -> float:
-        """For how many seconds nothing needs to be looked at."""
+    def wait_seconds(self) -> float:
+        """How long the writer may wait without a message."""
         return float("inf")
 
     @property
-    def asks(self) -> bool:
-        """Nobody asks for blocks: they are made at an interval."""
+    def is_on_request(self) -> bool:
+        """Whether segments are written on request; False: they are written at an interval."""
         return False
 
     @property
     def failing_for(self) -> float | None:
-        """For how many seconds the store has refused; None where it does not."""
+        """Seconds since the store started to refuse; None if it does not."""
         return self._access.failing_for
 
     @property
     def end_written(self) -> bool:
-        """Whether how the worker ended lies on the store."""
+        """Whether the end document is on the store."""
         return self._end_written
 
     def hurry(self) -> None:
-        """The process is about to end: try at once, and often."""
+        """Retry at once and often, because the process is about to end."""
         self._access.hurry()
 
     def receive(self) -> bool:
-        """Nobody says anything: whoever woke the writer wants it to write."""
+        """Return True: without other ranks, the writer wakes up in order to write."""
         return True
 
     def turn(self, *, flush: bool = True) -> None:  # noqa: ARG002 - it writes whatever is there
-        """Claim, upload what waits, look at the control document. The first refusal ends the turn.
+        """Claim, upload the backlog, and read the control document. The first refusal ends the turn.
 
-        So that sequence numbers never arrive out of order.
+        This keeps sequence numbers in order.
         """
         if not self._access.ready:
             return
@@ -117,13 +117,13 @@ class Uploader:
             self._control.refresh(self._access.store)
 
     def release(self) -> None:
-        """This process uploads nothing more. It has nothing that is not in the backlog."""
+        """End uploads of this process. Everything is in the backlog already."""
 
     def leave(self) -> None:
-        """All is written. Nobody waits for this process."""
+        """Leave after everything is written. No other rank depends on this process."""
 
     def forget(self) -> None:
-        """This is a forked child. Nothing here is open."""
+        """Reset in a forked child. There is nothing to close."""
 
     def _claimed(self, store: Store) -> WriterId:
         if self._writer is None:
@@ -138,7 +138,7 @@ class Uploader:
         return self._writer
 
     def _settle(self, store: Store) -> None:
-        """What the node's writer may have written is looked at before anything is written again."""
+        """Determine what the node's writer may have written, before anything is written again."""
         doubt = self._backlog.doubt
         contained: tuple[int, ...] = ()
         if doubt is not None:
@@ -147,11 +147,11 @@ class Uploader:
 
     def _write(self, store: Store, item: Outgoing, writer: WriterId) -> None:
         key = item.place.key(writer, self._backlog.base)
-        lies = write_whole(store, key.path, item.data)
+        is_stored = write_whole(store, key.path, item.data)
         if not self._backlog.remove(item):
             return
         self.written = key.seq + 1
-        if not lies:
+        if not is_stored:
             self._health.count("overwritten_names")
             self._health.count("dropped_rows", item.place.rows)
             return
@@ -161,7 +161,7 @@ class Uploader:
         self._access.announce(key)
 
     def write_end(self, end: documents.EndDocument) -> None:
-        """Write how the worker ended, after everything else."""
+        """Write the end document, after everything else."""
         if self._writer is None or self._access.store is None:
             return
         try:
@@ -172,13 +172,13 @@ class Uploader:
 
 
 def write_whole(store: Store, path: str, data: bytes) -> bool:
-    """Write an object that may lie there already, for the answer to an earlier try was lost.
+    """Write an object that may exist already, because the answer to an earlier request was lost.
 
     Returns:
-        Whether it lies there; False where another object has its name.
+        Whether it is on the store; False if another object has its name.
 
     Raises:
-        StoreError: the store refused.
+        StoreError: the store refuses.
     """
     if store.create(path, data):
         return True
@@ -189,34 +189,34 @@ def write_whole(store: Store, path: str, data: bytes) -> bool:
 
 
 def put_end(store: Store, attempt: str, end: documents.EndDocument) -> None:
-    """Write how a worker ended, unless a later process of the same rank has said so.
+    """Write an end document, unless a later process of the same rank has written one.
 
     Raises:
-        StoreError: the store refused.
+        StoreError: the store refuses.
     """
     key = end_document(attempt, end.worker)
     try:
         if store.create(key, documents.encode(end)):
             return
-        there = documents.decode(documents.EndDocument, store.get(key, limit=documents.MAX_BYTES), key)
-        if there.ended_ns >= end.ended_ns:
+        existing = documents.decode(documents.EndDocument, store.get(key, limit=documents.MAX_BYTES), key)
+        if existing.ended_ns >= end.ended_ns:
             return
     except (NotFoundError, FormatError):
-        pass  # removed meanwhile, or none of ours: write it
+        pass  # removed meanwhile, or invalid: write it
     store.put(key, documents.encode(end))
 
 
 @dataclass(frozen=True)
 class Synced:
-    """What became of one folder.
+    """Result of syncing one folder.
 
     Attributes:
-        folder: the folder; removed where nothing is left in it.
-        run: ``<project>/<run>``, empty where that cannot be told.
-        objects: how many were uploaded.
-        bytes: how large they were.
-        left: how many still lie there.
-        why: why some do; empty where none does.
+        folder: the folder; removed if nothing is left in it.
+        run: ``<project>/<run>``, empty if unknown.
+        objects: number of uploaded objects.
+        bytes: their size.
+        left: number of remaining objects.
+        why: why objects remain; empty if none do.
     """
 
     folder: Path
@@ -228,10 +228,10 @@ class Synced:
 
 
 def spill_folders(root: Path) -> list[Path]:
-    """Those of this user that lie directly in a folder; sorted by name.
+    """Return this user's spill folders directly in a folder, sorted by name.
 
-    What another user left in a shared folder is left out: it would be uploaded with this user's rights. The folder itself is
-    never one: another user may have put what makes it look like one in it.
+    Another user's spill folders are omitted: they would be uploaded with this user's permissions. The folder itself is
+    never one: another user may have added the files that make it look like one.
     """
     try:
         with os.scandir(root) as listed:
@@ -242,9 +242,10 @@ def spill_folders(root: Path) -> list[Path]:
 
 
 def named_spill_folders(path: Path) -> list[Path]:
-    """A folder that the user named, where it is a spill folder; else those in it, as `spill_folders`.
+    """Return a folder that the user named, if it is a spill folder; else those in it, as `spill_folders`.
 
-    One that is not this user's alone is a spill folder only where none of this user's lies in it; `sync` then says why it is left.
+    A folder that does not belong exclusively to this user counts as a spill folder only if it contains none of this user's; `sync` then
+    reports why it is skipped.
     """
     if not (path / ABOUT).is_file():
         return spill_folders(path)
@@ -265,9 +266,9 @@ def _is_own(entry: os.DirEntry[str]) -> bool:
 
 
 def sync(path: Path) -> Synced:
-    """Upload what lies in one spill folder, in order, and remove it. Safe to repeat, and to interrupt at any point.
+    """Upload the contents of one spill folder in order, and remove it. Safe to repeat, and to interrupt at any point.
 
-    A folder that another process holds, for it still records or uploads as well, is left to it.
+    A folder that another process has locked, because it still records or syncs, is skipped.
     """
     try:
         folder = SpillFolder.take(path)
@@ -275,15 +276,15 @@ def sync(path: Path) -> Synced:
         return Synced(path, why=f"cannot be opened ({error.strerror})")
     if folder is None:
         return Synced(
-            path, why="in use: its process still records, or another sync is at work" * path.is_dir()
+            path, why="in use: its process still records, or another sync is running" * path.is_dir()
         )
     try:
-        return _sync_held(folder)
+        return _sync_locked(folder)
     finally:
         folder.release()
 
 
-def _sync_held(folder: SpillFolder) -> Synced:
+def _sync_locked(folder: SpillFolder) -> Synced:
     entries: list[Spilled] = []
     run, done, size = "", 0, 0
     try:
@@ -301,7 +302,7 @@ def _sync_held(folder: SpillFolder) -> Synced:
             key = item.place.key(writer, about.base or 0).path
             if not write_whole(store, key, item.data):
                 raise StoreError(
-                    f"object {key}: another lies there", f"move {spilled.name} away, and sync again"
+                    f"object {key}: another object has this name", f"move {spilled.name} away, and sync again"
                 )
             folder.drop(spilled.name)
             done, size = done + 1, size + spilled.size
@@ -320,7 +321,7 @@ def _open(about: SpillOwner, attempt: str) -> Store:
 
 
 def _claim(folder: SpillFolder, about: SpillOwner, store: Store) -> WriterId:
-    """Claim what the process itself could not, and keep it before anything is uploaded."""
+    """Claim what the process itself could not claim, and save the claim before anything is uploaded."""
     others = functools.partial(_open, about) if lent() else None
     writer = claim_attempt(store, about.run, about.attempt, about.identity, late=True, others=others)
     folder.describe(replace(about, writer=writer))
@@ -328,7 +329,7 @@ def _claim(folder: SpillFolder, about: SpillOwner, store: Store) -> WriterId:
 
 
 def _settled(folder: SpillFolder, about: SpillOwner, store: Store) -> SpillOwner:
-    """Drop what the node's writer has written after all, and keep which block is this writer's first."""
+    """Drop what the node's writer has stored meanwhile, and determine which block is this writer's first."""
     if about.base is not None:
         return about
     contained: tuple[int, ...] = ()
@@ -337,10 +338,10 @@ def _settled(folder: SpillFolder, about: SpillOwner, store: Store) -> SpillOwner
         doubted = [folder.read(entry) for entry in folder.entries() if entry.place.seq <= last]
         contained = settle(store, about.doubt, doubted).get(about.doubt.token, ())
     entries = folder.entries()
-    left = [spilled for spilled in entries if spilled.place.seq not in contained]
+    remaining = [spilled for spilled in entries if spilled.place.seq not in contained]
     end = folder.end()
-    following = left[0].place.seq if left else end.segments if end is not None else 0
-    # First what is known, then what follows from it: whoever is interrupted here finds the object again.
+    following = remaining[0].place.seq if remaining else end.segments if end is not None else 0
+    # Drop stored segments before updating the owner: an interrupted sync determines the state again.
     for spilled in entries:
         if spilled.place.seq in contained:
             folder.drop(spilled.name)
@@ -350,7 +351,7 @@ def _settled(folder: SpillFolder, about: SpillOwner, store: Store) -> SpillOwner
 
 
 def _sync_end(folder: SpillFolder, store: Store, writer: WriterId, base: int) -> None:
-    """The end in the folder counts the process' segments; the document counts the writer's."""
+    """Upload the end document. The one in the folder counts the process's segments; the uploaded one counts the writer's."""
     end = folder.end()
     if end is not None:
         put_end(store, writer.attempt, replace(end, writer=writer.writer, segments=end.segments - base))

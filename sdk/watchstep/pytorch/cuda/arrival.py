@@ -92,7 +92,7 @@ class Landings:
         memory = torch.zeros(size + 1, dtype=torch.int64, pin_memory=pinned)
         return Landing(memory, pinned=pinned)
 
-    def give_back(self, landing: Landing) -> None:
+    def release(self, landing: Landing) -> None:
         """It has arrived and been read."""
         key = (landing.results.numel(), landing.pinned)
         with self._lock:

@@ -187,7 +187,7 @@ class TritonKernel:
 
     def looked(self, landing: Landing) -> None:
         """The answer was read."""
-        self._landings.give_back(landing)
+        self._landings.release(landing)
 
 
 @dataclass
@@ -217,7 +217,7 @@ class OnItsWay:
         if self._read is None:
             self._landing.wait()
             self._read = figures.read_rows(self._rows(), self._elements)
-            self._landings.give_back(self._landing)
+            self._landings.release(self._landing)
         return self._read
 
     def _rows(self) -> NDArray[np.int64]:

@@ -80,7 +80,7 @@ class _Overflow:
     number: OnTheWay
     found: bool
 
-    def holds(self) -> bool:
+    def is_met(self) -> bool:
         """The answer; waits for the device."""
         return bool(self.number.numbers() != 0) == self.found
 

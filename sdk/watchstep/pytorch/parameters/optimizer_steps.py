@@ -162,7 +162,7 @@ def _begin(
     for reference in _listeners:
         if (listener := reference()) is not None:
             listener.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
-    return _told_of(optimizer, args, kwargs) if has_closure else None
+    return _observed_closure(optimizer, args, kwargs) if has_closure else None
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wr
             listener.after_step(optimizer, has_closure=has_closure)
 
 
-def _told_of(
+def _observed_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a step with what tells of its closure in the closure's place."""

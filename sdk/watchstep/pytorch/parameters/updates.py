@@ -374,7 +374,7 @@ _WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN")
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _NotInOptimizerColumns:
     """Columns of parameters in no optimizer.
 
     ``changed``: 1 where the parameter changed since its first record. ``was_optimized``: 1 where it was in an optimizer before.
@@ -520,7 +520,7 @@ class ParametersNotInOptimizer:
         for candidate in gc.get_objects():
             if issubclass(type(candidate), Optimizer) and hasattr(candidate, "param_groups"):
                 self._optimizers[candidate] = True
-        self._schedule.asked(since)
+        self._schedule.report_extra(since)
         return True
 
     def _record(self, members: list[NamedParameter]) -> None:
@@ -536,7 +536,7 @@ class ParametersNotInOptimizer:
             tuple(named.not_in_optimizer for named in members),
             tuple(named.standing.gradient for named in members),
         )
-        flags_and_columns = _Beside(OnTheWay(stacked(flags)), self._columns(members))
+        flags_and_columns = _NotInOptimizerColumns(OnTheWay(stacked(flags)), self._columns(members))
         self._recorder.add(group, self._kernel.measure(gradients), probes=(flags_and_columns,))
 
     def _columns(self, members: list[NamedParameter]) -> dict[str, Floats]:

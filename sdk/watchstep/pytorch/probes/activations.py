@@ -41,7 +41,7 @@ from watchstep.capture.config import (
     CHANNEL_SUM,
     INACTIVE_UNITS,
     INPUT_VARIANCE,
-    MOST_CHANNELS,
+    MAX_CHANNELS,
     SATURATED_UNITS,
     TOKEN_COUNT,
     TOKENS,
@@ -66,7 +66,7 @@ class _Sums:
         columns = {}
         for name, sums in self.sums.items():
             values = sums.numbers()
-            for channel in range(MOST_CHANNELS):
+            for channel in range(MAX_CHANNELS):
                 value = values[channel] if channel < len(values) else np.nan
                 columns[f"{name}:{channel}"] = np.array([float(value)])
         return columns
@@ -97,7 +97,7 @@ class ChannelSums:
             return None
         sums = {}
         for name, axis in self._axes.items():
-            if -_IMAGES <= axis < _IMAGES and images.shape[axis] <= MOST_CHANNELS:
+            if -_IMAGES <= axis < _IMAGES and images.shape[axis] <= MAX_CHANNELS:
                 others = [place for place in range(_IMAGES) if place != axis % _IMAGES]
                 sums[name] = OnTheWay(images.detach().sum(others, dtype=wide_float(images.device)))
         return _Sums(sums) if sums else None
@@ -354,7 +354,7 @@ class TokenProbe:
         self._shares = "token_shares" in probes
         self._counted = {probe.name: int(probe.arguments[0]) for probe in of_kind(probes, TOKEN_COUNT)}
         self.applies = isinstance(module, nn.Embedding) and (self._shares or bool(self._counted))
-        padding = module.padding_idx if isinstance(module, nn.Embedding) else None
+        padding = module.__dict__.get("padding_idx") if isinstance(module, nn.Embedding) else None
         self._values = values or (padding if isinstance(padding, int) else 0,)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Runs when a launched Python program starts: wait for it to import PyTorch, then for its first optimizer step.
+"""Start-up code of a launched Python program: waits for it to import PyTorch, then for its first optimizer step.
 
-Imports nothing of weight, and never raises into the program. The ``sitecustomize`` that this one hides runs too.
+Imports little, and never raises into the program. The ``sitecustomize`` that this one hides is run as well.
 """
 
 import _thread
@@ -10,20 +10,20 @@ import importlib.util
 import os
 import sys
 
-TYPE_CHECKING = False  # importing typing would cost every process of the job
+TYPE_CHECKING = False  # importing typing would slow down every process of the job
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds ``torch`` as usual, and attaches when it has been imported.
+    """Finds ``torch`` as usual, and attaches after its import.
 
-    It stays until then: a program may ask ``importlib.util.find_spec("torch")`` before it imports it, as transformers does.
+    It stays installed until then: a program may call ``importlib.util.find_spec("torch")`` before importing it, as transformers does.
     """
 
     def __init__(self) -> None:
-        self._searching: set[int] = set()  # threads that have asked the other finders
+        self._searching: set[int] = set()  # threads that are calling the other finders
 
     def find_spec(
         self,
@@ -47,7 +47,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
 
 def _attach_after(spec: "importlib.machinery.ModuleSpec | None", finder: _AfterTorch) -> None:
-    """Have a module's loader attach once it has loaded the module."""
+    """Make a module's loader attach after it has loaded the module."""
     if spec is None or spec.loader is None:
         return
     load = spec.loader.exec_module
@@ -82,7 +82,7 @@ def _absolute(path: str) -> str:
 
 
 def _run_hidden() -> None:
-    """Run the next ``sitecustomize`` on the path, as Python would have done; its exceptions go where Python's go."""
+    """Run the next ``sitecustomize`` on the path, as Python would have done; its exceptions are raised as usual."""
     here = _absolute(os.path.dirname(__file__))
     others = [entry for entry in sys.path if _absolute(entry) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

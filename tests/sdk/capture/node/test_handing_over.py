@@ -173,7 +173,7 @@ def test_where_the_first_meeting_place_is_open_to_others_ranks_meet_elsewhere_an
     with node(2, folder) as ranks:
         do_all(ranks, "record 5")
         do_all(ranks, "wait 5")
-        assert all("not this user" in health for health in do_all(ranks, "close"))
+        assert all("accessible to other users" in health for health in do_all(ranks, "close"))
     found = written(tmp_path)
     found.assert_whole({0: 5, 1: 5})
     assert len(found.writers) == 1

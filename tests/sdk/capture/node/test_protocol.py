@@ -255,7 +255,7 @@ class Node(RuleBasedStateMachine):
             self.take_in(rank, rank.line.popleft())
         rank.follows = None
         self.end_lead(rank)
-        doubt = rank.handing.part()
+        doubt = rank.handing.separate()
         if doubt is not None:
             self.settle_apart(rank, doubt)
         rank.apart = True

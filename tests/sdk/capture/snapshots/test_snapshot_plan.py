@@ -45,7 +45,7 @@ def test_the_gate_can_be_left_out() -> None:
 def test_a_step_is_taken_once_however_many_optimizers_update_it() -> None:
     plan = SnapshotPlan(Snapshots(every=1))
     assert plan.due(0) == Occasion("cadence")
-    plan.ask()
+    plan.request_next()
     assert plan.due(0) is None
     assert plan.due(1) == Occasion("program")
 
@@ -104,7 +104,7 @@ def test_memory_stays_within_its_bound_and_is_used_again(acts: list[tuple[int, b
     memory.allocate = counted
     for size, give in acts:
         if give and held:
-            memory.give_back(held.pop())
+            memory.release(held.pop())
         before, fits = made, size <= memory.available
         buffer = memory.take(size)
         assert (buffer is not None) == fits
@@ -114,7 +114,7 @@ def test_memory_stays_within_its_bound_and_is_used_again(acts: list[tuple[int, b
             assert made - before in {0, 1}
         assert sum(map(len, held)) + memory.available == 200
     for buffer in held:
-        memory.give_back(buffer)
+        memory.release(buffer)
     if held:
         before = made
         memory.take(len(held[-1]))

@@ -131,7 +131,7 @@ def test_a_folder_that_others_may_write_to_is_not_uploaded(tmp_path: Path) -> No
     made.release()
     made.path.chmod(0o777)
     assert named_spill_folders(made.path) == [made.path]
-    assert "not this user's alone" in sync(made.path).why
+    assert "not exclusively this user's" in sync(made.path).why
     within = SpillFolder.make(tmp_path, "r", ABOUT)
     within.release()
     within.path.rename(made.path / "within")
