@@ -1,16 +1,11 @@
-"""Whether the service would work as it is configured: every connection is tried, and what is wrong is reported with a hint.
+"""Checks of the service's configuration, for ``watchstep check-config``: tries every connection and reports problems with hints.
 
-What a check found.
+- Broker: whether Redis responds and allows what Celery does.
+- Queues: the number of waiting messages, and the workers that consume them.
+- Database: whether it responds, its schema, the rights of its user, and its clock.
+- Stores: puts, lists, reads and deletes an object, under a name that no run and no project can have.
 
-Redis: whether it answers, and whether Celery may use it.
-
-The broker's queues: how much waits in each, and whether a worker takes from it.
-
-The database: whether it answers, its schema, what its user may do, and its clock.
-
-Every store: an object is put, listed, read and deleted, under a name that no run and no project can have.
-
-All checks, in the order in which one wants to correct what they find.
+The checks run in the order in which to fix their problems.
 """
 
 from __future__ import annotations
@@ -45,14 +40,14 @@ State = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True)
-class CheckFinding:
-    """One line of the table.
+class ConfigurationCheck:
+    """Result of a check.
 
     Attributes:
-        what: what was tried.
-        state: ``warning``: it works, and may not be what is meant; ``failed``: it does not work.
-        detail: what was found.
-        hint: what to do about it.
+        what: the checked part of the configuration.
+        state: ``warning``: works, but may not be intended; ``failed``: does not work.
+        detail: details of the result.
+        hint: how to solve the problem.
     """
 
     what: str
@@ -61,26 +56,28 @@ class CheckFinding:
     hint: str = ""
 
     def as_data(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the result for JSON."""
         return asdict(self)
 
 
-def failed(what: str, error: Exception, hint: str = "") -> CheckFinding:
-    """A check that raised."""
+def failed(what: str, error: Exception, hint: str = "") -> ConfigurationCheck:
+    """Return the result of a check that raised an error."""
     if isinstance(error, WatchstepError):
-        return CheckFinding(what, "failed", error.what, error.hint)
-    return CheckFinding(what, "failed", f"{type(error).__name__}: {error}".split("\n", 1)[0][:500], hint)
+        return ConfigurationCheck(what, "failed", error.what, error.hint)
+    return ConfigurationCheck(
+        what, "failed", f"{type(error).__name__}: {error}".split("\n", 1)[0][:500], hint
+    )
 
 
 _SECONDS = 5.0
 
 
-def check_broker(settings: Settings) -> CheckFinding:
-    """Push to a list and take from it, as Celery does."""
+def check_broker(settings: Settings) -> ConfigurationCheck:
+    """Check Redis: push to a list and pop from it, like Celery."""
     url = settings.broker_url.get_secret_value()
     if not url:
-        return CheckFinding("broker", "ok", "none: embedded")
-    shown = _shown(url)
+        return ConfigurationCheck("broker", "ok", "none: embedded service")
+    location = _location(url)
     try:
         import redis
     except ModuleNotFoundError as error:
@@ -90,158 +87,165 @@ def check_broker(settings: Settings) -> CheckFinding:
         with redis.Redis.from_url(url, socket_timeout=_SECONDS, socket_connect_timeout=_SECONDS) as client:
             client.lpush(key, "1")
             client.expire(key, 60)
-            taken = client.brpop([key], timeout=int(_SECONDS))
+            popped = client.brpop([key], timeout=int(_SECONDS))
     except (redis.RedisError, ValueError, OSError) as error:
-        return failed(f"broker {shown}", error, "check WATCHSTEP_BROKER_URL and that Redis runs")
-    if taken is None:
-        return CheckFinding(
-            f"broker {shown}", "failed", "what was pushed did not come back", "see Redis' memory policy"
+        return failed(f"broker {location}", error, "check WATCHSTEP_BROKER_URL, and that Redis runs")
+    if popped is None:
+        return ConfigurationCheck(
+            f"broker {location}", "failed", "a pushed value was lost", "check the memory policy of Redis"
         )
-    return CheckFinding(f"broker {shown}", "ok", "pushes and takes")
+    return ConfigurationCheck(f"broker {location}", "ok", "push and pop succeeded")
 
 
-def _shown(url: str) -> str:
+def _location(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.hostname}:{parts.port or 6379}{parts.path}"
 
 
-_ANSWER_SECONDS = 2.0
-_IMPATIENT = {"max_retries": 1, "interval_start": 0, "socket_timeout": 5.0, "socket_connect_timeout": 5.0}
+_RESPONSE_SECONDS = 2.0
+_SHORT_TIMEOUTS = {
+    "max_retries": 1,
+    "interval_start": 0,
+    "socket_timeout": 5.0,
+    "socket_connect_timeout": 5.0,
+}
 
 
-def check_queues(settings: Settings) -> Iterator[CheckFinding]:
-    """Ask workers which queues they take from, and Redis how much waits. The broker is known to answer.
+def check_queues(settings: Settings) -> Iterator[ConfigurationCheck]:
+    """Check the queues: the workers that consume them, and the number of waiting messages. Requires a working broker.
 
-    Where no worker runs and nothing waits, that is in order: the service is not started. A worker that does not answer within two
-    seconds is not seen.
+    No workers and empty queues are ok, because the service may not be started. A worker that does not respond within two seconds is
+    not counted.
     """
     if not settings.broker_url:
         return
     try:
-        takers, waiting = _asked(settings)
+        consumers, waiting = _queue_state(settings)
     except Exception as error:  # noqa: BLE001 - whatever the broker's client raises
-        yield failed("queues", error, "see that Redis runs, and its log")
+        yield failed("queues", error, "check that Redis runs, and its log")
         return
     for queue in (QUEUE, URGENT):
-        yield _found(queue, takers[queue], waiting[queue], workers=takers.total() > 0)
+        yield _queue_result(queue, consumers[queue], waiting[queue], workers=consumers.total() > 0)
 
 
-def _asked(settings: Settings) -> tuple[Counter[str], dict[str, int]]:
-    """Of each queue the workers that take from it, and what waits in it."""
+def _queue_state(settings: Settings) -> tuple[Counter[str], dict[str, int]]:
+    """Return for each queue the number of workers that consume it, and of waiting messages."""
     from watchstep_services.scheduler.celery_client import make_celery
 
     celery = make_celery(settings)
-    celery.conf.broker_transport_options = {**celery.conf.broker_transport_options, **_IMPATIENT}
+    celery.conf.broker_transport_options = {**celery.conf.broker_transport_options, **_SHORT_TIMEOUTS}
     with celery, celery.connection_for_write() as connection:
-        answers = celery.control.inspect(timeout=_ANSWER_SECONDS, connection=connection).active_queues() or {}
+        responses = (
+            celery.control.inspect(timeout=_RESPONSE_SECONDS, connection=connection).active_queues() or {}
+        )
         client: Any = connection.default_channel.client
         waiting = {queue: int(client.llen(queue)) for queue in (QUEUE, URGENT)}
-    return Counter(queue["name"] for queues in answers.values() for queue in queues), waiting
+    return Counter(queue["name"] for queues in responses.values() for queue in queues), waiting
 
 
-def _found(queue: str, takers: int, waiting: int, *, workers: bool) -> CheckFinding:
+def _queue_result(queue: str, consumers: int, waiting: int, *, workers: bool) -> ConfigurationCheck:
     what = f"queue {queue}"
-    if takers:
-        return CheckFinding(
-            what, "ok", f"{waiting} wait, {takers} {'worker takes' if takers == 1 else 'workers take'}"
+    if consumers:
+        return ConfigurationCheck(
+            what, "ok", f"{waiting} waiting, {consumers} {'worker' if consumers == 1 else 'workers'}"
         )
     if workers:
-        hint = (
-            "those that run are of an earlier version, or take from chosen queues: start a `watchstep worker`"
+        hint = "the running workers have an earlier version, or consume selected queues only: start a `watchstep worker`"
+        return ConfigurationCheck(
+            what, "warning", f"{waiting} waiting, and no worker consumes the queue", hint
         )
-        return CheckFinding(what, "warning", f"{waiting} wait, and no worker takes from it", hint)
     if waiting:
-        return CheckFinding(
-            what, "warning", f"{waiting} wait, and no worker answers", "start a `watchstep worker`"
+        return ConfigurationCheck(
+            what, "warning", f"{waiting} waiting, and no worker responds", "start a `watchstep worker`"
         )
-    return CheckFinding(what, "ok", "empty; no worker answers")
+    return ConfigurationCheck(what, "ok", "empty; no worker responds")
 
 
-MOST_SKEW_SECONDS = 5.0
-"""Between this process's clock and the database's. Leases follow the database's alone; times in logs do not."""
+MAX_SKEW_SECONDS = 5.0
+"""Tolerated difference between the clocks of this process and the database. Leases only use the latter; log times do not."""
 
 
-def check_database(database: Database, settings: Settings) -> Iterator[CheckFinding]:
-    """Try the database."""
+def check_database(database: Database, settings: Settings) -> Iterator[ConfigurationCheck]:
+    """Check the database."""
     try:
         database.check()
     except WatchstepError as error:
         yield failed("database", error)
         return
-    yield CheckFinding("database", "ok", database.shown_url)
+    yield ConfigurationCheck("database", "ok", database.shown_url)
     yield _schema(database, settings)
     yield _rights(database, settings)
     yield _clock(database)
 
 
-def _schema(database: Database, settings: Settings) -> CheckFinding:
-    found = status(database)
-    if found.is_current:
-        return CheckFinding("database schema", "ok", str(found))
-    if found.is_known and settings.migrate == "at_start":
-        return CheckFinding(
-            "database schema", "warning", str(found), "the next process that starts brings it up to date"
+def _schema(database: Database, settings: Settings) -> ConfigurationCheck:
+    schema = status(database)
+    if schema.is_current:
+        return ConfigurationCheck("database schema", "ok", str(schema))
+    if schema.is_known and settings.migrate == "at_start":
+        return ConfigurationCheck(
+            "database schema", "warning", str(schema), "the next process that starts upgrades it"
         )
-    hint = "run 'watchstep database upgrade'" if found.is_known else "start the later version of Watchstep"
-    return CheckFinding("database schema", "failed", str(found), hint)
+    hint = "run 'watchstep database upgrade'" if schema.is_known else "use the later version of Watchstep"
+    return ConfigurationCheck("database schema", "failed", str(schema), hint)
 
 
-def _rights(database: Database, settings: Settings) -> CheckFinding:
-    """What the service does with its tables, tried on all of them and rolled back."""
-    held = status(database).held
+def _rights(database: Database, settings: Settings) -> ConfigurationCheck:
+    """Check the rights on all tables, in a transaction that is rolled back."""
+    revision = status(database).revision
     refused = []
     try:
         with database.engine.connect() as connection:
-            for table in Base.metadata.sorted_tables if held else ():
+            for table in Base.metadata.sorted_tables if revision else ():
                 for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"):
                     if not _may(connection.dialect.name, connection, verb, table.name):
-                        refused.append(f"{verb} {table.name}")  # noqa: PERF401 - reads better so
+                        refused.append(f"{verb} {table.name}")  # noqa: PERF401 - more readable
             if settings.migrate == "at_start":
                 connection.execute(text(f"CREATE TABLE watchstep_probe_{uuid.uuid4().hex} (id INTEGER)"))
             connection.rollback()
     except SQLAlchemyError as error:
-        wanted = "grant CREATE on its schema, or set WATCHSTEP_MIGRATE=never and upgrade as another user"
-        return failed("database rights", error, wanted)
+        hint = "grant CREATE on the schema, or set WATCHSTEP_MIGRATE=never and upgrade as another user"
+        return failed("database rights", error, hint)
     if refused:
-        shown = ", ".join(refused[:5]) + (f" and {len(refused) - 5} more" if len(refused) > 5 else "")
-        return CheckFinding(
-            "database rights", "failed", f"not allowed: {shown}", "grant them to the URL's user"
+        listed = ", ".join(refused[:5]) + (f" and {len(refused) - 5} more" if len(refused) > 5 else "")
+        return ConfigurationCheck(
+            "database rights", "failed", f"not allowed: {listed}", "grant these rights to the user of the URL"
         )
-    return CheckFinding(
-        "database rights", "ok", "reads, writes" + (", makes tables" * (settings.migrate == "at_start"))
+    return ConfigurationCheck(
+        "database rights", "ok", "read, write" + (", create tables" * (settings.migrate == "at_start"))
     )
 
 
 def _may(dialect: str, connection: object, verb: str, table: str) -> bool:
-    if dialect != "postgresql":  # SQLite knows no users; that the file can be written to, the new table tells
+    if dialect != "postgresql":  # SQLite has no users; the new table shows that the file is writable
         return True
-    asked = text("SELECT to_regclass(:name) IS NULL OR has_table_privilege(:name, :verb)")
-    return bool(connection.execute(asked, {"name": table, "verb": verb}).scalar_one())  # type: ignore[attr-defined]
+    query = text("SELECT to_regclass(:name) IS NULL OR has_table_privilege(:name, :verb)")
+    return bool(connection.execute(query, {"name": table, "verb": verb}).scalar_one())  # type: ignore[attr-defined]
 
 
-def _clock(database: Database) -> CheckFinding:
+def _clock(database: Database) -> ConfigurationCheck:
     before = time.time_ns()
     with database.read() as session:
-        theirs = read_clock(session)
+        database_ns = read_clock(session)
     after = time.time_ns()
-    # The answer belongs to some moment between; only what lies beyond both is skew.
-    skew = max(before - theirs, theirs - after, 0) / NANOSECONDS
-    said = f"{skew:.1f} s apart from the database's"
-    if skew > MOST_SKEW_SECONDS:
-        return CheckFinding(
-            "clock", "warning", said, "run NTP on both machines: times in logs will not agree"
+    # The database read its clock at some time between the two; only the excess beyond them is skew.
+    skew = max(before - database_ns, database_ns - after, 0) / NANOSECONDS
+    detail = f"{skew:.1f} s from the clock of the database"
+    if skew > MAX_SKEW_SECONDS:
+        return ConfigurationCheck(
+            "clock", "warning", detail, "run NTP on both machines, because times in logs do not match"
         )
-    return CheckFinding("clock", "ok", said)
+    return ConfigurationCheck("clock", "ok", detail)
 
 
 PROBES = ".watchstep/probe/"
-"""Projects and runs begin with a letter or digit, so that this is nobody's."""
+"""Names of projects and runs start with a letter or digit, so that none can have this prefix."""
 
 _CONTENT = b"watchstep check-config; may be deleted"
 
 
-def check_stores(settings: Settings, database: Database | None) -> Iterator[CheckFinding]:
-    """Try the service's own store, and that of every project by its registered role."""
+def check_stores(settings: Settings, database: Database | None) -> Iterator[ConfigurationCheck]:
+    """Check the service's own store, and that of every project with its registered role."""
     stores = Stores()
     own = f"store {settings.store}"
     location = ""
@@ -249,7 +253,7 @@ def check_stores(settings: Settings, database: Database | None) -> Iterator[Chec
         opened = Store.open(settings.store)
         location = opened.location
         yield from _probe(own, opened, PROBES)
-    except Exception as error:  # noqa: BLE001 - told; the others are tried all the same
+    except Exception as error:  # noqa: BLE001 - reported; the other stores are still checked
         yield failed(own, error, "check WATCHSTEP_STORE and the credentials of this process")
     if database is None:
         return
@@ -259,40 +263,43 @@ def check_stores(settings: Settings, database: Database | None) -> Iterator[Chec
                 project.place for project in session.execute(select(Project).order_by(Project.name)).scalars()
             ]
     except SQLAlchemyError:
-        return  # no tables yet; the check of the database says so
+        return  # no tables yet, which the check of the database reports
     for place in places:
         registered = place.registration
         if registered == StoreRegistration(registered.url) and registered.url in {settings.store, location}:
-            continue  # the service's own, with its own credentials: it has been tried
+            continue  # the service's own store, which is already checked
         what = f"store {place.registration.url} of project {place.project}"
         try:
-            # Its role may touch what is the project's, and nothing beside it.
+            # The role may access objects of the project only.
             yield from _probe(what, stores.of(place), f"{place.project}/{PROBES}")
         except Exception as error:  # noqa: BLE001 - as above
             yield failed(what, error, "check the store's registration, its role and its external id")
 
 
-def _probe(what: str, store: Store, prefix: str) -> Iterator[CheckFinding]:
+def _probe(what: str, store: Store, prefix: str) -> Iterator[ConfigurationCheck]:
     key = f"{prefix}{uuid.uuid4().hex}"
     store.put(key, _CONTENT)
     try:
         if store.get(key, limit=1024) != _CONTENT:
-            yield CheckFinding(
-                what, "failed", f"{key}: reads as something else", "the store is no faithful one"
+            yield ConfigurationCheck(
+                what, "failed", f"{key}: has a different content after writing", "use another store"
             )
             return
         if key not in {entry.key for entry in store.entries(prefix)}:
-            yield CheckFinding(
-                what, "failed", f"{key}: is not listed", "allow s3:ListBucket, or another store's like"
+            yield ConfigurationCheck(
+                what,
+                "failed",
+                f"{key}: not listed",
+                "allow s3:ListBucket, or the equivalent of another store",
             )
             return
     finally:
         store.delete(key)
-    yield CheckFinding(what, "ok", "puts, reads, lists, deletes")
+    yield ConfigurationCheck(what, "ok", "put, get, list and delete succeeded")
 
 
-def check_configuration(settings: Settings) -> Iterator[CheckFinding]:
-    """Try everything that the service needs. No object and no row is left behind."""
+def check_configuration(settings: Settings) -> Iterator[ConfigurationCheck]:
+    """Check everything that the service needs, without leaving objects or rows behind."""
     yield from _variables()
     yield from _files(settings)
     try:
@@ -303,44 +310,44 @@ def check_configuration(settings: Settings) -> Iterator[CheckFinding]:
         yield from check_stores(settings, None)
         return
     try:
-        found = list(check_database(database, settings))
-        yield from found
+        results = list(check_database(database, settings))
+        yield from results
         yield from _broker(settings)
-        yield from check_stores(settings, database if found[0].state == "ok" else None)
+        yield from check_stores(settings, database if results[0].state == "ok" else None)
     finally:
         database.close()
 
 
-def _broker(settings: Settings) -> Iterator[CheckFinding]:
-    found = check_broker(settings)
-    yield found
-    if found.state == "ok":
+def _broker(settings: Settings) -> Iterator[ConfigurationCheck]:
+    result = check_broker(settings)
+    yield result
+    if result.state == "ok":
         yield from check_queues(settings)
 
 
-def _variables() -> Iterator[CheckFinding]:
+def _variables() -> Iterator[ConfigurationCheck]:
     unknown = list(unknown_variables(os.environ))
-    for name, meant in unknown:
-        hint = f"did you mean {meant}?" if meant else "remove it; see docs/reference/settings.md"
-        yield CheckFinding(f"variable {name}", "failed", "no such setting", hint)
+    for name, suggestion in unknown:
+        hint = f"did you mean {suggestion}?" if suggestion else "remove it; see docs/reference/settings.md"
+        yield ConfigurationCheck(f"variable {name}", "failed", "unknown setting", hint)
     if not unknown:
-        yield CheckFinding("settings", "ok", "every WATCHSTEP_ variable is known")
-    asked = any(os.environ.get(name) for name in tracing.ENDPOINTS)
-    if asked and not tracing.wanted():
-        yield CheckFinding(
-            "traces", "warning", "asked for, and not installed", "pip install 'watchstep[telemetry]'"
+        yield ConfigurationCheck("settings", "ok", "all WATCHSTEP_ variables are known")
+    is_configured = any(os.environ.get(name) for name in tracing.ENDPOINTS)
+    if is_configured and not tracing.wanted():
+        yield ConfigurationCheck(
+            "traces", "warning", "configured, but not installed", "pip install 'watchstep[telemetry]'"
         )
 
 
-def _files(settings: Settings) -> Iterator[CheckFinding]:
+def _files(settings: Settings) -> Iterator[ConfigurationCheck]:
     try:
         rules = owner_rules(settings)
-        yield CheckFinding("rules", "ok", f"{len(rules)}, from {settings.rules_file or 'the defaults'}")
+        yield ConfigurationCheck("rules", "ok", f"{len(rules)}, from {settings.rules_file or 'the defaults'}")
     except WatchstepError as error:
         yield failed("rules", error)
     try:
         receivers = owner_receivers(settings)
-        yield CheckFinding(
+        yield ConfigurationCheck(
             "receivers", "ok", f"{len(receivers.names)}, from {settings.receivers_file or 'no file'}"
         )
     except WatchstepError as error:

@@ -30,7 +30,7 @@ from watchstep_services.db.records import hint, put_segment
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.evaluation.evaluate import Evaluation, evaluate
 from watchstep_services.runs.registration import register
-from watchstep_services.service.caches import HistoryCache, RememberedCache
+from watchstep_services.service.caches import HistoryCache, RuleStateCache
 from watchstep_services.service.context import Service
 
 RULES = (
@@ -65,7 +65,7 @@ class Driven:
             replace(
                 self.service,
                 histories=HistoryCache(),
-                remembered=RememberedCache(),
+                rule_states=RuleStateCache(),
             )
         )
 
@@ -138,7 +138,7 @@ class Driven:
 
     def event_types(self, run_id: int) -> list[str]:
         """Types of all events without the common prefix, in order."""
-        return [event["type"].removeprefix("watchstep.") for event in self.events(run_id)]
+        return [event["type"].removeprefix("io.watchstep.") for event in self.events(run_id)]
 
     def actions(self, run_id: int) -> list[ActionRow]:
         """All actions, in order."""

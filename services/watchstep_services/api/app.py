@@ -1,4 +1,4 @@
-"""The application, put together."""
+"""Assembly of the API application."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from watchstep_services.api.middleware import policies
-from watchstep_services.api.middleware.access import Gate, KnownTokens, document_token
+from watchstep_services.api.middleware.access import Gate, TokenCache, document_token
 from watchstep_services.api.middleware.connections import Connections
 from watchstep_services.api.middleware.observation import Observed
 from watchstep_services.api.middleware.policies import Routes
@@ -73,15 +73,17 @@ ROUTERS = (
 
 
 def create_app(service: Service) -> FastAPI:
-    """The API of a service; every route is denied unless its policy allows it to the token (`access.Gate`)."""
+    """Create the API of a service. Every route is refused unless its policy permits the token (`access.Gate`)."""
     app = FastAPI(
         title="Watchstep",
-        description="Evaluates recorded training runs, keeps alerts, stops jobs.",
+        description="Evaluates recorded training runs, manages alerts, stops jobs.",
         version="1",
-        openapi_url=None,  # `document` has both
+        openapi_url=None,  # `document` installs the OpenAPI document and its pages
         redirect_slashes=False,
         responses=problems.PROBLEMS,
         generate_unique_id_function=document.operation_id,
+        # Client generators give a pair `X-Input` and `X-Output` the same name, and drop the operations of one of them.
+        separate_input_output_schemas=False,
     )
     app.state.service = service
     app.state.queries = Queries.of(service)
@@ -97,9 +99,9 @@ def create_app(service: Service) -> FastAPI:
         policies.describe(router)
         app.include_router(router, dependencies=policies.documented(router, document_token))
     routes = Routes((*own, *(route for router in ROUTERS for route in router.routes)))
-    app.state.known_tokens = KnownTokens()
+    app.state.token_cache = TokenCache()
     limits = rate_limits(service.settings)
-    app.add_middleware(Gate, service=service, routes=routes, limits=limits, known=app.state.known_tokens)
+    app.add_middleware(Gate, service=service, routes=routes, limits=limits, token_cache=app.state.token_cache)
     app.add_middleware(PacedAnswers, unread=UnreadBytes(service.settings.unread_mb))
     app.add_middleware(Observed)
     return app

@@ -1,4 +1,4 @@
-"""Find the run that a path names, and its place on the store."""
+"""Look-ups of the objects that a path names: projects, runs, alerts, and the stores of runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from watchstep_services.tenancy.projects import archived
 
 
 def find_run(session: Session, project: str, run: str) -> RunRow:
-    """The run's row.
+    """Return the row of a run.
 
     Raises:
-        BadNameError: a name that cannot be one.
-        NotFoundError: there is no such run.
+        BadNameError: a name is not valid.
+        NotFoundError: the run does not exist.
     """
     run_prefix(project, run)
     row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one_or_none()
@@ -32,11 +32,11 @@ def find_run(session: Session, project: str, run: str) -> RunRow:
 
 
 @dataclass(frozen=True)
-class HeldRun:
-    """What an announcement needs of a run; nobody else writes it until the transaction ends.
+class LockedRun:
+    """The columns of a run that an announcement needs. The row is locked until the transaction ends.
 
     Attributes:
-        now_ns: by the database's clock.
+        now_ns: the time by the database's clock.
     """
 
     id: int
@@ -49,8 +49,8 @@ class HeldRun:
     now_ns: int
 
 
-# One query, made once: every announcement comes by here. What refers to the run need not wait for it.
-_HELD = (
+# Built once, because every announcement executes it. With `key_share`, inserts that reference the run do not wait for the lock.
+_LOCKED_RUN = (
     select(
         RunRow.id,
         RunRow.due_ns,
@@ -68,30 +68,30 @@ _HELD = (
 )
 
 
-def hold_open_run(session: Session, project: str, run: str) -> HeldRun:
-    """A run of a project that takes what is recorded, locked.
+def lock_open_run(session: Session, project: str, run: str) -> LockedRun:
+    """Lock a run of a project that accepts recordings.
 
     Raises:
         BadNameError, NotFoundError: as `find_run`.
         ConflictError: the project is archived.
     """
     run_prefix(project, run)
-    found = session.execute(_HELD, {"project": project, "run": run}).one_or_none()
-    if found is None:
+    row = session.execute(_LOCKED_RUN, {"project": project, "run": run}).one_or_none()
+    if row is None:
         raise unknown_run(project, run)
-    *held, archived_ns = found
+    *columns, archived_ns = row
     if archived_ns is not None:
         raise archived(project)
-    return HeldRun(*held)
+    return LockedRun(*columns)
 
 
 def unknown_run(project: str, run: str) -> NotFoundError:
-    """What to say of a run that is not there for who asks."""
-    return NotFoundError(f"run {project}/{run}: not known", "register it first, or check the name")
+    """Return the error for a run that does not exist, or that the caller may not see."""
+    return NotFoundError(f"run {project}/{run}: not found", "register it first, or check the name")
 
 
 def run_store(service: Service, project: str, run: str) -> Store:
-    """The store of a run's project, seen from the run.
+    """Return the store of a run's project, with paths relative to the run.
 
     Raises:
         BadNameError, NotFoundError: as `find_run`.
@@ -104,52 +104,57 @@ def run_store(service: Service, project: str, run: str) -> Store:
 
 
 def damaged_segments(service: Service, project: str, run: str) -> dict[str, str]:
-    """Segments of a run that evaluations left out, by path, and why: no answer shows what no rule was shown.
+    """Return the segments of a run that evaluations skipped as corrupt: path to problem.
+
+    Queries skip them too, so that no response contains rows that no rule evaluated.
 
     Raises:
         BadNameError, NotFoundError: as `find_run`.
     """
     with service.database.read() as session:
         row = find_run(session, project, run)
-        found = session.execute(select(Segment).filter_by(run_id=row.id, state="corrupt")).scalars()
+        corrupt = session.execute(select(Segment).filter_by(run_id=row.id, state="corrupt")).scalars()
         return {
             SegmentKey(
-                WriterId(entry.attempt, entry.node, entry.writer), entry.seq, entry.first, entry.last
-            ).path: entry.problem
-            for entry in found
+                WriterId(segment.attempt, segment.node, segment.writer),
+                segment.seq,
+                segment.first,
+                segment.last,
+            ).path: segment.problem
+            for segment in corrupt
         }
 
 
 def find_project(session: Session, project: str) -> Project:
-    """The project's row.
+    """Return the row of a project.
 
     Raises:
-        BadNameError: a name that cannot be one.
-        NotFoundError: there is no such project.
+        BadNameError: the name is not valid.
+        NotFoundError: the project does not exist.
     """
     check_name("project", project)
     row = session.get(Project, project)
     if row is None:
         raise NotFoundError(
-            f"project {project}: not known", "check the name; a project begins with its first run"
+            f"project {project}: not found", "check the name; registering the first run creates a project"
         )
     return row
 
 
-def find_standing(session: Session, project: str, run: str, fingerprint: str) -> AlertInstanceRow:
-    """An alert of a run, over all its attempts.
+def find_alert(session: Session, project: str, run: str, fingerprint: str) -> AlertInstanceRow:
+    """Return the row of an alert over all attempts of a run.
 
     Raises:
-        BadNameError: a name that cannot be one.
-        NotFoundError: there is no such run, or no such alert of it.
+        BadNameError: a name is not valid.
+        NotFoundError: the run or the alert does not exist.
     """
-    held = find_run(session, project, run)
+    run_row = find_run(session, project, run)
     row = session.execute(
-        select(AlertInstanceRow).filter_by(run_id=held.id, fingerprint=fingerprint)
+        select(AlertInstanceRow).filter_by(run_id=run_row.id, fingerprint=fingerprint)
     ).scalar_one_or_none()
     if row is None:
         raise NotFoundError(
-            f"alert {fingerprint!r} of run {project}/{run}: not known",
-            "the list of alerts has the fingerprints",
+            f"alert {fingerprint!r} of run {project}/{run}: not found",
+            "list the alerts of the run to get their fingerprints",
         )
     return row

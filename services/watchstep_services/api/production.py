@@ -1,4 +1,4 @@
-"""The API in production: what ``watchstep api`` runs."""
+"""Production server of the API, for ``watchstep api``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from watchstep_services.service.context import owner_receivers, owner_rules
 
 
 def create() -> FastAPI:
-    """The API of the production service, in each process: uvicorn's factory.
+    """Create the API in a server process. uvicorn calls this factory.
 
     Raises:
-        ConfigError: a setting is missing or cannot be used, or the database is not ready.
+        ConfigError: a setting is missing or not valid, or the database is not ready.
     """
     settings = load_settings()
     logs.configure(settings.log, settings.log_level)
@@ -44,42 +44,42 @@ def create() -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    with _streams_end_at_signals(app):
+    with _close_streams_at_signals(app):
         yield
     tracing.stop()
 
 
 @contextmanager
-def _streams_end_at_signals(app: FastAPI) -> Iterator[None]:
-    """Event streams never end by themselves: the server would wait for them until ``WATCHSTEP_DRAIN_SECONDS`` are over.
+def _close_streams_at_signals(app: FastAPI) -> Iterator[None]:
+    """Close the event streams at SIGTERM and SIGINT. Otherwise the server waits ``WATCHSTEP_DRAIN_SECONDS`` for them.
 
-    It tells an application that it ends only after that, so its handlers of signals are called through ours.
+    The server notifies the application of its end only after that wait, so its signal handlers are wrapped.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def end(number: int, frame: FrameType | None) -> None:
         app.state.streams.close()
-        handler = before[signal.Signals(number)]
+        handler = handlers[signal.Signals(number)]
         if callable(handler):
             handler(number, frame)
 
-    for number in before:
+    for number in handlers:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def main(host: str, port: int, processes: int) -> None:
-    """Serve until SIGTERM; then requests that run have ``WATCHSTEP_DRAIN_SECONDS`` to finish.
+    """Serve until SIGTERM, then wait up to ``WATCHSTEP_DRAIN_SECONDS`` for requests in progress.
 
     Raises:
-        ConfigError: as `create`, and where the port for figures cannot be listened on.
+        ConfigError: as `create`, and if the port for metrics is not available.
     """
     settings = load_settings()
     logs.configure(settings.log, settings.log_level)
@@ -89,7 +89,7 @@ def main(host: str, port: int, processes: int) -> None:
     with ExitStack() as stack:
         stack.callback(forget_folder)
         stack.callback(database.close)
-        prepare(database, settings)  # here too: a process that cannot start would be started again and again
+        prepare(database, settings)  # here too, because uvicorn restarts a worker process that fails to start
         stack.callback(serve(settings, registry(DatabaseFigures(database))))
         uvicorn.run(
             "watchstep_services.api.production:create",

@@ -1,9 +1,8 @@
-"""The tokens that there are: made in somebody's name, listed, revoked.
+"""Management of tokens: creation on behalf of a caller, listing, revocation, and tokens of single runs.
 
-Tokens that record one run and nothing else, which an operator may make for a run of its own.
-
-They outlive the token that made them, so that a job of weeks goes on after a launcher's token of hours has ended; what bounds them is
-their own time, the end of their run, and that who revokes their maker revokes them.
+An operator may create recorder tokens of its own runs. They outlive the token that created them, so that a job of weeks continues after
+a launcher's short-lived token has expired. They end with their own expiry, the end of their run, or the revocation of the token that
+created them.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from watchstep_services.db.models import RunRow, Token
 from watchstep_services.tenancy.projects import open_project
 
 MAX_LIFETIME = 10 * 366 * 86_400
-"""Seconds."""
+"""Limit in seconds."""
 
 
 class TooMuchError(ConfigError):
-    """A token that could do more than the one that asks for it."""
+    """The requested token would have more permissions than the caller's token."""
 
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """A token to make.
+    """A requested token.
 
     Attributes:
-        role: what it may do.
-        project: the only one that it is for; all where None.
-        name: what people call it.
-        lifetime_seconds: after so long it is worthless; never where None.
+        role: its role.
+        project: its only project; None for all.
+        name: its name for people.
+        lifetime_seconds: lifetime; None for unlimited.
     """
 
     role: Role
@@ -59,24 +58,24 @@ class TokenRequest:
 
 
 def create_for(database: Database, request: TokenRequest, maker: AuthenticatedCaller) -> str:
-    """Make a token in somebody's name; it is returned here and never again.
+    """Create a token on behalf of a caller. It is returned only here.
 
-    It may do no more than its maker may, in no other project, and no longer.
+    Its permissions, projects and lifetime must not exceed the caller's.
 
     Raises:
-        TooMuchError: it would.
-        BadNameError, ConfigError: as `create_token`.
+        TooMuchError: they do.
+        BadNameError, ConfigError: as raised by `create_token`.
     """
     more = PERMISSIONS[request.role] - PERMISSIONS.get(maker.role, frozenset())
     if more:
         raise TooMuchError(
-            f"role {request.role}: may {', '.join(sorted(more))}, and a {maker.role} token may not",
-            "ask for a role that may no more than your own token",
+            f"role {request.role}: may {', '.join(sorted(more))}, which a {maker.role} token may not",
+            "request a role without more permissions than your own token",
         )
     if maker.project is not None and request.project != maker.project:
         raise TooMuchError(
-            f"project {request.project or 'all'}: is not that of your own token, {maker.project!r}",
-            "ask for a token of your own project",
+            f"project {request.project or 'all'}: not your own token's project, {maker.project!r}",
+            "request a token of your own project",
         )
     lifetime = request.lifetime_seconds
     if maker.expires_ns is not None:
@@ -84,8 +83,8 @@ def create_for(database: Database, request: TokenRequest, maker: AuthenticatedCa
             left = (maker.expires_ns - read_clock(session)) / NANOSECONDS
         if lifetime is None or lifetime > left:
             raise TooMuchError(
-                f"lifetime_seconds {'never ending' if lifetime is None else lifetime}: your own token ends in {max(0, int(left))}",
-                "ask for a token that ends no later than your own",
+                f"lifetime_seconds {'unlimited' if lifetime is None else lifetime}: your own token expires in {max(0, int(left))}",
+                "request a token that expires no later than your own",
             )
     return create_token(
         database,
@@ -98,13 +97,13 @@ def create_for(database: Database, request: TokenRequest, maker: AuthenticatedCa
 
 
 def of_project(project: str | None, run: str | None = None) -> list[ColumnElement[bool]]:
-    """The conditions that a token is for one project only, and for one run of it; none, so that all are meant, where that is None."""
+    """Conditions that select tokens of a project, or of one run of it; empty for all."""
     conditions: list[ColumnElement[bool]] = [] if project is None else [Token.project == project]
     return conditions if run is None else [*conditions, Token.run == run]
 
 
 def that_work() -> list[ColumnElement[bool]]:
-    """The conditions that tokens can be used now."""
+    """Conditions that select valid tokens."""
     return [
         Token.revoked_ns.is_(None),
         or_(Token.expires_ns.is_(None), Token.expires_ns > now_ns()),
@@ -121,16 +120,16 @@ def state_of(row: Token, now: int) -> str:
 
 
 def find_token(database: Database, public: str, project: str | None, run: str | None = None) -> Token:
-    """A token by its id.
+    """Find a token by its id.
 
     Args:
-        database: where it is kept.
+        database: the database.
         public: its id.
-        project: the only one to look in; all where None.
-        run: the only one of the project to look in; all, and the project's own tokens, where None.
+        project: project to search; None for all.
+        run: run of the project to search; None for all runs and the project's own tokens.
 
     Raises:
-        NotFoundError: there is none there.
+        NotFoundError: it does not exist there.
     """
     with database.read() as session:
         row = session.execute(
@@ -142,16 +141,16 @@ def find_token(database: Database, public: str, project: str | None, run: str | 
 
 
 @dataclass(frozen=True)
-class Revoked:
-    """A token that is worthless, and those that ended with it.
+class Revocation:
+    """A revoked token, and the tokens that were revoked with it.
 
     Attributes:
-        token: as it stands.
-        made: ids of tokens of single runs that it made, and that worked until now.
+        token: the token.
+        run_tokens: ids of the valid tokens of single runs that it had created.
     """
 
     token: Token
-    made: tuple[str, ...]
+    run_tokens: tuple[str, ...]
 
 
 def revoke(
@@ -161,20 +160,20 @@ def revoke(
     revoked_by: str,
     *,
     run: str | None = None,
-    keep_made: bool = False,
-) -> Revoked:
-    """Make a token worthless from its next request on, and the tokens of single runs that it made. Safe to repeat; the first time counts.
+    keep_created: bool = False,
+) -> Revocation:
+    """Revoke a token, and the tokens of single runs that it created. Safe to repeat; the first revocation is kept.
 
     Args:
-        database: where it is kept.
+        database: the database.
         public: its id.
-        project: the only one to look in; all where None.
-        revoked_by: who does, as records show it.
-        run: as of `find_token`.
-        keep_made: leave what it made, as where it is replaced by another while jobs go on.
+        project: project to search; None for all.
+        revoked_by: who revokes it, for records.
+        run: as in `find_token`.
+        keep_created: keep the tokens that it created, for a token that is replaced while jobs run.
 
     Raises:
-        NotFoundError: there is none there.
+        NotFoundError: it does not exist there.
     """
     with database.write() as session:
         row = session.execute(
@@ -185,36 +184,36 @@ def revoke(
         now = read_clock(session)
         if row.revoked_ns is None:
             row.revoked_ns, row.revoked_by = now, revoked_by[:256]
-        made = () if keep_made else _revoke_made(session, row, now)
+        run_tokens = () if keep_created else _revoke_created(session, row, now)
         session.flush()
-        session.refresh(row)  # what it says of its run is left behind by a change
-        return Revoked(row, made)
+        session.refresh(row)  # reloads the properties of its run, which a change does not update
+        return Revocation(row, run_tokens)
 
 
-def _revoke_made(session: Session, maker: Token, now: int) -> tuple[str, ...]:
-    # `run_tokens` locks the maker as well: none is made that this does not see.
-    ended = session.execute(
+def _revoke_created(session: Session, maker: Token, now: int) -> tuple[str, ...]:
+    # `create_for_run` locks the maker as well, so no token is created concurrently.
+    revoked = session.execute(
         update(Token)
         .where(Token.maker == maker.id, Token.run_id.is_not(None), Token.revoked_ns.is_(None))
-        .values(revoked_ns=now, revoked_by=f"with token {maker.id}, which made it")
+        .values(revoked_ns=now, revoked_by=f"with token {maker.id}, which created it")
         .returning(Token.id)
         .execution_options(synchronize_session=False)
     )
-    return tuple(sorted(ended.scalars()))
+    return tuple(sorted(revoked.scalars()))
 
 
 def forget_named(database: Database, name: str, created_by: str) -> None:
-    """Take away what an earlier process made for itself and could not take away, because it was killed."""
+    """Delete tokens that an earlier process created for itself and did not delete, because it was killed."""
     with database.write() as session:
         session.execute(delete(Token).where(Token.name == name, Token.created_by == created_by))
 
 
 def _unknown(public: str) -> NotFoundError:
-    return NotFoundError(f"token {public[:64]!r}: not known", "list the tokens for their ids")
+    return NotFoundError(f"token {public[:64]!r}: not found", "list the tokens to see their ids")
 
 
 LIFETIME_SECONDS = 90 * 86_400
-"""Where none is asked for: the wait in a queue, and a training of weeks."""
+"""Default lifetime: the wait in a queue, and a training of weeks."""
 
 MOST_SECONDS = 366 * 86_400
 
@@ -223,13 +222,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunTokenRequest:
-    """A token to make.
+    """A requested token of one run.
 
     Attributes:
-        project: of the run.
-        run: its name; it is known to the service.
-        name: what people call the token; of the run where it is empty.
-        lifetime_seconds: after so long it is worthless, and `MOST_SECONDS` at the most.
+        project: the run's project.
+        run: name of a registered run.
+        name: the token's name for people; "run NAME" if empty.
+        lifetime_seconds: lifetime, at most `MOST_SECONDS`.
     """
 
     project: str
@@ -239,32 +238,32 @@ class RunTokenRequest:
 
 
 def create_for_run(database: Database, request: RunTokenRequest, maker: AuthenticatedCaller | str) -> str:
-    """Make a recorder's token of one run; it is returned here and never again.
+    """Create a recorder token of one run. It is returned only here.
 
-    An operator makes those of a run that its own token made known. It takes over a run that is nobody's: of which no token that is
-    still good made it known, and that does not go on at the moment.
+    An operator creates tokens of runs that its own token registered. It takes over a run without an owner: one that no valid token has
+    registered, and that does not run at the moment.
 
     Args:
-        database: where it is kept.
-        request: what to make.
-        maker: whose token asks; or, of the database's owner, who needs none, what records say of it.
+        database: the database.
+        request: the requested token.
+        maker: the caller; for the database's owner, who needs no token, its name in records.
 
     Raises:
-        BadNameError, NotFoundError: there is no such run.
+        BadNameError, NotFoundError: the run does not exist.
         ConflictError: its project is archived.
-        TooMuchError: the run is somebody else's, or the maker may make none.
-        ConfigError: the token's name or its time cannot be used.
+        TooMuchError: another token owns the run, or the caller may create none.
+        ConfigError: the token's name or lifetime is not valid.
     """
     run_prefix(request.project, request.run)
     name = check_token_name(request.name or f"run {request.run}"[:MAX_NAME])
     if not 0 < request.lifetime_seconds <= MOST_SECONDS:
         raise ConfigError(
-            f"lifetime_seconds {request.lifetime_seconds}: not within {MOST_SECONDS}, for a token of one run",
-            "ask for less, and make another later",
+            f"lifetime_seconds {request.lifetime_seconds}: a token of one run has at most {MOST_SECONDS}",
+            "request less, and create another token later",
         )
     who = maker if isinstance(maker, str) else maker.who
     with database.write() as session:
-        if isinstance(maker, AuthenticatedCaller):  # before the run: who revokes or deletes goes the same way
+        if isinstance(maker, AuthenticatedCaller):  # locked before the run, as by revocations and deletions
             _check_maker(session, maker, request.project)
         open_project(session, request.project)
         run = _locked(session, request.project, request.run)
@@ -276,7 +275,7 @@ def create_for_run(database: Database, request: RunTokenRequest, maker: Authenti
         )  # fmt: skip
         token = add_token(session, row, request.lifetime_seconds)
         public = row.id
-    _log.info("token %s of run %s/%s made by %s", public, request.project, request.run, who)
+    _log.info("token %s of run %s/%s created by %s", public, request.project, request.run, who)
     return token
 
 
@@ -284,19 +283,21 @@ def _locked(session: Session, project: str, run: str) -> RunRow:
     chosen = select(RunRow).filter_by(project=project, run=run).with_for_update(key_share=True)
     row = session.execute(chosen).scalar_one_or_none()
     if row is None:
-        raise NotFoundError(f"run {project}/{run}: not known", "register it first, or check the name")
+        raise NotFoundError(f"run {project}/{run}: not found", "register it first, or check the name")
     return row
 
 
 def _check_maker(session: Session, maker: AuthenticatedCaller, project: str) -> None:
-    """See that the maker's token is good now: a moment ago is not enough, for what it makes ends with it."""
+    """Check that the caller's token is valid now, and lock it, because the tokens that it creates end with it."""
     row = session.execute(
         select(Token).where(Token.id == maker.token).with_for_update(read=True)
     ).scalar_one_or_none()
     good = row is not None and state_of(row, read_clock(session)) == "active"
     if not good or not maker.may("operate") or not maker.sees(project):
         raise TooMuchError(
-            f"a {maker.role} token may make none here" if good else "your own token has ended",
+            f"a {maker.role} token may create no tokens here"
+            if good
+            else "your own token is no longer valid",
             "use an operator's or an admin's token of the project",
         )
 
@@ -307,13 +308,13 @@ def _check_owner(session: Session, run: RunRow, maker: AuthenticatedCaller) -> N
     owner = session.get(Token, run.registered_by) if run.registered_by else None
     if owner is not None and state_of(owner, read_clock(session)) == "active":
         raise TooMuchError(
-            f"run {run.project}/{run.run}: was registered with token {owner.id}, not with yours",
-            "register a run of your own, or have an admin make the token",
+            f"run {run.project}/{run.run}: registered with token {owner.id}, not with yours",
+            "register a run of your own, or have an admin create the token",
         )
     if run.attempt and run.ended_ns is None:
         raise TooMuchError(
-            f"run {run.project}/{run.run}: goes on, and no operator's token that is still good has registered it",
-            "have an admin make the token, or wait for its end",
+            f"run {run.project}/{run.run}: is running, and no valid operator's token has registered it",
+            "have an admin create the token, or wait for its end",
         )
-    _log.info("run %s/%s is taken over by %s", run.project, run.run, maker.who)
+    _log.info("run %s/%s taken over by %s", run.project, run.run, maker.who)
     run.registered_by = maker.token

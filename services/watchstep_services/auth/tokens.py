@@ -1,9 +1,7 @@
-"""Bearer tokens: made once, shown once, kept only as a hash.
+"""Bearer tokens, and the permissions of their roles. A token is shown once, and only its hash is stored.
 
-A token is ``wst_<id>_<secret>``. The id is public: it finds the row, and names the token in lists and logs. Tokens of the
-form ``ws_<secret>``, which were made before there were ids, have the start of their hash as id.
-
-What roles may do.
+A token is ``wst_<id>_<secret>``. The id is public: it identifies the row, and names the token in lists and logs. The id of tokens of the
+earlier form ``ws_<secret>`` is the start of their hash.
 """
 
 from __future__ import annotations
@@ -46,15 +44,15 @@ PERMISSIONS: dict[str, frozenset[Permission]] = {
 
 @dataclass(frozen=True)
 class AuthenticatedCaller:
-    """Who asks.
+    """The authenticated caller of a request.
 
     Attributes:
-        role: what it may do.
-        project: where; in all projects where that is None.
+        role: role of its token.
+        project: its only project; None for all projects.
         token: the public id of its token.
-        name: of its token.
-        expires_ns: when its token ends; None where it does not.
-        run: the only run of the project that it may do it to; all where that is None.
+        name: name of its token.
+        expires_ns: when its token expires; None for never.
+        run: its only run of the project; None for all runs.
     """
 
     role: str
@@ -66,7 +64,7 @@ class AuthenticatedCaller:
 
     @property
     def who(self) -> str:
-        """What a record of its deeds says of it: nothing of the secret."""
+        """The caller in records, without the secret."""
         role = self.role if self.run is None else f"{self.role} of run {self.project}/{self.run}"
         return f"{self.name} ({role}, token {self.token})" if self.name else f"{role}, token {self.token}"
 
@@ -75,7 +73,7 @@ class AuthenticatedCaller:
         return permission in PERMISSIONS.get(self.role, frozenset())
 
     def sees(self, project: str) -> bool:
-        """Whether a project is one of its own."""
+        """Whether it may access a project."""
         return self.project in {None, project}
 
 
@@ -92,13 +90,13 @@ __all__ = [
 
 MAX_NAME = 128
 OVER_SECONDS = 14 * 86_400
-"""So long after a run has ended its tokens are good: what starts again under it meanwhile finds them so."""
+"""Time after the end of a run for which its tokens are valid, so that a restart in that time can use them."""
 
 _ID_LENGTH = 16
 _WITH_ID = re.compile(r"wst_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
 _MAX_LENGTH = 128
 _USED_EVERY = nanoseconds(60.0)
-_NOBODYS = "0" * 64
+_NO_DIGEST = "0" * 64
 _log = logging.getLogger(__name__)
 
 
@@ -111,19 +109,19 @@ def create_token(
     created_by: str = "",
     lifetime_seconds: float | None = None,
 ) -> str:
-    """Make a token; it is returned here and never again.
+    """Create a token. It is returned only here.
 
     Args:
-        database: where it is kept.
-        role: what it may do.
-        project: the only one that it is for; all where None.
-        name: what people call it.
-        created_by: who makes it, as records show it.
-        lifetime_seconds: after so long it is worthless; never where None.
+        database: the database.
+        role: its role.
+        project: its only project; None for all.
+        name: its name for people.
+        created_by: who creates it, for records.
+        lifetime_seconds: lifetime; None for unlimited.
 
     Raises:
-        BadNameError: the project's name cannot be used.
-        ConfigError: so can the token's.
+        BadNameError: the project's name is not valid.
+        ConfigError: the token's name is not valid.
     """
     if project is not None:
         check_name("project", project)
@@ -134,12 +132,12 @@ def create_token(
 
 
 def add_token(session: Session, row: Token, lifetime_seconds: float | None) -> str:
-    """Give a row what makes it a token, and keep it with the transaction; the token is returned here and never again.
+    """Complete a token's row and add it to the transaction. The token is returned only here.
 
     Args:
         session: a transaction.
-        row: new, and says what the token is for and who makes it.
-        lifetime_seconds: as of `create_token`.
+        row: a new row with the token's permissions and creator.
+        lifetime_seconds: as in `create_token`.
     """
     row.id = secrets.token_hex(_ID_LENGTH // 2)
     token = f"wst_{row.id}_{secrets.token_urlsafe(32)}"
@@ -152,10 +150,10 @@ def add_token(session: Session, row: Token, lifetime_seconds: float | None) -> s
 
 
 def check_token_name(name: str) -> str:
-    """A token's name, which is one line of text.
+    """Check a token's name, which must be one line of text; return it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not valid.
     """
     if len(name) > MAX_NAME or not name.isprintable():
         raise ConfigError(
@@ -165,27 +163,30 @@ def check_token_name(name: str) -> str:
 
 
 def id_of(token: str) -> str:
-    """The public id of a token, whether or not there is such a one."""
-    found = _WITH_ID.fullmatch(token)
-    return found[1] if found else digest_of(token)[:_ID_LENGTH]
+    """The public id of a token, whether or not it exists."""
+    match = _WITH_ID.fullmatch(token)
+    return match[1] if match else digest_of(token)[:_ID_LENGTH]
 
 
 def identify(database: Database, token: str) -> AuthenticatedCaller | None:
-    """Whose token this is; None for nobody's, and for one that has expired, was revoked, or is a run's that is over.
+    """The caller of a token; None if it does not exist, has expired, was revoked, or its run is over.
 
-    How long it takes says nothing of a secret: the id finds the row, and the hashes are compared in constant time.
+    The time that it takes does not depend on the secret: the id finds the row, and the hashes are compared in constant time.
     """
     if len(token) > _MAX_LENGTH:
         return None
     with database.read() as session:
-        found = session.execute(select(Token, now_ns()).where(Token.id == id_of(token))).first()
-    row, now = (None, 0) if found is None else found
-    if not hmac.compare_digest(_NOBODYS if row is None else row.sha256, digest_of(token)) or row is None:
+        result = session.execute(select(Token, now_ns()).where(Token.id == id_of(token))).first()
+    row, now = (None, 0) if result is None else result
+    if not hmac.compare_digest(_NO_DIGEST if row is None else row.sha256, digest_of(token)) or row is None:
         return None
     ends = ends_ns(row)
     if row.revoked_ns is not None or (ends is not None and ends <= now):
         return None
-    if row.run_id is not None and None in (row.run, row.project):  # it is nobody's rather than the project's
+    if row.run_id is not None and None in (
+        row.run,
+        row.project,
+    ):  # refused, rather than valid for the whole project
         return None
     if row.last_used_ns is None or row.last_used_ns <= now - _USED_EVERY:
         _note_use(database, row.id)
@@ -193,7 +194,7 @@ def identify(database: Database, token: str) -> AuthenticatedCaller | None:
 
 
 def ends_ns(row: Token) -> int | None:
-    """When a token ends that nobody revokes: at its own time, or `OVER_SECONDS` after its run has; None for never."""
+    """When a token ends without a revocation: at its expiry, or `OVER_SECONDS` after its run's end; None for never."""
     over = None if row.run_over_ns is None else row.run_over_ns + nanoseconds(OVER_SECONDS)
     return min((at for at in (row.expires_ns, over) if at is not None), default=None)
 
@@ -210,11 +211,11 @@ def _note_use(database: Database, public: str) -> None:
                 .values(last_used_ns=now_ns())
                 .execution_options(synchronize_session=False)
             )
-    except SQLAlchemyError as error:  # a record for people; no request fails for it
-        _log.warning("token %s: its use was not noted: %s", public, type(error).__name__)
+    except SQLAlchemyError as error:  # only informative, so no request fails for it
+        _log.warning("token %s: its use was not recorded: %s", public, type(error).__name__)
 
 
 def digest_of(token: str) -> str:
-    """What is kept of a token."""
-    # 256 random bits need no slow hash: they cannot be guessed.
+    """The stored hash of a token."""
+    # 256 random bits need no slow hash, because they cannot be guessed.
     return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()

@@ -1,4 +1,4 @@
-"""Prometheus Alertmanager: alerts by its API, version 2, sent again for as long as they fire."""
+"""Prometheus Alertmanager: alerts by version 2 of its API, sent repeatedly while they fire."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from watchstep_services.core.egress import parse_address
 from watchstep_services.core.events import rfc3339
 
 LIVES = 4
-"""An alert that is not sent again is taken for resolved after so many intervals, as Prometheus does it."""
+"""Intervals after which an alert that is not sent again is resolved, as in Prometheus."""
 
 _NANOSECONDS = 1_000_000_000
 
@@ -27,20 +27,20 @@ class AlertmanagerReceiver(Receiver):
     secret_fields: ClassVar[tuple[str, ...]] = ("authorization",)
 
     kind: Literal["alertmanager"]
-    url: HttpAddress = Field(description="Of the Alertmanager, without /api/v2/alerts.")
+    url: HttpAddress = Field(description="URL of the Alertmanager, without /api/v2/alerts.")
     authorization: Secret | None = Field(None, description="Sent as the header Authorization.")
     resend_seconds: float = Field(
         60.0,
         ge=5,
         le=3600,
-        description="How often alerts that fire are sent again; the route's times do not count.",
+        description="Interval at which firing alerts are sent again; the route's times are not used.",
     )
 
     @field_validator("url")
     @classmethod
     def _has_no_query(cls, url: str) -> str:
         if "?" in url:
-            raise ValueError("the API's path is put behind it, so it has no query")
+            raise ValueError("the URL must not have a query, because the API's path is appended to it")
         return url
 
     @property
@@ -50,11 +50,11 @@ class AlertmanagerReceiver(Receiver):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """That of the address."""
+        """The host of the address."""
         return (parse_address(self.url).host,)
 
     def check_secret(self, field: str, secret: str) -> None:
-        """A header has visible characters."""
+        """Check the characters of a header."""
         header_value(field, secret)
 
 
@@ -69,7 +69,7 @@ def send(receiver: AlertmanagerReceiver, message: Message, delivery: DeliveryCon
 
 
 def alerts_of(notification: Notification, resend_seconds: float, now_ns: int) -> list[dict[str, Any]]:
-    """The alerts as the Alertmanager takes them. Labels tell alerts apart, so nothing that changes is among them."""
+    """The alerts in Alertmanager's format. Labels identify alerts, so they contain nothing that changes."""
     ends_ns = now_ns + round(LIVES * resend_seconds * _NANOSECONDS)
     return [_alert(notification, alert, ends_ns) for alert in notification.alerts]
 
@@ -80,7 +80,7 @@ def _alert(notification: Notification, alert: NotifiedAlert, ends_ns: int) -> di
         annotations |= {"description": alert.explanation.as_text(), "where": alert.explanation.where}
     starts_ns = alert.fired_ns or alert.since_ns
     resolved_ns = alert.resolved_ns or notification.at_ns
-    # One that ended at the instant of its start would be refused.
+    # An alert that ends at the time of its start would be refused.
     ended_ns = max(resolved_ns, starts_ns + _NANOSECONDS) if alert.phase == "resolved" else ends_ns
     labels = {**alert.labels, "alertname": alert.name, "attempt": alert.attempt}
     return {

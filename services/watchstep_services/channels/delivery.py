@@ -1,6 +1,6 @@
-"""How a message is sent: one HTTP request or SMTP session to a checked address, bounded in time, without redirects.
+"""Deliveries: one HTTP request or SMTP session to a checked address, with a time limit and without redirects.
 
-The bound holds whatever the other side does: sending byte by byte can be slow, too.
+The limit applies whatever the other side does, for example if it reads or sends byte by byte.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from watchstep.errors import ConfigError
 from watchstep_services.channels.notification import Notification
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import Address, EgressPolicy
+from watchstep_services.core.telemetry import tracing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeliveryContext:
-    """One try's way out.
+    """The context of one delivery.
 
     Attributes:
-        reach: where it may be sent to.
-        seconds: how long a receiver may take.
-        now_ns: by the database's clock.
-        secrets: the receiver's, opened, by field. They are shown nowhere.
+        egress_policy: addresses that it may be sent to.
+        seconds: time limit.
+        now_ns: time by the database's clock.
+        secrets: the receiver's decrypted secrets, by field. They are never shown.
     """
 
-    reach: EgressPolicy
+    egress_policy: EgressPolicy
     seconds: float
     now_ns: int
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -51,7 +52,7 @@ class DeliveryContext:
         """A secret of the receiver.
 
         Raises:
-            ConfigError: it is not there.
+            ConfigError: it is not set.
         """
         try:
             return self.secrets[name]
@@ -61,31 +62,31 @@ class DeliveryContext:
 
 @dataclass(frozen=True)
 class Message:
-    """A notification, put into words.
+    """A rendered notification.
 
     Attributes:
-        notification: what is told.
+        notification: the notification.
         title: one line.
         text: a few lines.
-        worded: whether title and text are the receiver's own, and not the default ones.
+        has_custom_text: whether the receiver has templates of its own.
         event: the notification as a CloudEvent, JSON-ready.
     """
 
     notification: Notification
     title: str
     text: str
-    worded: bool
+    has_custom_text: bool
     event: dict[str, Any]
 
 
 class Cutoff:
-    """Cuts a connection when the time is up, which wakes whoever waits on it. Use it as a context manager."""
+    """Shuts down connections when the time is over, which wakes a thread that waits for them. Use it as a context manager."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
         self._lock = threading.Lock()
-        self._held: list[socket.socket] = []
+        self._connections: list[socket.socket] = []
         self._timer = threading.Timer(seconds, self._cut)
         self._timer.daemon = True
         self.passed = False
@@ -99,19 +100,19 @@ class Cutoff:
     ) -> None:
         self._timer.cancel()
         with self._lock:
-            while self._held:
-                self._held.pop().close()
+            while self._connections:
+                self._connections.pop().close()
 
     @property
     def left(self) -> float:
-        """Seconds that are left; a little more than none where none are, as sockets take 0 for something else."""
+        """Seconds left, at least a millisecond, because 0 has another meaning for sockets."""
         return max(0.001, self._end - time.monotonic())
 
     def watch(self, connection: socket.socket) -> None:
-        """Cut this connection, too."""
-        # A copy of the descriptor: TLS takes the original one away from its socket.
+        """Shut down this connection, too, when the time is over."""
+        # The descriptor is duplicated, because TLS detaches the original from its socket.
         with self._lock:
-            self._held.append(connection.dup())
+            self._connections.append(connection.dup())
             if self.passed:
                 self._cut_all()
 
@@ -121,37 +122,37 @@ class Cutoff:
             self._cut_all()
 
     def _cut_all(self) -> None:
-        for connection in self._held:
-            with contextlib.suppress(OSError):  # the other side was first
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # already closed by the other side
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def connect(reach: EgressPolicy, host: str, port: int, cutoff: Cutoff) -> socket.socket:
-    """A connection to one of the host's addresses, the first that answers.
+def connect(policy: EgressPolicy, host: str, port: int, cutoff: Cutoff) -> socket.socket:
+    """Connect to the first of the host's addresses that answers.
 
     Raises:
         AddressRefusedError: one of its addresses is not allowed.
-        OSError: none answers.
+        OSError: no address answers.
     """
     problem: OSError | None = None
-    for address in reach.addresses(host, port, cutoff.left):
+    for address in policy.addresses(host, port, cutoff.left):
         try:
-            made = socket.create_connection((address, port), timeout=cutoff.left)
+            connection = socket.create_connection((address, port), timeout=cutoff.left)
         except OSError as error:
             problem = error
             continue
-        made.settimeout(cutoff.left + 1)  # the cutoff comes first, and says so
-        cutoff.watch(made)
-        return made
+        connection.settimeout(cutoff.left + 1)  # longer than the cutoff, which reports the timeout
+        cutoff.watch(connection)
+        return connection
     assert problem is not None  # a host has at least one address
     raise problem
 
 
 class CheckedBackend(httpcore.NetworkBackend):
-    """httpcore's way to the network: looks up and checks by itself, so that TLS and ``Host`` still say the name."""
+    """A network backend of httpcore that resolves and checks the host itself; TLS and ``Host`` still use the host's name."""
 
-    def __init__(self, reach: EgressPolicy, cutoff: Cutoff) -> None:
-        self._reach = reach
+    def __init__(self, policy: EgressPolicy, cutoff: Cutoff) -> None:
+        self._policy = policy
         self._cutoff = cutoff
         self._inner = httpcore.SyncBackend()
 
@@ -159,19 +160,19 @@ class CheckedBackend(httpcore.NetworkBackend):
         self,
         host: str,
         port: int,
-        timeout: float | None = None,  # noqa: ARG002 - the cutoff's is for all of it
+        timeout: float | None = None,  # noqa: ARG002 - the cutoff limits the whole request
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.NetworkStream:
-        """A stream to one of the host's addresses.
+        """Connect to the first of the host's addresses that answers.
 
         Raises:
-            AddressRefusedError: one of them is not allowed.
-            httpcore.ConnectError: none answers.
+            AddressRefusedError: one of its addresses is not allowed.
+            httpcore.ConnectError: no address answers.
         """
         problem: Exception | None = None
         try:
-            addresses = self._reach.addresses(host, port, self._cutoff.left)
+            addresses = self._policy.addresses(host, port, self._cutoff.left)
         except OSError as error:
             raise httpcore.ConnectError(str(error)) from error
         for address in addresses:
@@ -189,7 +190,7 @@ class CheckedBackend(httpcore.NetworkBackend):
 
 
 def tls_context() -> ssl.SSLContext:
-    """Trust in the system's authorities and in those of certifi; in those of ``SSL_CERT_FILE`` alone where it is set."""
+    """A TLS context with the system's and certifi's authorities; if ``SSL_CERT_FILE`` is set, only with those in it."""
     return _tls_context(os.environ.get("SSL_CERT_FILE", ""))
 
 
@@ -202,7 +203,7 @@ def _tls_context(own: str) -> ssl.SSLContext:
 
 
 LONGEST_PAUSE = 3600.0
-"""Seconds that a receiver may put off the next try by ``Retry-After``."""
+"""Longest pause, in seconds, that a receiver may request by ``Retry-After``."""
 
 USER_AGENT = "watchstep"
 _TRY_AGAIN = frozenset({408, 425, 429})
@@ -210,16 +211,16 @@ _NANOSECONDS = 1_000_000_000
 
 
 class PostError(Exception):
-    """The request got no answer; it may be sent again."""
+    """The request got no response; it may be sent again."""
 
 
 @dataclass(frozen=True)
 class PostResponse:
-    """What a server said.
+    """The response of a server.
 
     Attributes:
-        status: of HTTP.
-        retry_after: as it was sent; empty where it was not.
+        status: HTTP status.
+        retry_after: value of the header; empty if absent.
     """
 
     status: int
@@ -229,43 +230,69 @@ class PostResponse:
 def try_post(
     delivery: DeliveryContext, address: Address, headers: Mapping[str, str], body: bytes
 ) -> AttemptResult:
-    """Send one request, and say what came of it: by the status alone, for whoever names an address may not read what lies there.
+    """Send one request. The result contains only the status, because users who name an address must not read its content.
 
     Args:
-        delivery: the way out.
-        address: of the receiver.
-        headers: beside ``Host``, ``User-Agent`` and the length.
-        body: of the request.
+        delivery: the delivery context.
+        address: address of the receiver.
+        headers: headers other than ``Host``, ``User-Agent`` and the length.
+        body: body of the request.
 
     Raises:
         AddressRefusedError: the address is not allowed.
     """
     try:
-        answer = post(delivery, address, headers, body)
+        response = post(delivery, address, headers, body)
     except PostError as error:
         return AttemptResult("error", f"{address.host}: {error}")
-    # The host alone: paths are secrets of some receivers.
-    said = f"{address.host}: answered {answer.status}"
-    if 200 <= answer.status < 300:
-        return AttemptResult("done", said)
-    if answer.status >= 500 or answer.status in _TRY_AGAIN:
-        return AttemptResult("error", said, after_ns=_after(answer.retry_after, delivery.now_ns))
-    if 300 <= answer.status < 400:
+    # Only the host is named, because paths are secrets of some receivers.
+    detail = f"{address.host}: answered {response.status}"
+    if 200 <= response.status < 300:
+        return AttemptResult("done", detail)
+    if response.status >= 500 or response.status in _TRY_AGAIN:
+        return AttemptResult("error", detail, after_ns=_after(response.retry_after, delivery.now_ns))
+    if 300 <= response.status < 400:
         return AttemptResult(
-            "failed", f"{said}; redirects are not followed: name the address that it leads to"
+            "failed", f"{detail}; redirects are not followed: configure the address of the redirect"
         )
-    return AttemptResult("failed", f"{said}; the receiver refuses the event, so it is not sent again")
+    return AttemptResult("failed", f"{detail}; the receiver refused the event, so it is not sent again")
 
 
 def post(
     delivery: DeliveryContext, address: Address, headers: Mapping[str, str], body: bytes
 ) -> PostResponse:
-    """Send one request; all of it, from looking the host up to the answer, is bounded by ``outside.seconds``.
+    """Send one request; name resolution, request and response together are limited to ``delivery.seconds``.
 
     Raises:
         AddressRefusedError: the address is not allowed.
-        PostError: there was no answer.
+        PostError: there was no response.
     """
+    with tracing.span("POST", request=_request_span(address)) as span:
+        response = _post(delivery, address, headers, body, span)
+        span.describe({"http.response.status_code": response.status})
+        if response.status >= 400:
+            span.fail(str(response.status))
+        return response
+
+
+def _request_span(address: Address) -> tracing.RequestSpan:
+    attributes: dict[str, str | int] = {
+        "http.request.method": "POST",
+        "server.address": address.host,
+        "server.port": address.port,
+        "url.scheme": address.scheme,
+        "url.full": f"{address.scheme}://{address.authority}/REDACTED",  # paths are secrets of some receivers
+    }
+    return tracing.RequestSpan("client", attributes)
+
+
+def _post(
+    delivery: DeliveryContext,
+    address: Address,
+    headers: Mapping[str, str],
+    body: bytes,
+    span: tracing.Spanned,
+) -> PostResponse:
     seconds = delivery.seconds
     url = httpcore.URL(scheme=address.scheme, host=address.host, port=address.port, target=address.target)
     sent = [("Host", address.authority), ("User-Agent", USER_AGENT), ("Content-Length", str(len(body)))]
@@ -275,30 +302,32 @@ def post(
         httpcore.ConnectionPool(
             ssl_context=tls_context(),
             max_connections=1,
-            network_backend=CheckedBackend(delivery.reach, cutoff),
+            network_backend=CheckedBackend(delivery.egress_policy, cutoff),
         ) as pool,
     ):
         try:
             with pool.stream(
                 "POST", url, headers=[*sent, *headers.items()], content=body, extensions={"timeout": timeout}
-            ) as said:
-                return _read(said)
+            ) as response:
+                return _read(response)
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
-            if cutoff.passed or isinstance(error, httpcore.TimeoutException):
+            timed_out = cutoff.passed or isinstance(error, httpcore.TimeoutException)
+            span.fail("timeout" if timed_out else f"httpcore.{type(error).__name__}")
+            if timed_out:
                 raise PostError(f"no answer within {seconds:g} s") from error
-            if isinstance(error, httpcore.ProtocolError):  # its message repeats what was received
-                raise PostError("its answer is not HTTP") from error
+            if isinstance(error, httpcore.ProtocolError):  # its message repeats received data
+                raise PostError("the response is not HTTP") from error
             raise PostError(f"{type(error).__name__}: {error}") from error
 
 
-def _read(said: httpcore.Response) -> PostResponse:
-    """Status and headers; the body is left unread."""
-    after = next((value for name, value in said.headers if name.lower() == b"retry-after"), b"")
-    return PostResponse(said.status, after.decode("latin-1").strip())
+def _read(response: httpcore.Response) -> PostResponse:
+    """Status and headers; the body is not read."""
+    after = next((value for name, value in response.headers if name.lower() == b"retry-after"), b"")
+    return PostResponse(response.status, after.decode("latin-1").strip())
 
 
 def _after(written: str, now_ns: int) -> int:
-    """When the receiver wants the next try, in nanoseconds since the epoch; 0 where it does not say."""
+    """When the receiver requests the next try, in nanoseconds since the epoch; 0 if it does not."""
     if not written:
         return 0
     if written.isascii() and written.isdigit():

@@ -1,4 +1,4 @@
-"""The kinds of receivers: how one is written, and how it is sent to."""
+"""The kinds of receivers: how each is configured and how messages are sent to it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from watchstep_services.core.due_action import AttemptResult
 Sender = Callable[[Any, Message, DeliveryContext], AttemptResult]
 """Sends a message once.
 
-It never waits for long: ``delivery.seconds`` is for all of it. What it returns says whether it is tried again. Whatever else
-happens it raises, and it is tried again.
+It takes at most ``delivery.seconds`` in total. The result states whether it is tried again. If it raises an exception, it is tried
+again.
 """
 
 AnyReceiver = Annotated[
@@ -43,13 +43,13 @@ _SENDERS: dict[type[Receiver], Sender] = {
 }
 
 KINDS = tuple(_SENDERS)
-"""All kinds."""
+"""All kinds of receivers."""
 
 
 def send(receiver: Receiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
     """Send a message to a receiver, once.
 
     Raises:
-        WatchstepError: what the owner of the receiver can correct; it is tried again.
+        WatchstepError: an error that the owner of the receiver can correct; it is tried again.
     """
     return _SENDERS[type(receiver)](receiver, message, delivery)

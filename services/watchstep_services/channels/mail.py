@@ -1,4 +1,4 @@
-"""E-mail by SMTP: text and HTML, with a Message-ID that stays the same over all tries."""
+"""E-mail over SMTP: text and HTML, with the same Message-ID in all tries."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ class EmailReceiver(Receiver):
 
     kind: Literal["email"]
     host: Annotated[str, StringConstraints(max_length=253), AfterValidator(check_host)] = Field(
-        description="Of the SMTP server."
+        description="Host of the SMTP server."
     )
     port: int | None = Field(
-        None, ge=1, le=65535, description="587 for starttls, 465 for tls, 25 for none where it is not given."
+        None, ge=1, le=65535, description="Defaults to 587 for starttls, 465 for tls, 25 for none."
     )
     security: Security = Field(
         "starttls",
-        description="starttls and tls refuse servers whose certificate is not valid; none: in clear text.",
+        description="starttls and tls require a valid certificate; none is in clear text.",
     )
     username: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     password: Secret | None = None
-    sender: MailAddress = Field(description="Whom it is from.")
+    sender: MailAddress = Field(description="Sender address.")
     to: tuple[MailAddress, ...] = Field(min_length=1, max_length=50)
 
     @model_validator(mode="after")
     def _login_is_whole(self) -> EmailReceiver:
         if (self.username is None) != (self.password is None):
-            raise ValueError("'username' and 'password' go together")
+            raise ValueError("'username' and 'password' must be given together")
         if self.password is not None and self.security == "none":
             raise ValueError("a password is not sent in clear text: use 'security: starttls' or 'tls'")
         return self
 
     @property
     def destination(self) -> tuple[Any, ...]:
-        """The server, and how it is spoken to."""
+        """The server, its security and the user."""
         return (self.host, self.port, self.security, self.username)
 
     @property
@@ -77,14 +77,14 @@ class EmailReceiver(Receiver):
 
 
 def send(receiver: EmailReceiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
-    """Send the message once; to servers and people one that comes twice is the same, by its Message-ID."""
+    """Send the message once. Servers and mail programs recognize a duplicate by its Message-ID."""
     content = render_email(receiver, message).as_bytes(policy=SMTP_POLICY)
     with Cutoff(delivery.seconds) as cutoff:
         try:
             with contextlib.closing(_connect(receiver, delivery, cutoff)) as server:
                 refused = _hand_over(server, receiver, content)
         except smtplib.SMTPRecipientsRefused as error:
-            return _refused(receiver, error.recipients, left=False)
+            return _refused(receiver, error.recipients, some_accepted=False)
         except smtplib.SMTPResponseException as error:
             return _answered(receiver, error.smtp_code, error.smtp_error)
         except smtplib.SMTPNotSupportedError as error:
@@ -94,31 +94,31 @@ def send(receiver: EmailReceiver, message: Message, delivery: DeliveryContext) -
                 return AttemptResult("error", f"{receiver.host}: no answer within {delivery.seconds:g} s")
             return AttemptResult("error", f"{receiver.host}: {type(error).__name__}: {error}")
     return (
-        _refused(receiver, refused, left=True)
+        _refused(receiver, refused, some_accepted=True)
         if refused
         else AttemptResult("done", f"{receiver.host}: accepted")
     )
 
 
 def render_email(receiver: EmailReceiver, message: Message) -> EmailMessage:
-    """The message. Headers are made by `email`, which takes no line breaks, from words that have none."""
-    told = message.notification
+    """Build the e-mail. `email` writes the headers and refuses line breaks, which title and addresses do not contain."""
+    notification = message.notification
     domain = receiver.sender.rpartition("@")[2]
-    made = EmailMessage(policy=SMTP_POLICY)
-    made["Subject"] = message.title
-    made["From"] = receiver.sender
-    made["To"] = ", ".join(receiver.to)
-    made["Date"] = format_datetime(datetime.fromtimestamp(told.at_ns // _NANOSECONDS, timezone.utc))
-    made["Message-ID"] = f"<{_short(told.id)}@{domain}>"
-    thread = f"<{_short(told.group_key)}.group@{domain}>"
-    made["In-Reply-To"] = thread
-    made["References"] = thread
-    made["Auto-Submitted"] = "auto-generated"
-    made["X-Watchstep-Notification"] = _short(told.id)
-    made["X-Watchstep-Status"] = told.status
-    made.set_content(message.text + "\n", charset="utf-8")
-    made.add_alternative(_page(message), subtype="html", charset="utf-8")
-    return made
+    mail = EmailMessage(policy=SMTP_POLICY)
+    mail["Subject"] = message.title
+    mail["From"] = receiver.sender
+    mail["To"] = ", ".join(receiver.to)
+    mail["Date"] = format_datetime(datetime.fromtimestamp(notification.at_ns // _NANOSECONDS, timezone.utc))
+    mail["Message-ID"] = f"<{_short(notification.id)}@{domain}>"
+    thread = f"<{_short(notification.group_key)}.group@{domain}>"
+    mail["In-Reply-To"] = thread
+    mail["References"] = thread
+    mail["Auto-Submitted"] = "auto-generated"
+    mail["X-Watchstep-Notification"] = _short(notification.id)
+    mail["X-Watchstep-Status"] = notification.status
+    mail.set_content(message.text + "\n", charset="utf-8")
+    mail.add_alternative(_page(message), subtype="html", charset="utf-8")
+    return mail
 
 
 def _page(message: Message) -> str:
@@ -133,31 +133,33 @@ def _page(message: Message) -> str:
 
 
 def _short(text: str) -> str:
-    """A name as a header may have it: as it is where that is short and plain, else by its hash."""
+    """A name for a header: unchanged if it is short and plain, otherwise its hash."""
     plain = (
-        text.isascii() and len(text) <= 64 and all(message.isalnum() or message in "-_." for message in text)
+        text.isascii()
+        and len(text) <= 64
+        and all(character.isalnum() or character in "-_." for character in text)
     )
     return text if plain and text else hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 class _Client(smtplib.SMTP):
-    """Connects to checked addresses alone, and knows the name that a certificate must have."""
+    """Connects only to checked addresses, and verifies the certificate against the host's name."""
 
     def __init__(self, receiver: EmailReceiver, delivery: DeliveryContext, cutoff: Cutoff) -> None:
         self._receiver = receiver
-        self._outside = delivery
+        self._delivery = delivery
         self._cutoff = cutoff
         port = receiver.port or _PORTS[receiver.security]
         super().__init__(receiver.host, port, socket.gethostname(), cutoff.left)
 
     def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:  # noqa: ARG002 - the cutoff's
-        made = connect(self._outside.reach, host, port, self._cutoff)
+        connection = connect(self._delivery.egress_policy, host, port, self._cutoff)
         if self._receiver.security != "tls":
-            return made
+            return connection
         try:
-            return tls_context().wrap_socket(made, server_hostname=host)
+            return tls_context().wrap_socket(connection, server_hostname=host)
         except BaseException:
-            made.close()
+            connection.close()
             raise
 
 
@@ -176,30 +178,32 @@ def _connect(receiver: EmailReceiver, delivery: DeliveryContext, cutoff: Cutoff)
 
 def _hand_over(server: smtplib.SMTP, receiver: EmailReceiver, content: bytes) -> dict[str, tuple[int, bytes]]:
     refused = server.sendmail(receiver.sender, list(receiver.to), content)
-    with contextlib.suppress(smtplib.SMTPException, OSError):  # it is delivered; the farewell changes nothing
+    with contextlib.suppress(smtplib.SMTPException, OSError):  # it is delivered; errors of QUIT are ignored
         server.quit()
     return refused
 
 
-def _refused(receiver: EmailReceiver, refused: dict[str, tuple[int, bytes]], *, left: bool) -> AttemptResult:
-    """What it means that some recipients, or all where none is ``left``, were not taken."""
-    told = "; ".join(f"{who}: {_said(code, words)}" for who, (code, words) in sorted(refused.items()))
+def _refused(
+    receiver: EmailReceiver, refused: dict[str, tuple[int, bytes]], *, some_accepted: bool
+) -> AttemptResult:
+    """The result if some recipients, or all, were refused."""
+    detail = "; ".join(f"{who}: {_reply(code, text)}" for who, (code, text) in sorted(refused.items()))
     if any(400 <= code < 500 for code, _ in refused.values()):
-        return AttemptResult("error", f"{receiver.host}: not taken yet: {told}")
-    if left:
-        return AttemptResult("done", f"{receiver.host}: accepted, but not for {told}")
-    return AttemptResult("failed", f"{receiver.host}: no recipient was taken: {told}")
+        return AttemptResult("error", f"{receiver.host}: not accepted yet: {detail}")
+    if some_accepted:
+        return AttemptResult("done", f"{receiver.host}: accepted, but not for {detail}")
+    return AttemptResult("failed", f"{receiver.host}: no recipient was accepted: {detail}")
 
 
-def _answered(receiver: EmailReceiver, code: int, words: bytes | str) -> AttemptResult:
-    said = f"{receiver.host}: {_said(code, words)}"
+def _answered(receiver: EmailReceiver, code: int, text: bytes | str) -> AttemptResult:
+    detail = f"{receiver.host}: {_reply(code, text)}"
     if code >= 500:
-        return AttemptResult("failed", f"{said}; the server refuses it, so it is not sent again")
-    return AttemptResult("error", said)
+        return AttemptResult("failed", f"{detail}; the server refused the message, so it is not sent again")
+    return AttemptResult("error", detail)
 
 
-def _said(code: int, words: bytes | str) -> str:
-    """The codes of an answer (RFC 5321, RFC 3463), and none of its words: any port may be named, and what answers is not shown."""
-    text = words.decode("utf-8", errors="replace") if isinstance(words, bytes) else words
+def _reply(code: int, reply: bytes | str) -> str:
+    """The codes of a reply (RFC 5321, RFC 3463) without its text: users may name any port, and must not read what replies."""
+    text = reply.decode("utf-8", errors="replace") if isinstance(reply, bytes) else reply
     enhanced = _ENHANCED_CODE.match(text)
     return f"answered {code} {enhanced[0]}" if enhanced else f"answered {code}"

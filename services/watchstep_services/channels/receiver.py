@@ -1,4 +1,7 @@
-"""What all kinds of receivers share, and their secrets: named by where they are, or given once and stored encrypted. They are never shown again."""
+"""The base class of receivers, and their secrets.
+
+A secret is referred to by its location, or given once and stored encrypted. Secrets are never shown again.
+"""
 
 from __future__ import annotations
 
@@ -41,26 +44,27 @@ HttpAddress = Annotated[
     AfterValidator(_address),
     Field(json_schema_extra={"pattern": "^[hH][tT][tT][pP][sS]?://."}),
 ]
-"""An address without credentials; secrets in its path are shown to those who may change receivers."""
+"""An address without credentials. Secrets in its path are shown to users who may change receivers."""
 
 
 class Receiver(BaseModel):
-    """Somebody or something that is told of alerts."""
+    """A recipient of alerts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     secret_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of fields that are secrets."""
+    """Names of the fields with secrets."""
 
     administered: ClassVar[bool] = False
-    """Whether it acts with the service's own rights, so that only an admin may write one."""
+    """Whether it uses the service's own permissions, so that only an admin may write one."""
 
     name: ReceiverName
     title: Annotated[_Template, AfterValidator(wording.check_title)] | None = Field(
         None, description=f"Template of the title; `{wording.DEFAULT_TITLE}` by default."
     )
     text: Annotated[_Template, AfterValidator(wording.check_text)] | None = Field(
-        None, description="Template of the text; `{alerts}` stands for each alert, by the template for one."
+        None,
+        description="Template of the text; `{alerts}` is replaced by all alerts, each by its own template.",
     )
     alert: Annotated[_Template, AfterValidator(wording.check_alert)] | None = Field(
         None, description="Template of one alert within the text."
@@ -68,35 +72,35 @@ class Receiver(BaseModel):
 
     @property
     def templates(self) -> wording.Templates:
-        """Its own templates."""
+        """The receiver's templates."""
         return wording.Templates(self.title, self.text, self.alert)
 
     @property
     def destination(self) -> tuple[Any, ...]:
-        """Where its secrets are sent to: kept secrets are not kept where this changes."""
+        """Where its secrets are sent; stored secrets cannot be kept if this changes."""
         return ()
 
     def secrets(self) -> dict[str, AnySecret]:
-        """The secrets that are named or given, by field."""
-        held = ((name, getattr(self, name)) for name in self.secret_fields)
-        return {name: secret for name, secret in held if secret is not None}
+        """The secrets that are set, by field."""
+        fields = ((name, getattr(self, name)) for name in self.secret_fields)
+        return {name: secret for name, secret in fields if secret is not None}
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Hosts that it names, as far as they are no secrets."""
+        """The hosts that it names, except in secrets."""
         return ()
 
     def check_secret(self, field: str, secret: str) -> None:
-        """See that a secret can be used.
+        """Check that a secret can be used.
 
         Raises:
-            ConfigError: it cannot; the message does not repeat it.
+            ConfigError: it cannot be used; the message does not repeat it.
         """
         if not secret.isprintable():
-            raise ConfigError(f"secret {field!r}: has control characters", "leave them out")
+            raise ConfigError(f"secret {field!r}: has control characters", "remove them")
 
     def as_data(self) -> dict[str, Any]:
-        """JSON-ready; given secrets show as ``{"set": true}``, and so do kept ones."""
+        """Convert to JSON-ready data; plain and stored secrets are replaced by ``{"set": true}``."""
         data = self.model_dump(mode="json", exclude_none=True)
         for name, secret in self.secrets().items():
             if isinstance(secret, PlainSecret):
@@ -105,10 +109,10 @@ class Receiver(BaseModel):
 
 
 ENVIRONMENT_PREFIX = "WATCHSTEP_RECEIVER_"
-"""Of the environment variables that a receiver may name: no other can be sent anywhere."""
+"""Prefix of the environment variables that a receiver may name, so that no others can be sent."""
 
 MOST_SECRET_CHARACTERS = 4000
-"""Of a secret."""
+"""Limit of characters of a secret."""
 
 
 class _Model(BaseModel):
@@ -120,7 +124,7 @@ class FromEnvironment(_Model):
 
     env: str = Field(
         pattern=rf"^{ENVIRONMENT_PREFIX}[A-Z0-9_]{{1,100}}$",
-        description=f"Its name; begins with {ENVIRONMENT_PREFIX}.",
+        description=f"Name of the variable; begins with {ENVIRONMENT_PREFIX}.",
     )
 
 
@@ -128,20 +132,20 @@ class FromFile(_Model):
     """A secret in a file on the service's machine, as Kubernetes and Docker mount them."""
 
     file: str = Field(
-        min_length=1, max_length=1000, description="Its path. Only in the owner's file of receivers."
+        min_length=1, max_length=1000, description="Path of the file. Only in the owner's file of receivers."
     )
 
 
 class PlainSecret(_Model):
-    """A secret itself; it is encrypted before it is stored."""
+    """The value of a secret; it is encrypted before it is stored."""
 
     value: SecretStr = Field(min_length=1, max_length=MOST_SECRET_CHARACTERS)
 
 
 class EncryptedSecret(_Model):
-    """A secret that is stored encrypted."""
+    """A stored, encrypted secret."""
 
-    set: Literal[True] = Field(description="It stays as it is.")
+    set: Literal[True] = Field(description="The stored secret is kept.")
 
 
 def _written(value: Any) -> Any:
@@ -172,38 +176,38 @@ Secret = Annotated[
     Discriminator(
         _form,
         custom_error_type="secret",
-        custom_error_message="write {env: NAME}, {file: PATH} or, where secrets can be kept, the secret itself",
+        custom_error_message="write {env: NAME}, {file: PATH} or, if the receiver is stored by the service, the secret's value",
     ),
     BeforeValidator(_written),
 ]
-"""``{env: NAME}``, ``{file: PATH}``, the secret itself, or ``{set: true}`` for the one that is kept."""
+"""``{env: NAME}``, ``{file: PATH}``, the secret's value, or ``{set: true}`` for a stored secret."""
 
 
 def read_secret(name: str, secret: AnySecret) -> str:
-    """A secret from where it lies.
+    """Read a secret from its location.
 
     Raises:
-        ConfigError: it is not there, or it is kept elsewhere.
+        ConfigError: it is missing, or stored in the database.
     """
     if isinstance(secret, EncryptedSecret):
-        raise ConfigError(f"secret {name!r}: is kept in the service's database", "ask the service")
+        raise ConfigError(f"secret {name!r}: is stored in the service's database", "use the service's API")
     if isinstance(secret, PlainSecret):
         return secret.value.get_secret_value()
     if isinstance(secret, FromEnvironment):
-        held = os.environ.get(secret.env, "")
-        place = f"environment variable {secret.env}"
+        text = os.environ.get(secret.env, "")
+        location = f"environment variable {secret.env}"
     else:
-        place = f"file {secret.file}"
+        location = f"file {secret.file}"
         try:
             with Path(secret.file).open(encoding="utf-8") as file:
-                held = file.read(MOST_SECRET_CHARACTERS + 1).strip()
+                text = file.read(MOST_SECRET_CHARACTERS + 1).strip()
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise ConfigError(f"secret {name!r}: {place}: {reason}", "put the secret there") from None
-    if not held:
-        raise ConfigError(f"secret {name!r}: {place} is not set or empty", "put the secret there")
-    if len(held) > MOST_SECRET_CHARACTERS:
+            raise ConfigError(f"secret {name!r}: {location}: {reason}", "put the secret there") from None
+    if not text:
+        raise ConfigError(f"secret {name!r}: {location} is not set or empty", "put the secret there")
+    if len(text) > MOST_SECRET_CHARACTERS:
         raise ConfigError(
-            f"secret {name!r}: {place} is longer than {MOST_SECRET_CHARACTERS} characters", "shorten it"
+            f"secret {name!r}: {location} is longer than {MOST_SECRET_CHARACTERS} characters", "shorten it"
         )
-    return held
+    return text

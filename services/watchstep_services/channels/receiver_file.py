@@ -1,7 +1,7 @@
-"""The owner's file of receivers: who is told in every project, and by which route where a project has none of its own.
+"""The owner's file of receivers: the receivers of all projects, and the routing tree of projects without one of their own.
 
-It is the owner's, so its receivers may act in AWS with the service's rights and may take secrets from files. Secrets
-themselves do not stand in it.
+Receivers in this file may use the service's AWS permissions and may read secrets from files. The file does not contain
+secrets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from watchstep_services.channels.routing import RootNode, RouteNode
 
 MAX_BYTES = 1_000_000
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_PLACE = "place"
+_LOC = "loc"
 
 
 class ReceiverFile(BaseModel):
@@ -37,11 +37,11 @@ class ReceiverFile(BaseModel):
 
     @field_validator("receivers")
     @classmethod
-    def _are_told_apart(cls, receivers: tuple[AnyReceiver, ...]) -> tuple[AnyReceiver, ...]:
+    def _have_unique_names(cls, receivers: tuple[AnyReceiver, ...]) -> tuple[AnyReceiver, ...]:
         seen: set[str] = set()
-        for place, receiver in enumerate(receivers):
+        for index, receiver in enumerate(receivers):
             if receiver.name in seen:
-                raise _fault(("receivers", place, "name"), f"two receivers are called {receiver.name!r}")
+                raise _fault(("receivers", index, "name"), f"duplicate receiver name {receiver.name!r}")
             seen.add(receiver.name)
             written = [
                 field
@@ -50,46 +50,46 @@ class ReceiverFile(BaseModel):
             ]
             if written:
                 raise _fault(
-                    ("receivers", place, written[0]),
-                    f"receiver {receiver.name!r}: {written[0]} is a secret, which does not stand in a file: "
+                    ("receivers", index, written[0]),
+                    f"receiver {receiver.name!r}: {written[0]} is a secret, which must not be in the file: "
                     "write {env: NAME} or {file: PATH}",
                 )
         return receivers
 
     @model_validator(mode="after")
-    def _routes_lead_somewhere(self) -> ReceiverFile:
+    def _route_names_receivers(self) -> ReceiverFile:
         unknown = sorted(self.route.receivers() - self.names)
         if unknown:
-            place = next(loc for loc, name in _named(self.route, ("route",)) if name == unknown[0])
-            raise _fault(place, f"the route names receivers that are not there: {', '.join(unknown)}")
+            loc = next(loc for loc, name in _named(self.route, ("route",)) if name == unknown[0])
+            raise _fault(loc, f"the route names receivers that do not exist: {', '.join(unknown)}")
         return self
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all receivers."""
+        """Names of all receivers."""
         return frozenset(receiver.name for receiver in self.receivers)
 
     def find(self, name: str) -> AnyReceiver | None:
-        """The receiver of a name."""
+        """The receiver with this name."""
         return next((receiver for receiver in self.receivers if receiver.name == name), None)
 
 
-def _fault(place: Loc, words: str) -> PydanticCustomError:
-    """What is wrong with a part of the file that a validator of the whole has found."""
-    return PydanticCustomError("receivers_file", "{words}", {"words": words, _PLACE: place})
+def _fault(loc: Loc, text: str) -> PydanticCustomError:
+    """A validation error at a part of the file."""
+    return PydanticCustomError("receivers_file", "{text}", {"text": text, _LOC: loc})
 
 
-def _named(node: RouteNode, place: Loc) -> Iterator[tuple[Loc, str]]:
-    """Where a tree names which receiver."""
+def _named(node: RouteNode, loc: Loc) -> Iterator[tuple[Loc, str]]:
+    """The receivers that a tree names, with their locations."""
     if node.receiver:
-        yield (*place, "receiver"), node.receiver
+        yield (*loc, "receiver"), node.receiver
     for number, child in enumerate(node.routes):
-        yield from _named(child, (*place, "routes", number))
+        yield from _named(child, (*loc, "routes", number))
 
 
 @dataclass(frozen=True)
 class ReceiverFileProblem:
-    """What is wrong with a file: the line, from 1 on, and the words."""
+    """A problem in a file: its line, counted from 1, and a message."""
 
     line: int
     text: str
@@ -99,19 +99,19 @@ def load(path: Path) -> ReceiverFile:
     """Read a file of receivers.
 
     Raises:
-        ConfigError: it is missing, unreadable, or not valid; the message has the first fault with its line.
+        ConfigError: it is missing, unreadable, or not valid; the message contains the first problem with its line.
     """
-    read = check(text_of(path))
-    if isinstance(read, ReceiverFile):
-        return read
+    checked = check(text_of(path))
+    if isinstance(checked, ReceiverFile):
+        return checked
     raise ConfigError(
-        f"receivers file {path}: line {read[0].line}: {read[0].text}",
-        f"'watchstep receivers check {path}' tells all faults",
+        f"receivers file {path}: line {checked[0].line}: {checked[0].text}",
+        f"'watchstep receivers check {path}' reports all problems",
     )
 
 
 def text_of(path: Path) -> str:
-    """A file's text.
+    """Read a file's text.
 
     Raises:
         ConfigError: it is missing, unreadable, or over `MAX_BYTES`.
@@ -127,16 +127,16 @@ def text_of(path: Path) -> str:
 
 
 def line_of(text: str, name: str, field: str) -> int:
-    """The line on which a receiver of a file that can be used has a field; the receiver's own where it has none."""
-    held = data_of(text)["receivers"]
-    number = next(number for number, receiver in enumerate(held) if receiver["name"] == name)
+    """The line of a receiver's field in a valid file; the receiver's own line if it has no such field."""
+    receivers = data_of(text)["receivers"]
+    number = next(number for number, receiver in enumerate(receivers) if receiver["name"] == name)
     return YamlNodes.of(text).line(("receivers", number, field))
 
 
 def check(text: str) -> ReceiverFile | list[ReceiverFileProblem]:
-    """A file's receivers and route, or all that is wrong with it, by line. No fault repeats what may be a secret."""
+    """Parse a file; return its content, or all problems by line. No problem repeats a possible secret."""
     try:
-        places = YamlNodes.of(text)
+        nodes = YamlNodes.of(text)
         data = data_of(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -144,23 +144,23 @@ def check(text: str) -> ReceiverFile | list[ReceiverFileProblem]:
         return [ReceiverFileProblem(mark.line + 1 if mark else 1, f"not YAML: {problem}")]
     except RecursionError:
         return [ReceiverFileProblem(1, "nested too deeply")]
-    faults = [ReceiverFileProblem(line, f"{key!r} stands twice") for key, line in places.twice()]
+    faults = [ReceiverFileProblem(line, f"duplicate key {key!r}") for key, line in nodes.duplicates()]
     try:
-        read = ReceiverFile.model_validate({} if data is None else data)
+        content = ReceiverFile.model_validate({} if data is None else data)
     except ValidationError as error:
         for fault in error.errors(include_input=False, include_url=False):
-            words = fault["msg"].removeprefix("Value error, ")
-            place = ".".join(str(part) for part in fault["loc"])
-            where = fault.get("ctx", {}).get(_PLACE, fault["loc"])
-            faults.append(ReceiverFileProblem(places.line(where), f"{place}: {words}" if place else words))
+            message = fault["msg"].removeprefix("Value error, ")
+            path = ".".join(str(part) for part in fault["loc"])
+            loc = fault.get("ctx", {}).get(_LOC, fault["loc"])
+            faults.append(ReceiverFileProblem(nodes.line(loc), f"{path}: {message}" if path else message))
         return sorted(faults, key=lambda fault: fault.line)
     except RecursionError:
         return [ReceiverFileProblem(1, "nested too deeply")]
-    return faults or read
+    return faults or content
 
 
 def schema_text() -> str:
-    """The JSON schema of such files, draft 2020-12, as it is published for editors."""
+    """The JSON schema of receivers files, draft 2020-12, published for editors."""
     schema: dict[str, Any] = ReceiverFile.model_json_schema(by_alias=True)
     schema = {"$schema": DIALECT, **schema, "title": "Watchstep file of receivers"}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Slack and what takes the same messages: Mattermost, Rocket.Chat, Discord's ``/slack`` addresses."""
+"""Slack and compatible services: Mattermost, Rocket.Chat, Discord's ``/slack`` addresses."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ class SlackReceiver(Receiver):
     secret_fields: ClassVar[tuple[str, ...]] = ("url",)
 
     kind: Literal["slack"]
-    url: Secret = Field(description="The incoming webhook's address: who has it may post, so it is a secret.")
+    url: Secret = Field(
+        description="Address of the incoming webhook. It is a secret, because it allows posting."
+    )
 
-    def check_secret(self, field: str, secret: str) -> None:  # noqa: ARG002 - there is one
-        """It is an address."""
+    def check_secret(self, field: str, secret: str) -> None:  # noqa: ARG002 - there is only one secret
+        """Check that the secret is an address."""
         _address(secret)
 
 
@@ -41,33 +43,34 @@ def send(_receiver: SlackReceiver, message: Message, delivery: DeliveryContext) 
 
 
 def render_payload(message: Message) -> dict[str, Any]:
-    """The message: what, where, why, and how to see the evidence."""
-    told = message.notification
+    """The payload of a message: finding, location, causes, and how to view the evidence."""
+    notification = message.notification
     blocks: list[dict[str, Any]] = [
         {"type": "header", "text": {"type": "plain_text", "text": message.title[:_HEADER], "emoji": False}}
     ]
-    if message.worded:
+    if message.has_custom_text:
         blocks.append(_section(_escape(message.text)))
     else:
-        blocks += [_section(_told(alert)) for alert in told.alerts[:_ALERTS]]
-        if len(told.alerts) > _ALERTS:
-            blocks.append(_section(f"and {len(told.alerts) - _ALERTS} more"))
+        blocks += [_section(_alert_text(alert)) for alert in notification.alerts[:_ALERTS]]
+        if len(notification.alerts) > _ALERTS:
+            blocks.append(_section(f"and {len(notification.alerts) - _ALERTS} more"))
     blocks.append(
         {
             "type": "context",
             "elements": [
                 {
                     "type": "mrkdwn",
-                    "text": f"`{_escape(told.command)}` · {_link(told.run_url, 'in the API')} · {_escape(told.id)}",
+                    "text": f"`{_escape(notification.command)}` · {_link(notification.run_url, 'in the API')} · {_escape(notification.id)}",
                 }
             ],
         }
     )
-    colour = _RESOLVED if told.status == "resolved" else _COLOURS.get(told.alerts[0].severity, "#808080")
+    resolved = notification.status == "resolved"
+    colour = _RESOLVED if resolved else _COLOURS.get(notification.alerts[0].severity, "#808080")
     return {"text": _escape(message.title), "attachments": [{"color": colour, "blocks": blocks}]}
 
 
-def _told(alert: NotifiedAlert) -> str:
+def _alert_text(alert: NotifiedAlert) -> str:
     lines = [f"*{_escape(alert.name)}* ({_escape(alert.severity)}) {alert.phase} at step {alert.step}"]
     explained = alert.explanation
     if explained is None or alert.message != explained.seen:
@@ -88,12 +91,12 @@ def _section(text: str) -> dict[str, Any]:
     return {"type": "section", "text": {"type": "mrkdwn", "text": text[:_SECTION] or " "}}
 
 
-def _link(url: str, words: str) -> str:
-    return f"<{_escape(url).replace('|', '%7C')}|{words}>"
+def _link(url: str, text: str) -> str:
+    return f"<{_escape(url).replace('|', '%7C')}|{text}>"
 
 
 def _escape(text: str) -> str:
-    """What Slack asks for: names come from training programs, and none may ping a channel or make a link."""
+    """Escape as Slack requires: names come from training programs, and must not mention channels or create links."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

@@ -1,4 +1,4 @@
-"""A webhook: CloudEvents in structured mode, signed as Standard Webhooks says (https://www.standardwebhooks.com)."""
+"""Webhooks: CloudEvents in structured mode, signed according to Standard Webhooks (https://www.standardwebhooks.com)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import parse_address
 from watchstep_services.core.events import MEDIA_TYPE
 
-SECRET_PREFIX = "whsec_"  # noqa: S105 - what secrets begin with
+SECRET_PREFIX = "whsec_"  # noqa: S105 - the prefix of secrets
 MOST_BYTES = 1_000_000
 _SECRET_BYTES = (24, 64)
 _NANOSECONDS = 1_000_000_000
@@ -33,13 +33,13 @@ class WebhookReceiver(Receiver):
     kind: Literal["webhook"]
     url: HttpAddress
     secret: Secret | None = Field(
-        None, description="Signs what is sent: `whsec_` and 24 to 64 bytes in base64. Unsigned without."
+        None, description="Signs the request: `whsec_` and 24 to 64 bytes in base64. Unsigned by default."
     )
     previous_secret: Secret | None = Field(
-        None, description="Signs as well, as long as the other side may still hold it."
+        None, description="An additional signature, while the recipient may still use the old secret."
     )
     authorization: Secret | None = Field(
-        None, description="Sent as the header Authorization, e.g. `Bearer …`."
+        None, description="Sent as the header Authorization, for example `Bearer …`."
     )
 
     @property
@@ -49,11 +49,11 @@ class WebhookReceiver(Receiver):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """That of the address."""
+        """The host of the address."""
         return (parse_address(self.url).host,)
 
     def check_secret(self, field: str, secret: str) -> None:
-        """A signing secret has a form; a header has visible characters."""
+        """Check the form of a signing secret, and the characters of a header."""
         if field == "authorization":
             header_value(field, secret)
         else:
@@ -75,7 +75,7 @@ def send(receiver: WebhookReceiver, message: Message, delivery: DeliveryContext)
 
 
 def webhook_headers(event_id: str, now_ns: int, body: bytes, keys: list[bytes]) -> dict[str, str]:
-    """Headers of a CloudEvent: its type, its id and when it is sent, and, where there are keys, a signature by each."""
+    """Headers of a CloudEvent: content type, id and timestamp, and a signature by each key."""
     seconds = now_ns // _NANOSECONDS
     headers = {"Content-Type": MEDIA_TYPE, "webhook-id": event_id, "webhook-timestamp": str(seconds)}
     if keys:
@@ -84,21 +84,21 @@ def webhook_headers(event_id: str, now_ns: int, body: bytes, keys: list[bytes]) 
 
 
 def signature(key: bytes, event_id: str, seconds: int, body: bytes) -> str:
-    """One signature: of id, time and body."""
+    """A signature of id, time and body."""
     signed = hmac.new(key, f"{event_id}.{seconds}.".encode() + body, hashlib.sha256).digest()
     return f"v1,{base64.b64encode(signed).decode()}"
 
 
 def new_secret() -> str:
-    """A secret to sign with."""
+    """Generate a signing secret."""
     return SECRET_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
 def signing_key(secret: str) -> bytes:
-    """The bytes that a secret signs with.
+    """Decode the key of a signing secret.
 
     Raises:
-        ConfigError: it is none; the message does not repeat it.
+        ConfigError: the secret is not valid; the message does not repeat it.
     """
     prefix, _, written = secret.partition("_")
     try:
@@ -108,19 +108,19 @@ def signing_key(secret: str) -> bytes:
     if not _SECRET_BYTES[0] <= len(key) <= _SECRET_BYTES[1]:
         raise ConfigError(
             f"a signing secret must be {SECRET_PREFIX} and 24 to 64 bytes in base64",
-            "make one with 'watchstep receivers new-secret'",
+            "create one with 'watchstep receivers new-secret'",
         )
     return key
 
 
 def header_value(name: str, secret: str) -> str:
-    """A secret as a header.
+    """Check that a secret is a valid header value.
 
     Raises:
-        ConfigError: it has characters that no header has; the message does not repeat it.
+        ConfigError: it has characters that headers do not allow; the message does not repeat it.
     """
     if not secret.isascii() or not secret.isprintable():
         raise ConfigError(
-            f"secret {name!r}: has characters that no header has", "use visible ASCII characters"
+            f"secret {name!r}: has characters that headers do not allow", "use visible ASCII characters"
         )
     return secret

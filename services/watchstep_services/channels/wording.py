@@ -1,8 +1,8 @@
-"""A notification in words: a title and a text, by the receiver's own templates or by default.
+"""Rendering of notifications: a title and a text, by the receiver's templates or the default ones.
 
-A template is text with ``{field}`` in it, looked up by name and nothing else (`watchstep_rules.config.message_template`): no code, no
-loops, no attributes, so that it is as long as its fields and takes no longer than they do. What is repeated for each alert is a
-template of its own, whose lines stand for ``{alerts}`` in the text.
+A template is text with ``{field}`` placeholders, which are looked up by name (`watchstep_rules.config.message_template`). It has no
+code, loops or attributes, so its length and time are bounded by its fields. The text for each alert is a template of its own, and
+replaces ``{alerts}`` in the text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from watchstep_services.channels.notification import Notification, NotifiedAlert
 MOST_TITLE = 250
 MOST_TEXT = 20_000
 MOST_ALERTS = 50
-"""Alerts that are written out; the rest are counted."""
+"""Limit of alerts in the text; the rest are counted."""
 
 ALERT_FIELDS: dict[str, str] = {
     "name": "the rule config's name",
@@ -30,35 +30,35 @@ ALERT_FIELDS: dict[str, str] = {
     "title": "rule, severity and step in one line",
     "seen": "what was seen",
     "where": "the tensor, its module, the rank",
-    "against": "the value, and what it was held against",
+    "against": "the value, and the value that it was compared with",
     "since": "since when",
     "causes": "what usually causes it",
     "try": "what to try",
-    "acknowledged_by": "who has taken it up",
+    "acknowledged_by": "who has acknowledged it",
 }
-"""What may stand in the template of one alert, beside ``{label.NAME}``; in title and text it is of the first alert."""
+"""Fields of the template for one alert, in addition to ``{label.NAME}``; in title and text they are the first alert's."""
 
 FIELDS: dict[str, str] = {
     "project": "the project",
-    "run": "the run's id; empty where the alerts are of several runs",
-    "run_url": "the run's address on the API, which asks for a token and answers in JSON",
-    "command": "what shows the alerts in a terminal",
+    "run": "the run's id; empty if the alerts are of several runs",
+    "run_url": "the run's address on the API, which requires a token and answers in JSON",
+    "command": "a command that shows the alerts in a terminal",
     "status": "firing or resolved",
     "STATUS": "FIRING or RESOLVED",
-    "count": "how many alerts",
-    "firing": "how many of them fire",
-    "repeat": "how many times it was told before with nothing new",
-    "more": "', and N more' where there are others beside the first, else nothing",
+    "count": "the number of alerts",
+    "firing": "the number of firing alerts",
+    "repeat": "the number of earlier notifications without changes",
+    "more": "', and N more' if there are other alerts than the first, otherwise empty",
     **ALERT_FIELDS,
 }
-"""What may stand in a title."""
+"""Fields of a title."""
 
 TEXT_FIELDS = {
     **FIELDS,
-    "alerts": "each alert, by the template for one",
-    "incidents": "each incident of several alerts: what the likeliest cause is, what to check first, what speaks against",
+    "alerts": "all alerts, each by the template for one",
+    "incidents": "each incident of several alerts: the likeliest cause, what to check first, what contradicts it",
 }
-"""What may stand in a text."""
+"""Fields of a text."""
 
 DEFAULT_TITLE = "[{STATUS}] {name} ({severity}) {project}/{run}{more}"
 DEFAULT_TEXT = "{incidents}\n\n{alerts}\n\n{command}\n{run_url}"
@@ -78,43 +78,45 @@ class Templates:
 
 
 def check_title(text: str) -> str:
-    """A title's template, as it is.
+    """Check a title's template; return it.
 
     Raises:
-        ValueError: a field is not known.
+        ValueError: a field is unknown.
     """
     return _checked(text, FIELDS)
 
 
 def check_text(text: str) -> str:
-    """A text's template, as it is.
+    """Check a text's template; return it.
 
     Raises:
-        ValueError: a field is not known.
+        ValueError: a field is unknown.
     """
     return _checked(text, TEXT_FIELDS)
 
 
 def check_alert(text: str) -> str:
-    """The template for one alert, as it is.
+    """Check the template for one alert; return it.
 
     Raises:
-        ValueError: a field is not known.
+        ValueError: a field is unknown.
     """
     return _checked(text, ALERT_FIELDS)
 
 
-def word(notification: Notification, templates: Templates) -> tuple[str, str]:
-    """Title and text. The title has one line; neither has control characters."""
+def render(notification: Notification, templates: Templates) -> tuple[str, str]:
+    """Render title and text. The title has one line; neither has control characters."""
     shared = _values(notification)
     title = message_template.fill(templates.title or DEFAULT_TITLE, shared, MOST_TITLE)
-    alert = templates.alert or DEFAULT_ALERT
-    told = [message_template.fill(alert, _of_alert(one)) for one in notification.alerts[:MOST_ALERTS]]
-    left = len(notification.alerts) - len(told)
-    told += [f"and {left} more"] if left else []
+    alert_template = templates.alert or DEFAULT_ALERT
+    alerts = [
+        message_template.fill(alert_template, _of_alert(alert)) for alert in notification.alerts[:MOST_ALERTS]
+    ]
+    left = len(notification.alerts) - len(alerts)
+    alerts += [f"and {left} more"] if left else []
     values = {
         **shared,
-        "alerts": "\n\n".join(told)[:MOST_TEXT],
+        "alerts": "\n\n".join(alerts)[:MOST_TEXT],
         "incidents": _incidents(notification)[:MOST_TEXT],
     }
     text = message_template.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
@@ -145,11 +147,13 @@ def _values(notification: Notification) -> dict[str, str]:
 
 
 def _incidents(notification: Notification) -> str:
-    """The incidents of several alerts that a notification is about."""
+    """Render the incidents with several alerts."""
     incidents = {
         alert.incident.id: alert.incident for alert in notification.alerts if alert.incident is not None
     }
-    return "\n\n".join("\n".join(alert.as_lines()) for alert in incidents.values() if len(alert.alerts) > 1)
+    return "\n\n".join(
+        "\n".join(incident.as_lines()) for incident in incidents.values() if len(incident.alerts) > 1
+    )
 
 
 def _of_alert(alert: NotifiedAlert) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""The ``watchstep`` commands beside ``run``."""
+"""The ``watchstep`` commands, except ``run``."""

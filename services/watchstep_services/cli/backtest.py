@@ -1,8 +1,6 @@
-"""``watchstep rules backtest``: what rules would have said of runs that are there already.
+"""``watchstep rules backtest``: evaluates rules on recorded runs and shows the results.
 
-How a backtest's results are shown.
-
-A backtest that a service does, where the runs are.
+It runs here or, with --service, on the service that has access to the runs.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Transition
-from watchstep_rules.engine.explanation import RunName, say
+from watchstep_rules.engine.explanation import RunName, event_message
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
 from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption, call, service_of
@@ -45,7 +43,7 @@ from watchstep_services.cli.runs.recorded import locations
 from watchstep_services.core.console import console, echo_json, figure, table
 
 FAILED = 1
-"""Exit code where some run could not be judged, or some rule not be evaluated."""
+"""Exit code if a run or a rule could not be evaluated."""
 
 _OUT = Path("-")
 
@@ -62,7 +60,7 @@ def backtest(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="Values of a parameter to try: [CONFIG.]PARAMETER=FROM:TO[:NUMBER] or =A,B,C. Several make a grid."
+            help="Values of a parameter to try: [CONFIG.]PARAMETER=FROM:TO[:NUMBER] or =A,B,C. Repeat for a grid."
         ),
     ] = None,
     jobs: Annotated[
@@ -76,7 +74,7 @@ def backtest(
     service: Annotated[
         str | None,
         typer.Option(
-            help="Run the backtest on the service of this URL; '' for the service of the store. Name runs <project>/<run>. Token: WATCHSTEP_TOKEN."
+            help="Run the backtest on the service of this URL; '' for the service of the store. Specify runs as <project>/<run>. Token: WATCHSTEP_TOKEN."
         ),
     ] = None,
 ) -> None:
@@ -91,12 +89,12 @@ def backtest(
     if service is not None:
         results = list(backtest_by_service(service, store, runs, configs, sweep or ()))
     else:
-        found, failed = _named(runs, store)
-        with _shown(len(found)) as advance:
-            results = [*failed, *advance(backtest_many(found, Task(configs, tuple(varied)), jobs))]
+        found_runs, failed = _resolve(runs, store)
+        with _progress(len(found_runs)) as advance:
+            results = [*failed, *advance(backtest_many(found_runs, Task(configs, tuple(varied)), jobs))]
     results.sort(key=location_of)
     tested = [result for result in results if isinstance(result, Replayed)]
-    # Where the output is the data, what people read goes beside it.
+    # If standard output is the JSON, the text goes to standard error.
     out = console(stderr=json_file == _OUT)
     for result in tested:
         show_run(out, result.outcome)
@@ -111,21 +109,21 @@ def backtest(
         raise typer.Exit(FAILED)
 
 
-def _named(runs: Sequence[str], store: str) -> tuple[list[str], list[Failed]]:
-    """Each run once; names that stand for none are told with the results."""
-    found: dict[str, None] = {}
+def _resolve(runs: Sequence[str], store: str) -> tuple[list[str], list[Failed]]:
+    """Return the locations of the runs, without duplicates, and a failure for each name that matches none."""
+    unique: dict[str, None] = {}
     failed = []
     for run in runs:
         try:
-            found |= dict.fromkeys(locations(run, store))
+            unique |= dict.fromkeys(locations(run, store))
         except WatchstepError as error:
             failed.append(Failed(run, error.what, error.hint))
-    return list(found), failed
+    return list(unique), failed
 
 
 class _Advance:
     def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._task = progress, progress.add_task("judging runs", total=total)
+        self._progress, self._task = progress, progress.add_task("evaluating runs", total=total)
 
     def __call__(self, results: Iterable[Replayed | Failed]) -> Iterator[Replayed | Failed]:
         for result in results:
@@ -134,8 +132,8 @@ class _Advance:
 
 
 @contextmanager
-def _shown(total: int) -> Iterator[_Advance]:
-    """A bar on a terminal, and nothing elsewhere."""
+def _progress(total: int) -> Iterator[_Advance]:
+    """Show a progress bar on a terminal, and nothing elsewhere."""
     errors = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
@@ -150,29 +148,29 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be written ({error.strerror})", "name another file with --json"
+            f"{path}: cannot be written ({error.strerror})", "use another file with --json"
         ) from error
 
 
-_ORDERS = {JudgingOrder.JOURNAL: "as the service judged it", JudgingOrder.STEPS: "by steps"}
-_NEVER = "by steps: no service judged it"
+_ORDERS = {JudgingOrder.JOURNAL: "in the order of the service", JudgingOrder.STEPS: "by step"}
+_NEVER = "by step: no service evaluated it"
 _INDENT = (0, 0, 0, 2)
 
 
 def show_run(out: Console, outcome: BacktestOutcome) -> None:
-    """What was said of one run."""
+    """Print the results of one run."""
     for attempt in outcome.attempts:
         several = f", attempt {attempt.attempt}" if len(outcome.attempts) > 1 else ""
         head = f"{outcome.project}/{outcome.run}{several}"
-        how = _NEVER if NO_JOURNAL in attempt.notes else _ORDERS[attempt.order]
-        out.print(Text.assemble((head, "bold"), f"  {attempt.rows} rows, {how}"))
+        order = _NEVER if NO_JOURNAL in attempt.notes else _ORDERS[attempt.order]
+        out.print(Text.assemble((head, "bold"), f"  {attempt.rows} rows, {order}"))
         _show_attempt(out, attempt, RunName(outcome.project, outcome.run, attempt.attempt))
         out.print()
     if not outcome.attempts:
         out.print(Text.assemble((f"{outcome.project}/{outcome.run}", "bold"), "  nothing recorded"))
         out.print()
-    for name, why in outcome.damaged.items():
-        out.print(f"damaged: {name}: {why}")
+    for name, problem in outcome.damaged.items():
+        out.print(f"damaged: {name}: {problem}")
 
 
 def _show_attempt(out: Console, attempt: AttemptOutcome, name: RunName) -> None:
@@ -180,19 +178,21 @@ def _show_attempt(out: Console, attempt: AttemptOutcome, name: RunName) -> None:
         if note != NO_JOURNAL:
             _indented(out, f"note: {note}")
     shown = table("RULE", "SEVERITY", ">STEP", ">SINCE", "TENSOR", "MESSAGE")
-    shown.columns[0].no_wrap = True  # a narrow terminal breaks messages before it breaks names
+    shown.columns[0].no_wrap = True  # a narrow terminal wraps messages rather than names
     for outcome in attempt.outcomes:
         for change in outcome.fired:
             shown.add_row(*_row(outcome, change, name))
     if shown.row_count:
         out.print(Padding(shown, _INDENT))
-    quiet = [outcome for outcome in attempt.outcomes if not outcome.fired]
+    not_fired = [outcome for outcome in attempt.outcomes if not outcome.fired]
     _show_names(
-        out, "silent", [outcome for outcome in quiet if outcome.health is RuleHealth.OK and not outcome.found]
+        out,
+        "silent",
+        [outcome for outcome in not_fired if outcome.health is RuleHealth.OK and not outcome.found],
     )
-    brief = [outcome for outcome in quiet if outcome.health is RuleHealth.OK and outcome.found]
+    brief = [outcome for outcome in not_fired if outcome.health is RuleHealth.OK and outcome.found]
     _show_names(out, "findings, but not for long enough", brief)
-    _show_names(out, "no data", [outcome for outcome in quiet if outcome.health is RuleHealth.NO_DATA])
+    _show_names(out, "no data", [outcome for outcome in not_fired if outcome.health is RuleHealth.NO_DATA])
     for outcome in attempt.outcomes:
         if outcome.health is RuleHealth.ERROR:
             _indented(out, f"error: {outcome.config.name}: {outcome.problem}")
@@ -200,25 +200,25 @@ def _show_attempt(out: Console, attempt: AttemptOutcome, name: RunName) -> None:
 
 def _row(outcome: ReplayOutcome, change: Transition, name: RunName) -> list[str]:
     config, finding = outcome.config, change.finding
-    follows = ", dry run" if config.dry_run else ", stops" if config.stops else ""
-    severity = config.severity + follows
+    actions = ", dry run" if config.dry_run else ", stops" if config.stops else ""
+    severity = config.severity + actions
     if change.inhibited_by:
-        severity = f"quiet ({change.inhibited_by})" + (", dry run" if config.dry_run else "")
-    where = "" if finding is None else finding.tensor or "(the run)"
+        severity = f"inhibited by {change.inhibited_by}" + (", dry run" if config.dry_run else "")
+    tensor = "" if finding is None else finding.tensor or "(the run)"
     return [
         config.name,
         severity,
         str(change.step),
         str(change.since_step),
-        where + (f" @{finding.worker}" if finding is not None and finding.worker else ""),
-        "" if finding is None else " ".join(say(config, change, name).split()),
+        tensor + (f" @{finding.worker}" if finding is not None and finding.worker else ""),
+        "" if finding is None else " ".join(event_message(config, change, name).split()),
     ]
 
 
-def _show_names(out: Console, what: str, outcomes: Sequence[ReplayOutcome]) -> None:
+def _show_names(out: Console, label: str, outcomes: Sequence[ReplayOutcome]) -> None:
     names = [outcome.config.name for outcome in outcomes]
     if names:
-        _indented(out, f"{what}: {', '.join(names)}")
+        _indented(out, f"{label}: {', '.join(names)}")
 
 
 def _indented(out: Console, text: str) -> None:
@@ -226,15 +226,15 @@ def _indented(out: Console, text: str) -> None:
 
 
 def show_rules(out: Console, tested: Sequence[Replayed]) -> None:
-    """In how many runs each rule config fired; only those that did."""
+    """Print in how many runs each rule config fired, without those that did not fire."""
     shown = table("RULE", ">RUNS", ">OF", ">FIRST STEP", "FIRST IN")
-    seen: dict[str, list[tuple[int, str]]] = {}
+    fired: dict[str, list[tuple[int, str]]] = {}
     for result in tested:
         for name, step in _first_steps(result.outcome).items():
-            seen.setdefault(name, []).append((step, f"{result.outcome.project}/{result.outcome.run}"))
-    for name, found in sorted(seen.items(), key=lambda item: (-len(item[1]), item[0])):
-        step, run = min(found)
-        shown.add_row(name, str(len(found)), str(len(tested)), str(step), run)
+            fired.setdefault(name, []).append((step, f"{result.outcome.project}/{result.outcome.run}"))
+    for name, firsts in sorted(fired.items(), key=lambda item: (-len(item[1]), item[0])):
+        step, run = min(firsts)
+        shown.add_row(name, str(len(firsts)), str(len(tested)), str(step), run)
     if shown.row_count:
         out.print(shown)
     else:
@@ -243,7 +243,7 @@ def show_rules(out: Console, tested: Sequence[Replayed]) -> None:
 
 
 def _first_steps(outcome: BacktestOutcome) -> dict[str, int]:
-    """Rule config → the first step at which it fired and told somebody."""
+    """Return for each rule config the first step at which it fired without being inhibited."""
     first: dict[str, int] = {}
     for attempt in outcome.attempts:
         for replay in attempt.outcomes:
@@ -253,25 +253,25 @@ def _first_steps(outcome: BacktestOutcome) -> dict[str, int]:
     return first
 
 
-def _ill_rules(results: Sequence[Replayed | Failed]) -> dict[str, tuple[str, set[str]]]:
-    """Rule config in error → why, in the first run, and in which runs."""
-    found: dict[str, tuple[str, set[str]]] = {}
+def _failed_rules(results: Sequence[Replayed | Failed]) -> dict[str, tuple[str, set[str]]]:
+    """Return for each rule config in error the problem in the first run, and all runs."""
+    failed: dict[str, tuple[str, set[str]]] = {}
     for result in results:
         for attempt in result.outcome.attempts if isinstance(result, Replayed) else ():
             for outcome in attempt.outcomes:
                 if outcome.health is RuleHealth.ERROR:
                     problem = " ".join(outcome.problem.split())
-                    found.setdefault(outcome.config.name, (problem, set()))[1].add(location_of(result))
-    return found
+                    failed.setdefault(outcome.config.name, (problem, set()))[1].add(location_of(result))
+    return failed
 
 
 def in_error(results: Sequence[Replayed | Failed]) -> bool:
-    """Whether a run could not be judged, or a rule not be evaluated."""
-    return any(isinstance(result, Failed) for result in results) or bool(_ill_rules(results))
+    """Return whether a run or a rule could not be evaluated."""
+    return any(isinstance(result, Failed) for result in results) or bool(_failed_rules(results))
 
 
 def show_sweep(out: Console, varied: Sequence[Variation], tested: Sequence[Replayed]) -> None:
-    """Of each combination of values: in how many runs it fires, and when first."""
+    """Print for each combination of values in how many runs the rule fires, and the first step."""
     settings = varied[0].settings
     parameters = [setting.parameter for setting in settings]
     several = len(set(parameters)) < len(parameters)
@@ -286,13 +286,13 @@ def show_sweep(out: Console, varied: Sequence[Variation], tested: Sequence[Repla
             for result in tested
             if (transition := result.fired[index]) is not None
         ]
-        step, where = "-", "-"
+        step, run = "-", "-"
         if fired:
             first, outcome = min(fired, key=lambda pair: (pair[0].step, pair[1].location))
-            step, where = str(first.step), f"{outcome.project}/{outcome.run}"
+            step, run = str(first.step), f"{outcome.project}/{outcome.run}"
         cells = [_value(setting.value) for setting in variation.settings]
-        mark = "<- now" if variation.current else ""
-        shown.add_row(*cells, str(len(fired)), str(len(tested)), step, where, mark)
+        mark = "<- current" if variation.current else ""
+        shown.add_row(*cells, str(len(fired)), str(len(tested)), step, run, mark)
     out.print(Padding(shown, _INDENT))
 
 
@@ -301,13 +301,13 @@ def _value(value: object) -> str:
 
 
 def show_failed(out: Console, results: Sequence[Replayed | Failed]) -> None:
-    """Runs that could not be judged, and rules that could not be evaluated."""
-    for name, (problem, runs) in sorted(_ill_rules(results).items()):
-        many = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
-        out.print(f"rule {name} cannot be evaluated ({many}): {problem}", soft_wrap=True)
+    """Print the runs and the rules that could not be evaluated."""
+    for name, (problem, runs) in sorted(_failed_rules(results).items()):
+        count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
+        out.print(f"rule {name} cannot be evaluated ({count}): {problem}", soft_wrap=True)
     for result in results:
         if isinstance(result, Failed):
-            out.print(f"not judged: {result.what}", soft_wrap=True)
+            out.print(f"not evaluated: {result.what}", soft_wrap=True)
             out.print(f"  hint: {result.hint}", soft_wrap=True)
 
 
@@ -318,18 +318,18 @@ _LONGEST_PAUSE = 3.0
 def backtest_by_service(
     service: str, store: str, runs: Sequence[str], configs: Sequence[RuleConfig], sweeps: Sequence[str]
 ) -> Iterator[Replayed | Failed]:
-    """Have a service judge runs; results come when all of a project are done.
+    """Run a backtest on a service. Yields the results of a project when all its runs are done.
 
     Args:
-        service: its URL.
-        store: for the service of a store on this machine, where no URL is given.
+        service: URL of the service.
+        store: store of a service on this machine, for an empty URL.
         runs: ``<project>/<run>``; the run may be a pattern.
         configs: the rules.
-        sweeps: as of the command line.
+        sweeps: the values of --sweep.
 
     Raises:
-        ConfigError: a run is not named with its project.
-        ServiceError, NotFoundError: the service does not answer, refuses, or knows no such run.
+        ConfigError: a run is specified without its project.
+        ServiceError, NotFoundError: the service does not respond, refuses the request, or has no such run.
     """
     url, token = service_of(store, service)
     rules = [config.as_data() for config in configs]
@@ -340,15 +340,15 @@ def backtest_by_service(
 
 
 def _by_project(runs: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_project: dict[str, list[str]] = {}
     for run in runs:
         project, slash, name = run.partition("/")
         if not slash or "/" in name or "*" in project:
             raise ConfigError(
-                f"run {run!r}: no run of a service", "name it <project>/<run>; the run may hold *"
+                f"run {run!r}: not of the form <project>/<run>", "use <project>/<run>; the run may contain *"
             )
-        found.setdefault(project, []).append(name or "*")
-    return found
+        by_project.setdefault(project, []).append(name or "*")
+    return by_project
 
 
 def _results(url: str, token: str, backtest: dict[str, Any]) -> list[Replayed | Failed]:
@@ -361,5 +361,5 @@ def _results(url: str, token: str, backtest: dict[str, Any]) -> list[Replayed | 
         return read_report(backtest["report"])[0]
     except (ValueError, KeyError, TypeError) as error:
         raise ServiceError(
-            f"{url}: its report cannot be read ({error})", "use the same version as the service"
+            f"{url}: the report cannot be read ({error})", "use the same version as the service"
         ) from error

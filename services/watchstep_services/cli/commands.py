@@ -1,4 +1,4 @@
-"""The table of all commands: where each is defined, and its line in the help.
+"""The table of all commands: the definition of each, and its line in the help.
 
 Help and shell completion read this table, so that they import no command.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class CommandEntry(NamedTuple):
-    """A command of the table.
+    """A command.
 
     Attributes:
         module: module of this package that defines the command.
@@ -24,7 +24,7 @@ class CommandEntry(NamedTuple):
 
 
 class GroupEntry(NamedTuple):
-    """A group whose commands are loaded one by one.
+    """A group of commands that are imported separately.
 
     Attributes:
         commands: the table of the group.
@@ -85,7 +85,7 @@ RUNS = {
     "stops": CommandEntry(
         "runs.events",
         "stops",
-        "Show every stop of a run, requested or only recorded: who requested it, the evidence, each try. Token: WATCHSTEP_TOKEN.",
+        "Show every stop of a run, requested or only recorded: requester, evidence, attempts to stop. Token: WATCHSTEP_TOKEN.",
     ),
     "allow-restart": CommandEntry(
         "runs.control",
@@ -145,12 +145,12 @@ RULES = {
     "stop-grants": CommandEntry(
         "rules",
         "stop_grants",
-        "List the rules that are allowed to stop jobs of a project, by whom and why. Token: WATCHSTEP_TOKEN.",
+        "List the rules that are allowed to stop jobs of a project, with author and reason. Token: WATCHSTEP_TOKEN.",
     ),
     "test": CommandEntry(
         "rule_tests",
         "run_tests",
-        "Run rule tests: series or recorded runs, and the alerts that are expected. Exit code 1 if a test fails.",
+        "Run rule tests: series or recorded runs, and the expected alerts. Exit code 1 if a test fails.",
     ),
 }
 
@@ -158,12 +158,12 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
     "demo": CommandEntry(
         "demo",
         "demo",
-        "Run the demo: two trainings, of which the healthy one completes and the faulty one is stopped and explained.",
+        "Run the demo: a healthy training that completes, and a faulty one that is stopped and explained.",
     ),
     "serve": CommandEntry(
         "serve",
         "serve",
-        "Run the service for a store: evaluate its runs while they record, keep alerts, stop jobs.",
+        "Run the service for a store: evaluate its runs while they record, manage alerts, stop jobs.",
     ),
     "api": CommandEntry(
         "processes",

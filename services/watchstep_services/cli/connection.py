@@ -1,4 +1,4 @@
-"""How commands reach a service: the options for it, where it runs, and requests to it.
+"""Access of commands to a service: options, location, and requests.
 
 Imports nothing of the service, so that commands start fast and run on machines without the service's packages.
 """
@@ -25,7 +25,7 @@ DEFAULT_STORE = "watchstep-runs"
 DEFAULT_PROJECT = "default"
 
 StoreOption = Annotated[
-    str, typer.Option("--store", envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
+    str, typer.Option("--store", envvar="WATCHSTEP_STORE", help="Folder or URL that contains the runs.")
 ]
 ServiceOption = Annotated[
     str,
@@ -51,23 +51,23 @@ _SECONDS = 10.0
 
 
 def active_for(store: str) -> Profile | None:
-    """The active profile, where no store is named: a store on the command line or in the environment takes precedence.
+    """Return the active profile; None if a store is specified, on the command line or in the environment.
 
     Raises:
-        ConfigError: the profile cannot be used.
+        ConfigError: the profile is not valid.
     """
     return active_profile() if store == DEFAULT_STORE else None
 
 
 def service_of(store: str, service: str) -> tuple[str, str]:
-    """URL and token of the service to ask.
+    """Return the URL and token of the service.
 
-    The first of: the service that is named, with WATCHSTEP_TOKEN; the profile's; the one that runs for the store on this
-    machine.
+    The order is: the specified service, with WATCHSTEP_TOKEN; the service of the profile; the service that runs for the store on
+    this machine.
 
     Raises:
         ServiceError: no service runs for the store.
-        ConfigError: the profile or the note of the service cannot be used.
+        ConfigError: the profile or the service note is not valid.
     """
     token = os.environ.get("WATCHSTEP_TOKEN", "")
     if service:
@@ -79,21 +79,21 @@ def service_of(store: str, service: str) -> tuple[str, str]:
     if note is None:
         raise ServiceError(
             f"no service runs for {store}",
-            "start 'watchstep serve' on it, or give --service and WATCHSTEP_TOKEN, or --profile",
+            "start 'watchstep serve' on it, or set --service and WATCHSTEP_TOKEN, or --profile",
         )
     return note.url, token or note.operator_token
 
 
 def _home_of(store: str) -> Path:
-    """Where a service of this machine leaves its note, as `core.settings.settings_for` places its home."""
-    named = os.environ.get("WATCHSTEP_HOME")
-    if not named and not checked_scheme(store):
+    """Return the folder of the service note, the home of `core.settings.settings_for`."""
+    home = os.environ.get("WATCHSTEP_HOME")
+    if not home and not checked_scheme(store):
         return Path(store).expanduser().absolute() / ".watchstep"
-    return Path(named or "~/.watchstep").expanduser().absolute()
+    return Path(home or "~/.watchstep").expanduser().absolute()
 
 
 def default_project() -> str:
-    """The project of commands that name none: WATCHSTEP_PROJECT, else the profile's, else ``default``."""
+    """Return the default project: WATCHSTEP_PROJECT, else the profile's, else ``default``."""
     if project := os.environ.get("WATCHSTEP_PROJECT"):
         return project
     profile = active_profile()
@@ -101,28 +101,28 @@ def default_project() -> str:
 
 
 def split_run(run: str) -> tuple[str, str]:
-    """Project and name of ``<project>/<run>`` or ``<run>``; the name is empty where only a project is given."""
+    """Return project and name of ``<project>/<run>`` or ``<run>``; the name is empty for ``<project>/``."""
     project, _, name = run.rpartition("/")
     return project or default_project(), name
 
 
 def require_run(run: str) -> tuple[str, str]:
-    """As `split_run`.
+    """Split a run like `split_run`.
 
     Raises:
-        ConfigError: no run is named.
+        ConfigError: the name of the run is missing.
     """
     project, name = split_run(run)
     if not name:
-        raise ConfigError(f"run {run!r}: no run is named", "name it <project>/<run>")
+        raise ConfigError(f"run {run!r}: the name of the run is missing", "use <project>/<run>")
     return project, name
 
 
 def client_of(store: str, service: str, project: str) -> Client:
-    """A client of the service that `service_of` finds.
+    """Return a client of the service that `service_of` selects.
 
     Raises:
-        ServiceError: none runs there.
+        ServiceError: no service runs for the store.
         ConfigError: the URL is not valid.
     """
     from watchstep.client import Client
@@ -132,14 +132,14 @@ def client_of(store: str, service: str, project: str) -> Client:
 
 
 def call(method: str, url: str, token: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Send one request to a service, and return its answer.
+    """Send a request to a service, and return the response.
 
     Raises:
-        NotFoundError: there is no such object.
-        ServiceError: the service does not answer, or refuses.
+        NotFoundError: the object does not exist.
+        ServiceError: the service does not respond, or refuses the request.
     """
     parts = urlsplit(url)
     address = ServiceAddress.checked(f"{parts.scheme}://{parts.netloc}", token)
     path = f"{parts.path}?{parts.query}" if parts.query else parts.path
-    answer: dict[str, Any] = Transport(address, _SECONDS).call(method, path, None, body) or {}
-    return answer
+    response: dict[str, Any] = Transport(address, _SECONDS).call(method, path, None, body) or {}
+    return response

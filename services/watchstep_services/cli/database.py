@@ -1,7 +1,4 @@
-"""``watchstep database``: the schema of the service's database.
-
-``watchstep check-config``: whether the service would work as it is configured.
-"""
+"""``watchstep database``, for the schema of the service's database, and ``watchstep check-config``."""
 
 from __future__ import annotations
 
@@ -65,19 +62,19 @@ def downgrade(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Downgrade the schema. Data that only later revisions hold is lost. Stop the service first.
+    """Downgrade the schema. Data that only later revisions contain is lost. Stop the service first.
 
     Examples:
         watchstep database downgrade 0019 --yes
     """
     with _opened(store) as database:
-        wanted = schema.checked_revision(revision)
+        target = schema.checked_revision(revision)
         if not yes:
             typer.confirm(
-                f"{database.shown_url}: downgrade to {wanted}, and lose the data that it cannot hold?",
+                f"{database.shown_url}: downgrade to {target}, and lose data of later revisions?",
                 abort=True,
             )
-        schema.downgrade(database, wanted)
+        schema.downgrade(database, target)
         echo(f"database {database.shown_url}: {schema.status(database)}")
 
 
@@ -103,13 +100,13 @@ def check_config(
         watchstep check-config --json
     """
     settings = settings_for(store, None)
-    findings = list(check_configuration(settings))
-    failing = any(finding.state == "failed" for finding in findings)
+    results = list(check_configuration(settings))
+    failing = any(result.state == "failed" for result in results)
     if as_json:
-        echo_json(json.dumps({"ok": not failing, "checks": [finding.as_data() for finding in findings]}))
+        echo_json(json.dumps({"ok": not failing, "checks": [result.as_data() for result in results]}))
     else:
-        rows = table("check", "state", "found", "hint")
-        for finding in findings:
-            rows.add_row(finding.what, finding.state, finding.detail, finding.hint)
+        rows = table("check", "state", "result", "hint")
+        for result in results:
+            rows.add_row(result.what, result.state, result.detail, result.hint)
         show(rows)
     raise typer.Exit(1 if failing else 0)

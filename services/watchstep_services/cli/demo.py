@@ -1,4 +1,4 @@
-"""``watchstep demo``: two trainings, one with a fault; recorded, judged, stopped and explained."""
+"""``watchstep demo``: a healthy and a faulty training, recorded and evaluated; the faulty one is stopped and explained."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Folder for runs, logs and the picture.")] = Path(
         "watchstep-demo"
     ),
-    json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object last.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the outcome as one JSON object at the end.")
+    ] = False,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the service running, and print its URL.")
     ] = False,
 ) -> None:
-    """Run the demo: two trainings, of which the healthy one completes and the faulty one is stopped and explained.
+    """Run the demo: a healthy training that completes, and a faulty one that is stopped and explained.
 
     Examples:
         watchstep demo
@@ -35,26 +37,28 @@ def demo(
     if missing:
         raise ConfigError(f"demo: {', '.join(missing)} not installed", "pip install 'watchstep[demo,torch]'")
     from watchstep_services.demo.report import DemoOutcome, Display, explain, outcome_of
-    from watchstep_services.demo.trainings import Demo, DemoWatcher, launch_both, watch_to_the_end
+    from watchstep_services.demo.trainings import Demo, DemoWatcher, launch_both, watch_until_settled
     from watchstep_services.serve.embedded import EmbeddedService
 
-    story = Demo(folder.expanduser().absolute(), seed)
+    demo_run = Demo(folder.expanduser().absolute(), seed)
     settings = load_settings(
-        store=str(story.store), home=story.store / ".watchstep", port=0, sweep_seconds=0.5
+        store=str(demo_run.store), home=demo_run.store / ".watchstep", port=0, sweep_seconds=0.5
     )
     out = console()
     with EmbeddedService(settings) as service:
-        out.print(f"service   {service.url}, store {story.store}", soft_wrap=True, highlight=False)
-        runs = launch_both(story, service)
+        out.print(f"service   {service.url}, store {demo_run.store}", soft_wrap=True, highlight=False)
+        runs = launch_both(demo_run, service)
         watcher = DemoWatcher(service, runs)
         with Display(out, runs) as display:
-            watch_to_the_end(service, watcher, display.show)
+            watch_until_settled(service, watcher, display.show)
         watcher.close()
         outcomes = {watched.run_id: outcome_of(watched) for watched in runs}
-        explain(out, runs, outcomes, story.folder / f"{runs[1].run_id}.png")
+        explain(out, runs, outcomes, demo_run.folder / f"{runs[1].run_id}.png")
         if json:
             echo_json(DemoOutcome(runs=tuple(outcomes.values())).model_dump_json())
         if keep:
             out.print()
-            out.print(f"The service stays up at {service.url} (API at {service.url}/docs). Ctrl-C ends it.")
+            out.print(
+                f"The service continues at {service.url} (API at {service.url}/docs). Press Ctrl-C to end it."
+            )
             service.wait()

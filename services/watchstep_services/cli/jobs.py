@@ -1,10 +1,11 @@
 """``watchstep attach`` and ``watchstep watch``, which run without the service's packages, and the commands of the SDK.
 
-The SDK runs ``run``, ``sync`` and ``migrate-store`` by itself. They are here for help and shell completion.
+The SDK itself executes ``run``, ``sync`` and ``migrate-store``. Their definitions here provide help and shell completion.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ from watchstep_launch.view.run_status import RunWatcher
 from watchstep_launch.view.show import Showing, kind_of
 from watchstep_rules.rule_files import rule_file
 from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption, active_for, split_run
+from watchstep_services.core.console import echo_json
 
 ServiceOption = Annotated[
     str,
@@ -61,9 +63,9 @@ def attach(  # noqa: PLR0917 - the options of a command
         watchstep attach --run s3://bucket/runs/vision/night-1 --job local:12345 --watch
     """
     configs = () if rules is None else rule_file.load(rules)
-    made = None if backend is None else _backend(job.partition(":")[0], backend)
+    opened_backend = None if backend is None else _backend(job.partition(":")[0], backend)
     attached = Job.attach(
-        _url(run, store), job, configs, backend=made, backend_name=backend_name, service=service
+        _url(run, store), job, configs, backend=opened_backend, backend_name=backend_name, service=service
     )
     record = attached.record
     typer.echo(printable(f"{record.project}/{record.run}: attempt {record.attempt} is job {job}"))
@@ -84,13 +86,14 @@ def _backend(kind: str, file: Path) -> Backend:
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"backend file {file}: cannot be read ({error})", "give a YAML file") from error
+        raise ConfigError(f"backend file {file}: cannot be read ({error})", "use a YAML file") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"backend file {file}: has no settings", f"give the settings of kind {kind!r}")
+        raise ConfigError(f"backend file {file}: contains no settings", f"add the settings of kind {kind!r}")
     return open_backend(kind, settings)
 
 
 _POLL_SECONDS = 0.5
+_JSON_POLL_SECONDS = 2.0
 
 
 def watch(
@@ -102,25 +105,44 @@ def watch(
     lines: Annotated[
         bool, typer.Option("--lines", help="Print one line for each event, in a terminal too.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each event as one line of JSON, a CloudEvent.")
+    ] = False,
 ) -> None:
     """Show the progress of a run until it ends: steps, losses, rules, alerts and stops. Token: WATCHSTEP_TOKEN.
 
     Examples:
         watchstep watch vision/night-1
         watchstep --profile lab watch night-1 --lines
+        watchstep watch vision/night-1 --json
     """
     project, name = split_run(run.strip("/"))
     client = _client(store, service, project)
     client.run(name)  # raises NotFoundError if there is no such run
     watcher = RunWatcher(lambda: client, client.project, name)
     try:
+        if as_json:
+            _print_events(watcher)
+            return
         with Showing(watcher, kind_of(False if lines else None)) as showing:
-            while watcher.sight.state not in ENDED:
+            while watcher.status.state not in ENDED:
                 showing.turn()
                 time.sleep(_POLL_SECONDS)
             showing.turn(last=True)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _print_events(watcher: RunWatcher) -> None:
+    while True:
+        had_ended = watcher.status.state in ENDED  # at the poll before, so that the last poll follows the end
+        events = watcher.look()  # one page
+        for event in events:
+            echo_json(json.dumps(event.raw))
+        if had_ended and not events:
+            return
+        if not events:
+            time.sleep(_JSON_POLL_SECONDS)
 
 
 def _client(store: str, service: str, project: str) -> Client:
@@ -132,7 +154,7 @@ def _client(store: str, service: str, project: str) -> Client:
     if located is None:
         raise ServiceError(
             f"no service runs for {store}",
-            "start 'watchstep serve' on it, or give --service and WATCHSTEP_TOKEN, or --profile",
+            "start 'watchstep serve' on it, or set --service and WATCHSTEP_TOKEN, or --profile",
         )
     return Client(located.operator.url, located.operator.token, project)
 

@@ -25,18 +25,18 @@ from watchstep_services.core.redaction import redacted, redacted_fault
 class LazyGroup(TyperGroup):
     """Loads a command when it is called. Help and shell completion take its summary from the table.
 
-    Arguments of methods are of click, of which Typer has a private copy.
+    Arguments of methods have types of click, of which Typer has a private copy.
     """
 
     table: ClassVar[Mapping[str, CommandEntry | GroupEntry]] = COMMANDS
     _lists = False
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's interface
-        """All names, in the order of the table."""
+        """Return all names, in the order of the table."""
         return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:  # noqa: ARG002 - click's interface
-        """The command of a name, or a stub with its summary while the commands are listed."""
+        """Return the command of a name, or a stub with its summary while the commands are listed."""
         if cmd_name not in self.table:
             return None
         if self._lists:
@@ -65,7 +65,7 @@ def load(name: str, table: Mapping[str, CommandEntry | GroupEntry] = COMMANDS) -
 
     Args:
         name: a key of the table.
-        table: of the group that the command belongs to.
+        table: table of the command's group.
     """
     entry = table[name]
     loaded = _group(entry) if isinstance(entry, GroupEntry) else _imported(name, entry)
@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> None:
     """Run the command line.
 
     Raises:
-        WatchstepError: a user's error, for the caller to print.
+        WatchstepError: an error for the caller to print.
     """
     sys.excepthook = redacted_fault
     try:

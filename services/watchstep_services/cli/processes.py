@@ -1,8 +1,7 @@
-"""``watchstep api``, ``watchstep worker``, ``watchstep scheduler``: production's processes.
+"""``watchstep api``, ``watchstep worker``, ``watchstep scheduler``: the processes of a production service.
 
-Each checks its settings and the database's schema, and then does its work in this very process: signals reach it, and
-nothing stands between it and whoever watches it. Each imports what it needs once its settings are known to be good, and
-nothing of the other commands.
+Each checks its settings and the schema of the database, then works in the same process, so that it receives signals directly and
+a supervisor watches it without an intermediate process. Imports follow the check of the settings, and are limited to the command.
 """
 
 from __future__ import annotations
@@ -70,14 +69,14 @@ def worker(
     finally:
         database.close()
     count = str(processes or settings.worker_processes)
-    # Workers learn of each other through the database alone: their gossip would only cost the broker.
+    # Workers coordinate through the database only, so that gossip would only load the broker.
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     _celery("celery_app", "worker", "--concurrency", count, "--loglevel", settings.log_level, *quiet)
 
 
 def scheduler(
     schedule: Annotated[
-        Path, typer.Option(help="File with the times of the last messages. It may be lost.")
+        Path, typer.Option(help="File with the times of the last messages. It may be deleted.")
     ] = Path("beat-schedule"),
 ) -> None:
     """Run the scheduler of a production service, which sends periodic tasks to the workers. Run exactly one.
@@ -100,12 +99,14 @@ def _checked() -> Settings:
     return settings
 
 
-def _celery(module: str, *words: str) -> None:
+def _celery(module: str, *arguments: str) -> None:
     from celery.bin.celery import celery
 
-    # No banner, and no word at the end: they are no lines of a log. Celery says the latter past sys.stdout.
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        setattr(sys, "__stdout__", nowhere)  # noqa: B010 - typed as final
+    # Suppress the banner and the farewell message, which are not log lines. Celery bypasses sys.stdout for the latter.
+    with Path(os.devnull).open("w", encoding="utf-8") as null:
+        setattr(sys, "__stdout__", null)  # noqa: B010 - typed as final
         celery(
-            ["--quiet", "-A", f"{_MODULES}.{module}", *words], prog_name="celery", auto_envvar_prefix="CELERY"
+            ["--quiet", "-A", f"{_MODULES}.{module}", *arguments],
+            prog_name="celery",
+            auto_envvar_prefix="CELERY",
         )

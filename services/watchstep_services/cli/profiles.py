@@ -2,7 +2,7 @@
 
 .. code-block:: yaml
 
-    default: lab                                      # used where neither --profile nor WATCHSTEP_PROFILE is given
+    default: lab                                      # used without --profile and WATCHSTEP_PROFILE
     profiles:
       lab:
         url: https://watchstep.lab.example
@@ -37,13 +37,13 @@ _FIELDS = ("url", "project", "token", "token_file")
 
 @dataclass(frozen=True)
 class Profile:
-    """A service, and what the commands ask it for.
+    """A named service with defaults for commands.
 
     Attributes:
-        name: in the file.
-        url: of the service.
-        project: of commands that name none; empty for ``default``.
-        token: for the service; empty where it asks for none.
+        name: name of the profile in the file.
+        url: URL of the service.
+        project: default project of commands; empty: ``default``.
+        token: token for the service; empty: none.
     """
 
     name: str
@@ -53,24 +53,24 @@ class Profile:
 
 
 _chosen: list[str] = []
-"""The profile that ``--profile`` named; read when a command first asks a service."""
+"""The profile of ``--profile``, which is read when a command first uses a service."""
 
 
 def choose_profile(name: str) -> None:
-    """Set the profile of the command that runs now; empty for the environment's or the file's default."""
+    """Set the profile of the current command; empty: that of the environment, else the default of the file."""
     _chosen[:] = [name] if name else []
 
 
 def profiles_file() -> Path:
-    """The file of profiles: WATCHSTEP_PROFILES, or ``watchstep/profiles.yaml`` in the user's configuration folder."""
-    if named := os.environ.get(PROFILES):
-        return Path(named).expanduser()
+    """Return the profiles file: WATCHSTEP_PROFILES, or ``watchstep/profiles.yaml`` in the user's configuration folder."""
+    if file := os.environ.get(PROFILES):
+        return Path(file).expanduser()
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(folder).expanduser() / "watchstep" / "profiles.yaml"
 
 
 def active_profile() -> Profile | None:
-    """The profile of ``--profile``, else of WATCHSTEP_PROFILE, else the default of the file; None without any.
+    """Return the profile of ``--profile``, else of WATCHSTEP_PROFILE, else the default of the file; None without any.
 
     Raises:
         ConfigError: the file or the token file cannot be used, other users can read the token, or no profile has that name.
@@ -100,11 +100,11 @@ def _read(file: Path, *, required: bool) -> dict[str, Any]:
         data = yaml.safe_load(text.decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         if required:
-            raise ConfigError(f"{file}: no such file", "create it, or leave out the profile") from None
+            raise ConfigError(f"{file}: no such file", "create it, or omit the profile") from None
         return {}
     except OSError as error:
         raise ConfigError(
-            f"{file}: cannot be used ({error.strerror})", f"make it your own: chmod 600 {file}"
+            f"{file}: cannot be used ({error.strerror})", f"restrict it to your user: chmod 600 {file}"
         ) from error
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(
@@ -116,16 +116,16 @@ def _read(file: Path, *, required: bool) -> dict[str, Any]:
 
 
 def _profile(file: Path, name: str, fields: Mapping[str, Any]) -> Profile:
-    place = f"{file}: profile {name!r}"
+    location = f"{file}: profile {name!r}"
     if unknown := sorted(map(str, set(fields) - set(_FIELDS))):
-        raise ConfigError(f"{place}: unknown key {unknown[0]!r}", f"use {', '.join(_FIELDS)}")
-    url, project, token, token_file = (_text(fields, field, place) for field in _FIELDS)
+        raise ConfigError(f"{location}: unknown key {unknown[0]!r}", f"use {', '.join(_FIELDS)}")
+    url, project, token, token_file = (_text(fields, field, location) for field in _FIELDS)
     if not url:
-        raise ConfigError(f"{place}: no url", "add the URL of the service")
+        raise ConfigError(f"{location}: no url", "add the URL of the service")
     if token and token_file:
-        raise ConfigError(f"{place}: both token and token_file", "keep one of them")
+        raise ConfigError(f"{location}: both token and token_file", "keep one of them")
     if token:
-        _refuse_open(file)
+        _require_private(file)
     if token_file:
         path = Path(token_file).expanduser()
         path = path if path.is_absolute() else file.parent / path
@@ -141,23 +141,23 @@ def _token_of(path: Path) -> str:
     except OSError as error:
         raise ConfigError(
             f"token file {path}: cannot be read ({error.strerror})",
-            "correct token_file, or write the token there",
+            "correct token_file, or write the token to that file",
         ) from error
-    _refuse_open(path)
+    _require_private(path)
     return data.decode("utf-8", "replace").strip()
 
 
-def _refuse_open(path: Path) -> None:
-    """Refuse a file with a token that other users can read."""
+def _require_private(path: Path) -> None:
+    """Check that other users cannot read a file with a token."""
     mode = path.stat().st_mode & 0o777
     if mode & _OPEN_TO_OTHERS:
         raise ConfigError(
-            f"{path}: holds a token, and other users may read it (mode {mode:04o})", f"chmod 600 {path}"
+            f"{path}: contains a token, and other users may read it (mode {mode:04o})", f"chmod 600 {path}"
         )
 
 
-def _text(fields: Mapping[str, Any], name: str, place: str) -> str:
+def _text(fields: Mapping[str, Any], name: str, location: str) -> str:
     value = fields.get(name, "")
     if not isinstance(value, str):
-        raise ConfigError(f"{place}: {name} is not a string", f"write {name}: followed by a string")
+        raise ConfigError(f"{location}: {name} is not a string", f"write {name}: followed by a string")
     return value

@@ -1,7 +1,4 @@
-"""``watchstep receivers`` and ``watchstep silences``.
-
-``watchstep silences``: for a while, nobody is told of alerts that match.
-"""
+"""``watchstep receivers`` and ``watchstep silences``: who is notified of alerts, and when notifications are suppressed."""
 
 from __future__ import annotations
 
@@ -51,29 +48,30 @@ def check(
         show_json(_check_as_data(read, text))
         raise typer.Exit(0 if isinstance(read, ReceiverFile) else 1)
     if not isinstance(read, ReceiverFile):
-        for fault in read:
-            out.print(f"{file}:{fault.line}: error: {fault.text}", soft_wrap=True)
+        for problem in read:
+            out.print(f"{file}:{problem.line}: error: {problem.text}", soft_wrap=True)
         raise typer.Exit(1)
-    for number, words in _missing(read, text):
-        out.print(f"{file}:{number}: warning: {words}", soft_wrap=True)
+    for number, warning in _missing_secrets(read, text):
+        out.print(f"{file}:{number}: warning: {warning}", soft_wrap=True)
     rows = table("=RECEIVER", "KIND", "ROUTED")
     routed = read.route.receivers()
     for receiver in read.receivers:
-        rows.add_row(receiver.name, receiver.kind, "yes" if receiver.name in routed else "by rules alone")
+        rows.add_row(receiver.name, receiver.kind, "yes" if receiver.name in routed else "by rules only")
     show(rows)
-    for line in _lines(read.route, 0):
+    for line in _route_lines(read.route, 0):
         out.print(line, soft_wrap=True)
 
 
 def _check_as_data(read: ReceiverFile | list[ReceiverFileProblem], text: str) -> dict[str, Any]:
     if not isinstance(read, ReceiverFile):
-        problems = [{"line": fault.line, "level": "error", "text": fault.text} for fault in read]
+        problems = [{"line": problem.line, "level": "error", "text": problem.text} for problem in read]
         return {"ok": False, "problems": problems, "receivers": []}
     routed = read.route.receivers()
     return {
         "ok": True,
         "problems": [
-            {"line": line, "level": "warning", "text": words} for line, words in _missing(read, text)
+            {"line": line, "level": "warning", "text": warning}
+            for line, warning in _missing_secrets(read, text)
         ],
         "receivers": [
             {"name": receiver.name, "kind": receiver.kind, "routed": receiver.name in routed}
@@ -134,24 +132,24 @@ def new_secret() -> None:
     echo_own(webhook.new_secret())
 
 
-def _missing(read: ReceiverFile, text: str) -> list[tuple[int, str]]:
-    found = []
+def _missing_secrets(read: ReceiverFile, text: str) -> list[tuple[int, str]]:
+    warnings = []
     for receiver in read.receivers:
         for field, secret in receiver.secrets().items():
             try:
                 receiver.check_secret(field, read_secret(field, secret))
             except ConfigError as error:
                 line = receiver_file.line_of(text, receiver.name, field)
-                found.append((line, f"{receiver.name}: {error.what}"))
-    return sorted(found)
+                warnings.append((line, f"{receiver.name}: {error.what}"))
+    return sorted(warnings)
 
 
-def _lines(node: RouteNode, depth: int) -> list[str]:
+def _route_lines(node: RouteNode, depth: int) -> list[str]:
     condition = " and ".join(node.matchers) or ("all alerts" if depth == 0 else "all others")
     target = f" -> {node.receiver}" if node.receiver else (" -> no receiver" if depth == 0 else "")
-    lines = [f"{'  ' * depth}{condition}{target}{' (continue)' if node.go_on else ''}"]
+    lines = [f"{'  ' * depth}{condition}{target}{' (continue)' if node.continues else ''}"]
     for child in node.routes:
-        lines += _lines(child, depth + 1)
+        lines += _route_lines(child, depth + 1)
     return lines
 
 
@@ -164,7 +162,7 @@ silences = typer.Typer(
 Matchers = Annotated[
     list[str],
     typer.Argument(
-        metavar="MATCHER…", help="LABEL=VALUE with =, !=, =~ or !~. All must match. E.g. run=night-1."
+        metavar="MATCHER…", help="LABEL=VALUE with =, !=, =~ or !~. All must match. Example: run=night-1."
     ),
 ]
 
@@ -176,16 +174,16 @@ def create(
     *,
     hours: Annotated[float, typer.Option(min=0.0, help="Duration in hours.")] = 2.0,
     starts: Annotated[str, typer.Option(help="Start time, RFC 3339. Default: now.")] = "",
-    holds_stop: Annotated[bool, typer.Option("--holds-stop", help="Suspend stops too.")] = False,
+    suppresses_stop: Annotated[bool, typer.Option("--suppress-stop", help="Also suppress stops.")] = False,
     project: ProjectOption = "",
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Create a silence. Rules still stop jobs unless --holds-stop is given. Token: WATCHSTEP_TOKEN.
+    """Create a silence. Rules still stop jobs unless --suppress-stop is given. Token: WATCHSTEP_TOKEN.
 
     Examples:
         watchstep silences create run=night-1 --reason "known data issue" --hours 8
-        watchstep silences create 'name=~loss_.*' --reason maintenance --holds-stop
+        watchstep silences create 'name=~loss_.*' --reason maintenance --suppress-stop
     """
     url, token = service_of(store, service)
     body: dict[str, Any] = {
@@ -193,10 +191,10 @@ def create(
         "reason": reason,
         "duration_seconds": hours * 3600,
         "starts": starts or None,
-        "holds_stop": holds_stop,
+        "suppresses_stop": suppresses_stop,
     }
-    made = call("POST", f"{url}/v1/projects/{project or default_project()}/silences", token, body)
-    console().print(f"silence {made['id']}, until {moment(made['ends_ns'])}")
+    silence = call("POST", f"{url}/v1/projects/{project or default_project()}/silences", token, body)
+    console().print(f"silence {silence['id']}, until {moment(silence['ends_ns'])}")
 
 
 @silences.command("list")
@@ -214,10 +212,10 @@ def list_silences(
         watchstep silences list --all --json
     """
     url, token = service_of(store, service)
-    listed = call("GET", f"{url}/v1/projects/{project or default_project()}/silences?limit=1000", token)[
+    silences = call("GET", f"{url}/v1/projects/{project or default_project()}/silences?limit=1000", token)[
         "silences"
     ]
-    selected = [silence for silence in listed if every or silence["state"] != "expired"]
+    selected = [silence for silence in silences if every or silence["state"] != "expired"]
     if as_json:
         show_json(selected)
         return
@@ -225,7 +223,7 @@ def list_silences(
     for silence in selected:
         rows.add_row(
             str(silence["id"]), silence["state"], ", ".join(silence["matchers"]), moment(silence["ends_ns"]),
-            "suspended" if silence["holds_stop"] else "", silence["author"], silence["reason"],
+            "suppressed" if silence["suppresses_stop"] else "", silence["author"], silence["reason"],
         )  # fmt: skip
     show(rows)
 

@@ -1,11 +1,4 @@
-"""``watchstep rules``: which rules there are, and what they take.
-
-``watchstep rules check`` and ``watchstep rules schema``: rule files before they judge anything.
-
-A rule config in the words that the commands have for it.
-
-``watchstep rules allow-stop`` and its likes: which rules may stop jobs of a project.
-"""
+"""``watchstep rules``: lists and explains rules, checks rule files, and manages permissions to stop jobs."""
 
 from __future__ import annotations
 
@@ -97,9 +90,9 @@ def show_rule(
     out.print()
     out.print(Text(inspect.getdoc(type(rule)) or ""), soft_wrap=True)
     collections = ", ".join(rule.needs.collections) or "all tensors"
-    how = "by the clock, also where no row comes" if rule.clock else rule.merge.replace("_", " ")
+    how = "by the clock, also without rows" if rule.clock else rule.merge.replace("_", " ")
     out.print()
-    out.print(f"Judges: {collections}; {how}.")
+    out.print(f"Evaluates: {collections}; {how}.")
     for line in _by_default(rule):
         out.print(line, highlight=False, soft_wrap=True)
     out.print()
@@ -113,50 +106,50 @@ def show_rule(
         if sentences:
             out.print()
             out.print(f"{title}:")
-            for words in sentences:
-                out.print(f"- {sentence(words)}", highlight=False, soft_wrap=True)
+            for text in sentences:
+                out.print(f"- {sentence(text)}", highlight=False, soft_wrap=True)
 
 
 def _find(name: str) -> AnyRule:
-    """The rule of that name.
+    """Return the rule of a name.
 
     Raises:
-        RuleError: there is no such rule; the hint names similar ones first.
+        RuleError: the rule does not exist; the hint lists similar names first.
     """
-    every = {**RULES, **KINDS}
-    if name in every:
+    rules = {**RULES, **KINDS}
+    if name in rules:
         return find_rule(name)
-    close = difflib.get_close_matches(name, every, n=3)
-    meant = [f"did you mean {' or '.join(close)}?"] if close else []
-    names = textwrap.wrap(", ".join(sorted(every)), 96)
-    raise RuleError(f"unknown rule {name!r}", "\n  ".join([*meant, "use one of:", *names]))
+    close = difflib.get_close_matches(name, rules, n=3)
+    suggestion = [f"did you mean {' or '.join(close)}?"] if close else []
+    names = textwrap.wrap(", ".join(sorted(rules)), 96)
+    raise RuleError(f"unknown rule {name!r}", "\n  ".join([*suggestion, "use one of:", *names]))
 
 
 def _by_default(rule: AnyRule) -> Iterator[str]:
-    """What the default rules make of it."""
+    """Yield the settings of a rule among the default rules."""
     config = next((config for config in DEFAULT_RULES if config.rule == rule.name), None)
     if config is None:
-        why = OFF_BY_DEFAULT.get(rule.name, "it judges by what you write")
-        yield f"Off by default: {why}."
+        reason = OFF_BY_DEFAULT.get(rule.name, "it requires your own definition")
+        yield f"Off by default: {reason}."
         return
-    until = f"over after {lasting(config.keep_firing or config.hold)} without"
-    yield f"By default: {'; '.join([config.severity, f'fires after {after(config)}', until, *does(config)])}."
+    until = f"resolved after {duration_text(config.keep_firing or config.hold)} without findings"
+    yield f"By default: {'; '.join([config.severity, f'fires after {fires_after(config)}', until, *actions_of(config)])}."
     if config.inhibits:
         yield f"Inhibits while it fires: {', '.join(config.inhibits)}."
 
 
 def _parameters(rule: AnyRule) -> Table:
-    shown = table("=PARAMETER", "TYPE", "DEFAULT", "MEANING")
+    output = table("=PARAMETER", "TYPE", "DEFAULT", "MEANING")
     schema = rule.params_type.model_json_schema()
     for name, parameter in schema.get("properties", {}).items():
         required = name in schema.get("required", ())
         default = "required" if required else str(parameter.get("default"))
-        shown.add_row(name, _type(parameter), default, parameter.get("description", ""))
-    return shown
+        output.add_row(name, _type(parameter), default, parameter.get("description", ""))
+    return output
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """``number or null`` of what may be either."""
+    """Return the type as text, for example ``number or null``."""
     return (
         " or ".join(_type(choice) for choice in schema["anyOf"])
         if "anyOf" in schema
@@ -184,8 +177,8 @@ def check(
     out = console()
     for path, checked in results:
         for remark in checked.remarks:
-            place = f" {remark.place}:" if remark.place else ""
-            out.print(f"{path}:{remark.line}: {remark.level}:{place} {remark.text}", soft_wrap=True)
+            location = f" {remark.place}:" if remark.place else ""
+            out.print(f"{path}:{remark.line}: {remark.level}:{location} {remark.text}", soft_wrap=True)
         if checked.configs:
             out.print(f"{path}: {counted(len(checked.configs), 'rule')}")
             show(_configs(checked.configs))
@@ -222,9 +215,9 @@ def _check_as_data(path: Path, checked: CheckResult) -> dict[str, Any]:
             {
                 "name": config.name,
                 "rule": config.rule,
-                "evaluates": _judges(config),
-                "fires_after": _after(config),
-                "actions": _then(config),
+                "evaluates": _evaluates(config),
+                "fires_after": _fires_after(config),
+                "actions": _actions(config),
             }
             for config in checked.configs
         ],
@@ -241,24 +234,24 @@ def _checked(path: Path) -> CheckResult:
 
 
 def _isolations(configs: tuple[RuleConfig, ...]) -> list[str]:
-    """The isolation of the processes of Python rules on this machine."""
+    """Return a line per Python rule with the isolation of its process on this machine."""
     named_parameters = [(config.name, config.parameters) for config in configs]
     return [
-        f"{name}: a program; its isolation here is {params.isolation}"
+        f"{name}: Python rule; isolation on this machine: {params.isolation}"
         for name, params in named_parameters
         if isinstance(params, PythonParams)
     ]
 
 
 def _configs(configs: tuple[RuleConfig, ...]) -> Table:
-    shown = table("=NAME", "JUDGES", "FIRES AFTER", "THEN")
+    output = table("=NAME", "EVALUATES", "FIRES AFTER", "ACTIONS")
     for config in configs:
         name = config.name if config.name == config.rule else f"{config.name} ({config.rule})"
-        shown.add_row(name, _judges(config), _after(config), _then(config))
-    return shown
+        output.add_row(name, _evaluates(config), _fires_after(config), _actions(config))
+    return output
 
 
-def _judges(config: RuleConfig) -> str:
+def _evaluates(config: RuleConfig) -> str:
     needs, scope = config.implementation.needed(config.parameters), config.tensors
     tensors = scope.collection or ", ".join(needs.collections) or "all tensors"
     if scope.include is not None:
@@ -268,45 +261,45 @@ def _judges(config: RuleConfig) -> str:
     return tensors
 
 
-def _after(config: RuleConfig) -> str:
-    text = after(config)
+def _fires_after(config: RuleConfig) -> str:
+    text = fires_after(config)
     if config.keep_firing is not None:
-        text += f"; over after {lasting(config.keep_firing)} without"
+        text += f"; resolved after {duration_text(config.keep_firing)} without findings"
     return text
 
 
-def _then(config: RuleConfig) -> str:
-    actions = [config.severity, *does(config)]
+def _actions(config: RuleConfig) -> str:
+    actions = [config.severity, *actions_of(config)]
     if config.inhibits:
         actions.append(f"inhibits {', '.join(config.inhibits)}")
     return "; ".join(actions)
 
 
-def counted(number: int, what: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 step``, ``2 steps``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def lasting(duration: MinimumDuration | KeepFiring) -> str:
-    """The duration of ``for`` or ``keep_firing`` as text."""
+def duration_text(duration: MinimumDuration | KeepFiring) -> str:
+    """Return the duration of ``for`` or ``keep_firing`` as text."""
     steps = counted(duration.steps, "step")
     return f"{steps} and {duration.seconds:g} s" if duration.seconds else steps
 
 
-def after(config: RuleConfig) -> str:
-    """After how long it fires; one that watches the clock counts no steps."""
+def fires_after(config: RuleConfig) -> str:
+    """Return how long a finding must last until the rule fires. Rules by the clock count no steps."""
     if not config.implementation.clock:
-        return lasting(config.hold)
+        return duration_text(config.hold)
     return f"{config.hold.seconds:g} s" if config.hold.seconds else "one evaluation"
 
 
-def named(config: RuleConfig) -> str:
-    """Its name, and the rule where that is called otherwise."""
+def name_of(config: RuleConfig) -> str:
+    """Return the name of a rule config, with its rule if the names differ."""
     return config.name if config.name == config.rule else f"{config.name}, of rule {config.rule}"
 
 
-def does(config: RuleConfig) -> list[str]:
-    """What follows when it fires."""
+def actions_of(config: RuleConfig) -> list[str]:
+    """Return the actions of a rule config when it fires."""
     if config.dry_run:
         return ["dry run"]
     return [
@@ -326,7 +319,7 @@ def allow_stop(
     project: ProjectOption = "",
     run: Annotated[
         str,
-        typer.Option(help="Take the rule as configured in this run; required if the configs of runs differ."),
+        typer.Option(help="Run to take the rule config from; required if it differs between runs."),
     ] = "",
     digest: Annotated[str, typer.Option(help="Prefix of the digest of the rule config.")] = "",
     store: StoreOption = DEFAULT_STORE,
@@ -340,9 +333,9 @@ def allow_stop(
     url, token = service_of(store, service)
     project = project or default_project()
     body = {"rule": rule, "reason": reason, "run": run, "digest": digest}
-    made = call("POST", f"{url}/v1/projects/{project}/stop-grants", token, body)
+    grant = call("POST", f"{url}/v1/projects/{project}/stop-grants", token, body)
     console().print(
-        f"{rule} may stop jobs of {project}: grant {made['id']}, digest {made['digest'][:12]}, {made['judges']['params']}", soft_wrap=True,
+        f"{rule} may stop jobs of {project}: grant {grant['id']}, digest {grant['digest'][:12]}, {grant['judges']['params']}", soft_wrap=True,
     )  # fmt: skip
 
 
@@ -351,7 +344,7 @@ def revoke_stop(
     reason: ReasonOption,
     *,
     project: ProjectOption = "",
-    digest: Annotated[str, typer.Option(help="Only the grant whose digest has this prefix.")] = "",
+    digest: Annotated[str, typer.Option(help="Prefix of the digest of the grant to revoke.")] = "",
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
@@ -367,8 +360,8 @@ def revoke_stop(
     grants = [grant for grant in active if grant["name"] == rule and grant["digest"].startswith(digest)]
     if not grants:
         raise NotFoundError(
-            f"rule {rule!r} of project {project}: it is not allowed to stop jobs",
-            "'watchstep rules stop-grants' lists the rules that are",
+            f"rule {rule!r} of project {project}: not allowed to stop jobs",
+            "'watchstep rules stop-grants' lists the rules that may",
         )
     for grant in grants:
         call("POST", f"{grants_url}/{grant['id']}/revoke", token, {"reason": reason})
@@ -381,7 +374,7 @@ def stop_grants(
     service: ServiceOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """List the rules that are allowed to stop jobs of a project, by whom and why. Token: WATCHSTEP_TOKEN.
+    """List the rules that are allowed to stop jobs of a project, with author and reason. Token: WATCHSTEP_TOKEN.
 
     Examples:
         watchstep rules stop-grants --project vision

@@ -1,8 +1,7 @@
-"""``watchstep serve``: the whole service in one process.
+"""``watchstep serve``: the whole service in one process, and its console output.
 
-The console output of ``watchstep serve``: alerts with explanations, stops, failing rules, failing webhooks and receivers.
-
-A rule that cannot be evaluated never raises its alert, and an alert whose receiver fails reaches nobody: both are reported.
+The output contains alerts with explanations, stops, and failures of rules, webhooks and receivers. Failures are reported because a rule
+that cannot be evaluated never raises an alert, and an alert is lost if its receiver fails.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from watchstep.errors import ConfigError
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_services.channels.receiver import read_secret
 from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption
-from watchstep_services.cli.rules import after, does, named
+from watchstep_services.cli.rules import actions_of, fires_after, name_of
 from watchstep_services.cli.runs.events import lines_of
 from watchstep_services.core.console import echo
 from watchstep_services.core.process import raise_file_limit, settle_collector
@@ -71,20 +70,19 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Run the service for a store: evaluate its runs while they record, keep alerts, stop jobs.
+    """Run the service for a store: evaluate its runs while they record, manage alerts, stop jobs.
 
     Examples:
         watchstep serve
         watchstep serve --store s3://bucket/runs --rules rules.yaml --port 8642
     """
-    # All of the API comes with it: seconds, which no help needs.
+    # Imports the whole API, which takes seconds that the help does not need.
     from watchstep_services.serve.embedded import EmbeddedService
 
     settings = settings_for(store, home, rules_file=rules, receivers_file=receivers, host=host, port=port)
     logs.configure(settings.log, settings.log_level)
-    logging.getLogger("uvicorn.error").setLevel(
-        logging.WARNING
-    )  # that it began and ended, the lines below say
+    # The lines below report the start and the end.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     warn_of_unknown(os.environ)
     raise_file_limit()
     tracing.start("serve")
@@ -94,9 +92,9 @@ def serve(
         settle_collector()
         output = ConsoleOutput(service.database)
         echo(f"watchstep: watching {service.service.settings.store}")
-        for line in (*_rules_of(service.service), *_receivers_of(service.service)):
+        for line in (*_rule_lines(service.service), *_receiver_lines(service.service)):
             echo(f"watchstep: {line}")
-        echo(f"watchstep: {service.url} (API at {service.url}/docs; Ctrl-C ends it)")
+        echo(f"watchstep: {service.url} (API at {service.url}/docs; press Ctrl-C to end)")
         while not service.wait(_PRINT_SECONDS):
             _print_new_lines(output)
         _print_new_lines(output)
@@ -112,40 +110,40 @@ def _figures(service: EmbeddedService) -> Iterator[None]:
         end()
 
 
-def _rules_of(service: Service) -> Iterator[str]:
-    """By what runs are judged."""
+def _rule_lines(service: Service) -> Iterator[str]:
+    """Yield the owner's rules, and the rules that may stop jobs."""
     configs = service.owner_rules
     for config in configs:
-        words = ", ".join([config.severity, f"after {after(config)}", *does(config)])
-        yield f"rule {named(config)} ({words})"
+        actions = ", ".join([config.severity, f"after {fires_after(config)}", *actions_of(config)])
+        yield f"rule {name_of(config)} ({actions})"
         for warning in service.unknown_receivers(config):
             yield f"rule {config.name}: {warning}"
     if not configs:
-        yield "the rule file has no rules: nothing judges but rules of runs and projects"
+        yield "the rule file has no rules: only rules of runs and projects are evaluated"
     yield f"may stop jobs: {', '.join(_may_stop(service)) or 'no rule'}"
 
 
 def _may_stop(service: Service) -> Iterator[str]:
-    """All rules that may stop a job now: the owner's or the default ones, and those that operators allowed."""
-    whose = "default rule" if service.settings.rules_file is None else "of your rule file"
-    yield from (f"{config.name} ({whose})" for config in service.owner_rules if config.stops)
+    """Yield all rules that may stop a job: the owner's or the default ones, and those that operators allowed."""
+    source = "default rule" if service.settings.rules_file is None else "of your rule file"
+    yield from (f"{config.name} ({source})" for config in service.owner_rules if config.stops)
     with service.database.read() as session:
-        granted = session.execute(
+        grants = session.execute(
             select(StopGrant.project, StopGrant.name).filter_by(revoked_ns=None).order_by(StopGrant.id)
         )
-        yield from (f"{name} (allowed by an operator in project {project})" for project, name in granted)
-        earlier = session.execute(
+        yield from (f"{name} (allowed by an operator in project {project})" for project, name in grants)
+        run_grants = session.execute(
             select(RunRow.project, RunRow.run, RuleConfigRow.name)
             .join(RunRow, RunRow.id == RuleConfigRow.run_id)
             .where(RuleConfigRow.granted_stop, RuleConfigRow.origin != "owner", RunRow.state.not_in(ENDED))
         )
         yield from (
-            f"{name} (allowed by an operator for run {project}/{run})" for project, run, name in earlier
+            f"{name} (allowed by an operator for run {project}/{run})" for project, run, name in run_grants
         )
 
 
-def _receivers_of(service: Service) -> Iterator[str]:
-    """Who is told, and which secrets are missing."""
+def _receiver_lines(service: Service) -> Iterator[str]:
+    """Yield the owner's receivers, and problems with their secrets."""
     for receiver in service.receiver_file.receivers:
         yield f"receiver {receiver.name} ({receiver.kind})"
         for field, secret in receiver.secrets().items():
@@ -163,27 +161,27 @@ def _print_new_lines(output: ConsoleOutput) -> None:
 _IN_ERROR = f'"health":"{RuleHealth.ERROR.value}"'
 
 
-class _Ill(NamedTuple):
+class _FailedRule(NamedTuple):
     run_id: int
     run: str
     rule: str
 
 
 class RuleProblems:
-    """Says each time that a rule config of a run comes into error, and that it is well again.
+    """Reports when a rule config of a run fails, and when it is evaluated again.
 
-    Runs that had ended before it is made are left alone; of the others, what is in error already is said.
+    Ignores runs that ended before its creation. For other runs it also reports rule configs that already fail.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._ill: dict[tuple[int, str], _Ill] = {}
+        self._failed: dict[tuple[int, str], _FailedRule] = {}
         with database.read() as session:
             rows = session.execute(select(RunRow.id, RunRow.ticks).where(RunRow.ended_ns.is_not(None))).all()
             self._ticks: dict[int, int] = {row.id: row.ticks for row in rows}
 
     def new_lines(self) -> list[str]:
-        """Lines for what changed since the last call; only runs that were evaluated since are looked at."""
+        """Return lines for changes since the last call. Only runs that were evaluated since then are checked."""
         lines: list[str] = []
         with self._database.read() as session:
             rows = session.execute(select(RunRow.id, RunRow.ticks).order_by(RunRow.id)).all()
@@ -195,21 +193,24 @@ class RuleProblems:
     def _of_run(self, session: Session, run_id: int) -> list[str]:
         now = _in_error(session, run_id)
         lines = []
-        for key, (ill, problem) in now.items():
-            if key not in self._ill:
-                self._ill[key] = ill
+        for key, (failed, problem) in now.items():
+            if key not in self._failed:
+                self._failed[key] = failed
                 lines.append(
-                    f"watchstep: {ill.run}: rule {ill.rule} cannot be evaluated: {' '.join(problem.split())}"
+                    f"watchstep: {failed.run}: rule {failed.rule} cannot be evaluated: {' '.join(problem.split())}"
                 )
-        for key, ill in list(self._ill.items()):
-            if ill.run_id == run_id and key not in now:
-                del self._ill[key]
-                lines.append(f"watchstep: {ill.run}: rule {ill.rule} is evaluated again")
+        for key, failed in list(self._failed.items()):
+            if failed.run_id == run_id and key not in now:
+                del self._failed[key]
+                lines.append(f"watchstep: {failed.run}: rule {failed.rule} is evaluated again")
         return lines
 
 
-def _in_error(session: Session, run_id: int) -> dict[tuple[int, str], tuple[_Ill, str]]:
-    """Rule configs of the run's newest attempt that are in error, and why. The text is looked through, then read."""
+def _in_error(session: Session, run_id: int) -> dict[tuple[int, str], tuple[_FailedRule, str]]:
+    """Return the failed rule configs of the run's newest attempt with their problems.
+
+    The query filters by text before states are decoded.
+    """
     rows = session.execute(
         select(
             RuleConfigRow.id,
@@ -228,20 +229,20 @@ def _in_error(session: Session, run_id: int) -> dict[tuple[int, str], tuple[_Ill
         .where(RuleStateRow.state.contains(_IN_ERROR, autoescape=True))
         .order_by(RuleConfigRow.id)
     ).all()
-    found = {}
+    failed = {}
     for config_id, name, project, run, attempt, text in rows:
         memory = memory_of(text)
         if memory.health is RuleHealth.ERROR:
-            found[config_id, attempt] = (_Ill(run_id, f"{project}/{run}", name), memory.problem)
-    return found
+            failed[config_id, attempt] = (_FailedRule(run_id, f"{project}/{run}", name), memory.problem)
+    return failed
 
 
 TRIES = 3
-"""So many failed tries are told, though more follow."""
+"""Number of failed attempts after which a failure is reported, although more attempts follow."""
 
 
 class WebhookProblems:
-    """Says of each webhook and notification that it has failed `TRIES` times, and that it is given up."""
+    """Reports webhooks and notifications that have failed `TRIES` times, and those that are given up."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -250,7 +251,7 @@ class WebhookProblems:
             self._since_ns = read_clock(session)
 
     def new_lines(self) -> list[str]:
-        """Lines for what failed since the last call."""
+        """Return lines for failures since the last call."""
         trying = (ActionRow.state == "pending") & (ActionRow.tries >= TRIES)
         given_up = (ActionRow.state == "failed") & (ActionRow.finished_ns >= self._since_ns)
         with self._database.read() as session:
@@ -264,25 +265,25 @@ class WebhookProblems:
             for action, project, run in rows:
                 if (action.id, action.state) not in self._reported:
                     self._reported.add((action.id, action.state))
-                    lines.append(f"watchstep: {project}/{run}: {_words(action)}")
+                    lines.append(f"watchstep: {project}/{run}: {_failure_text(action)}")
         return lines
 
 
-def _words(action: ActionRow) -> str:
-    """Where to and why; of the address the host alone, for paths of webhooks are secrets."""
-    why = action.outcome
+def _failure_text(action: ActionRow) -> str:
+    """Return target and reason. Only the host of a webhook is shown, because its path may be a secret."""
+    reason = action.outcome
     if action.kind == NOTIFY:
-        what = f"receiver {action.payload['receiver']}"
+        target = f"receiver {action.payload['receiver']}"
     else:
         host = urlsplit(str(action.payload["url"])).hostname
-        what, why = f"webhook to {host}", why.removeprefix(f"{host}: ")
+        target, reason = f"webhook to {host}", reason.removeprefix(f"{host}: ")
     tries = f"{action.tries} tries" if action.tries > 1 else "1 try"
-    goes_on = "given up" if action.state == "failed" else "it is tried again"
-    return f"{what} failed, {tries}, {goes_on}: {' '.join(why.split())}"
+    state = "given up" if action.state == "failed" else "it is tried again"
+    return f"{target} failed, {tries}, {state}: {' '.join(reason.split())}"
 
 
 class ConsoleOutput:
-    """Says each event once, and what fails. Events that were there before it is made are not said."""
+    """Reports each event once, and failures. Ignores events from before its creation."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -291,7 +292,7 @@ class ConsoleOutput:
             self._last = session.execute(select(func.max(EventRow.number))).scalar_one() or 0
 
     def new_lines(self) -> list[str]:
-        """Lines for what came since the last call."""
+        """Return lines for events and failures since the last call."""
         with self._database.read() as session:
             rows = session.execute(
                 select(EventRow.number, EventRow.event)

@@ -1,4 +1,4 @@
-"""``watchstep projects``, ``stores`` and ``backends``: what admins register, through the API."""
+"""``watchstep projects``, ``stores`` and ``backends``: registrations by administrators, through the API."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ projects = typer.Typer(
 stores = typer.Typer(help="Stores that projects can use.", no_args_is_help=True, add_completion=False)
 backends = typer.Typer(help="Backends that jobs may run on.", no_args_is_help=True, add_completion=False)
 
-At = Annotated[str, typer.Option("--service", envvar="WATCHSTEP_SERVICE", help="URL of the service. Token: WATCHSTEP_TOKEN, of an administrator. Default: the profile's.")]  # fmt: skip
-On = Annotated[str, typer.Option("--local", help="Store of a service on this machine, instead of --service.")]
+ServiceUrl = Annotated[str, typer.Option("--service", envvar="WATCHSTEP_SERVICE", help="URL of the service. Token: WATCHSTEP_TOKEN, of an administrator. Default: the profile's.")]  # fmt: skip
+LocalStore = Annotated[
+    str, typer.Option("--local", help="Store of a service on this machine, instead of --service.")
+]
 Name = Annotated[str, typer.Argument(help="Name.")]
-_MOST = 1000
-_COPIED = ("name", "store", "url", "location", "role_arn")
+_PAGE = 1000
+_NEVER_WRAPPED = ("name", "store", "url", "location", "role_arn")
 
 
 @stores.command("list")
-def list_stores(service: At = "", local: On = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def list_stores(
+    service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE, as_json: JsonOption = False
+) -> None:
     """List the registered stores.
 
     Examples:
@@ -47,8 +51,8 @@ def add_store(  # noqa: PLR0917 - the options of a command
     region: Annotated[str, typer.Option(help="Region of the bucket.")] = "",
     endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible service.")] = "",
     check: Annotated[bool, typer.Option(help="Check the store first.")] = True,
-    service: At = "",
-    local: On = DEFAULT_STORE,
+    service: ServiceUrl = "",
+    local: LocalStore = DEFAULT_STORE,
 ) -> None:
     """Register a store.
 
@@ -64,7 +68,9 @@ def add_store(  # noqa: PLR0917 - the options of a command
 
 
 @stores.command("check")
-def check_store(name: Name, service: At = "", local: On = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def check_store(
+    name: Name, service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE, as_json: JsonOption = False
+) -> None:
     """Check a store: assume its role, then list, write, read, create and delete. Exit code 2 if a step fails.
 
     Examples:
@@ -77,13 +83,13 @@ def check_store(name: Name, service: At = "", local: On = DEFAULT_STORE, as_json
         raise typer.Exit(0 if all(step["ok"] for step in result["steps"]) else 2)
     for step in result["steps"]:
         echo(f"{step['name']:12} {'ok' if step['ok'] else step['detail']}")
-    wrong = next((step for step in result["steps"] if not step["ok"]), None)
-    if wrong is not None:
-        raise StoreError(f"store {name}: {wrong['name']}: {wrong['detail']}", wrong["hint"])
+    failed = next((step for step in result["steps"] if not step["ok"]), None)
+    if failed is not None:
+        raise StoreError(f"store {name}: {failed['name']}: {failed['detail']}", failed["hint"])
 
 
 @stores.command("remove")
-def remove_store(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None:
+def remove_store(name: Name, service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE) -> None:
     """Remove the registration of a store that no project uses. Its content is not changed.
 
     Examples:
@@ -93,7 +99,9 @@ def remove_store(name: Name, service: At = "", local: On = DEFAULT_STORE) -> Non
 
 
 @backends.command("list")
-def list_backends(service: At = "", local: On = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def list_backends(
+    service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE, as_json: JsonOption = False
+) -> None:
     """List the registered backends.
 
     Examples:
@@ -107,8 +115,8 @@ def list_backends(service: At = "", local: On = DEFAULT_STORE, as_json: JsonOpti
 def add_backend(
     name: Name,
     kind: Annotated[str, typer.Argument(help="Kind of the backend, e.g. local.")],
-    service: At = "",
-    local: On = DEFAULT_STORE,
+    service: ServiceUrl = "",
+    local: LocalStore = DEFAULT_STORE,
 ) -> None:
     """Register a backend.
 
@@ -120,7 +128,7 @@ def add_backend(
 
 
 @backends.command("remove")
-def remove_backend(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None:
+def remove_backend(name: Name, service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE) -> None:
     """Remove the registration of a backend that has no running jobs.
 
     Examples:
@@ -130,7 +138,9 @@ def remove_backend(name: Name, service: At = "", local: On = DEFAULT_STORE) -> N
 
 
 @projects.command("list")
-def list_projects(service: At = "", local: On = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def list_projects(
+    service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE, as_json: JsonOption = False
+) -> None:
     """List the projects.
 
     Examples:
@@ -148,8 +158,8 @@ def create_project(
     backend: Annotated[
         list[str] | None, typer.Option(help="Name of a registered backend. Repeat for several.")
     ] = None,
-    service: At = "",
-    local: On = DEFAULT_STORE,
+    service: ServiceUrl = "",
+    local: LocalStore = DEFAULT_STORE,
 ) -> None:
     """Create a project on a registered store.
 
@@ -157,12 +167,12 @@ def create_project(
         watchstep projects create vision --store lab --backend cluster
     """
     body = {"name": name, "store": store, "prefix": prefix, "backends": backend or []}
-    made = _call("POST", "projects", service, local, body)
-    echo(f"project {name} is created: {made['location']}/{name}")
+    project = _call("POST", "projects", service, local, body)
+    echo(f"project {name} is created: {project['location']}/{name}")
 
 
 @projects.command("archive")
-def archive_project(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None:
+def archive_project(name: Name, service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE) -> None:
     """Archive a project: it accepts no new runs, and can still be read.
 
     Examples:
@@ -179,8 +189,8 @@ def _call(
 
 
 def _all(kind: str, service: str, local: str) -> Iterable[dict[str, Any]]:
-    """Every page of a list."""
-    query: dict[str, Any] = {"limit": _MOST}
+    """Yield the items of all pages of a list."""
+    query: dict[str, Any] = {"limit": _PAGE}
     while True:
         page = _call("GET", f"{kind}?{urlencode(query)}", service, local)
         yield from page[kind]
@@ -193,15 +203,15 @@ def _show(rows: Iterable[dict[str, Any]], as_json: bool, *columns: str) -> None:
     if as_json:
         show_json(list(rows))
         return
-    shown = table(*(_head(column) for column in columns))
+    output = table(*(_head(column) for column in columns))
     for row in rows:
-        shown.add_row(*(_text(row[column]) for column in columns))
-    show(shown)
+        output.add_row(*(_text(row[column]) for column in columns))
+    show(output)
 
 
 def _head(column: str) -> str:
-    copied = "=" if column in _COPIED else ""
-    return f"{copied}{column.removesuffix('_ns').upper()}"
+    marker = "=" if column in _NEVER_WRAPPED else ""
+    return f"{marker}{column.removesuffix('_ns').upper()}"
 
 
 def _text(value: Any) -> str:

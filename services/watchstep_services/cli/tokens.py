@@ -1,6 +1,6 @@
-"""``watchstep tokens``: who may use a service's API.
+"""``watchstep tokens``: creates, lists and revokes tokens of a service's API.
 
-Works on the service's database, so that the first token needs no other, or through the API of a service that is named.
+By default it uses the service's database, so that no token is needed to create the first one; with --service, the API.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from watchstep_services.db.schema import upgrade
 app = typer.Typer(help="Tokens for the API.", no_args_is_help=True, add_completion=False)
 
 DEFAULT_PROJECT = "default"
-_MAKER = "command line"
+_CREATOR = "command line"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _COLUMNS = (
     "id",
@@ -59,9 +59,7 @@ _COLUMNS = (
 
 ServiceOption = Annotated[
     str,
-    typer.Option(
-        "--service", help="URL of the service. Token: WATCHSTEP_TOKEN. Default: its database is used."
-    ),
+    typer.Option("--service", help="URL of the service. Token: WATCHSTEP_TOKEN. Default: use its database."),
 ]
 
 RunOption = Annotated[
@@ -73,7 +71,7 @@ def _lifetime(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < seconds <= MAX_LIFETIME:
-        raise typer.BadParameter("use a number and s, m, h or d, up to ten years, e.g. 90d")
+        raise typer.BadParameter("use a number and s, m, h or d, up to ten years, for example 90d")
     return seconds
 
 
@@ -100,14 +98,16 @@ def create(
         watchstep tokens create --project vision --run night-1
     """
     if run and role not in {"", "recorder"}:
-        raise typer.BadParameter("a token of one run is a recorder's", param_hint="--role")
+        raise typer.BadParameter("a token of one run must have the role recorder", param_hint="--role")
     if not run and role not in ROLES:
         raise typer.BadParameter(f"use one of {', '.join(ROLES)}", param_hint="--role")
     lifetime = _lifetime(expires_in) if expires_in else LIFETIME_SECONDS if run else None
     requested = _TokenInput(role or "recorder", _TokenScope.of(project, run), name, lifetime)
-    token, where = _made_by_service(requested, service) if service else _made_in_database(requested, store)
+    token, location = (
+        _create_by_service(requested, service) if service else _create_in_database(requested, store)
+    )
     role = f"{requested.role} of {requested.scope.shown}"
-    echo(f"{role} in {where}, id {id_of(token)}; the token is shown once:", err=True)
+    echo(f"{role} in {location}, id {id_of(token)}; the token is shown once:", err=True)
     echo_own(token)
 
 
@@ -130,14 +130,14 @@ def list_tokens(
     if as_json:
         echo_json(json.dumps(rows, indent=2))
         return
-    shown = table("=id", "=name", "role", "project", "state", "expires", "last used", "made by")
+    output = table("=id", "=name", "role", "project", "state", "expires", "last used", "created by")
     for row in rows:
         project_shown = f"{row['project']}/{row['run']}" if row["run"] else row["project"] or "(all)"
-        used, ends = _moment(row["last_used_ns"]), _moment(row["expires_ns"])
-        shown.add_row(
-            row["id"], row["name"], row["role"], project_shown, row["state"], ends, used, row["created_by"]
+        used, expires = _moment(row["last_used_ns"]), _moment(row["expires_ns"])
+        output.add_row(
+            row["id"], row["name"], row["role"], project_shown, row["state"], expires, used, row["created_by"]
         )
-    show(shown)
+    show(output)
 
 
 @app.command("revoke")
@@ -150,10 +150,10 @@ def revoke_token(
         ),
     ] = None,
     run: RunOption = "",
-    keep_made: Annotated[
+    keep_created: Annotated[
         bool,
         typer.Option(
-            "--keep-made", help="Keep the run tokens that the token created, so that their jobs continue."
+            "--keep-created", help="Keep the run tokens that the token created, so that their jobs continue."
         ),
     ] = False,
     store: StoreOption = DEFAULT_STORE,
@@ -163,24 +163,29 @@ def revoke_token(
 
     Examples:
         watchstep tokens revoke wst_0123456789abcdef
-        watchstep tokens revoke wst_0123456789abcdef --keep-made
+        watchstep tokens revoke wst_0123456789abcdef --keep-created
     """
     public = id_of(token) if token.startswith(("wst_", "ws_")) else token
     scope = _TokenScope.of(project, run)
     if service:
-        query = "?keep_made=true" if keep_made and not run else ""
-        answer = _ask("DELETE", service, scope, f"/{quote(public, safe='')}{query}", None)
-        made = answer.get("made", ())  # older services do not return it
+        query = "?keep_created=true" if keep_created and not run else ""
+        answer = _request("DELETE", service, scope, f"/{quote(public, safe='')}{query}", None)
+        run_tokens = answer.get("made", ())  # older services do not return it
     else:
         with _database(store) as database:
-            done = revoke(database, public, scope.project, _MAKER, run=scope.run, keep_made=keep_made)
-            made = done.made
-    echo(f"token {public} is revoked" + (f", and {len(made)} of runs that it made" if made else ""))
+            result = revoke(
+                database, public, scope.project, _CREATOR, run=scope.run, keep_created=keep_created
+            )
+            run_tokens = result.run_tokens
+    echo(
+        f"token {public} is revoked"
+        + (f"; run tokens revoked with it: {len(run_tokens)}" if run_tokens else "")
+    )
 
 
 @dataclass(frozen=True)
 class _TokenScope:
-    """Which tokens: all, of one project, or of one run."""
+    """Scope of tokens: all projects, one project, or one run."""
 
     project: str | None
     run: str | None = None
@@ -205,7 +210,7 @@ class _TokenScope:
 
 @dataclass(frozen=True)
 class _TokenInput:
-    """A token to make."""
+    """A token to create."""
 
     role: str
     scope: _TokenScope
@@ -213,34 +218,34 @@ class _TokenInput:
     lifetime: int | None
 
 
-def _made_by_service(requested: _TokenInput, service: str) -> tuple[str, str]:
-    """The token, and where it was made."""
-    body = {"name": requested.name or f"made by {_MAKER}", "lifetime_seconds": requested.lifetime}
-    if requested.scope.run is None:  # else it is a recorder's anyway
+def _create_by_service(requested: _TokenInput, service: str) -> tuple[str, str]:
+    """Create a token through the API. Returns it and the URL of the service."""
+    body = {"name": requested.name or f"created by {_CREATOR}", "lifetime_seconds": requested.lifetime}
+    if requested.scope.run is None:  # a token of one run always has the role recorder
         body["role"] = requested.role
-    return str(_ask("POST", service, requested.scope, "", body)["token"]), service
+    return str(_request("POST", service, requested.scope, "", body)["token"]), service
 
 
-def _made_in_database(requested: _TokenInput, store: str) -> tuple[str, str]:
-    """As of a service; the one who may write to its database may all."""
+def _create_in_database(requested: _TokenInput, store: str) -> tuple[str, str]:
+    """Create a token in the database, where no role limits it. Returns it and the URL of the database."""
     scope = requested.scope
     with _database(store) as database:
         if scope.project is not None and scope.run is not None and requested.lifetime is not None:
             request = RunTokenRequest(scope.project, scope.run, requested.name, requested.lifetime)
-            token = create_for_run(database, request, _MAKER)
+            token = create_for_run(database, request, _CREATOR)
         else:
             token = create_token(
                 database,
                 cast("Role", requested.role),
                 scope.project,
                 name=requested.name,
-                created_by=_MAKER,
+                created_by=_CREATOR,
                 lifetime_seconds=requested.lifetime,
             )
         return token, database.engine.url.render_as_string(hide_password=True)
 
 
-def _ask(
+def _request(
     method: str, service: str, scope: _TokenScope, rest: str, body: dict[str, Any] | None
 ) -> dict[str, Any]:
     url, token = service_of("", service)
@@ -250,10 +255,10 @@ def _ask(
 def _rows_of_service(service: str, scope: _TokenScope) -> Iterator[dict[str, Any]]:
     rest = "?limit=1000"
     while rest:
-        answer = _ask("GET", service, scope, rest, None)
+        answer = _request("GET", service, scope, rest, None)
         yield from ({name: row.get(name) for name in _COLUMNS} for row in answer["tokens"])
-        following = answer["next_page_token"]
-        rest = f"?limit=1000&page_token={following}" if following else ""
+        next_page = answer["next_page_token"]
+        rest = f"?limit=1000&page_token={next_page}" if next_page else ""
 
 
 def _rows_of_database(scope: _TokenScope, store: str) -> Iterator[dict[str, Any]]:
@@ -275,10 +280,10 @@ def _moment(at_ns: int | None) -> str:
 
 @contextmanager
 def _database(store: str) -> Iterator[Database]:
-    """The service's database, brought up to date.
+    """Open the service's database, with an up-to-date schema.
 
     Raises:
-        ConfigError: it does not answer, or it is a SQLite file that no service has made: a token in it would open nothing.
+        ConfigError: the database does not respond, or is a SQLite file that does not exist, so that no service uses it.
     """
     settings = settings_for(store, None)
     database = open_encrypted_database(settings)
@@ -287,7 +292,7 @@ def _database(store: str) -> Iterator[Database]:
         if database.engine.dialect.name == "sqlite" and path and not Path(path).is_file():
             raise ConfigError(
                 f"database {path}: no such file",
-                "name the store that the service watches by --store, or its database in WATCHSTEP_DATABASE_URL",
+                "set --store to the store that the service watches, or WATCHSTEP_DATABASE_URL to its database",
             )
         database.check()
         upgrade(database)

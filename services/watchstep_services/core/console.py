@@ -1,4 +1,4 @@
-"""What the commands print: tables and figures, plain where the output is no terminal."""
+"""Console output of the commands: tables and numbers, plain if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from watchstep.platform.terminal_console import TerminalConsole
 from watchstep.platform.terminal_text import escaped_json, printable
-from watchstep_launch.view.console import TerminalConsole
 
 _PIPE = 100
 _NARROW = 12
-"""Columns that may be folded are not made narrower than this."""
+"""Minimum width of columns that may be folded."""
 
 
 def console(least: int = 0, *, stderr: bool = False) -> TerminalConsole:
-    """A console for standard output or standard error, at least so wide; a pipe gets 100 columns and no colours."""
+    """A console for standard output or standard error of at least this width; a pipe gets 100 columns and no colours."""
     plain = TerminalConsole(stderr=stderr)
     if not plain.is_terminal:
         return TerminalConsole(stderr=stderr, width=max(least, _PIPE))
@@ -31,17 +31,17 @@ def console(least: int = 0, *, stderr: bool = False) -> TerminalConsole:
 
 
 def echo(line: str, *, err: bool = False) -> None:
-    """Write one line, in which nothing is broken, without colours."""
+    """Write one line without wrapping and colours."""
     typer.echo(printable(line), err=err)
 
 
 def echo_json(text: str) -> None:
-    """Write JSON so that a terminal acts on nothing in it; other programs read what it was."""
+    """Write JSON so that a terminal interprets nothing in it; its meaning for programs is unchanged."""
     typer.echo(escaped_json(text))
 
 
 def show_json(data: object) -> None:
-    """Write data as JSON. Numbers that are not finite become null, as in the API."""
+    """Write data as JSON. Non-finite numbers become null, as in the API."""
     echo_json(json.dumps(_finite(data), indent=2, default=str))
 
 
@@ -54,15 +54,15 @@ def _finite(data: object) -> object:
 
 
 def echo_own(text: str) -> None:
-    """Write text of Watchstep's own as it is, such as a schema or a new key."""
+    """Write Watchstep's own text unchanged, such as a schema or a new key."""
     typer.echo(text.removesuffix("\n"))
 
 
 class PlainTable(Table):
-    """A table whose words are shown as they are: they come from training programs and other people."""
+    """A table that shows text literally, because it comes from training programs and other people."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row; nothing in a text is markup, and nothing in it moves the cursor."""
+        """Add a row; texts are not markup, and cannot move the cursor."""
         super().add_row(
             *(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells), **options
         )
@@ -72,27 +72,27 @@ def table(*columns: str) -> Table:
     """A table with a header line and no frame.
 
     Args:
-        columns: their heads. One that starts with ``>`` stands to the right; one that starts with ``=`` holds what people copy,
-            as ids and names: `show` never breaks nor cuts it, however narrow the terminal.
+        columns: their headers. ``>`` as the first character aligns a column to the right. ``=`` marks ids and names for copying:
+            `show` never wraps or truncates them, however narrow the terminal is.
     """
-    made = PlainTable(box=None, header_style="bold", pad_edge=False)
+    plain_table = PlainTable(box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        made.add_column(
+        plain_table.add_column(
             Text(printable(column.lstrip(">="))),
             justify="right" if column.startswith(">") else "left",
             no_wrap=column.startswith("="),
             overflow="fold",
         )
-    return made
+    return plain_table
 
 
 def show(shown: Table) -> None:
-    """Print a table. Where what must stay whole takes more than the terminal's width, lines are longer than that."""
+    """Print a table. Lines are longer than the terminal's width if unwrapped columns need it."""
     console(sum(_least(column) + 1 for column in shown.columns)).print(shown)
 
 
 def figure(value: float | None) -> str:
-    """A number in four digits; a dash where there is none."""
+    """A number with four digits; a dash for None."""
     return "-" if value is None else f"{value:.4g}"
 
 

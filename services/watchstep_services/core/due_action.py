@@ -1,4 +1,4 @@
-"""One action as a worker holds it, and what a try of it can come to."""
+"""A claimed action, and the possible results of a try."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = Literal["done", "skipped", "failed", "advanced", "waiting", "error"]
 
 @dataclass(frozen=True)
 class DeliveryKey:
-    """Whom an action tells: a receiver of a project, or an address that a rule config names."""
+    """The recipient of a notification: a receiver of a project, or an address that a rule config names."""
 
     project: str
     receiver: str
@@ -21,19 +21,19 @@ class DueAction:
     """An action that a worker has claimed.
 
     Attributes:
-        id: in the database.
-        run_id: whose.
-        event_id: what caused it.
+        id: id in the database.
+        run_id: id of its run.
+        event_id: id of the event that caused it.
         kind: stop, webhook or notify, among others.
-        payload: what the kind needs.
-        stage: how far it came.
-        stage_since_ns: since when it is at that stage.
+        payload: data of the kind.
+        stage: its stage.
+        stage_since_ns: when it reached the stage.
         tries: tries recorded so far.
-        claims: the fence.
+        claims: the fencing token.
         now_ns: the database's clock at the claim.
-        traceparent: of what caused it; empty for none.
-        project: of the run.
-        run: its name.
+        traceparent: trace of its cause; empty for none.
+        project: name of the run's project.
+        run: name of the run.
     """
 
     id: int
@@ -52,21 +52,21 @@ class DueAction:
 
     @property
     def after_unknown(self) -> bool:
-        """Whether it was claimed before, and nobody recorded what came of that: it may have been done."""
+        """Whether an earlier claim has no recorded result, so that the action may have been done."""
         return self.claims - 1 > self.tries
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """What a try came to.
+    """The result of a try.
 
     Attributes:
-        result: ``done``; ``skipped``: nothing was to be done; ``failed``: given up; ``advanced``: the next stage
-            is reached; ``waiting``: looked again, nothing to record; ``error``: try again later.
-        detail: for people.
-        stage: the stage after it.
-        after_ns: when to go on; of an error, not before.
-        facts: of a stop that is over: how, and at which step.
+        result: ``done``; ``skipped``: nothing to do; ``failed``: given up; ``advanced``: the next stage
+            is reached; ``waiting``: polled, nothing to record; ``error``: to be tried again.
+        detail: text for people.
+        stage: the stage after the try.
+        after_ns: when to continue; after an error, not before this time.
+        facts: for a stop that is over: how it ended, and at which step.
     """
 
     result: Result

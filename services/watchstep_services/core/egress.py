@@ -1,7 +1,7 @@
-"""Which addresses the service may be sent to by what a user wrote: the guard against reaching into its own network.
+"""Egress policy: which addresses the service may be directed to by users, to protect its own network.
 
-A host is looked up once, every address that it has is checked, and the connection goes to one of the addresses that were
-checked, so that a name whose answer changes in between gains nothing.
+A host is resolved once, all of its addresses are checked, and the connection is made to one of the checked
+addresses, so that a name with a changing answer cannot bypass the check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Resolver = Callable[[str, int], list[str]]
 
 ALLOW_SETTING = "WATCHSTEP_ALLOWED_ADDRESSES"
 MOST_CHARACTERS = 2000
-"""Of an address."""
+"""Limit of characters of an address."""
 
 _SCHEMES = {"http": 80, "https": 443}
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?")
@@ -46,7 +46,7 @@ CREDENTIAL_ADDRESSES = frozenset(
         "192.0.0.192",  # Oracle Cloud
     )
 )
-"""Where clouds give credentials to whoever asks: allowed only when named one by one."""
+"""Addresses at which clouds serve credentials without authentication; allowed only if they are listed individually."""
 
 _EMBEDDED_IPV4: tuple[tuple[ipaddress.IPv6Network, int], ...] = (
     (ipaddress.IPv6Network("::ffff:0:0/96"), 0),  # mapped
@@ -55,7 +55,7 @@ _EMBEDDED_IPV4: tuple[tuple[ipaddress.IPv6Network, int], ...] = (
     (ipaddress.IPv6Network("64:ff9b::/96"), 0),  # NAT64
     (ipaddress.IPv6Network("2002::/16"), 80),  # 6to4
 )
-"""IPv6 addresses that lead to an IPv4 one, and how many bits stand behind it."""
+"""IPv6 networks that embed an IPv4 address, and how many bits follow it."""
 
 _NEVER_PUBLIC: tuple[Network, ...] = tuple(
     ipaddress.ip_network(text)
@@ -66,21 +66,21 @@ _NEVER_PUBLIC: tuple[Network, ...] = tuple(
         "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8", "::/127",
     )
 )  # fmt: skip
-"""Written out, since what ``ipaddress`` holds for global differs between versions of Python."""
+"""Listed explicitly, because ``ipaddress``'s definition of global differs between versions of Python."""
 
 
 class AddressRefusedError(ConfigError):
-    """An address that the service is not sent to."""
+    """An address that the egress policy does not allow."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """An HTTP address, taken apart once; what is checked is what is connected to.
+    """A parsed HTTP address; the checked parts are those used for the connection.
 
     Attributes:
         scheme: http or https.
         host: a name in ASCII or an IP address without brackets.
-        port: given or the scheme's.
+        port: the given port or the scheme's.
         target: path and query.
     """
 
@@ -91,16 +91,16 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """What stands in the header ``Host``."""
+        """Value of the header ``Host``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _SCHEMES[self.scheme] else f"{host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:
-    """Take an HTTP address apart.
+    """Parse an HTTP address.
 
     Raises:
-        ValueError: it is none, or one that hides where it leads: with credentials, or a number for an address. The message
+        ValueError: it is not valid, or obscures its destination by credentials or a number as its host. The message
             does not repeat the address, which may be a secret.
     """
     if len(text) > MOST_CHARACTERS or not _VISIBLE.fullmatch(text) or "\\" in text:
@@ -109,11 +109,11 @@ def parse_address(text: str) -> Address:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
     except ValueError:
-        raise ValueError("not an address: its host or port cannot be read") from None
+        raise ValueError("not an address: its host or port cannot be parsed") from None
     if parts.scheme not in _SCHEMES:
         raise ValueError("the scheme must be http or https")
     if "@" in parts.netloc:
-        raise ValueError("credentials in an address end up in logs: give them as a secret of their own")
+        raise ValueError("credentials in an address appear in logs: give them as a separate secret")
     if port == 0:
         raise ValueError("not an address: port 0")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -121,21 +121,21 @@ def parse_address(text: str) -> Address:
 
 
 def check_host(host: str) -> str:
-    """The host as it is looked up.
+    """Check a host; return it in the form that is resolved.
 
     Raises:
         ValueError: it is neither a name in ASCII nor an IP address in its plain form.
     """
     host = host.removesuffix(".").lower()
     if "%" in host:
-        raise ValueError("not a host name: '%' stands in none, and zones cannot be named")
+        raise ValueError("not a host name: '%' is not allowed, and zones are not supported")
     if ":" in host:
         try:
             return str(ipaddress.IPv6Address(host))
         except ValueError:
             raise ValueError("not an IPv6 address") from None
     if not _HOST.fullmatch(host):
-        raise ValueError("not a host name; write one with other letters in its xn-- form")
+        raise ValueError("not a host name; use the xn-- form for other letters")
     if _NUMBER.fullmatch(host.rsplit(".", maxsplit=1)[-1]):
         try:
             return str(ipaddress.IPv4Address(host))
@@ -145,25 +145,24 @@ def check_host(host: str) -> str:
 
 
 def look_up(host: str, port: int) -> list[str]:
-    """All addresses of a host, by the system's resolver.
+    """Resolve a host with the system's resolver.
 
     Raises:
-        OSError: there are none, or the resolver does not answer.
+        OSError: it has no address, or the resolver does not answer.
     """
-    return list(
-        dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    )
+    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(result[4][0]) for result in results))
 
 
 @dataclass(frozen=True)
 class EgressPolicy:
-    """Where the service may be sent: to every public address, and to what is allowed beside.
+    """Allows public addresses and configured exceptions.
 
     Attributes:
-        networks: allowed though not public.
-        hosts: names whose addresses are allowed, whatever they are.
-        resolve: looks a name up.
-        project: whose look-ups wait for each other; empty for none, whose look-ups wait for others of the same host.
+        networks: networks that are allowed although they are not public.
+        hosts: names with addresses that are always allowed.
+        resolve: resolves a name.
+        project: project with a limit of its own for look-ups; if empty, look-ups are limited by host.
     """
 
     networks: tuple[Network, ...] = ()
@@ -172,30 +171,30 @@ class EgressPolicy:
     project: str = ""
 
     def addresses(self, host: str, port: int, seconds: float) -> list[str]:
-        """Look a host up, once: the addresses to connect to.
+        """Resolve a host once; return the addresses to connect to.
 
         Args:
-            host: as `check_host` gives it.
-            port: to connect to.
-            seconds: how long the resolver may take.
+            host: result of `check_host`.
+            port: port to connect to.
+            seconds: timeout of the resolver.
 
         Raises:
             AddressRefusedError: one of its addresses is not allowed.
-            OSError: it has none, or the resolver does not answer in time.
+            OSError: it has no address, or the resolver does not answer in time.
         """
         try:
-            found = [str(ipaddress.ip_address(host))]
+            addresses = [str(ipaddress.ip_address(host))]
         except ValueError:
-            found = self._look_up(host, port, seconds)
-        for text in found:
+            addresses = self._look_up(host, port, seconds)
+        for text in addresses:
             self._check(host, text)
-        return found
+        return addresses
 
     def check_literal(self, host: str) -> None:
-        """See that a host that is an IP address is allowed; a name is looked up when something is sent.
+        """Check a host that is an IP address; a name is resolved and checked at each delivery.
 
         Raises:
-            AddressRefusedError: it is not.
+            AddressRefusedError: it is not allowed.
         """
         try:
             ipaddress.ip_address(host)
@@ -204,11 +203,11 @@ class EgressPolicy:
         self._check(host, host)
 
     def allows(self, host: str, address: IPAddress) -> bool:
-        """Whether an address that a host has may be connected to."""
+        """Whether an address of a host may be connected to."""
         real = embedded_ipv4(address)
-        named_alone = any(network.num_addresses == 1 and real in network for network in self.networks)
+        is_listed = any(network.num_addresses == 1 and real in network for network in self.networks)
         if real in CREDENTIAL_ADDRESSES or address in CREDENTIAL_ADDRESSES:
-            return named_alone
+            return is_listed
         if host in self.hosts or any(real in network or address in network for network in self.networks):
             return True
         return (
@@ -218,36 +217,36 @@ class EgressPolicy:
     def _check(self, host: str, text: str) -> None:
         try:
             allowed = self.allows(host, ipaddress.ip_address(text))
-        except ValueError:  # a zone: link-local by its nature
+        except ValueError:  # an address with a zone, which is link-local
             allowed = False
         if not allowed:
-            # Not what the name leads to: that would show the inside to who only may name hosts.
+            # The addresses of a name are omitted, because they would expose the internal network to users who name hosts.
             named = f"address {text}" if host == text else f"host {host}: an address of it"
             raise AddressRefusedError(
                 f"{named} is not public",
-                f"use a public address, or have who runs the service allow it in {ALLOW_SETTING}",
+                f"use a public address, or have the service's owner allow it in {ALLOW_SETTING}",
             )
 
     def _look_up(self, host: str, port: int, seconds: float) -> list[str]:
-        # The system's resolver has no time limit of its own that could be set.
-        waiting = _resolvers().submit(
+        # The system's resolver has no configurable timeout.
+        future = _resolvers().submit(
             self.project or f"host {host}", functools.partial(self.resolve, host, port), host
         )
         try:
-            found = waiting.result(max(0.0, seconds))
+            addresses = future.result(max(0.0, seconds))
         except LookUpTimeoutError:
-            waiting.cancel()
+            future.cancel()
             raise TimeoutError("the resolver did not answer in time") from None
-        if not found:
+        if not addresses:
             raise OSError("the host has no address")
-        return found
+        return addresses
 
 
 def parse_allowed(text: str) -> tuple[tuple[Network, ...], frozenset[str]]:
-    """Networks and host names of a list with commas between; ``loopback`` for this machine.
+    """Parse a comma-separated list of networks and host names; ``loopback`` denotes this machine.
 
     Raises:
-        ConfigError: an entry is none of them.
+        ConfigError: an entry is not valid.
     """
     networks: list[Network] = []
     hosts: set[str] = set()
@@ -270,16 +269,16 @@ def parse_allowed(text: str) -> tuple[tuple[Network, ...], frozenset[str]]:
 
 
 def embedded_ipv4(address: IPAddress) -> IPAddress:
-    """The IPv4 address that an IPv6 one leads to, where it does."""
+    """The IPv4 address that an IPv6 address embeds, otherwise the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
-    for network, behind in _EMBEDDED_IPV4:
+    for network, following_bits in _EMBEDDED_IPV4:
         if address in network and int(address) > 1:
-            return ipaddress.IPv4Address((int(address) >> behind) & 0xFFFFFFFF)
+            return ipaddress.IPv4Address((int(address) >> following_bits) & 0xFFFFFFFF)
     return address
 
 
 @functools.lru_cache(maxsize=1)
 def _resolvers() -> FairThreads:
-    # A name whose servers do not answer holds a thread for up to a minute.
+    # A name with unresponsive servers occupies a thread for up to a minute.
     return FairThreads(32, "watchstep-resolver", per_project=4, per_subject=1)

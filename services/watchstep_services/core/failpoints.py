@@ -1,7 +1,7 @@
-"""Named points of the service's work, at which a harness may end, pause or cut off a process. Nothing in production.
+"""Failpoints: named points of the service's work at which a test harness may end, pause or cut off a process.
 
-A point costs one comparison. No setting and no variable of the environment makes it do anything: a listener is there
-only where a program put one there by calling `listening` in its own process, as the crash benchmark's start program
+Without a listener, which is always so in production, a failpoint costs one comparison. No setting and no environment variable adds a
+listener: only a program that calls `listening` in its own process does, as the crash benchmark's start program
 and the tests do.
 """
 
@@ -42,17 +42,17 @@ POINTS = (
     "stop.signalling",
     "stop.signalled",
 )
-"""Every point, in the order in which a bad step's way reaches them. ``…ing`` is before, or within the transaction."""
+"""All failpoints, in the order in which the handling of a bad step reaches them. ``…ing`` is before or within the transaction."""
 
 _listener: Listener | None = None
 
 
 def failpoint(name: str, subject: object = None) -> None:
-    """Say that a point is reached.
+    """Call the listener at a failpoint.
 
     Args:
         name: one of `POINTS`.
-        subject: what the work is about there: a claim, an action.
+        subject: the object of the work there: a claim, an action.
     """
     if _listener is not None:
         _listener(name, subject)
@@ -60,8 +60,8 @@ def failpoint(name: str, subject: object = None) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have a listener called at every point of this process; what it raises comes out of the point."""
-    global _listener  # noqa: PLW0603 - one process has one listener; whatever holds it, a point must find it cheaply
+    """Call a listener at every failpoint of this process; its exceptions are raised from the failpoint."""
+    global _listener  # noqa: PLW0603 - one listener per process, so that a failpoint is cheap
     before, _listener = _listener, listener
     try:
         yield

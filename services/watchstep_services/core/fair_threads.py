@@ -1,4 +1,4 @@
-"""Threads that projects share fairly: what hangs or takes long for one project delays no other by more than one turn."""
+"""Threads shared fairly between projects: slow or hanging work of one project delays the others by at most one turn."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _Key = tuple[str, str]
 
 
 class FairThreads:
-    """Does the oldest work of each project in turn. Thread-safe.
+    """Executes the oldest work of each project in turn. Thread-safe.
 
     Args:
-        threads: how many work at once.
-        name: that they have in what debuggers show.
-        per_project: how many work for one project at once.
-        per_subject: how many work for one subject of a project at once, such as one of its receivers; as many as for the
-            project where it is None.
+        threads: number of threads.
+        name: prefix of the threads' names.
+        per_project: limit of threads for one project.
+        per_subject: limit of threads for one subject of a project, such as one of its receivers; None for
+            the project's limit.
     """
 
     def __init__(self, threads: int, name: str, per_project: int, per_subject: int | None = None) -> None:
@@ -37,15 +37,15 @@ class FairThreads:
         self._closed = False
 
     def submit(self, project: str, work: Callable[[], _Result], subject: str = "") -> Future[_Result]:
-        """Have something done for a project.
+        """Submit work for a project.
 
         Args:
-            project: its name.
+            project: name of the project.
             work: called in a thread.
             subject: see the class.
 
         Returns:
-            What it comes to. It may be cancelled while it waits for its turn, and is where the threads are shut down before.
+            The future of its result. It may be cancelled while it waits, and is cancelled after a shutdown.
         """
         future: Future[_Result] = Future()
         with self._lock:
@@ -57,7 +57,7 @@ class FairThreads:
         return future
 
     def shutdown(self) -> None:
-        """Leave what waits undone, and wait for what is being done."""
+        """Cancel waiting work, and wait for work in progress."""
         with self._lock:
             self._closed = True
             waiting = [future for works in self._waiting.values() for _, future, _ in works]
@@ -67,9 +67,9 @@ class FairThreads:
         self._pool.shutdown(wait=True)
 
     def _start(self) -> None:
-        """Begin as much as threads and limits allow. The lock is held."""
-        while self._of_project.total() < self._threads and (found := self._next()) is not None:
-            key, future, work = found
+        """Start as much work as threads and limits allow. The caller holds the lock."""
+        while self._of_project.total() < self._threads and (item := self._next()) is not None:
+            key, future, work = item
             self._of_project[key[0]] += 1
             self._of_subject[key] += 1
             self._pool.submit(functools.partial(self._run, key, future, work))
@@ -78,26 +78,26 @@ class FairThreads:
         for project, waiting in self._waiting.items():
             if self._of_project[project] >= self._per_project:
                 continue
-            for place, found in enumerate(waiting):
-                if self._of_subject[found[0]] < self._per_subject:
-                    del waiting[place]
+            for index, item in enumerate(waiting):
+                if self._of_subject[item[0]] < self._per_subject:
+                    del waiting[index]
                     self._waiting.move_to_end(project)
                     if not waiting:
                         del self._waiting[project]
-                    return found
+                    return item
         return None
 
     def _run(self, key: _Key, future: Future[_Result], work: Callable[[], _Result]) -> None:
         try:
             if future.set_running_or_notify_cancel():
                 future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised where the result is read
             future.set_exception(error)
         finally:
             with self._lock:
-                self._of_project -= Counter([key[0]])  # a difference keeps no zeros
+                self._of_project -= Counter([key[0]])  # a difference drops zeros
                 self._of_subject -= Counter([key])
                 if key[0] in self._waiting:
-                    self._waiting.move_to_end(key[0])  # it may have come back while it had its turn
+                    self._waiting.move_to_end(key[0])  # it may have been added again during its turn
                 if not self._closed:
                     self._start()

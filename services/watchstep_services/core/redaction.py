@@ -1,11 +1,9 @@
-"""Secrets are taken out of all that is written for people: log lines, problems, what the commands print.
+"""Redaction of secrets in everything that is written for people: log lines, problems, the commands' output.
 
-What looks like a secret goes by its form. What is one and looks like nothing goes by its value: `keep_secret` names it.
+Secrets with a known form are recognized by it. Others are redacted by their value, which `keep_secret` registers.
 
-Addresses of webhooks in rule configs: who has one may post there, as with Slack, so they are secrets.
-
-Those who may operate see them where they read rule configs. Nobody sees them in events, the audit log and notifications: what
-is said there goes to receivers, too.
+Addresses of webhooks in rule configs are secrets, too, because they allow posting, as with Slack. Operators see them in rule
+configs. They are removed from events, the audit log and notifications, which are also sent to receivers.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from watchstep.errors import WatchstepError
 HIDDEN = "***"
 _LONGEST = 65_536
 _SHORTEST = 6
-"""Shorter values are words that a log is full of; who keeps a secret with one of them has none."""
+"""Shorter values are ordinary words in logs, and not redacted."""
 
 _NAMES = (
     r"[a-z0-9_-]{0,40}(?:password|passwd|secret|secret[_-]?key|signing[_-]?key|private[_-]?key|api[_-]?key|access[_-]?key"
@@ -34,10 +32,10 @@ _NAMES = (
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE | re.DOTALL), shown)
     for pattern, shown in (
-        # Watchstep's own: the id is public.
+        # Watchstep's own tokens; the id is public.
         (r"\bwst_([0-9a-f]{16})_[A-Za-z0-9_-]{8,}", rf"wst_\1_{HIDDEN}"),
         (r"\bws_[A-Za-z0-9_-]{20,}", f"ws_{HIDDEN}"),
-        # scheme://user:password@host; the password may hold what a URL may not, up to the last @ before the path.
+        # scheme://user:password@host; the password may contain characters that URLs do not allow, up to the last @ before the path.
         (r"\b([a-z][a-z0-9+.-]{1,30}://[^\s:/@'\"]{0,256}):[^\s/'\"]{1,512}@", rf"\1:{HIDDEN}@"),
         (
             r"\b(authorization['\"]?\s*[:=,]\s*(?:b?['\"])?)(?:(?:bearer|basic|digest|token)\s+)?[^\s'\",;]+",
@@ -45,12 +43,12 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ),
         (r"\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}", rf"\1 {HIDDEN}"),
         (r"(hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/)[^\s'\"<>]+", rf"\1{HIDDEN}"),
-        # Of a query: also those of signed addresses of S3, GCS and Azure.
+        # Query parameters, including those of signed addresses of S3, GCS and Azure.
         (
             rf"([?&](?:{_NAMES}|sig|token|key|x-(?:amz|goog)-(?:signature|credential|security-token))=)[^&\s'\"#]+",
             rf"\1{HIDDEN}",
         ),
-        # Of JSON, of Python's own form of a dictionary, of key=value.
+        # JSON, Python's representation of dictionaries, and key=value.
         (rf"(['\"]{_NAMES}['\"]\s*:\s*)(?:\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')", rf"\1'{HIDDEN}'"),
         (rf"\b({_NAMES}=)(?:\"[^\"]*\"|'[^']*'|[^\s&,;)'\"]+)", rf"\1{HIDDEN}"),
         (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", f"{HIDDEN}"),
@@ -61,16 +59,16 @@ _lock = threading.Lock()
 
 
 def keep_secret(value: str) -> None:
-    """From now on this value is in nothing that this process writes for people. Too short a one is not hidden."""
-    global _values  # noqa: PLW0603 - of the process, as its log is
+    """Redact this value from now on in everything that this process writes for people. Too short values are not redacted."""
+    global _values  # noqa: PLW0603 - shared by the process, as its log is
     forms = {value, quote(value, safe=""), unquote(value)}
-    forms |= {_without_forms(form) for form in forms}  # as `redact` meets them
+    forms |= {_without_forms(form) for form in forms}  # `redact` sees the values in this form
     with _lock:
         _values |= {form for form in forms if len(form) >= _SHORTEST}
 
 
 def keep_secrets_of(url: str) -> None:
-    """As `keep_secret`, for the password in a URL; none where there is none."""
+    """As `keep_secret`, for the password in a URL, if it has one."""
     try:
         password = urlsplit(url).password
     except ValueError:
@@ -80,8 +78,8 @@ def keep_secrets_of(url: str) -> None:
 
 
 def redact(text: str) -> str:
-    """The text without secrets; of a very long one the start."""
-    # Forms first: a password "password" would hide the names that others are known by.
+    """The text without secrets; a very long text is truncated."""
+    # Forms first: a password "password" would otherwise replace the names by which others are recognized.
     text = _without_forms(text[:_LONGEST])
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
@@ -95,10 +93,10 @@ def _without_forms(text: str) -> str:
 
 
 class Redacted(logging.Filter):
-    """Takes secrets out of a record: its message, its fields and its trace back."""
+    """Redacts a log record: its message, its fields and its traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Always lets it through."""
+        """Redact the record; always returns True."""
         record.msg, record.args = redact(_message(record)), None
         if record.exc_info and not record.exc_text:
             record.exc_text = redact_lines(traceback.format_exception(*record.exc_info)).rstrip("\n")
@@ -117,15 +115,15 @@ class Redacted(logging.Filter):
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception:  # noqa: BLE001 - arguments that do not fit: logging itself would print them, unredacted
-        return f"{record.msg!s} (its arguments do not fit)"
+    except Exception:  # noqa: BLE001 - mismatched arguments: logging itself would print them without redaction
+        return f"{record.msg!s} (its arguments do not match)"
 
 
 Error = TypeVar("Error", bound=WatchstepError)
 
 
 def redacted(error: Error) -> Error:
-    """The same error without secrets, to be told to somebody."""
+    """Redact an error in place; return it."""
     error.what, error.hint = redact(error.what), redact(error.hint)
     error.args = (f"{error.what}\n  hint: {error.hint}",)
     return error
@@ -134,14 +132,14 @@ def redacted(error: Error) -> Error:
 def redacted_fault(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:  # as sys.excepthook
-    """Writes what nobody expected to standard error, without secrets."""
+    """Write an unexpected exception to standard error, redacted."""
     if issubclass(kind, KeyboardInterrupt):
         return
     sys.stderr.write(redact_lines(traceback.format_exception(kind, error, trace)))
 
 
 def redact_lines(lines: list[str]) -> str:
-    """A text of lines without secrets; each may be as long as one that `redact` takes."""
+    """Redact and join lines; the length limit of `redact` applies to each line."""
     return "".join(redact(line) for line in lines)
 
 
@@ -149,17 +147,17 @@ _KEYED = "webhook:"
 
 
 def without_addresses(data: Any) -> Any:
-    """JSON with rule configs in it, at any depth, and of each webhook's address the host alone."""
+    """JSON data with rule configs at any depth, with webhook addresses reduced to their host."""
     if isinstance(data, list):
-        return [without_addresses(each) for each in data]
+        return [without_addresses(item) for item in data]
     if not isinstance(data, dict):
         return data
-    told = {name: without_addresses(value) for name, value in data.items()}
-    if told.get("kind") == "webhook" and "url" in told:
-        told["url"] = host_of(told["url"])
-    if set(told) == {"webhook"}:  # as rule files write it
-        told["webhook"] = host_of(told["webhook"])
-    return told
+    reduced = {name: without_addresses(value) for name, value in data.items()}
+    if reduced.get("kind") == "webhook" and "url" in reduced:
+        reduced["url"] = host_of(reduced["url"])
+    if set(reduced) == {"webhook"}:  # the form of rule files
+        reduced["webhook"] = host_of(reduced["webhook"])
+    return reduced
 
 
 def host_of(address: object) -> str:
@@ -174,11 +172,11 @@ def host_of(address: object) -> str:
 
 
 def action_key(event_id: str, address: str) -> str:
-    """The key of the action that posts an event to a webhook; it tells addresses apart and holds none."""
+    """The key of the action that posts an event to a webhook; it distinguishes addresses without containing one."""
     return f"{_KEYED}{event_id}:{hashlib.sha256(address.encode()).hexdigest()[:16]}"
 
 
 def shown_key(key: str) -> str:
-    """An action's key for people; those that earlier versions made held the address."""
+    """An action's key for people; keys of earlier versions contained the address."""
     event_id, _, rest = key.removeprefix(_KEYED).partition(":")
     return action_key(event_id, rest) if key.startswith(_KEYED) and "://" in rest else key

@@ -1,7 +1,7 @@
 """The service's settings: arguments, then ``WATCHSTEP_…`` environment variables, then defaults.
 
-Settings of the embedded service follow from its store. Environment variables with the prefix that are no settings are
-reported: most often a name was misspelt.
+Settings of the embedded service follow from its store. Environment variables with the prefix that are not settings are
+reported, because they are usually misspelt.
 """
 
 from __future__ import annotations
@@ -26,236 +26,240 @@ PREFIX = "WATCHSTEP_"
 
 
 class Settings(BaseSettings):
-    """How the service runs. Times are in seconds."""
+    """Settings of the service. Times are in seconds."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     home: Path = Field(
         Path("~/.watchstep"), description="The service's own folder: database and service.json."
     )
-    store: str = Field("watchstep-runs", description="URL or folder that holds <project>/<run>/.")
+    store: str = Field("watchstep-runs", description="URL or folder that contains <project>/<run>/.")
     database_url: SecretStr = Field(
         SecretStr(""), description="SQLAlchemy URL; empty for SQLite in the home."
     )
     database_connect_seconds: float = Field(
-        10.0, ge=0, description="How long PostgreSQL may take to accept a connection; 0: any time."
+        10.0, ge=0, description="Timeout for connecting to PostgreSQL; 0 for none."
     )
     database_dead_seconds: float = Field(
         60.0,
         ge=0,
-        description="After so long without an answer of its machine a connection to PostgreSQL is given up, by both sides; "
-        "0: when the operating system does.",
+        description="Time without an answer from its machine after which both sides close a connection to PostgreSQL; "
+        "0 for the operating system's default.",
     )
     database_statement_seconds: float = Field(
-        30.0, ge=0, description="How long one statement may take PostgreSQL; 0: as its server says."
+        30.0, ge=0, description="Timeout of a statement in PostgreSQL; 0 for the server's default."
     )
     database_lock_seconds: float = Field(
         10.0,
         ge=0,
-        description="How long a statement may wait in PostgreSQL for another's lock; 0: as its server says.",
+        description="Timeout for a statement's wait for a lock in PostgreSQL; 0 for the server's default.",
     )
     database_idle_seconds: float = Field(
         30.0,
         ge=0,
-        description="How long PostgreSQL holds a transaction open in which nothing is asked; 0: as its server says.",
+        description="Timeout of an open transaction without statements in PostgreSQL; 0 for the server's default.",
     )
     new_projects: Literal["on_first_run", "by_admins"] = Field(
         "on_first_run",
-        description="Whether a first run makes its project, on the service's own store, or only admins do: `on_first_run` or "
+        description="Whether a first run creates its project, on the service's own store, or only admins do: `on_first_run` or "
         "`by_admins`.",
     )
     local_stores: Path | None = Field(
-        None, description="Folder below which admins may register folders as stores; none where it is empty."
+        None, description="Folder below which admins may register folders as stores; no folders if empty."
     )
     local_jobs: bool = Field(
         False,
-        description="In production: jobs of a project that its first run makes may be processes of the workers' machine.",
+        description="In production: whether jobs of a project that its first run creates may be processes of the workers' machine.",
     )
-    broker_url: SecretStr = Field(SecretStr(""), description="Redis for Celery; only in production.")
-    rules_file: Path | None = Field(None, description="The owner's rule file; the default rules where none.")
+    broker_url: SecretStr = Field(SecretStr(""), description="Redis URL for Celery; only in production.")
+    rules_file: Path | None = Field(
+        None, description="The owner's rule file; the default rules are used without one."
+    )
     receivers_file: Path | None = Field(
         None, description="The owner's file of receivers and routes, for all projects."
     )
     secret_key: SecretStr | None = Field(
         None,
-        description="Encrypts secrets of receivers and addresses of webhooks; of several with commas between, the first encrypts, each "
-        "decrypts. Without it `secret.key` in the home encrypts addresses, where the database is SQLite there.",
+        description="Key that encrypts secrets of receivers and addresses of webhooks. Of several, separated by commas, the first encrypts "
+        "and each decrypts. Without it, `secret.key` in the home encrypts addresses if the database is SQLite there.",
     )
     allowed_addresses: str = Field(
         "",
-        description="Where receivers may be sent to that is not public: `10.1.0.0/16`, names of hosts, `loopback`.",
+        description="Addresses that receivers may use although they are not public: `10.1.0.0/16`, host names, `loopback`.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(0, ge=0, le=65535, description="0 takes a free one.")
-    public_url: str = Field("", description="Where people reach the API; host and port where empty.")
-    log: Literal["text", "json"] = Field("text", description="Form of the log: for people, or JSON lines.")
+    port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 for a free one.")
+    public_url: str = Field("", description="URL at which people reach the API; host and port by default.")
+    log: Literal["text", "json"] = Field("text", description="Format of the log: text, or JSON lines.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        "INFO", description="What is logged at least."
+        "INFO", description="Lowest level that is logged."
     )
     metrics_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port for Prometheus, without a token; 0 for none: `/metrics` of the API needs one.",
+        description="Port for Prometheus, without a token; 0 for none. `/metrics` of the API requires a token.",
     )
     metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     requests_per_minute: int = Field(
-        6000, ge=0, description="How often one token may ask, recording apart; 0: as often as it likes."
+        6000, ge=0, description="Requests per minute of one token, except recordings; 0 for no limit."
     )
     recordings_per_minute: int = Field(
-        120_000, ge=0, description="How often one token may register and announce; 0: as often as it likes."
+        120_000, ge=0, description="Registrations and announcements per minute of one token; 0 for no limit."
     )
     failures_per_minute: int = Field(
         60,
         ge=0,
-        description="How often one address may ask without a valid token, and for the API's document; 0: as often as it likes.",
+        description="Requests per minute of one address without a valid token, and for the API's document; 0 for no limit.",
     )
     access_log: bool = Field(False, description="Whether the API logs every request.")
     migrate: Literal["at_start", "never"] = Field(
         "at_start",
-        description="Whether processes bring the database's schema up to date: `at_start` or `never`.",
+        description="Whether processes upgrade the database's schema: `at_start` or `never`.",
     )
-    drain_seconds: float = Field(20.0, gt=0, description="How long requests may run on after SIGTERM.")
+    drain_seconds: float = Field(20.0, gt=0, description="Time for requests to finish after SIGTERM.")
     worker_processes: int = Field(2, ge=1, le=1024, description="Processes of one `watchstep worker`.")
-    workers: int = Field(4, ge=1, le=64, description="Threads that evaluate and act, when embedded.")
-    sweep_seconds: float = Field(1.0, gt=0, description="How often work is looked for without a hint.")
+    workers: int = Field(
+        4, ge=1, le=64, description="Threads of the embedded service for evaluations and actions."
+    )
+    sweep_seconds: float = Field(1.0, gt=0, description="Interval of sweeps for work without a hint.")
     listing_seconds: float = Field(
         0.0,
         ge=0,
-        description="How long a run is quiet before it is listed; 0: 1 for a folder, 30 for a cloud.",
+        description="Quiet time after which a run is listed; 0 for 1 in a folder and 30 in a bucket.",
     )
-    lease_seconds: float = Field(30.0, gt=0, description="How long one evaluation may hold a run.")
+    lease_seconds: float = Field(30.0, gt=0, description="Duration of a lease on a run or an action.")
     gap_seconds: float = Field(60.0, ge=0, description="How long a missing segment is waited for.")
     allowed_lateness_seconds: float = Field(
         60.0, ge=0, description="How long a silent worker delays the watermark."
     )
-    silent_seconds: float = Field(300.0, gt=0, description="After so long without a sign a run is lost.")
+    silent_seconds: float = Field(300.0, gt=0, description="Time without a sign after which a run is lost.")
     grace_seconds: float = Field(
         30.0,
         ge=0,
-        description="Between asking, terminating and killing a job: time to hear of it, to end a step, and to write.",
+        description="Time between the stages of a stop (request, SIGTERM, SIGKILL): to receive it, to end a step, and to write.",
     )
     store_wait_seconds: float = Field(
         2.0,
         gt=0,
-        description="How long a sweep or a stop waits for a bucket that does not answer before it goes on without it; and a sweep "
+        description="How long a sweep or a stop waits for a bucket that does not answer before it continues without it, and a sweep "
         "for checks of new runs' SQL rules.",
     )
-    retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
+    retry_seconds: float = Field(
+        1.0, gt=0, description="Time before the second try of an action; doubles with each try."
+    )
     max_tries: int = Field(
         20,
         ge=1,
-        description="Tries of an action that fails before it is given up, over about an hour; a stop, only once its attempt is over.",
+        description="Tries of a failing action before it is given up, over about an hour; a stop is retried while its attempt runs.",
     )
-    webhook_seconds: float = Field(10.0, gt=0, description="How long a receiver may take to answer.")
-    query_seconds: float = Field(10.0, gt=0, description="How long one query over statistics may take.")
-    query_mb: int = Field(256, ge=16, description="MiB that one query over statistics may take.")
+    webhook_seconds: float = Field(10.0, gt=0, description="Timeout of a receiver.")
+    query_seconds: float = Field(10.0, gt=0, description="Timeout of one query over statistics.")
+    query_mb: int = Field(256, ge=16, description="Memory limit of one query over statistics, in MiB.")
     project_queries: int = Field(
-        4, ge=1, description="Queries of one project that a process answers at once; more are refused."
+        4, ge=1, description="Simultaneous queries of one project in a process; more are refused."
     )
     query_processes: int = Field(
         4,
         ge=1,
         le=64,
-        description="SQL queries that a process answers at once, each in a process of its own; of one project half.",
+        description="Simultaneous SQL queries in a process, each in a process of its own; one project may use half of them.",
     )
     rule_processes: int = Field(
         8,
         ge=1,
         le=256,
-        description="Processes that run Python and SQL rules at once, for each process of the service; up to four more wait.",
+        description="Processes for Python and SQL rules, for each process of the service; up to four more wait.",
     )
     rule_memory_mb: int = Field(
         2048,
         ge=16,
-        description="MiB that one Python or SQL rule may ask for; one that asks for more is not judged.",
+        description="Memory limit of one Python or SQL rule, in MiB; a rule that exceeds it is not evaluated.",
     )
     rule_seconds: float = Field(
         10.0,
         gt=0,
-        description="How long the Python and SQL rules of a run may take together in one evaluation; the rest is not judged.",
+        description="Time limit of a run's Python and SQL rules together in one evaluation; the remaining rules are not evaluated.",
     )
-    tensor_mb: int = Field(64, ge=1, description="MiB of a tensor that one answer may hold.")
-    event_streams: int = Field(
-        500, ge=1, description="Event streams that a process keeps open; more are refused."
-    )
+    tensor_mb: int = Field(64, ge=1, description="Limit of a tensor in one answer, in MiB.")
+    event_streams: int = Field(500, ge=1, description="Open event streams of a process; more are refused.")
     project_event_streams: int = Field(
-        200, ge=1, description="Event streams of one project that a process keeps open; more are refused."
+        200, ge=1, description="Open event streams of one project in a process; more are refused."
     )
     token_event_streams: int = Field(
-        50, ge=1, description="Event streams of one token that a process keeps open; more are refused."
+        50, ge=1, description="Open event streams of one token in a process; more are refused."
     )
     header_seconds: float = Field(
         10.0,
         gt=0,
-        description="How long a request's headers may take, from the connection or the first byte.",
+        description="Timeout of a request's headers, from the connection or the first byte.",
     )
-    body_seconds: float = Field(30.0, gt=0, description="How long a request's body may take.")
+    body_seconds: float = Field(30.0, gt=0, description="Timeout of a request's body.")
     write_seconds: float = Field(
         20.0,
         gt=0,
-        description="After so long without reading anything of an answer a client loses its connection.",
+        description="Time after which the connection of a client that reads nothing of an answer is closed.",
     )
     unread_mb: int = Field(
         256,
         ge=1,
-        description="MiB of answers that a process holds while clients read them; one project has half of it, one token a "
+        description="Memory for answers that clients are reading, in MiB per process; one project may use half of it, one token a "
         "quarter. More are refused.",
     )
     address_connections: int = Field(
         500,
         ge=0,
-        description="Connections of one address that a process keeps open; more are refused. 0: any number. "
+        description="Open connections of one address to a process; more are refused. 0 for no limit. "
         "Addresses in `FORWARDED_ALLOW_IPS` are proxies and not limited.",
     )
     python_rules: Demand = Field(
         DEFAULT,
-        description="Rules that are programs: `refuse`, `full_only` where a machine shuts them in wholly, or "
+        description="Rules that are programs: `refuse`, `full_only` (on machines that can sandbox them completely), or "
         "`allow_partial`.",
     )
     upkeep_seconds: float = Field(
-        60.0, gt=0, description="How often ended runs are compacted and cleared away."
+        60.0, gt=0, description="Interval of the upkeep of ended runs (compaction and deletion)."
     )
     compact_after_seconds: float = Field(
-        3600.0, ge=0, description="So long after its end a run is compacted; 0: never."
+        3600.0, ge=0, description="Time after its end when a run is compacted; 0 for never."
     )
     originals_seconds: float = Field(
         86400.0,
         ge=0,
         description="How long segments stay on the store after the compaction that replaced them.",
     )
-    max_segments: int = Field(200, ge=1, description="Most segments that one evaluation reads.")
+    max_segments: int = Field(200, ge=1, description="Limit of segments that one evaluation reads.")
     max_bytes: int = Field(
         256 * 1024 * 1024,
         ge=1,
-        description="After so many bytes, as segments take in memory, an evaluation reads no more.",
+        description="Limit of bytes that one evaluation reads, measured by the segments' size in memory.",
     )
 
     @property
     def home_folder(self) -> Path:
-        """The home, absolute."""
+        """The home as an absolute path."""
         return self.home.expanduser().absolute()
 
     @property
     def resolved_database_url(self) -> str:
-        """The database's URL; SQLite in the home where none was given."""
+        """The database's URL; by default SQLite in the home."""
         return self.database_url.get_secret_value() or f"sqlite:///{self.home_folder / 'watchstep.sqlite'}"
 
     def listing_ns(self, *, local: bool) -> int:
-        """How long a run is quiet before its store is listed: listing a folder is free, a bucket is not."""
+        """Quiet time before a run's store is listed. It is longer for a bucket, where listings cost money."""
         return nanoseconds(self.listing_seconds or (1.0 if local else 30.0))
 
 
 def nanoseconds(seconds: float) -> int:
-    """Seconds as whole nanoseconds."""
+    """Seconds as integer nanoseconds."""
     return round(seconds * NANOSECONDS)
 
 
 def load_settings(**values: Any) -> Settings:
-    """Settings from arguments and the environment.
+    """Load settings from arguments and the environment.
 
     Raises:
-        ConfigError: a value cannot be used; the message names the environment variable.
+        ConfigError: a value is not valid; the message names the environment variable.
     """
     try:
         settings = Settings(**values)
@@ -274,32 +278,35 @@ def load_settings(**values: Any) -> Settings:
 
 
 def require_production(settings: Settings) -> None:
-    """Refuse settings that production cannot run with.
+    """Check that settings are complete for production.
 
     Raises:
         ConfigError: a setting that production needs is missing.
     """
     if not settings.broker_url:
-        raise ConfigError("WATCHSTEP_BROKER_URL is not set", "name the Redis, e.g. redis://redis:6379/0")
+        raise ConfigError(
+            "WATCHSTEP_BROKER_URL is not set", "give the URL of Redis, for example redis://redis:6379/0"
+        )
     if not settings.database_url:
         raise ConfigError(
-            "WATCHSTEP_DATABASE_URL is not set", "name the PostgreSQL, e.g. postgresql://user@host/watchstep"
+            "WATCHSTEP_DATABASE_URL is not set",
+            "give the URL of PostgreSQL, for example postgresql://user@host/watchstep",
         )
 
 
 def _shown(name: str, value: object) -> str:
     field = Settings.model_fields.get(name)
     secret = field is not None and "SecretStr" in str(field.annotation)
-    return "a value that is not shown" if secret else redact(repr(value))
+    return "a hidden value" if secret else redact(repr(value))
 
 
 def settings_for(store: str, home: Path | None, **values: Any) -> Settings:
-    """Settings of an embedded service for a store.
+    """Load settings of an embedded service for a store.
 
-    Its home is the one that is named here or by WATCHSTEP_HOME; else in the store, where that is a folder.
+    The home is the argument, or WATCHSTEP_HOME, or a folder in the store if the store is a folder.
 
     Raises:
-        ConfigError: a value cannot be used.
+        ConfigError: a value is not valid.
     """
     if home is not None:
         values["home"] = home
@@ -338,41 +345,41 @@ OF_OTHERS = frozenset(
         "TOKEN",
     )
 )
-"""What the recorder and the command line read; docs/reference/settings.md has them too."""
+"""Variables of the recorder and the command line, which docs/reference/settings.md also lists."""
 
 OPEN_ENDED = (f"{PREFIX}RECEIVER_",)
-"""Beginnings of names that the user chooses."""
+"""Prefixes of names that users choose."""
 
 
 def known_variables() -> frozenset[str]:
-    """Every variable that something reads."""
+    """All variables that Watchstep reads."""
     return OF_OTHERS | {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
 
 
 def unknown_variables(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Variables that nothing reads, and of each what was meant, or an empty text.
+    """Variables with Watchstep's prefix that it does not read, each with the closest known name or an empty text.
 
-    Kubernetes' own, which it makes of a service's name, are not among them.
+    Variables that Kubernetes creates from the name of a service are left out.
     """
-    known = known_variables()
+    names_read = known_variables()
     for name in sorted(names):
         upper = name.upper()
         if (
             not upper.startswith(PREFIX)
-            or upper in known
+            or upper in names_read
             or upper.startswith(OPEN_ENDED)
             or _of_kubernetes(upper)
         ):
             continue
-        close = difflib.get_close_matches(upper, known, n=1, cutoff=0.75)
+        close = difflib.get_close_matches(upper, names_read, n=1, cutoff=0.75)
         yield name, close[0] if close else ""
 
 
 def warn_of_unknown(names: Iterable[str]) -> None:
-    """Say in the log which variables are not known."""
-    for name, meant in unknown_variables(names):
+    """Log the unknown variables."""
+    for name, close in unknown_variables(names):
         _log.warning(
-            "%s is no setting, and nothing reads it%s", name, f"; did you mean {meant}?" if meant else ""
+            "%s is not a setting, and has no effect%s", name, f"; did you mean {close}?" if close else ""
         )
 
 

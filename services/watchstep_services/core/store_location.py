@@ -1,4 +1,4 @@
-"""Where a project's runs lie, and by which role they are reached: all of it registered, none of it told by a token."""
+"""Locations of projects' runs, and the roles to access them. All of it is registered, and no token can change it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ S3_SCHEMES = frozenset({"s3", "s3a"})
 
 @dataclass(frozen=True)
 class StoreRegistration:
-    """How a registered store is reached.
+    """How a registered store is accessed.
 
     Attributes:
         url: a bucket's prefix, or a folder.
-        role_arn: the AWS role by which it is read and written; empty for the service's own credentials.
-        external_id: shown when the role is taken.
-        region: of the bucket; as the environment says where it is empty.
-        endpoint: of a service that speaks S3; as the environment says where it is empty.
+        role_arn: the AWS role for reading and writing; empty for the service's own credentials.
+        external_id: external id for assuming the role.
+        region: region of the bucket; empty for the environment's.
+        endpoint: endpoint of an S3-compatible service; empty for the environment's.
     """
 
     url: str
@@ -43,11 +43,11 @@ class StoreRegistration:
         """The bucket, and the prefix in it without slashes at its ends.
 
         Raises:
-            ConfigError: it is no bucket on S3.
+            ConfigError: it is not a bucket on S3.
         """
         if not self.is_s3:
             raise ConfigError(
-                f"store {self.url}: no bucket on S3", "AWS roles and their credentials are for S3"
+                f"store {self.url}: not a bucket on S3", "AWS roles and their credentials are for S3"
             )
         parts = urlsplit(self.url)
         return parts.netloc, parts.path.strip("/")
@@ -55,14 +55,14 @@ class StoreRegistration:
 
 @dataclass(frozen=True)
 class StorePlace:
-    """The place of one project.
+    """The location of one project.
 
     Attributes:
-        store_id: of the registered store.
-        version: of its registration; a higher one may be reached in another way.
-        registration: how the store is reached.
-        prefix: below the store, without slashes at its ends; empty for none.
-        project: the project; its runs lie in a folder of this name.
+        store_id: id of the registered store.
+        version: version of its registration; access may differ between versions.
+        registration: how the store is accessed.
+        prefix: prefix below the store, without slashes at its ends; empty for none.
+        project: name of the project; its runs are in a folder of this name.
     """
 
     store_id: int
@@ -78,11 +78,11 @@ class StorePlace:
 
     @property
     def location(self) -> str:
-        """URL or path that holds ``<project>/<run>/``."""
+        """URL or path that contains ``<project>/<run>/``."""
         return f"{self.registration.url.rstrip('/')}/{self.prefix}".rstrip("/")
 
     @property
     def key(self) -> str:
-        """Of an S3 bucket: what all keys of the project begin with, without slashes at its ends."""
+        """The common prefix of the project's keys in an S3 bucket, without slashes at its ends."""
         inner = self.registration.bucket_and_key[1]
         return "/".join(part for part in (inner, self.prefix, self.project) if part)

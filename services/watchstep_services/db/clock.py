@@ -1,13 +1,13 @@
-"""The database's own clock, so that several workers on several machines agree on the time, and what follows when it is set back.
+"""The database's clock, by which all workers agree on the time, and its correction after it was set back.
 
-Everything that is due, leased or waited for is a moment by the database's clock, and SQLite's is the machine's. Where that is set
-back by an hour, all of it would lie an hour ahead. So the clock's highest value is stored, and when the clock is
-below it, every stored moment that lies ahead is moved by the same distance:
+All due times, leases and waiting times refer to the database's clock, and SQLite's is the machine's. If it is set
+back by an hour, all of them would lie an hour ahead. So the clock's highest value is stored, and if the clock is
+below it, every stored time that lies ahead is moved by the same distance:
 
-    follows ── the clock is below what was seen ──▶ moments ahead move ── after `_AGAIN_NS` ──▶ those written late move ──▶ follows
+    follows ── the clock is below its mark ──▶ times ahead move ── after `AGAIN_NS` ──▶ times written late move ──▶ follows
 
-What was begun before the step may commit moments of the old time after it: these lie beyond the old time, and are moved once more.
-Moments that say when something happened, and moments that people chose (silences, ends of tokens), stay.
+Work that began before the step may commit times of the old clock after it; these lie beyond the old clock, and are moved later.
+Times at which something happened, and times that people chose (silences, ends of tokens), are not moved.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _REPLACED = "watchstep_clock"
 
 
 class now_ns(FunctionElement[int]):  # noqa: N801 - reads as the SQL function that it is
-    """Nanoseconds since the epoch by the database's clock, at the statement and not at the transaction's start.
+    """Nanoseconds since the epoch by the database's clock, at the statement and not at the start of the transaction.
 
-    SQLite counts in milliseconds, PostgreSQL in microseconds.
+    SQLite's resolution is a millisecond, PostgreSQL's a microsecond.
     """
 
     type = BigInteger()
@@ -62,31 +62,31 @@ def _postgresql(_element: now_ns, compiler: Any, **_options: Any) -> str:
 
 
 def replace_clock(engine: Engine, expression: str) -> None:
-    """Have an engine that has run nothing yet take the time from a SQL expression: tests that move a clock themselves do.
+    """Replace an engine's clock with a SQL expression before its first statement, for tests that control the time.
 
     Args:
-        engine: whose statements.
-        expression: SQL that gives nanoseconds since the epoch, as ``(SELECT now_ns FROM test_clock)``.
+        engine: the engine.
+        expression: SQL for nanoseconds since the epoch, for example ``(SELECT now_ns FROM test_clock)``.
     """
     setattr(engine.dialect, _REPLACED, expression)
     engine.clear_compiled_cache()
 
 
 def clock_expression(dialect: Dialect) -> str:
-    """The time in an engine's SQL, for statements that are written as text."""
+    """The clock as SQL of a dialect, for statements that are written as text."""
     return str(now_ns().compile(dialect=dialect))
 
 
 def read_clock(session: Session) -> int:
-    """The time now, in nanoseconds since the epoch."""
+    """The current time, in nanoseconds since the epoch."""
     return int(session.execute(select(now_ns())).scalar_one())
 
 
 MARK_NS = 5 * NANOSECONDS
-"""So often the clock is noted; a step back shorter than that delays what is due by no more."""
+"""Interval at which the clock is recorded; a shorter step back delays due work by no more."""
 TOLERANCE_NS = NANOSECONDS
 AGAIN_NS = 120 * NANOSECONDS
-"""Work that began before a step has written its moments by then."""
+"""Time after which work that began before a step has committed."""
 
 _MARK = 1
 _log = logging.getLogger(__name__)
@@ -109,14 +109,14 @@ MOMENTS: tuple[tuple[Sequence[_Column], Any], ...] = (
     ((Upkeep.next_ns, Upkeep.lease_until_ns), None),
     ((Backtest.lease_until_ns,), Backtest.state != "done"),
 )  # fmt: skip
-"""Columns of one table each that say when something is due, is over, or began to be waited for; and of which rows."""
+"""Columns of each table with a due time, a deadline, or the beginning of a waiting time, and a condition on the rows."""
 
 
 def follow_clock(database: Database) -> int:
-    """Note how far the clock has come; where it was set back, move what lies ahead.
+    """Record the clock, and move stored times if it was set back.
 
     Returns:
-        How far it was set back, in nanoseconds; 0 where it goes on.
+        How far it was set back, in nanoseconds; 0 if it was not.
     """
     with database.read() as session:
         now, mark = read_clock(session), session.get(ClockMark, _MARK)
@@ -129,13 +129,13 @@ def follow_clock(database: Database) -> int:
             insert_missing(session, ClockMark, {"id": _MARK, "seen_ns": now, "before_ns": 0, "stepped_ns": 0})
             return 0
         if not _is_due(mark, now):
-            return 0  # another process has just done it
+            return 0  # another process has done it meanwhile
         if now < mark.seen_ns - TOLERANCE_NS:
             step = mark.seen_ns - now
             _move(session, now, step)
             mark.before_ns, mark.stepped_ns, mark.seen_ns = mark.seen_ns, now, now
             _log.warning(
-                "the database's clock was set back by %.0f s: what was to come is brought forward",
+                "the database's clock was set back by %.0f s: due times are moved by the same",
                 step / NANOSECONDS,
             )
             return step
@@ -153,7 +153,7 @@ def _is_due(mark: ClockMark, now: int) -> bool:
 
 
 def _move(session: Session, beyond_ns: int, by_ns: int) -> None:
-    """Move what lies beyond a moment."""
+    """Move times beyond a given one."""
     for columns, rows in MOMENTS:
         ahead = or_(*(column > beyond_ns for column in columns))
         table = columns[0].class_.__table__

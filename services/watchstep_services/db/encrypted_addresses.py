@@ -1,9 +1,9 @@
-"""Columns whose webhook addresses are encrypted at rest: whoever has such an address may post there.
+"""Columns with encrypted webhook addresses, which are secrets because they allow posting.
 
-The database's engine has the key (`use_cipher`); values are encrypted when they are bound and opened when they are read, so that
-nothing else of the service sees an encrypted one. Values in plain text, of an earlier version or of a service without a key, are
-read as they are. A value that cannot be opened is read as `UNREADABLE`, an address that leads nowhere: the rule that names it
-still judges and stops, and its webhook fails visibly.
+The database's engine has the key (`use_cipher`). Values are encrypted when they are bound and decrypted when they are read, so that
+no other part of the service handles encrypted ones. Values in plain text, of an earlier version or of a service without a key, are
+read unchanged. A value that cannot be decrypted is read as `UNREADABLE`, an address that does not exist: the rule that names it
+is still evaluated and stops jobs, and its webhook fails visibly.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _log = logging.getLogger(__name__)
 
 
 class Cipher(Protocol):
-    """Seals text for a place, and opens it."""
+    """Encrypts text for a place, and decrypts it."""
 
     def encrypt(self, place: str, secret: str) -> str:
-        """Seal a secret."""
+        """Encrypt a secret."""
 
     def decrypt(self, place: str, encrypted: str) -> str:
-        """Decrypt what `encrypt` returned.
+        """Decrypt the result of `encrypt`.
 
         Raises:
             ConfigError: it was encrypted with another key.
@@ -43,18 +43,18 @@ _ciphers: WeakKeyDictionary[Dialect, Cipher] = WeakKeyDictionary()
 
 
 def use_cipher(dialect: Dialect, cipher: Cipher) -> None:
-    """Seal addresses that are written by the engine of this dialect from now on."""
+    """Encrypt addresses that are written by the engine of this dialect from now on."""
     _ciphers[dialect] = cipher
 
 
 def encrypted(dialect: Dialect, data: Any) -> Any:
-    """Data with its webhook addresses encrypted; as it is where the engine has no key."""
+    """Data with encrypted webhook addresses; unchanged if the engine has no key."""
     cipher = _ciphers.get(dialect)
     return data if cipher is None else _changed(data, lambda text: _encrypt(cipher, text))
 
 
 def opened(dialect: Dialect, data: Any) -> Any:
-    """Data with its webhook addresses in clear text."""
+    """Data with decrypted webhook addresses."""
     return _changed(data, lambda text: _open(dialect, text))
 
 
@@ -65,27 +65,27 @@ class AddressJson(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
-        """To the database."""
+        """Convert a value for the database."""
         return encrypted(dialect, value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        """From the database."""
+        """Convert a value from the database."""
         return opened(dialect, value)
 
 
 class EncryptedText(TypeDecorator[str]):
-    """Text that may hold an address anywhere: encrypted as a whole."""
+    """Text that may contain an address anywhere; encrypted as a whole."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """To the database."""
+        """Convert a value for the database."""
         cipher = _ciphers.get(dialect)
         return value if cipher is None or not value else _encrypt(cipher, value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        """From the database."""
+        """Convert a value from the database."""
         return _open(dialect, value, "") if isinstance(value, str) else value
 
 
@@ -103,21 +103,21 @@ def _open(dialect: Dialect, text: str, unreadable: str = UNREADABLE) -> str:
         problem = "the service has no key"
     except ConfigError as error:
         problem = error.what
-    _log.error("a webhook address in the database cannot be opened (%s): nothing is posted there", problem)
+    _log.error("a webhook address in the database cannot be decrypted (%s): nothing is posted to it", problem)
     return unreadable
 
 
 def _changed(data: Any, change: Callable[[str], str]) -> Any:
-    """A copy of data in which each webhook's address is changed; actions and payloads are looked for where they can be."""
+    """A copy of data with each webhook's address changed, in rule configs and payloads."""
     if isinstance(data, list):
-        return [_changed(each, change) for each in data]
+        return [_changed(item, change) for item in data]
     if not isinstance(data, dict):
         return data
-    made = dict(data)
-    if isinstance(made.get("url"), str) and (made.get("kind") == "webhook" or "event" in made):
-        made["url"] = change(made["url"])
-    if isinstance(made.get("actions"), list):
-        made["actions"] = _changed(made["actions"], change)
-    if set(made) == {"webhook"} and isinstance(made["webhook"], str):  # as rule files write it
-        made["webhook"] = change(made["webhook"])
-    return made
+    copy = dict(data)
+    if isinstance(copy.get("url"), str) and (copy.get("kind") == "webhook" or "event" in copy):
+        copy["url"] = change(copy["url"])
+    if isinstance(copy.get("actions"), list):
+        copy["actions"] = _changed(copy["actions"], change)
+    if set(copy) == {"webhook"} and isinstance(copy["webhook"], str):  # the form of rule files
+        copy["webhook"] = change(copy["webhook"])
+    return copy

@@ -1,4 +1,4 @@
-"""Secrets in the database, encrypted with the service's key (Fernet: AES-128-CBC with HMAC-SHA256)."""
+"""Encryption of secrets in the database with the service's key (Fernet: AES-128-CBC with HMAC-SHA256)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from watchstep_services.db.limits import DatabaseTimeouts
 
 KEY_FILE = "secret.key"
 KEY_SETTING = "WATCHSTEP_SECRET_KEY"
-_MAKE = "make one with 'watchstep receivers new-key'"
+_CREATE = "create one with 'watchstep receivers new-key'"
 
 
 def new_key() -> str:
-    """A key for the setting."""
+    """Generate a key for the setting."""
     return Fernet.generate_key().decode()
 
 
 class SecretBox:
-    """Encrypts and decrypts. Of several keys the first encrypts and each decrypts, so that a key can be replaced.
+    """Encrypts and decrypts secrets. The first of several keys encrypts and each decrypts, so that a key can be replaced.
 
     Args:
-        settings: the keys.
-        more: a key beside those of the settings; empty for none.
+        settings: the settings with the keys.
+        more: an additional key; empty for none.
     """
 
     def __init__(self, settings: Settings, more: str = "") -> None:
@@ -42,13 +42,13 @@ class SecretBox:
             try:
                 self._fernet = MultiFernet([Fernet(key) for key in keys])
             except ValueError:
-                # Without the value: it is the one secret that opens all others.
+                # The message omits the value, because it decrypts all other secrets.
                 raise ConfigError(
-                    f"{KEY_SETTING}: not a key", f"{_MAKE}; several have commas between"
+                    f"{KEY_SETTING}: not a valid key", f"{_CREATE}; separate several with commas"
                 ) from None
 
     def encrypt(self, place: str, secret: str) -> str:
-        """Encrypt a secret for one place; it cannot be decrypted for another.
+        """Encrypt a secret for one place. It cannot be decrypted for another place.
 
         Raises:
             ConfigError: the service has no key.
@@ -56,44 +56,44 @@ class SecretBox:
         return self._opened().encrypt(json.dumps([place, secret]).encode()).decode()
 
     def decrypt(self, place: str, encrypted: str) -> str:
-        """Decrypt what `encrypt` returned for the same place.
+        """Decrypt the result of `encrypt` for the same place.
 
         Raises:
-            ConfigError: the service has no key, or another one.
+            ConfigError: the service has no key, or none that can decrypt it.
         """
         try:
             content = json.loads(self._opened().decrypt(encrypted.encode()))
         except InvalidToken:
             raise ConfigError(
                 f"secret of {place}: encrypted with another key",
-                f"give the secret anew, or add the key that encrypted it to {KEY_SETTING}, behind a comma",
+                f"give the secret again, or append the key that encrypted it to {KEY_SETTING}, after a comma",
             ) from None
         if content[0] != place:
-            raise ConfigError(f"secret of {place}: encrypted for {content[0]}", "give the secret anew")
+            raise ConfigError(f"secret of {place}: encrypted for {content[0]}", "give the secret again")
         return str(content[1])
 
     def _opened(self) -> MultiFernet:
         if self._fernet is None:
             raise ConfigError(
-                f"{KEY_SETTING} is not set, so that secrets cannot be kept",
-                f"{_MAKE} and set it, or have who runs the service put the secret into its environment",
+                f"{KEY_SETTING}: not set, so secrets cannot be stored",
+                f"{_CREATE} and set it, or have the service's owner put the secret into its environment",
             )
         return self._fernet
 
     @property
     def has_key(self) -> bool:
-        """Whether it can encrypt."""
+        """Whether there is a key."""
         return self._fernet is not None
 
 
 def open_encrypted_database(settings: Settings) -> Database:
-    """The service's database, which encrypts the addresses of webhooks.
+    """Open the service's database, which encrypts the addresses of webhooks.
 
-    They are encrypted with `WATCHSTEP_SECRET_KEY` or, where that is not set and the database is SQLite in the home, with a key that
-    is made in the home: ``secret.key``, mode 0600.
+    The key is `WATCHSTEP_SECRET_KEY` or, if that is not set and the database is SQLite in the home, a key that
+    is created in the home: ``secret.key``, mode 0600.
 
     Raises:
-        ConfigError: the database cannot be opened, or a key cannot be used.
+        ConfigError: the database cannot be opened, or a key is not valid.
     """
     database = open_database(settings.resolved_database_url, DatabaseTimeouts.of(settings))
     try:
@@ -112,7 +112,7 @@ def _key_of_home(settings: Settings) -> str:
         if not place.parent.is_dir():
             return ""  # there is no service yet, and nothing to encrypt
         if not place.exists():
-            # Whole or not at all, and never in place of one that another process has made just now.
+            # Created atomically, and never in place of a key that another process has just created.
             partial = place.with_name(f".{KEY_FILE}.{os.getpid()}")
             partial.unlink(missing_ok=True)
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -121,7 +121,7 @@ def _key_of_home(settings: Settings) -> str:
                 home = place.parent.stat()
                 if (
                     home.st_uid != os.geteuid()
-                ):  # a command that root gives must not take the key from the service
+                ):  # a command run by root must not take the key from the service
                     os.fchown(file.fileno(), home.st_uid, home.st_gid)
             with suppress(FileExistsError):
                 os.link(partial, place)
@@ -132,7 +132,7 @@ def _key_of_home(settings: Settings) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"key {place}: cannot be used ({error})",
-            f"give this user the file back from a copy, or set {KEY_SETTING}",
+            f"restore the file, readable by this user, from a backup, or set {KEY_SETTING}",
         ) from error
     keep_secret(key)
     return key

@@ -1,8 +1,8 @@
 """The database connection: SQLite when embedded, PostgreSQL in production.
 
-Events get numbers that grow, within a project, in the order of commits, so that who has seen one has missed none before it. A sequence
-alone does not give that: of two transactions, the one that took the lower number may commit last. So events are written at the very end of a
-transaction, under a lock of their project, which holds until the commit is seen. SQLite has one writer at a time, and needs no lock.
+Within a project, events are numbered in the order of commits, so that a client that has seen one has missed none before it. A sequence
+alone does not guarantee that: of two transactions, the one with the lower number may commit last. So events are written at the end of a
+transaction, under a lock of their project that is released by the commit. SQLite has one writer at a time, and needs no lock.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from watchstep_services.db.models import Base, EventRow, RunRow
 _BUSY_MS = 20_000
 _PRIVATE = 0o600
 _READ_ONLY = "watchstep_read_only"
-_LEFT = "watchstep_left"
+_RETURNED = "watchstep_returned"
 _TRUSTED_SECONDS = 1.0
-_POOL, _OVERFLOW = 10, 30  # as many as the API has threads: none waits for another to give one back
+_POOL, _OVERFLOW = 10, 30  # as many as the API has threads, so that no thread waits for a connection
 
 
 @dataclass(frozen=True)
 class Database:
-    """Short transactions on one database. Thread-safe; open it after a fork, never before."""
+    """Short transactions on one database. Thread-safe; must be opened after a fork."""
 
     engine: Engine
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """A transaction that commits at the end of the block, and rolls back when it raises."""
+        """A transaction that commits at the end of the block, and rolls back on an exception."""
         with Session(self.engine, expire_on_commit=False) as session, session.begin():
             yield session
             write_events(session)
@@ -57,7 +57,7 @@ class Database:
 
     @contextmanager
     def once(self) -> Iterator[Session]:
-        """For one statement, which is a transaction by itself: on PostgreSQL one round trip instead of three."""
+        """A session for one statement, which is a transaction by itself: on PostgreSQL one round trip instead of three."""
         if self.engine.dialect.name == "sqlite":
             with self.write() as session:
                 yield session
@@ -67,9 +67,9 @@ class Database:
 
     @contextmanager
     def bare(self) -> Iterator[Connection]:
-        """A connection without a session, for what every evaluation asks: finding out what objects changed costs more than that.
+        """A connection without an ORM session, for statements of every evaluation, because a session costs more than they do.
 
-        On PostgreSQL each statement is a transaction by itself; on SQLite all of the block are one.
+        On PostgreSQL each statement is a transaction by itself; on SQLite the block is one transaction.
         """
         if self.engine.dialect.name == "sqlite":
             with self.engine.begin() as connection:
@@ -80,18 +80,18 @@ class Database:
 
     @functools.cached_property
     def _reading(self) -> Engine:
-        # PostgreSQL gives each statement its own view of the data, in a transaction or not; without one, nothing needs to
-        # begin and end it.
-        each = {} if self.engine.dialect.name == "sqlite" else {"isolation_level": "AUTOCOMMIT"}
-        return self.engine.execution_options(**{_READ_ONLY: True, **each})
+        # PostgreSQL gives each statement its own snapshot with or without a transaction; without one, the statements
+        # that begin and end it are saved.
+        options = {} if self.engine.dialect.name == "sqlite" else {"isolation_level": "AUTOCOMMIT"}
+        return self.engine.execution_options(**{_READ_ONLY: True, **options})
 
     @property
     def shown_url(self) -> str:
-        """Its address without a password."""
+        """The database's URL without its password."""
         return self.engine.url.render_as_string(hide_password=True)
 
     def check(self) -> None:
-        """Ask the database for an answer.
+        """Check that the database answers.
 
         Raises:
             ConfigError: it does not answer.
@@ -115,11 +115,11 @@ def open_database(url: str, limits: DatabaseTimeouts | None = None) -> Database:
     """Open a database by its SQLAlchemy URL; ``postgresql://`` uses psycopg.
 
     Args:
-        url: where it is; what its query says of time-outs holds.
-        limits: how long PostgreSQL and this process wait for each other; the defaults where None.
+        url: the URL; timeouts in its query take precedence.
+        limits: timeouts between PostgreSQL and this process; None for the defaults.
 
     Raises:
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL is not valid.
     """
     try:
         parsed = make_url(url)
@@ -132,7 +132,7 @@ def open_database(url: str, limits: DatabaseTimeouts | None = None) -> Database:
             )
         if parsed.get_backend_name() == "sqlite" and parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        # Values of statements are in no error: some of them are secrets.
+        # Errors do not contain the parameters of statements, because some are secrets.
         waits = (
             {}
             if parsed.get_backend_name() == "sqlite"
@@ -152,46 +152,46 @@ def open_database(url: str, limits: DatabaseTimeouts | None = None) -> Database:
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
     else:
-        event.listen(engine, "checkin", _left)
-        event.listen(engine, "checkout", functools.partial(_ask_if_idle, engine))
+        event.listen(engine, "checkin", _record_return)
+        event.listen(engine, "checkout", functools.partial(_ping_if_idle, engine))
     return Database(engine)
 
 
 def _keep_private(_dialect: Any, _record: Any, arguments: tuple[Any, ...], _options: Any) -> None:
-    """Before each connection: make a SQLite file that its owner alone may read, or make one that exists so, with the files beside it.
+    """Before each connection: create a SQLite file that only its owner may read, or restrict an existing one and its companion files.
 
-    SQLite gives the files beside it the mode of the database.
+    SQLite creates the companion files with the database's mode.
 
     Raises:
-        OSError: it cannot be made, or belongs to another user.
+        OSError: it cannot be created, or belongs to another user.
     """
     file = Path(str(arguments[0]))
     if str(file) == ":memory:" or str(file).startswith("file:"):
         return
-    # A file that exists is never opened here: closing any descriptor of it would drop the locks that this process's other
-    # connections hold on it, and another process would then remove the write-ahead log beneath them.
+    # An existing file is not opened here: closing any descriptor of it would drop the locks of this process's other
+    # connections, and another process would then remove the write-ahead log while it is in use.
     with suppress(FileExistsError):
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE))
     for suffix in ("", "-wal", "-shm", "-journal"):
-        beside = file.with_name(file.name + suffix)
+        companion = file.with_name(file.name + suffix)
         with suppress(FileNotFoundError):
-            if stat.S_IMODE(beside.stat().st_mode) != _PRIVATE:
-                beside.chmod(_PRIVATE)
+            if stat.S_IMODE(companion.stat().st_mode) != _PRIVATE:
+                companion.chmod(_PRIVATE)
 
 
-def _left(_connection: Any, record: Any) -> None:
-    record.info[_LEFT] = time.monotonic()
+def _record_return(_connection: Any, record: Any) -> None:
+    record.info[_RETURNED] = time.monotonic()
 
 
-def _ask_if_idle(engine: Engine, connection: Any, record: Any, _proxy: Any) -> None:
-    """A connection that was not used for some time may be gone; one that just was is not asked each time."""
-    left = record.info.get(_LEFT)
-    if left is None or time.monotonic() - left < _TRUSTED_SECONDS:
+def _ping_if_idle(engine: Engine, connection: Any, record: Any, _proxy: Any) -> None:
+    """Ping a connection that was idle, because it may be closed; one that was just used is not pinged."""
+    returned = record.info.get(_RETURNED)
+    if returned is None or time.monotonic() - returned < _TRUSTED_SECONDS:
         return
     try:
         engine.dialect.do_ping(connection)
     except engine.dialect.loaded_dbapi.Error as error:
-        raise DisconnectionError from error  # the pool opens another
+        raise DisconnectionError from error  # the pool then opens another connection
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:
@@ -206,39 +206,47 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A deferred transaction that reads first and writes later can fail with SQLITE_BUSY whatever the timeout.
+    # A deferred transaction that reads first and writes later can fail with SQLITE_BUSY, whatever the timeout.
     only_reads = connection.get_execution_options().get(_READ_ONLY, False)
     connection.exec_driver_sql("BEGIN" if only_reads else "BEGIN IMMEDIATE")
 
 
 def count_connections(engine: Engine) -> None:
     """Keep ``watchstep_database_connections`` up to date for an engine."""
-    opened, used = metrics.CONNECTIONS.labels("open"), metrics.CONNECTIONS.labels("in_use")
+    idle, in_use = metrics.CONNECTIONS.labels("idle"), metrics.CONNECTIONS.labels("in_use")
 
     def invalidated(_connection: Any, _record: Any, error: BaseException | None) -> None:
         if error is not None:
             metrics.CONNECTION_FAILURES.inc()
 
-    event.listen(engine, "connect", lambda _connection, _record: opened.inc())
-    event.listen(engine, "close", lambda _connection, _record: opened.dec())
-    event.listen(engine, "checkout", lambda _connection, _record, _proxy: used.inc())
-    event.listen(engine, "checkin", lambda _connection, _record: used.dec())
+    def checked_out(_connection: Any, _record: Any, _proxy: Any) -> None:
+        idle.dec()
+        in_use.inc()
+
+    def checked_in(_connection: Any, _record: Any) -> None:
+        in_use.dec()
+        idle.inc()
+
+    event.listen(engine, "connect", lambda _connection, _record: idle.inc())
+    event.listen(engine, "close", lambda _connection, _record: idle.dec())
+    event.listen(engine, "checkout", checked_out)
+    event.listen(engine, "checkin", checked_in)
     event.listen(engine, "invalidate", invalidated)
 
 
 _EVENTS = "watchstep_events"
-_LOCK = 7_201_948  # the first half of the lock's name; any number, as long as it stays
+_LOCK = 7_201_948  # the first half of the lock's id; an arbitrary number that must not change
 
 _TAKE = text("SELECT pg_advisory_xact_lock(:lock, :project)")
 
 
 def publish_at_end(session: Session, event: EventRow) -> None:
-    """Write an event when its transaction ends, after everything else; in the order of the calls."""
+    """Write an event at the end of the transaction, after everything else, in the order of the calls."""
     session.info.setdefault(_EVENTS, []).append(event)
 
 
 def write_events(session: Session) -> None:
-    """Write what `publish_at_end` was given. `Database.write` does it; nothing may follow but the commit."""
+    """Write the events of `publish_at_end`. `Database.write` calls it; only the commit may follow."""
     events: list[EventRow] = session.info.pop(_EVENTS, [])
     if not events or not session.in_transaction():
         return
@@ -250,7 +258,7 @@ def write_events(session: Session) -> None:
 
 
 def _lock(session: Session, run_ids: set[int]) -> None:
-    """In one order, lest two transactions with events of two projects wait for each other."""
+    """Lock projects in one order, so that two transactions with events of two projects do not deadlock."""
     projects = session.execute(
         select(func.hashtext(RunRow.project)).where(RunRow.id.in_(run_ids)).distinct()
     ).scalars()
@@ -259,7 +267,7 @@ def _lock(session: Session, run_ids: set[int]) -> None:
 
 
 def insert_missing(session: Session, model: type[Base], values: dict[str, Any]) -> bool:
-    """Insert one row; False where a unique key is taken, which is left as it is."""
+    """Insert one row; return False if a unique key exists, which leaves its row unchanged."""
     insert: Any = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     table = model.__table__
     statement = insert(table).values(values).on_conflict_do_nothing().returning(*table.primary_key)

@@ -1,4 +1,4 @@
-"""Leases: the one implementation of work that several workers share and one does at a time.
+"""Leases: the implementation of work that several workers share and one does at a time.
 
 A row of work has a deadline by the database's clock and, in most tables, an epoch that every claim increments:
 
@@ -7,12 +7,12 @@ A row of work has a deadline by the database's clock and, in most tables, an epo
                         ▼    │
                      expired, epoch n ── claim ──▶ claimed, epoch n + 1
 
-The epoch is the fencing token: a write in the name of a claim names it and changes nothing once another claim, or `Lease.revoke`,
-has incremented it. So at most one claim is current, whatever a worker that was paused past its deadline still does. A worker whose lease has
-expired and that nobody has replaced may commit: its work is complete, and doing it again would give the same.
+The epoch is the fencing token: a write on behalf of a claim names it, and changes nothing once another claim, or `Lease.revoke`,
+has incremented it. So at most one claim is current, even if a worker was paused past its deadline. A worker with an expired lease
+that no other worker has claimed may commit: its work is complete, and doing it again would give the same result.
 
-SQLite and PostgreSQL run the same statements. They differ in one point, which `Lease.lock` hides: SQLite has a single writer and ignores
-``FOR UPDATE``. Groups of alerts have no lease: they are flushed within one transaction, under the lock of their row.
+SQLite and PostgreSQL execute the same statements here. They differ in one point, which `Lease.lock` hides: SQLite has a single writer and
+ignores ``FOR UPDATE``. Groups of alerts have no lease: they are flushed within one transaction, under the lock of their row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.models import ActionRow, Backtest, Base, RunRow, Upkeep
 
 EXPIRED_NS = 1
-"""Deadline of a lease that was ended for its holder. One that was released is 0, so a claim can tell the two apart."""
+"""Deadline of a lease that was ended on behalf of its owner. A released one is 0, so a claim distinguishes the two."""
 
 _Row = TypeVar("_Row", bound=Base)
 LeaseTime = int | ColumnElement[int]
@@ -63,10 +63,10 @@ class Lease(Generic[_Row]):
 
     Attributes:
         model: the table.
-        key: column of its primary key.
-        until: column of the deadline; a row whose deadline has passed is free.
-        epoch: column that counts claims; None where the deadline itself is the fencing token.
-        is_open: which rows still have work.
+        key: column of the primary key.
+        until: column of the deadline; a row with a passed deadline is free.
+        epoch: column that counts claims; None if the deadline itself is the fencing token.
+        is_open: condition of rows that still have work.
     """
 
     model: type[_Row]
@@ -81,16 +81,16 @@ class Lease(Generic[_Row]):
         return self.epoch or self.until
 
     def is_free(self, at_ns: ColumnElement[int] | None = None) -> ColumnElement[bool]:
-        """Whether a row has work that nobody has claimed.
+        """Whether a row has work and no current claim.
 
         Args:
-            at_ns: the time; a scalar subquery lets the database use an index. By default the clock is read at each row.
+            at_ns: the time; a scalar subquery allows the database to use an index. By default the clock is read at each row.
         """
         return and_(self.is_open, self._column(self.until) <= (now_ns() if at_ns is None else at_ns))
 
     @property
     def claiming(self) -> Update:
-        """Claims the rows that further conditions select, if they are free. Parameter: ``lease_ns``."""
+        """Statement that claims the rows of further conditions, if they are free. Parameter: ``lease_ns``."""
         counted = {} if self.epoch is None else {self.epoch: self._column(self.epoch) + 1}
         deadline = now_ns() + bindparam("lease_ns", type_=BigInteger())
         return (
@@ -102,7 +102,7 @@ class Lease(Generic[_Row]):
 
     @property
     def writing(self) -> Update:
-        """Writes to a row in the name of a claim. Parameters: ``lease_key`` and ``lease_token``."""
+        """Statement that writes to a row on behalf of a claim. Parameters: ``lease_key`` and ``lease_token``."""
         return (
             update(self.model)
             .where(
@@ -117,43 +117,43 @@ class Lease(Generic[_Row]):
 
         Args:
             session: the transaction.
-            key: the row's.
-            lease_ns: how long, a number or an expression of the row's columns.
+            key: primary key of the row.
+            lease_ns: duration of the lease, a number or an expression of the row's columns.
             **values: further columns to set.
 
         Returns:
-            The fencing token; None where the row is not free.
+            The fencing token; None if the row is not free.
         """
         return self.claim_all(session, self._column(self.key) == key, lease_ns, **values).get(key)
 
     def claim_all(
         self, session: Session, chosen: ColumnElement[bool], lease_ns: LeaseTime, **values: object
     ) -> dict[int, int]:
-        """Claim all free rows that a condition selects, as `claim`; returns their fencing tokens by key."""
+        """Claim all free rows that a condition selects, as `claim`; return their fencing tokens by key."""
         statement = self.claiming.values({self.until: now_ns() + lease_ns, **values}).where(chosen)
         columns = self._column(self.key), self._column(self.token)
         return {int(key): int(token) for key, token in session.execute(statement.returning(*columns))}
 
     def renew(self, connection: Connection, key: int, token: int, lease_ns: int) -> bool:
-        """Extend a claim; False where it is not current any more."""
+        """Extend a claim; False if it is no longer current."""
         named = {"lease_key": key, "lease_token": token}
         return connection.execute(self.writing.values({self.until: now_ns() + lease_ns}), named).rowcount == 1
 
     def release(self, session: Session, key: int, token: int, **values: object) -> bool:
-        """End a claim, setting further columns; False where it is not current any more, and nothing was written."""
+        """End a claim and set further columns; False, and nothing is written, if it is no longer current."""
         named = {"lease_key": key, "lease_token": token}
         released = session.execute(self.writing.values({self.until: 0, **values}), named)
         assert isinstance(released, CursorResult)
         return released.rowcount == 1
 
     def lock(self, session: Session, key: int, token: int) -> _Row | None:
-        """Lock a row until the transaction ends; None where the claim is not current any more, or the row is gone."""
+        """Lock a row until the transaction ends; None if the claim is no longer current, or the row is deleted."""
         row = session.get(self.model, key, with_for_update=True)
         return row if row is not None and getattr(row, self.token) == token else None
 
     def revoke(self, session: Session, key: int) -> None:
-        """Free a row: whoever has claimed it writes nothing."""
-        assert self.epoch is not None  # a deadline is no count
+        """Free a row, and fence its current claim."""
+        assert self.epoch is not None  # a deadline cannot be incremented
         values = {self.epoch: self._column(self.epoch) + 1, self.until: 0}
         statement = update(self.model).where(self._column(self.key) == key).values(values)
         session.execute(statement.execution_options(synchronize_session=False))
@@ -161,7 +161,7 @@ class Lease(Generic[_Row]):
     def expire_all(
         self, session: Session, chosen: ColumnElement[bool], deadline: LeaseTime = EXPIRED_NS
     ) -> None:
-        """End the claims of workers that are known to be gone. They stay fenced: the next claim has another token."""
+        """End the claims of workers that are known to be dead. They stay fenced, because the next claim has another token."""
         claimed = and_(self.is_open, self._column(self.until) > now_ns(), chosen)
         statement = update(self.model).where(claimed).values({self.until: deadline})
         session.execute(statement.execution_options(synchronize_session=False))
@@ -171,24 +171,24 @@ class Lease(Generic[_Row]):
 
 
 def unlocked(statement: Select[int], model: type[Base]) -> Select[int]:
-    """Leave out rows that another transaction is writing, and lock the others: a worker that hangs delays nobody else."""
+    """Skip rows that another transaction has locked, and lock the others, so that a hanging worker delays no others."""
     return statement.with_for_update(of=model, skip_locked=True)
 
 
 RUN_LEASE = Lease(RunRow, "id", "lease_until_ns", "epoch", true())
-"""Of evaluations."""
+"""Lease of evaluations."""
 ACTION_LEASE = Lease(ActionRow, "id", "next_ns", "claims", ActionRow.state == "pending")
-"""Of deliveries and stops. The deadline is also the time of the next try: an action whose worker is gone is due again."""
+"""Lease of deliveries and stops. The deadline is also the time of the next try: an action of a dead worker is due again."""
 BACKTEST_LEASE = Lease(Backtest, "id", "lease_until_ns", "claims", Backtest.state != "done")
-"""Of the runs of backtests."""
+"""Lease of the runs of backtests."""
 UPKEEP_LEASE = Lease(Upkeep, "run_id", "lease_until_ns", "claims", true())
-"""Of steps of retention."""
+"""Lease of retention steps."""
 POLL_LEASE = Lease(RunRow, "id", "poll_ns", None, true())
-"""Of polls of runs. An announcement sets another deadline at any time, and is thereby the current one."""
+"""Lease of polls of runs. An announcement sets another deadline at any time, which fences the current claim."""
 
 
 _MOST_RENEWALS = 120
-"""Forty leases: what takes longer hangs, and another may try."""
+"""Forty leases. Work that takes longer hangs, and another worker may claim it."""
 _IDLE_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
@@ -196,15 +196,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LeasedRow:
-    """A claimed row, to be renewed.
+    """A claimed row, for renewals.
 
     Attributes:
-        database: where it is.
-        lease: of which table.
-        key: the row's.
+        database: the database.
+        lease: the lease of its table.
+        key: primary key of the row.
         token: the fencing token.
-        seconds: for how long it is renewed.
-        name: of the work, in the log.
+        seconds: duration of a renewal.
+        name: name of the work, for the log.
     """
 
     database: Database
@@ -215,7 +215,7 @@ class LeasedRow:
     name: str
 
     def renew(self) -> bool:
-        """Extend the claim; False where it is not current any more. A database that does not answer is asked again."""
+        """Extend the claim; False if it is no longer current. If the database does not answer, it is tried again."""
         try:
             with self.database.bare() as connection:
                 return self.lease.renew(connection, self.key, self.token, nanoseconds(self.seconds))
@@ -226,9 +226,9 @@ class LeasedRow:
 
 @contextmanager
 def keep_lease(row: LeasedRow) -> Iterator[None]:
-    """Renew a claim three times in each lease, from a thread, until the block ends.
+    """Renew a claim three times per lease, from a thread, until the block ends.
 
-    A claim that another worker has replaced is renewed no more; the block finds out at its commit.
+    A claim that another worker has replaced is no longer renewed; the block's commit fails by the fence.
     """
     renewer = _renewer_of(os.getpid())
     number = renewer.add(row)
@@ -251,7 +251,7 @@ class _Renewal:
 
 
 class _Renewer:
-    """One thread for all claims of a process, asleep until the first is due: most work ends before, and never wakes it."""
+    """One thread for all claims of a process, which sleeps until the first renewal is due. Most work ends before that."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -262,7 +262,7 @@ class _Renewer:
         self._runs = False
 
     def add(self, row: LeasedRow) -> int:
-        """Renew a claim from now on; returns its number."""
+        """Renew a claim from now on; return its number."""
         with self._condition:
             number = next(self._numbers)
             renewal = self._renewals[number] = _Renewal(row, 0.0)
@@ -275,7 +275,7 @@ class _Renewer:
         return number
 
     def remove(self, number: int) -> None:
-        """Renew a claim no longer: when this returns, no renewal is under way."""
+        """Stop renewing a claim. When this returns, no renewal is in progress."""
         with self._condition:
             self._renewals.pop(number, None)
             self._condition.wait_for(lambda: self._current != number)
@@ -288,16 +288,16 @@ class _Renewer:
                     self._runs = False
                     return
                 renewal, self._current = self._renewals[number], number
-            goes_on = renewal.count < _MOST_RENEWALS and renewal.row.renew()
+            continues = renewal.count < _MOST_RENEWALS and renewal.row.renew()
             with self._condition:
                 self._current = None
                 renewal.count, renewal.due = renewal.count + 1, time.monotonic() + renewal.interval
-                if not goes_on:
+                if not continues:
                     self._renewals.pop(number, None)
                 self._condition.notify_all()
 
     def _await_due(self) -> int | None:
-        """The claim to renew next; None after a minute without claims. The lock is held."""
+        """The claim to renew next; None after a minute without claims. The caller holds the lock."""
         idle_until = time.monotonic() + _IDLE_SECONDS
         while True:
             first = min(self._renewals, key=lambda number: self._renewals[number].due, default=None)
@@ -313,5 +313,5 @@ class _Renewer:
 
 
 @functools.lru_cache(maxsize=1)
-def _renewer_of(process: int) -> _Renewer:  # noqa: ARG001 - the cache's key: a forked child has no thread of its parent's
+def _renewer_of(process: int) -> _Renewer:  # noqa: ARG001 - the cache's key: a forked child does not have its parent's thread
     return _Renewer()

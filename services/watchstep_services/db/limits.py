@@ -1,6 +1,6 @@
-"""How long PostgreSQL and this process wait for each other: no client that hangs, and no dead network, holds a row for ever.
+"""Timeouts between PostgreSQL and this process, so that neither a hanging client nor a dead network holds locks indefinitely.
 
-SQLite needs none of it: who waits there waits for a lock of the file, which ends with the process that holds it.
+SQLite needs none: its locks are locks of the file, which end with the process that holds them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from watchstep_services.core.settings import Settings
 
 _PROBES = 3
-"""Signs of life that fail before a connection is given up."""
+"""Failed keepalive probes after which a connection is closed."""
 
 _STRUCK = {"57014", "55P03", "25P03"}
-"""States of SQL: a statement took too long, a lock was not given, a transaction stood idle."""
+"""SQLSTATEs of a statement timeout, a lock timeout, and an idle transaction."""
 
 
 @dataclass(frozen=True)
 class DatabaseTimeouts:
-    """Seconds; 0 leaves a limit to the server and the operating system.
+    """Timeouts in seconds; 0 leaves a timeout to the server and the operating system.
 
     Attributes:
         connect: for a new connection.
-        dead: without an answer from the other side's operating system, before a connection is given up: by both sides.
-        statement: for one statement, its wait for locks included.
+        dead: without an answer from the other side's operating system, after which both sides close the connection.
+        statement: for one statement, including its wait for locks.
         lock: for one wait for a lock.
-        idle: that a transaction may stand open with nothing asked; then the server rolls it back and closes the connection.
+        idle: for an open transaction without a statement; then the server rolls it back and closes the connection.
     """
 
     connect: float = 10.0
@@ -43,7 +43,7 @@ class DatabaseTimeouts:
 
     @classmethod
     def of(cls, settings: Settings) -> DatabaseTimeouts:
-        """As the settings say."""
+        """The timeouts of the settings."""
         return cls(
             connect=settings.database_connect_seconds,
             dead=settings.database_dead_seconds,
@@ -52,15 +52,15 @@ class DatabaseTimeouts:
             idle=settings.database_idle_seconds,
         )
 
-    def connect_args(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What libpq is told at each connection.
+    def connect_args(self, query: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of libpq for each connection.
 
         Args:
-            given: what the database's URL says itself, which holds.
+            query: parameters in the database's URL, which take precedence.
         """
         ours: dict[str, Any] = {}
         if self.connect:
-            ours["connect_timeout"] = max(2, round(self.connect))  # libpq takes less for 2
+            ours["connect_timeout"] = max(2, round(self.connect))  # libpq treats 1 as 2
         if self.dead:
             ours |= {
                 "keepalives": 1,
@@ -69,9 +69,9 @@ class DatabaseTimeouts:
                 "keepalives_count": _PROBES,
                 "tcp_user_timeout": _milliseconds(self.dead),
             }
-        ours = {name: value for name, value in ours.items() if name not in given}
+        ours = {name: value for name, value in ours.items() if name not in query}
         options = " ".join(
-            [*(f"-c {name}={value}" for name, value in self._server().items()), str(given.get("options", ""))]
+            [*(f"-c {name}={value}" for name, value in self._server().items()), str(query.get("options", ""))]
         ).strip()
         return ours | ({"options": options} if options else {})
 
@@ -81,7 +81,7 @@ class DatabaseTimeouts:
             "lock_timeout": _milliseconds(self.lock),
             "idle_in_transaction_session_timeout": _milliseconds(self.idle),
         }
-        if self.dead:  # a client whose machine is gone: its locks go, too
+        if self.dead:  # releases the locks of a client with a dead machine
             connection |= {
                 "tcp_keepalives_idle": _whole(self.dead / 2),
                 "tcp_keepalives_interval": _whole(self.dead / 2 / _PROBES),
@@ -91,20 +91,20 @@ class DatabaseTimeouts:
         return {name: value for name, value in connection.items() if value}
 
 
-def struck(error: BaseException) -> bool:
-    """Whether the server ended one statement or transaction that took too long: it answers, and others go on."""
+def is_timeout(error: BaseException) -> bool:
+    """Whether the server ended one statement or transaction by a timeout; it still answers others."""
     return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _STRUCK
 
 
 def is_of_all(error: BaseException) -> bool:
-    """Whether an error says that the database does not answer: whatever else is asked of it meets the same."""
-    return isinstance(error, (OperationalError, InterfaceError)) and not struck(error)
+    """Whether an error means that the database does not answer, so that other statements would fail, too."""
+    return isinstance(error, (OperationalError, InterfaceError)) and not is_timeout(error)
 
 
 def lift(connection: Session | Connection) -> None:
-    """For the rest of a transaction: statements may take, and wait, as long as they need. For migrations and large deletions.
+    """Disable the timeouts of statements and locks for the rest of a transaction, for migrations and large deletions.
 
-    One whose client hangs between two statements is still ended.
+    The timeout of an idle transaction still applies.
     """
     bind = connection.get_bind() if isinstance(connection, Session) else connection
     if bind.dialect.name != "postgresql":

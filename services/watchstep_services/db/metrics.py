@@ -1,4 +1,4 @@
-"""What stands in the database, for Prometheus: queues, runs, alerts. Read when it asks, and no more often than a while."""
+"""Prometheus metrics from the database: queues, runs, alerts. Read at a scrape, at most every two seconds."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ FIGURES: dict[str, tuple[tuple[str, ...], str]] = {
     "watchstep_runs": (("state",), "Runs, by state."),
     "watchstep_queue_length": (
         ("queue",),
-        "What is due and nobody has taken: `runs` to evaluate, `actions` to try, `backtests` to go on with.",
+        "Work that is due and not claimed: `runs` to evaluate, `actions` to try, `backtests` to continue.",
     ),
     "watchstep_queue_age_seconds": (
         ("queue",),
-        "How long what was due first has waited. Workers are scaled by that of `runs`.",
+        "How long the oldest due work has waited. Scale workers by the age of `runs`.",
     ),
-    "watchstep_segments_waiting": ((), "Segments that were announced or found, and not judged yet."),
+    "watchstep_segments_waiting": ((), "Segments that were announced or found, and are not evaluated yet."),
     "watchstep_segments_waiting_age_seconds": ((), "How long the oldest of them has waited."),
-    "watchstep_actions_pending": (("kind",), "Actions that are not over yet, due or not, by kind."),
+    "watchstep_actions_pending": (("kind",), "Unfinished actions, due or not, by kind."),
     "watchstep_alerts": (("phase", "severity"), "Alerts that are pending or firing, by severity."),
 }
 
 
 class DatabaseFigures(Collector):
-    """The figures of one database. Several processes that answer for the same one all say the same: take the largest.
+    """Metrics of one database. Several processes on one database report the same values: aggregate them by the maximum.
 
-    Thread-safe. A database that does not answer gives ``watchstep_database_up 0``, and nothing else.
+    Thread-safe. If the database does not answer, only ``watchstep_database_up 0`` is reported.
     """
 
     def __init__(self, database: Database) -> None:
@@ -52,27 +52,27 @@ class DatabaseFigures(Collector):
         self._at = float("-inf")
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """The names, without asking the database."""
+        """The metrics' names, without a query."""
         yield from (_family(name) for name in FIGURES)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The figures, at most two seconds old."""
+        """The metrics, at most two seconds old."""
         with self._lock:
             if time.monotonic() - self._at > _FRESH_SECONDS:
-                self._read = self._ask()
+                self._read = self._query()
                 self._at = time.monotonic()
             yield from self._read
 
-    def _ask(self) -> list[GaugeMetricFamily]:
+    def _query(self) -> list[GaugeMetricFamily]:
         up = _family("watchstep_database_up")
         try:
             with self._database.read() as session:
-                found = [*_runs(session), *_queues(session), *_segments(session), *_others(session)]
+                families = [*_runs(session), *_queues(session), *_segments(session), *_others(session)]
         except SQLAlchemyError:
             up.add_metric([], 0)
             return [up]
         up.add_metric([], 1)
-        return [up, *found]
+        return [up, *families]
 
 
 def _family(name: str) -> GaugeMetricFamily:
@@ -81,7 +81,7 @@ def _family(name: str) -> GaugeMetricFamily:
 
 
 def _grouped(session: Session, name: str, statement: Any) -> GaugeMetricFamily:
-    """A figure from rows of labels, the last of them the value."""
+    """A metric from rows of labels with the value last."""
     family = _family(name)
     for *labels, value in session.execute(statement).all():
         family.add_metric([str(label) for label in labels], float(value or 0))
@@ -118,7 +118,7 @@ def _queues(session: Session) -> Iterator[GaugeMetricFamily]:
 
 
 def _segments(session: Session) -> Iterator[GaugeMetricFamily]:
-    # Whatever has a segment to judge is due, now or later, or being judged: so no index over all segments is needed.
+    # Runs with waiting segments are due, now or later, or being evaluated, so no index over all segments is needed.
     open_runs = select(RunRow.id).where(RunRow.due_ns.is_not(None) | (RunRow.lease_until_ns > 0))
     count, oldest = session.execute(
         select(func.count(), func.min(Segment.found_ns)).where(

@@ -1,4 +1,4 @@
-"""Rows that several parts write in the same way: events, actions, inbox entries, hints."""
+"""Rows that several modules write in the same way: events, actions, inbox entries, hints."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from watchstep_services.db.engine import insert_missing, publish_at_end
 from watchstep_services.db.models import ActionRow, EventRow, RunRow, Segment
 
 RUNS: Table = RunRow.__table__  # type: ignore[assignment]
-"""For statements that need nothing of the mapping: every announcement sends some."""
+"""For statements that do not use the mapping, because every announcement executes some."""
 
 
 def add_event(session: Session, run_id: int, event: CloudEvent, at_ns: int) -> None:
-    """Publish an event, when the transaction commits."""
+    """Publish an event when the transaction commits."""
     content = event.model_dump(mode="json")
     row = EventRow(id=event.id, run_id=run_id, type=event.type, event=content, created_ns=at_ns)
     publish_at_end(session, row)
 
 
 def add_action(session: Session, run_id: int, kind: str, key: str, cause: dict[str, Any]) -> int | None:
-    """Put an action into the outbox, due at once.
+    """Add an action to the outbox, due at once.
 
     Args:
         session: the transaction.
-        run_id: whose.
-        kind: stop or webhook.
-        key: the same key is done once.
+        run_id: id of the run.
+        kind: kind of the action.
+        key: an action with the same key is added only once.
         cause: ``event_id``, ``at_ns``, and the action's payload.
 
     Returns:
-        The action's id; None where the key is there already.
+        The action's id; None if the key exists.
     """
     at_ns = int(cause["at_ns"])
     values = {
@@ -62,13 +62,13 @@ def add_action(session: Session, run_id: int, kind: str, key: str, cause: dict[s
 
 
 def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, listed: bool = False) -> bool:
-    """Put a segment into the inbox.
+    """Add a segment to the inbox.
 
-    One that was given up as missing is taken up again, once. What a listing says of its steps corrects what an
-    announcement said.
+    A segment that was given up as missing is added again, once. The steps of a listing replace those of an
+    announcement.
 
     Returns:
-        Whether there is something to read that was not known.
+        Whether there is something new to read.
     """
     who = key.writer
     named = {
@@ -100,16 +100,16 @@ def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, l
 
 
 def hint(
-    session: Session, run_id: int, *, asked: bool = False, also: Mapping[str, Any] | None = None
+    session: Session, run_id: int, *, requested: bool = False, also: Mapping[str, Any] | None = None
 ) -> None:
-    """Say that a run has work, so that a sweep finds it whatever becomes of other hints.
+    """Record that a run has work, so that a sweep finds it even if other hints are lost.
 
-    One that is due already keeps its place in the line.
+    A run that is already due keeps its place in the queue.
 
     Args:
         session: the transaction.
-        run_id: whose.
-        asked: a message follows, or is on its way: the sweep need not send one at once.
+        run_id: id of the run.
+        requested: a message follows or was sent, so the sweep need not send one at once.
         also: further columns of the run, so that its row is written once.
     """
     waiting = and_(RunRow.due_ns.is_not(None), RunRow.due_ns <= now_ns())
@@ -118,6 +118,6 @@ def hint(
         "hints": RunRow.hints + 1,
         "due_ns": case((waiting, RunRow.due_ns), else_=now_ns()),
     }
-    # Without a message the sweep is to send one at once, whenever the last was sent.
-    values["requested_ns"] = case((waiting, RunRow.requested_ns), else_=now_ns() if asked else 0)
+    # Without a message the sweep sends one at once, regardless of when the last one was sent.
+    values["requested_ns"] = case((waiting, RunRow.requested_ns), else_=now_ns() if requested else 0)
     session.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))

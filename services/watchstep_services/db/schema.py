@@ -1,4 +1,4 @@
-"""Bring a database to the newest schema, or back; and say which it has."""
+"""Migrations of the database's schema, and its status."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from watchstep_services.core.settings import Settings
 from watchstep_services.db.engine import Database
 from watchstep_services.db.limits import lift
 
-_LOCK = 7_201_947  # any number, as long as it stays: concurrent starts wait for each other on it
+_LOCK = 7_201_947  # an arbitrary number that must not change: concurrent starts wait for each other on it
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Status:
-    """Which schema a database has.
+    """The schema of a database.
 
     Attributes:
-        held: its revision; empty for a database without tables.
-        newest: the one that this program needs.
-        is_known: whether this program knows the held one.
+        revision: its revision; empty for a database without tables.
+        newest: the revision that this program needs.
+        is_known: whether this program knows the revision.
     """
 
-    held: str
+    revision: str
     newest: str
     is_known: bool
 
     @property
     def is_current(self) -> bool:
         """Whether this program can work with it."""
-        return self.held == self.newest
+        return self.revision == self.newest
 
     def __str__(self) -> str:
         if self.is_current:
-            return f"schema {self.held}, up to date"
+            return f"schema {self.revision}, up to date"
         if not self.is_known:
-            return f"schema {self.held}, newer than this version of Watchstep, which needs {self.newest}"
-        return f"schema {self.held or 'none'}, {self.newest} is needed"
+            return f"schema {self.revision}, newer than this version of Watchstep, which needs {self.newest}"
+        return f"schema {self.revision or 'none'}, {self.newest} is needed"
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
@@ -59,39 +59,39 @@ def upgrade(database: Database, revision: str = "head") -> None:
 
 
 def downgrade(database: Database, revision: str = "base") -> None:
-    """Go back to an earlier revision; what only later ones hold is lost."""
+    """Downgrade to an earlier revision; data of later revisions is lost."""
     with _migrating(database) as connection:
         command.downgrade(_config(connection), revision)
 
 
 def status(database: Database) -> Status:
-    """Which schema a database has."""
+    """The schema of a database."""
     with database.engine.connect() as connection:
         revision = MigrationContext.configure(connection).get_current_revision() or ""
     script = _script()
-    revisions = {each.revision for each in script.walk_revisions()}
+    revisions = {known.revision for known in script.walk_revisions()}
     return Status(revision, script.get_current_head() or "", not revision or revision in revisions)
 
 
 def checked_revision(revision: str) -> str:
-    """A revision that this program knows.
+    """Check that this program knows a revision; return it.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: it does not exist.
     """
-    revisions = sorted(each.revision for each in _script().walk_revisions())
+    revisions = sorted(known.revision for known in _script().walk_revisions())
     if revision not in {"head", "base", *revisions}:
         raise ConfigError(
-            f"revision {revision!r}: there is none", f"use head, base, or one of {', '.join(revisions)}"
+            f"revision {revision!r}: not found", f"use head, base, or one of {', '.join(revisions)}"
         )
     return revision
 
 
 def prepare(database: Database, settings: Settings) -> None:
-    """Make sure, at the start of a process, that the schema is the one that it needs.
+    """Ensure at the start of a process that the schema is the one that it needs.
 
-    It is brought up to date where ``WATCHSTEP_MIGRATE`` is ``at_start``. A schema that is newer than the program is
-    left alone: it belongs to a later version, which may be running beside this one.
+    It is upgraded if ``WATCHSTEP_MIGRATE`` is ``at_start``. A newer schema is not changed, because it belongs to a
+    later version, which may be running at the same time.
 
     Raises:
         ConfigError: the database does not answer, or its schema cannot be used.
@@ -103,7 +103,7 @@ def prepare(database: Database, settings: Settings) -> None:
     if not current.is_known:
         raise ConfigError(
             f"database {database.shown_url}: {current}",
-            "start that later version, or go back with its 'watchstep database downgrade' first",
+            "start that later version, or run its 'watchstep database downgrade' first",
         )
     if settings.migrate == "never":
         raise ConfigError(
@@ -114,24 +114,24 @@ def prepare(database: Database, settings: Settings) -> None:
         upgrade(database)
     except SQLAlchemyError as error:
         raise ConfigError(
-            f"database {database.shown_url}: cannot be brought to schema {current.newest} ({error})",
-            "give its user the right to create and alter tables, or upgrade it as one that has it",
+            f"database {database.shown_url}: cannot be upgraded to schema {current.newest} ({error})",
+            "grant its user the right to create and alter tables, or upgrade it as a user with that right",
         ) from error
     _log.info("database %s: %s", database.shown_url, status(database))
 
 
 @contextmanager
 def _migrating(database: Database) -> Iterator[Connection]:
-    """One transaction that no other migration runs beside."""
+    """A transaction that excludes other migrations."""
     with database.engine.connect() as connection:
         if connection.dialect.name == "postgresql":
             with connection.begin():
-                lift(connection)  # of large tables, and behind the migration of another process
+                lift(connection)  # large tables take long, and another process's migration may be waited for
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
                 yield connection
             return
-        # SQLite changes a table by making it anew, which may not delete the rows that refer to it. BEGIN IMMEDIATE is
-        # the lock; the setting holds only from outside of a transaction.
+        # SQLite changes a table by recreating it, which must not delete the rows that refer to it. BEGIN IMMEDIATE is
+        # the lock; the setting takes effect only outside of a transaction.
         driver = connection.connection.dbapi_connection
         assert driver is not None
         driver.execute("PRAGMA foreign_keys = OFF")
@@ -141,8 +141,8 @@ def _migrating(database: Database) -> Iterator[Connection]:
                 lost = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
                 if lost:
                     raise ConfigError(
-                        f"database {database.shown_url}: rows refer to others that are gone, of {lost[0][0]} first",
-                        "restore it from a copy, and report this: nothing was changed",
+                        f"database {database.shown_url}: rows refer to missing rows, first in table {lost[0][0]}",
+                        "restore it from a backup, and report this; nothing was changed",
                     )
         finally:
             driver.execute("PRAGMA foreign_keys = ON")

@@ -1,8 +1,8 @@
-"""The program that the demo trains: a plain PyTorch loop that knows nothing of Watchstep.
+"""The training program of the demo: a plain PyTorch loop without any reference to Watchstep.
 
-A small convolutional network learns scikit-learn's handwritten digits. The data comes in two parts, the second of
-which is read some way in. With ``--fault`` the second part has one value missing, which is read as NaN: the bug of
-Stack Overflow question 53640858, where a single NaN in the inputs turns the loss and every weight into NaN.
+A small convolutional network learns scikit-learn's handwritten digits. The data has two parts, and the training uses the second one
+later. With ``--fault`` one value of the second part is missing and read as NaN. This is the bug of Stack Overflow question 53640858,
+where a single NaN in the inputs turns the loss and every weight into NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SECOND_PART_AT = 250
 
 
 def network() -> nn.Sequential:
-    """Two convolutions and two linear layers, for images of 8 by 8 pixels in ten classes."""
+    """Return a network of two convolutions and two linear layers, for images of 8 by 8 pixels in ten classes."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -34,7 +34,7 @@ def network() -> nn.Sequential:
 
 
 def read_parts(seed: int, *, fault: bool) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Two halves of the digits, shuffled; with the fault, one pixel of the second is NaN."""
+    """Return two halves of the shuffled digits; with the fault, one pixel of the second half is NaN."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(images))
     x = torch.tensor(images[order] / 16 - 0.3, dtype=torch.float32).view(-1, 1, 8, 8)

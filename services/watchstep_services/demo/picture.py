@@ -1,4 +1,4 @@
-"""The evidence as a picture: losses of both runs, and the faulty one's gradients by layer."""
+"""Picture of the evidence: losses of both runs, and the gradients of the faulty run by layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _HEALTHY, _FAULTY, _BAD = "#1b7f5c", "#3256a8", "#c62f2f"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is drawn.
+    """Data of the picture.
 
     Attributes:
-        healthy: the run without alert.
-        faulty: the run that was stopped.
-        bad_step: where the rule fired.
-        stopped_at: its last finished step.
+        healthy: the run without alerts.
+        faulty: the stopped run.
+        bad_step: step at which the rule fired.
+        stopped_at: last finished step of the faulty run.
         title: the finding in one line.
     """
 
@@ -43,35 +43,35 @@ class Evidence:
 
 
 def losses(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Steps and losses of a run; NaN where the loss was not finite."""
+    """Return the steps and losses of a run; NaN for a loss that is not finite."""
     table = run.losses()
     order = np.argsort(table["step"].to_numpy(), kind="stable")
     return table["step"].to_numpy()[order], table["value"].to_numpy()[order].astype(np.float64)
 
 
 def draw_png(evidence: Evidence, path: Path) -> None:
-    """Draw the evidence.
+    """Draw the evidence as a PNG.
 
     Args:
-        evidence: what to draw.
-        path: the file to write, a PNG of about 1400 by 900 pixels.
+        evidence: the data.
+        path: output file, a PNG of about 1400 by 900 pixels.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.6), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
     _set_title(figure, evidence.title)
     for run, colour, label in (
         (evidence.healthy, _HEALTHY, "healthy"),
         (evidence.faulty, _FAULTY, "faulty"),
     ):
-        above.plot(*losses(run), color=colour, linewidth=1.3, label=f"{label} run: loss")
-    above.set_yscale("log")
-    above.set_ylabel("loss")
-    _draw_gradients(below, evidence)
-    for axes in (above, below):
+        top.plot(*losses(run), color=colour, linewidth=1.3, label=f"{label} run: loss")
+    top.set_yscale("log")
+    top.set_ylabel("loss")
+    _draw_gradients(bottom, evidence)
+    for axes in (top, bottom):
         axes.axvline(evidence.bad_step, color=_BAD, linewidth=1.2, label=f"step {evidence.bad_step}: bad")
         axes.axvspan(evidence.bad_step, evidence.stopped_at, color=_BAD, alpha=0.10, linewidth=0)
         axes.axvline(
@@ -83,18 +83,18 @@ def draw_png(evidence: Evidence, path: Path) -> None:
         )
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
-    above.legend(loc="upper right", fontsize=8, frameon=False)
-    below.set_xlabel("step")
+    top.legend(loc="upper right", fontsize=8, frameon=False)
+    bottom.set_xlabel("step")
     figure.savefig(path)
 
 
 def _set_title(figure: Figure, text: str) -> None:
-    """Set a title that is as wide as the picture at most, in as many lines as it takes; no character of it is markup."""
+    """Set a title that fits the width of the picture, in several lines if necessary, without interpreting markup."""
     title = figure.suptitle("", fontsize=11, x=_MARGIN, ha="left", fontweight="bold", parse_math=False)
-    room = (1 - 2 * _MARGIN) * figure.bbox.width
+    available = (1 - 2 * _MARGIN) * figure.bbox.width
     for columns in range(_TITLE_COLUMNS, 0, -4):
         title.set_text(textwrap.fill(printable(text), columns))
-        if title.get_window_extent().width <= room:
+        if title.get_window_extent().width <= available:
             return
 
 
@@ -102,13 +102,13 @@ def _draw_gradients(axes: Axes, evidence: Evidence) -> None:
     names = [n for n in evidence.faulty.tensors(GRADIENTS) if n.endswith("weight:gradient")]
     rows = np.full((len(names), evidence.stopped_at + 1), np.nan)
     broken = np.zeros_like(rows, dtype=bool)
-    for place, name in enumerate(names):
+    for row, name in enumerate(names):
         table = evidence.faulty.tensor(name).statistics()
         steps = table["step"].to_numpy()
         keep = steps <= evidence.stopped_at
-        rows[place, steps[keep]] = np.log10(np.maximum(table["rms"].to_numpy().astype(float)[keep], 1e-12))
-        broken[place, steps[keep]] = table["nan"].to_numpy()[keep] > 0
-    for step in range(1, rows.shape[1]):  # what was not measured keeps the last value
+        rows[row, steps[keep]] = np.log10(np.maximum(table["rms"].to_numpy().astype(float)[keep], 1e-12))
+        broken[row, steps[keep]] = table["nan"].to_numpy()[keep] > 0
+    for step in range(1, rows.shape[1]):  # steps without a measurement keep the last value
         rows[:, step] = np.where(np.isnan(rows[:, step]), rows[:, step - 1], rows[:, step])
         broken[:, step] |= broken[:, step - 1]
     image = axes.imshow(rows, aspect="auto", cmap="viridis", interpolation="nearest", origin="upper")
@@ -125,9 +125,9 @@ def draw_text(evidence: Evidence, width: int, *, colours: bool) -> str:
     """Draw the losses with characters.
 
     Args:
-        evidence: what to draw.
-        width: columns.
-        colours: with the terminal's escape codes.
+        evidence: the data.
+        width: width in columns.
+        colours: whether to use terminal escape codes.
     """
     import plotext
 
@@ -150,12 +150,14 @@ def draw_text(evidence: Evidence, width: int, *, colours: bool) -> str:
 def _thinned(
     steps: NDArray[np.int64], values: NDArray[np.float64], points: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means over equal spans of steps, so that a line of few characters can be read; only what is finite."""
-    fine = np.isfinite(values) & (values > 0)
-    steps, values = steps[fine], values[fine]
+    """Return means of the finite values over equal spans of steps, so that a line of few characters is readable."""
+    drawable = np.isfinite(values) & (values > 0)  # the scale is logarithmic
+    steps, values = steps[drawable], values[drawable]
     if not len(steps):
         return steps.astype(np.float64), values
     span = (steps * points) // (int(steps[-1]) + 1)
-    held = np.bincount(span)
-    some = held > 0
-    return np.bincount(span, steps)[some] / held[some], np.bincount(span, values)[some] / held[some]
+    counts = np.bincount(span)
+    filled = counts > 0
+    return np.bincount(span, steps)[filled] / counts[filled], np.bincount(span, values)[filled] / counts[
+        filled
+    ]

@@ -1,9 +1,4 @@
-"""What the demo reports: the form of ``watchstep demo --json``.
-
-The explanation: what fired, where, against what, how fast it stopped, and how to fetch the evidence again.
-
-What the demo shows while the runs go on.
-"""
+"""Output of the demo: the progress of both runs, the explanation of the alert, and the format of ``watchstep demo --json``."""
 
 from __future__ import annotations
 
@@ -23,11 +18,11 @@ from watchstep_services.demo.picture import Evidence, draw_png, draw_text
 from watchstep_services.demo.trainings import WatchedRun
 
 
-class _Reported(BaseModel):
+class _Outcome(BaseModel):
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
 
-class AlertOutcome(_Reported):
+class AlertOutcome(_Outcome):
     """An alert that fired."""
 
     rule: str
@@ -38,27 +33,27 @@ class AlertOutcome(_Reported):
     severity: str
 
 
-class TrainingOutcome(_Reported):
-    """How one training went."""
+class TrainingOutcome(_Outcome):
+    """Outcome of one training."""
 
     run_id: str
     state: str
-    steps: int = Field(description="Steps that were recorded.")
+    steps: int = Field(description="Number of recorded steps.")
     alerts: tuple[AlertOutcome, ...]
-    stopped_at_step: int | None = Field(description="The last finished step of a run that was stopped.")
+    stopped_at_step: int | None = Field(description="Last finished step of a stopped run.")
     detect_to_stop_seconds: float | None = Field(
-        description="From the record of the bad step to the end of the process."
+        description="Time from the record of the bad step to the end of the process."
     )
 
 
-class DemoOutcome(_Reported):
-    """Both trainings."""
+class DemoOutcome(_Outcome):
+    """Outcome of both trainings."""
 
     runs: tuple[TrainingOutcome, ...]
 
 
 def outcome_of(watched: WatchedRun) -> TrainingOutcome:
-    """What became of a run that has settled."""
+    """Return the outcome of a settled run."""
     alerts = tuple(
         AlertOutcome(
             rule=alert["rule"],
@@ -70,7 +65,9 @@ def outcome_of(watched: WatchedRun) -> TrainingOutcome:
         )
         for alert in watched.alerts
     )
-    stops = [a for a in watched.actions if a["kind"] == "stop" and a["finished_ns"] is not None]
+    stops = [
+        action for action in watched.actions if action["kind"] == "stop" and action["finished_ns"] is not None
+    ]
     stopped = watched.state == "stopped"
     return TrainingOutcome(
         run_id=watched.run_id,
@@ -82,10 +79,10 @@ def outcome_of(watched: WatchedRun) -> TrainingOutcome:
     )
 
 
-def _seconds(watched: WatchedRun, gone_ns: int) -> float | None:
-    """From the record of the first bad step to the time at which the process was seen to be gone."""
+def _seconds(watched: WatchedRun, ended_ns: int) -> float | None:
+    """Return the seconds from the record of the first bad step to the detected end of the process."""
     times = [int(alert["finding"]["time_ns"]) for alert in watched.alerts]
-    return round((gone_ns - min(times)) / 1e9, 3) if times else None
+    return round((ended_ns - min(times)) / 1e9, 3) if times else None
 
 
 _PLOT_COLUMNS = 96
@@ -97,22 +94,22 @@ def explain(
     """Print the explanation and draw the picture.
 
     Args:
-        console: where to print.
+        console: output.
         runs: the healthy and the faulty run, settled.
-        outcomes: what became of them, by run id.
-        picture: the PNG to write.
+        outcomes: outcomes by run id.
+        picture: PNG to write.
 
     Raises:
-        ServiceError: the demo did not go as it should: no alert on the faulty run, or one on the healthy.
+        ServiceError: the demo failed: the faulty run has no alert, or the healthy run has one.
     """
     healthy, faulty = runs
     outcome = outcomes[faulty.run_id]
     if healthy.alerts or not faulty.alerts or healthy.run is None or faulty.run is None:
         raise ServiceError(
             f"demo: {len(healthy.alerts)} alerts on the healthy run, {len(faulty.alerts)} on the faulty one",
-            "see the logs in its folder",
+            "see the logs in the folder of the demo",
         )
-    alert = min(faulty.alerts, key=lambda held: int(held["finding"]["time_ns"]))
+    alert = min(faulty.alerts, key=lambda candidate: int(candidate["finding"]["time_ns"]))
     finding = alert["finding"]
     stopped_at = outcome.stopped_at_step if outcome.stopped_at_step is not None else faulty.last_step
     evidence = Evidence(
@@ -124,13 +121,13 @@ def explain(
     for name, text in _lines(alert, outcome, healthy, picture):
         console.print(Text.assemble((f"{name:9}", "bold"), f" {text}"), soft_wrap=True)
     console.print()
-    console.print("The same evidence, any time after the run:")
+    console.print("Code that reads the same evidence later:")
     console.print()
     console.print(Text(evidence_lines(faulty.run.location, finding["tensor"])), soft_wrap=True)
 
 
 def evidence_lines(run: str, tensor: str) -> str:
-    """Three lines of Python that fetch the evidence."""
+    """Return three lines of Python that read the evidence."""
     return (
         "    import watchstep\n"
         f"    run = watchstep.open_run({run!r})\n"
@@ -143,49 +140,49 @@ def _lines(
     alert: dict[str, Any], outcome: TrainingOutcome, healthy: WatchedRun, picture: Path
 ) -> list[tuple[str, str]]:
     finding = alert["finding"]
-    where = f"{finding['tensor']}, of module {finding['module']!r} ({finding['module_type']})"
+    layer = f"{finding['tensor']}, of module {finding['module']!r} ({finding['module_type']})"
     seconds = outcome.detect_to_stop_seconds
-    took = "" if seconds is None else f", {seconds:.2f} s after the bad step"
+    delay = "" if seconds is None else f", {seconds:.2f} s after the bad step"
     return [
         ("rule", f"{alert['rule']} ({alert['severity']})"),
         ("step", f"{finding['step']}"),
-        ("layer", where if finding["module"] else finding["tensor"]),
-        ("value", f"{finding['value']:g}, where {finding['threshold']:g} is tolerated: {finding['message']}"),
+        ("layer", layer if finding["module"] else finding["tensor"]),
+        ("value", f"{finding['value']:g}, threshold {finding['threshold']:g}: {finding['message']}"),
         ("why", _cause(finding)),
-        ("stopped", f"after step {outcome.stopped_at_step}{took}"),
+        ("stopped", f"after step {outcome.stopped_at_step}{delay}"),
         ("healthy", f"the same program on clean data: {healthy.state}, no alert"),
         ("picture", str(picture)),
     ]
 
 
 def _cause(finding: dict[str, Any]) -> str:
-    """What the place of the first bad tensor says: a step reads weights, then computes forward, loss, backward."""
+    """Return the cause that the position of the first bad tensor implies: weights, then forward pass, loss, backward pass."""
     if finding["upstream"]:
-        return "the batch of this step was bad, and the update makes NaN of every weight that its gradient reaches"
-    kind = {
-        0: "the weights were bad before this step began: look at the update before it",
-        1: "of the outputs that were measured or still in memory this is the first bad one, and the weights were"
-        " still finite: look at this batch, this module, and those before it",
-        2: "all outputs were still finite: look at the loss function and the labels",
-        3: "the update makes NaN of every weight that this gradient reaches: look at the first bad tensor of its step",
+        return "the batch of this step was bad, and the update sets every weight with a NaN gradient to NaN"
+    causes = {
+        0: "the weights were bad before this step: check the previous update",
+        1: "this is the first bad output among those that were measured or still in memory, and the weights were"
+        " finite: check this batch, this module, and the modules before it",
+        2: "all outputs were finite: check the loss function and the labels",
+        3: "the update sets every weight with this gradient to NaN: check the first bad tensor of its step",
     }
-    return kind.get(finding["cause_rank"][0], "nothing before it in the step was bad")
+    return causes.get(finding["cause_rank"][0], "no earlier tensor of the step was bad")
 
 
 _BAR = 30
-_PLAIN_EVERY = 4  # looks between two printed lines where the output is no terminal
+_PLAIN_EVERY = 4  # updates per printed line if the output is not a terminal
 
 
 class Display:
-    """A table that changes in place on a terminal; lines elsewhere."""
+    """Shows the progress: a table that updates in place on a terminal, lines elsewhere."""
 
     def __init__(self, console: Console, runs: list[WatchedRun]) -> None:
         self._console = console
         self._runs = runs
-        self._looks = 0
+        self._updates = 0
         self._live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
 
-    def __enter__(self) -> Display:  # noqa: PYI034 - Self comes with Python 3.11
+    def __enter__(self) -> Display:  # noqa: PYI034 - Self requires Python 3.11
         if self._live is not None:
             self._live.start()
         return self
@@ -195,24 +192,25 @@ class Display:
             self._live.stop()
 
     def show(self) -> None:
-        """Show the runs as they are known now."""
+        """Show the current state of the runs."""
         if self._live is not None:
             self._live.update(self._table())
             return
-        if self._looks % _PLAIN_EVERY == 0 or all(watched.settled for watched in self._runs):
+        if self._updates % _PLAIN_EVERY == 0 or all(watched.settled for watched in self._runs):
             line = "  ".join(
-                f"{w.label}: step {w.last_step} loss {figure(w.loss)} {w.state}" for w in self._runs
+                f"{watched.label}: step {watched.last_step} loss {figure(watched.loss)} {watched.state}"
+                for watched in self._runs
             )
             self._console.print(line, soft_wrap=True, highlight=False)
-        self._looks += 1
+        self._updates += 1
 
     def _table(self) -> Table:
-        shown = table("RUN", "PROGRESS", ">STEP", ">LOSS", "STATE", "ALERT")
+        rows = table("RUN", "PROGRESS", ">STEP", ">LOSS", "STATE", "ALERT")
         for watched in self._runs:
             done = round(_BAR * (watched.last_step + 1) / STEPS)
             colour = "red" if watched.alerts else "green"
             alerts = ", ".join(alert["rule"] for alert in watched.alerts) or "none"
-            shown.add_row(
+            rows.add_row(
                 watched.label,
                 Text("━" * done, style=colour) + Text("━" * (_BAR - done), style="bright_black"),
                 str(watched.last_step),
@@ -220,4 +218,4 @@ class Display:
                 watched.state,
                 Text(alerts, style=colour),
             )
-        return shown
+        return rows

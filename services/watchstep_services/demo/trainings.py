@@ -1,7 +1,4 @@
-"""What the demo knows of its two runs while they go on: figures from the store, states from the API.
-
-The demo from start to end: launch, watch, explain.
-"""
+"""The two trainings of the demo: launches them, and watches figures on the store and states of the API until they end."""
 
 from __future__ import annotations
 
@@ -30,12 +27,12 @@ class WatchedRun:
 
     Attributes:
         label: healthy or faulty.
-        project: its project.
-        run_id: its id.
-        data: the API's answer for the run.
-        alerts: the API's alerts that fired, and that no other one keeps quiet.
-        actions: the API's actions.
-        run: the run on the store, once it is there.
+        project: project of the run.
+        run_id: id of the run.
+        data: the run in the API.
+        alerts: alerts in the API that fired and are not inhibited.
+        actions: actions in the API.
+        run: the run on the store; None before its first write.
     """
 
     label: str
@@ -48,23 +45,23 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        """As the service says."""
+        """State of the run in the API."""
         return str(self.data.get("state", "created"))
 
     @property
     def settled(self) -> bool:
-        """Whether the run has ended, and all that it caused has been done."""
+        """Whether the run has ended and all its actions are done."""
         return self.state in ENDED and all(action["state"] != "pending" for action in self.actions)
 
     @property
     def last_step(self) -> int:
-        """The last step on the store; -1 before the first."""
+        """The last step on the store; -1: none."""
         steps = self.run.steps() if self.run is not None else []
         return steps[-1] if steps else -1
 
     @property
     def loss(self) -> float | None:
-        """The last loss on the store; NaN where it was not finite."""
+        """The last loss on the store; NaN if it is not finite."""
         if self.run is None:
             return None
         values = self.run.losses()["value"].to_numpy(zero_copy_only=False).astype(np.float64)
@@ -72,7 +69,7 @@ class WatchedRun:
 
 
 class DemoWatcher:
-    """Looks at both runs as any user could: the store through the SDK, the rest through the API."""
+    """Reads both runs through the public interfaces: the store through the SDK, the rest through the API."""
 
     def __init__(self, service: EmbeddedService, runs: list[WatchedRun]) -> None:
         self.runs = runs
@@ -87,49 +84,49 @@ class DemoWatcher:
         self._client.close()
 
     def refresh(self) -> None:
-        """Look anew.
+        """Read the current state.
 
         Raises:
-            ServiceError: the service does not answer.
+            ServiceError: the service does not respond.
         """
         for watched in self.runs:
-            place = f"/v1/projects/{watched.project}/runs/{watched.run_id}"
-            watched.data = self._get(place)
-            alerts = self._get(f"{place}/alerts")["alerts"]
+            path = f"/v1/projects/{watched.project}/runs/{watched.run_id}"
+            watched.data = self._get(path)
+            alerts = self._get(f"{path}/alerts")["alerts"]
             watched.alerts = [
                 alert for alert in alerts if alert["details"] and not alert["details"]["inhibited_by"]
             ]
-            watched.actions = self._get(f"{place}/actions")["actions"]
+            watched.actions = self._get(f"{path}/actions")["actions"]
             if watched.run is not None:
                 watched.run.refresh()
                 continue
             try:
                 watched.run = open_run(f"{self._store}/{watched.project}/{watched.run_id}")
             except NotFoundError:
-                continue  # it has written nothing yet
+                continue  # nothing is written yet
 
-    def _get(self, place: str) -> dict[str, Any]:
+    def _get(self, path: str) -> dict[str, Any]:
         try:
-            answer = self._client.get(place)
-            answer.raise_for_status()
+            response = self._client.get(path)
+            response.raise_for_status()
         except httpx.HTTPError as error:
-            raise ServiceError(f"service: {place}: {error}", "start the demo again") from error
-        data: dict[str, Any] = answer.json()
+            raise ServiceError(f"service: {path}: {error}", "start the demo again") from error
+        data: dict[str, Any] = response.json()
         return data
 
 
 PROJECT = "demo"
-_LONGEST_SECONDS = 240.0
-_LOOK_SECONDS = 0.3
+_TIMEOUT_SECONDS = 240.0
+_POLL_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Demo:
-    """How the demo runs.
+    """Parameters of the demo.
 
     Attributes:
-        folder: everything that it leaves behind.
-        seed: of both trainings.
+        folder: folder of all output files.
+        seed: seed of both trainings.
     """
 
     folder: Path
@@ -142,7 +139,7 @@ class Demo:
 
 
 def launch_both(demo: Demo, service: EmbeddedService) -> list[WatchedRun]:
-    """Start the two trainings as processes of their own, which differ in one pixel of the data."""
+    """Start the two trainings as separate processes. They differ in one pixel of the data."""
     tag = f"{demo.seed}-{secrets.token_hex(2)}"
     runs = []
     for label in ("healthy", "faulty"):
@@ -160,20 +157,21 @@ def launch_both(demo: Demo, service: EmbeddedService) -> list[WatchedRun]:
     return runs
 
 
-def watch_to_the_end(service: EmbeddedService, watcher: DemoWatcher, show: Callable[[], None]) -> None:
-    """Look at both runs until they have ended and everything is done, and show each look.
+def watch_until_settled(service: EmbeddedService, watcher: DemoWatcher, show: Callable[[], None]) -> None:
+    """Refresh and show both runs until they are settled.
 
     Raises:
-        ServiceError: they have not ended after four minutes; their processes are left to the caller.
+        ServiceError: they are not settled after four minutes. Their processes continue.
     """
-    deadline = time.monotonic() + _LONGEST_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         watcher.refresh()
         show()
         if all(watched.settled for watched in watcher.runs):
             return
-        service.wait_until(lambda: False, _LOOK_SECONDS)
+        service.wait_until(lambda: False, _POLL_SECONDS)
     states = ", ".join(f"{watched.run_id} {watched.state}" for watched in watcher.runs)
     raise ServiceError(
-        f"demo: not over after {_LONGEST_SECONDS:.0f} s ({states})", "see the logs in its folder"
+        f"demo: not finished after {_TIMEOUT_SECONDS:.0f} s ({states})",
+        "see the logs in the folder of the demo",
     )

@@ -1,6 +1,6 @@
 """Dispatch: claim one due action of the outbox, try it with no transaction open, and record the result.
 
-The metrics, log fields and spans of a try, and webhooks that a rule config names, are part of it.
+The module also contains the metrics, log fields and spans of a try, and the webhooks that a rule config names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from watchstep_services.db.lease import ACTION_LEASE
 from watchstep_services.db.models import ActionRow, ActionTry, RunRow
 from watchstep_services.db.records import add_event
 from watchstep_services.dispatch.stop import try_stop
-from watchstep_services.notify.directory import reach_of
+from watchstep_services.notify.directory import egress_policy_of
 from watchstep_services.notify.flush import NOTIFY, try_notify
 from watchstep_services.runs.control import MIRROR, try_mirror
 from watchstep_services.runs.lifecycle import ENDED
@@ -43,26 +43,26 @@ _log = logging.getLogger(__name__)
 
 
 class TryObservation:
-    """One try as it goes on."""
+    """Telemetry of one try in progress."""
 
     def __init__(self, due: DueAction, span: tracing.Spanned) -> None:
         self._due = due
         self._span = span
 
-    def finished(self, tried: AttemptResult) -> None:
-        """Record the result in metrics, the log and the span; a try that only waited is not recorded."""
-        if tried.result == "waiting":
+    def finished(self, result: AttemptResult) -> None:
+        """Record the result in metrics, the log and the span; a try that only polled is not recorded."""
+        if result.result == "waiting":
             self._span.drop()
             return
-        metrics.ACTION_TRIES.labels(self._due.kind, tried.result).inc()
-        if tried.result == "done" and self._due.kind in {"webhook", "notify"} and self._due.after_unknown:
+        metrics.ACTION_TRIES.labels(self._due.kind, result.result).inc()
+        if result.result == "done" and self._due.kind in {"webhook", "notify"} and self._due.after_unknown:
             metrics.DUPLICATES.labels(self._due.kind).inc()
-        self._span.say(outcome=tried.result, stage=tried.stage)
-        if tried.result in {"error", "failed"}:
-            self._span.fail(tried.result)  # the detail may hold what the receiver said
-            _log.warning("%s not done: %s", self._due.kind, tried.detail[:_LONGEST])
+        self._span.annotate(outcome=result.result, stage=result.stage)
+        if result.result in {"error", "failed"}:
+            self._span.fail(result.result)  # without the detail, which may quote the receiver
+            _log.warning("%s not done: %s", self._due.kind, result.detail[:_LONGEST])
         else:
-            _log.info("%s %s", self._due.kind, tried.result)
+            _log.info("%s %s", self._due.kind, result.result)
 
 
 @contextmanager
@@ -83,20 +83,20 @@ def observing_try(due: DueAction) -> Iterator[TryObservation]:
 
 
 def count_lost_lease() -> None:
-    """Count a try whose action another worker claimed before it was recorded."""
+    """Count a try with an action that another worker claimed before it was recorded."""
     metrics.LEASES_LOST.labels("action").inc()
 
 
 def try_webhook(service: Service, due: DueAction) -> AttemptResult:
-    """Post the event once; the receiver knows a repeated one by its id.
+    """Post the event once. The receiver recognizes a repeated event by its id.
 
-    Redirects are not followed, and addresses that are not public are refused, as of receivers. It is not signed: a receiver
-    of kind ``webhook`` is.
+    Redirects are not followed, and addresses that are not public are refused, as for receivers. The request is not signed;
+    requests to a receiver of kind ``webhook`` are.
     """
     event = due.payload["event"]
     body = json.dumps(event).encode()
     delivery = DeliveryContext(
-        reach_of(service.settings, due.project), service.settings.webhook_seconds, due.now_ns
+        egress_policy_of(service.settings, due.project), service.settings.webhook_seconds, due.now_ns
     )
     try:
         address = parse_address(str(due.payload["url"]))
@@ -110,23 +110,23 @@ def try_webhook(service: Service, due: DueAction) -> AttemptResult:
 
 _KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook, NOTIFY: try_notify}
 POSTS = ("webhook", NOTIFY)
-"""Kinds of actions that notify people."""
+"""Kinds of actions that notify receivers."""
 
 _LONGEST_BACKOFF = 300.0
 _LONGEST_MIRROR_BACKOFF = 30.0
-"""A tombstone is to be on a store soon after that answers again: a cluster may start the job again meanwhile."""
+"""Shorter, because a cluster may restart the job before the tombstone is on the store."""
 _MOST_DOUBLINGS = 30
 _FINAL = {"done", "skipped", "failed"}
 
 
 def due_actions(service: Service, limit: int = 100) -> list[int]:
-    """Ids of actions that are due: what runs are asked for, and then so many of what people are told, each the longest due first.
+    """Ids of due actions: first actions on runs, then notifications, up to the limit of each, longest due first.
 
-    However many receivers do not answer, no stop waits behind what they are to be told. Of what people are told the first of each
-    project comes before the second of any.
+    Stops do not wait for notifications, however many receivers do not answer. The first notification of each project
+    precedes the second of any project.
     """
     is_due = (ACTION_LEASE.is_free(),)
-    asked = (
+    on_runs = (
         select(ActionRow.id)
         .where(*is_due, ActionRow.kind.not_in(POSTS))
         .order_by(ActionRow.next_ns)
@@ -141,11 +141,11 @@ def due_actions(service: Service, limit: int = 100) -> list[int]:
     )
     posts_due = select(posts.c.id).order_by(posts.c.turn, posts.c.next_ns, posts.c.id).limit(limit)
     with service.database.read() as session:
-        return [*session.execute(asked).scalars(), *session.execute(posts_due).scalars()]
+        return [*session.execute(on_runs).scalars(), *session.execute(posts_due).scalars()]
 
 
 def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, DeliveryKey]:
-    """The receivers of actions; actions without one are left out. One query for all."""
+    """The receivers of actions, with one query; actions without a receiver are left out."""
     if not action_ids:
         return {}
     with service.database.read() as session:
@@ -158,7 +158,7 @@ def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, Deliver
 
 
 def project_of(service: Service, action_id: int) -> str:
-    """The project of an action; empty where there is none."""
+    """The project of an action; empty if there is no such action."""
     with service.database.read() as session:
         of = (
             select(RunRow.project)
@@ -184,23 +184,23 @@ def next_due_ns(service: Service) -> int | None:
 def dispatch(service: Service, action_id: int) -> AttemptResult | None:
     """Try an action once.
 
-    A try that fails in any way is recorded and tried again later, so that it blocks no other.
+    A failed try is recorded and retried later, so that it does not block other actions.
 
     Returns:
-        What came of it; None where it is not due or another worker has it.
+        The result; None if the action is not due or another worker has claimed it.
     """
     failpoint("dispatch.claiming", action_id)
     due = _claim(service, action_id)
     if due is None:
         return None
     failpoint("dispatch.claimed", due)
-    with observing_try(due) as seen:
-        tried = _try(service, due)
-        seen.finished(tried)
+    with observing_try(due) as observation:
+        result = _try(service, due)
+        observation.finished(result)
     failpoint("dispatch.sent", due)
-    _record(service, due, tried)
+    _record(service, due, result)
     failpoint("dispatch.recorded", due)
-    return tried
+    return result
 
 
 def _try(service: Service, due: DueAction) -> AttemptResult:
@@ -208,7 +208,7 @@ def _try(service: Service, due: DueAction) -> AttemptResult:
         return _KINDS[due.kind](service, due)
     except WatchstepError as error:
         return AttemptResult("error", f"{error.what} ({error.hint})", due.stage)
-    except Exception as error:  # noqa: BLE001 - told with the action; it must not keep others from their turn
+    except Exception as error:  # noqa: BLE001 - recorded with the action; it must not block other actions
         _log.exception("action %d (%s) failed", due.id, due.kind)
         return AttemptResult("error", f"{type(error).__name__}: {error}", due.stage)
 
@@ -220,7 +220,7 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
         else_=nanoseconds(settings.lease_seconds),
     )
     with service.database.write() as session:
-        # Until the try is recorded the action is not due again; if this process dies, it is when the lease ends.
+        # The action is not due again until the try is recorded or, if this process dies, its lease expires.
         token = ACTION_LEASE.claim(session, action_id, lease)
         if token is None:
             return None
@@ -243,15 +243,15 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
         )
 
 
-def _record(service: Service, due: DueAction, tried: AttemptResult) -> None:
+def _record(service: Service, due: DueAction, result: AttemptResult) -> None:
     with service.database.write() as session:
         row = ACTION_LEASE.lock(session, due.id, due.claims)
         if row is None or row.state != "pending":
             count_lost_lease()
-            return  # the lease ended and another worker has gone on from here
+            return  # the lease expired and another worker has claimed the action
         now = read_clock(session)
-        if tried.result == "waiting":
-            row.next_ns = tried.after_ns
+        if result.result == "waiting":
+            row.next_ns = result.after_ns
             return
         row.tries += 1
         session.add(
@@ -259,37 +259,39 @@ def _record(service: Service, due: DueAction, tried: AttemptResult) -> None:
                 action_id=row.id,
                 number=row.tries,
                 at_ns=now,
-                outcome=tried.result,
-                detail=tried.detail[:4000],
+                outcome=result.result,
+                detail=result.detail[:4000],
             )
         )
-        row.outcome = tried.detail[:4000]
-        # A try that fails has not moved the stage: one that it has committed itself stays.
-        if tried.stage != row.stage and (tried.result != "error" or tried.stage != due.stage):
-            row.stage, row.stage_since_ns = tried.stage, now
-        if tried.result == "advanced":
-            row.next_ns = tried.after_ns
-        elif tried.result == "error" and (
+        row.outcome = result.detail[:4000]
+        # A failed try has not advanced the stage; a stage that it committed itself remains.
+        if result.stage != row.stage and (result.result != "error" or result.stage != due.stage):
+            row.stage, row.stage_since_ns = int(result.stage), now
+        if result.result == "advanced":
+            row.next_ns = result.after_ns
+        elif result.result == "error" and (
             row.tries < service.settings.max_tries or _must_go_on(session, row)
         ):
             doubled = 2.0 ** min(row.tries - 1, _MOST_DOUBLINGS)
             longest = _LONGEST_MIRROR_BACKOFF if row.kind == MIRROR else _LONGEST_BACKOFF
             pause = min(longest, service.settings.retry_seconds * doubled)
-            row.next_ns = max(now + nanoseconds(pause), tried.after_ns)  # a receiver may ask for longer
+            row.next_ns = max(
+                now + nanoseconds(pause), result.after_ns
+            )  # a receiver may request a longer pause
         else:
-            row.state = tried.result if tried.result in _FINAL else "failed"
+            row.state = result.result if result.result in _FINAL else "failed"
             row.finished_ns = now
         if row.kind == "stop":
-            _audit(session, row, tried, now)
-        if tried.facts is not None:
-            _publish_stop_done(service, session, row, tried)
+            _audit(session, row, result, now)
+        if result.facts is not None:
+            _publish_stop_done(service, session, row, result)
         failpoint("dispatch.writing", due)
 
 
 def _must_go_on(session: Session, row: ActionRow) -> bool:
-    """Whether an action is retried without limit. A stop is, while its attempt goes on.
+    """Whether an action is retried without limit: a stop while its attempt runs, and a tombstone that is not on the store.
 
-    Nor is a tombstone on its way to the store: what was stopped stays stopped.
+    Without the tombstone, a stopped run could start again.
     """
     if row.kind not in ("stop", MIRROR):
         return False
@@ -299,34 +301,39 @@ def _must_go_on(session: Session, row: ActionRow) -> bool:
     return run.attempt == row.payload["attempt"] and run.state not in ENDED
 
 
-def _audit(session: Session, row: ActionRow, tried: AttemptResult, now: int) -> None:
-    """Each try of a stop, and how it ended, in the log that outlives the run."""
+def _audit(session: Session, row: ActionRow, result: AttemptResult, now: int) -> None:
+    """Record each try of a stop, and its end, in the audit log, which outlives the run."""
     run = session.get_one(RunRow, row.run_id)
     subject = Subject(run.project, run.run, str(row.payload["attempt"]))
-    entry = {"number": row.tries, "outcome": tried.result, "stage": row.stage, "detail": tried.detail[:4000]}
+    entry = {
+        "number": row.tries,
+        "outcome": result.result,
+        "stage": row.stage,
+        "detail": result.detail[:4000],
+    }
     note(session, "tried", subject, "the service", now, entry)
     if row.state != "pending":
         ended = {
             "state": row.state,
             "tries": row.tries,
-            "detail": tried.detail[:4000],
+            "detail": result.detail[:4000],
             "requested_ns": row.created_ns,
-            **(tried.facts or {}),
+            **(result.facts or {}),
         }
         note(session, "ended", subject, "the service", now, ended)
 
 
-def _publish_stop_done(service: Service, session: Session, row: ActionRow, tried: AttemptResult) -> None:
+def _publish_stop_done(service: Service, session: Session, row: ActionRow, result: AttemptResult) -> None:
     run = session.get_one(RunRow, row.run_id)
     now = read_clock(session)
     data = {
-        **(tried.facts or {}),
+        **(result.facts or {}),
         "attempt": row.payload["attempt"],
         "reason": row.payload["reason"],
         "cause": row.payload["cause"],
-        "detail": tried.detail,
+        "detail": result.detail,
         "requested_ns": row.created_ns,
         "done_ns": now,
     }
-    event = make_event("watchstep.stop.done", service.base_url, (run.project, run.run), now, data)
+    event = make_event("io.watchstep.stop.done", service.base_url, (run.project, run.run), now, data)
     add_event(session, run.id, event, now)

@@ -1,4 +1,4 @@
-"""What a stop is aimed at: the run, its attempt, its job, and whether they are over."""
+"""The target of a stop: the run, its attempt, its job, and whether they are over."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.models import Attempt, Project, RunRow
 from watchstep_services.runs import attempts
-from watchstep_services.runs.control import ask, change, mirror
+from watchstep_services.runs.control import change, mirror, request_change
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy.backends import bound_job
 
 STATUS_SECONDS = 5.0
-"""So long a stop waits for a job's backend before it asks the workers: most answer within a second, and one that hangs does so
-for half a minute."""
+"""Timeout of a stop's request to a job's backend before the workers are requested to stop. Most backends answer within a second; one
+that hangs does so for half a minute."""
 
 REFUSED = (StoreError, ConfigError)
-"""What is raised where a store does not answer, refuses, or cannot be opened."""
+"""Errors of a store that does not answer, refuses, or cannot be opened."""
 
-_Came = TypeVar("_Came")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class StopTarget:
     Attributes:
         run: its run.
         attempt: its row.
-        place: of its project.
-        opened: where the run lies, or why that cannot be opened.
+        place: the project's location on the store.
+        opened: the run's store, or why it cannot be opened.
         job: the bound job, if any.
-        status: how the job is; None without one.
-        backend: what the job runs on; None where this process knows no such backend.
-        trouble: why the backend could not be asked now; the status is unknown.
-        unread: the store does not say now how many workers the attempt has, and what they do when they are asked.
+        status: status of the job; None without a job.
+        backend: backend of the job; None if this process has none of that kind.
+        trouble: why the backend did not answer; the status is unknown.
+        unread: the attempt's document cannot be read now, so its world size and its reaction to requests are unknown.
         hurried: the backend was not waited for; the status is unknown.
     """
 
@@ -61,7 +61,7 @@ class StopTarget:
 
     @property
     def run_store(self) -> Store:
-        """Where the run lies.
+        """The run's store.
 
         Raises:
             StoreError, ConfigError: it cannot be opened.
@@ -72,56 +72,56 @@ class StopTarget:
 
     @property
     def listens(self) -> bool:
-        """Whether its workers do something when they are asked to stop, as far as anybody can know."""
+        """Whether its workers react to stop requests, as far as is known."""
         return self.unread or self.attempt.on_stop != "ignore"
 
     @property
     def is_alone(self) -> bool:
-        """Whether the attempt has one worker, as far as anybody can know."""
+        """Whether the attempt has one worker, as far as is known."""
         return not self.unread and self.attempt.world_size <= 1
 
     @property
     def ends_complete(self) -> bool:
-        """Whether every worker has said how it ended."""
+        """Whether every worker has reported its end."""
         return len(self.attempt.ends) >= max(1, self.attempt.world_size)
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether every worker trained to its own end."""
+        """Whether every worker completed its training."""
         return self.ends_complete and all(end["state"] == "completed" for end in self.attempt.ends.values())
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether a worker has said that it failed."""
+        """Whether a worker reported a failure."""
         return any(end["state"] == "failed" for end in self.attempt.ends.values())
 
     @property
-    def obeyed(self) -> bool:
-        """Whether a worker says that it stopped because it was asked to, or the exit code of its job says so."""
+    def applied(self) -> bool:
+        """Whether the workers applied the request: one reported so, or the job's exit code shows it."""
         code = None if self.status is None else self.status.exit_code
         return code == EXIT_STOPPED or any(end["state"] == "stopped" for end in self.attempt.ends.values())
 
     @property
     def is_over(self) -> bool:
-        """Whether the job is gone or, where none is bound, every worker has ended."""
-        if self.status is None or not self.status.in_sight:
+        """Whether the job is gone or, without a job, every worker has ended."""
+        if self.status is None or not self.status.is_visible:
             return self.ends_complete
         return self.status.is_over
 
     @property
-    def in_sight(self) -> bool:
-        """Whether a job is bound, and this process can see how it is."""
-        return self.status is not None and self.status.in_sight
+    def is_visible(self) -> bool:
+        """Whether a job is bound, and its status is known."""
+        return self.status is not None and self.status.is_visible
 
 
 def load_target(service: Service, run_id: int, attempt: str, *, hurried: bool = False) -> StopTarget:
-    """Find what a stop is aimed at, and how its job is now, if its backend can say so. No store is waited for long.
+    """Find the target of a stop and the status of its job. Stores are not waited for longer than `store_wait_seconds`.
 
     Args:
         service: the service.
-        run_id: of the run.
-        attempt: its name.
-        hurried: where its workers listen, the backend is waited for `STATUS_SECONDS` at the most.
+        run_id: id of the run.
+        attempt: name of the attempt.
+        hurried: if its workers listen, wait for the backend for `STATUS_SECONDS` at most.
     """
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
@@ -148,23 +148,23 @@ def load_target(service: Service, run_id: int, attempt: str, *, hurried: bool = 
 
 
 class _SlowBackendError(BackendDownError):
-    """It has not answered yet."""
+    """The backend has not answered yet."""
 
 
 def _status_soon(service: Service, project: str, backend: Backend, job: JobHandle) -> JobStatus:
-    """How a job is.
+    """The status of a job.
 
     Raises:
-        BackendError: as of `Backend.status`, or it has not answered in time.
+        BackendError: as raised by `Backend.status`, or it has not answered in time.
     """
-    asked = service.status_threads.submit(project, functools.partial(backend.status, job), job.backend)
-    if not wait([asked], STATUS_SECONDS).done:
-        asked.cancel()
+    future = service.status_threads.submit(project, functools.partial(backend.status, job), job.backend)
+    if not wait([future], STATUS_SECONDS).done:
+        future.cancel()
         raise _SlowBackendError(
             f"backend {job.backend}: no answer for {STATUS_SECONDS:g} s",
-            "see whether it can be reached from here; it is tried again",
+            "check that it can be reached from the service's machine; it is tried again",
         )
-    return asked.result()
+    return future.result()
 
 
 def _open(service: Service, place: StorePlace, run: str) -> Store | StoreError | ConfigError:
@@ -183,38 +183,38 @@ def _load_attempt(
         return row, False
     if isinstance(opened, Store):
         try:
-            row = service.patience.ask_now(
+            row = service.bulkhead.call_urgent(
                 place.registration,
                 lambda: attempts.load(service.database, opened, *of),
                 service.settings.store_wait_seconds,
             )
         except StoreError:
-            pass  # whoever needs the store next is told
+            pass  # the next call that needs the store raises it
         else:
             return row, False
     return attempts.undescribed(service.database, *of), True
 
 
-def at_store(service: Service, target: StopTarget, work: Callable[[Store], _Came]) -> _Came:
-    """What work at a target's store comes to. A stop waits only so long for that: there are other ways to the job.
+def at_store(service: Service, target: StopTarget, work: Callable[[Store], _Result]) -> _Result:
+    """Execute work at a target's store, with a timeout, because a stop can also use the job's backend.
 
     Raises:
-        StoreError, ConfigError: the store cannot be opened, refused, or has not answered by then.
+        StoreError, ConfigError: the store cannot be opened, refused, or has not answered in time.
     """
     run_store = target.run_store
-    return service.patience.ask_now(
+    return service.bulkhead.call_urgent(
         target.place.registration, lambda: work(run_store), service.settings.store_wait_seconds
     )
 
 
 def write_control(service: Service, target: StopTarget, stop: StopRequest) -> ControlDocument:
-    """Ask all workers to stop: in the database, which answers announcements, and on the store.
+    """Request that all workers stop: in the database, which answers announcements, and on the store.
 
-    An attempt that has been asked is not asked for another step: its workers must agree on one.
+    A stop request of the same attempt is not replaced, because its workers must agree on one step.
 
     Raises:
-        StoreError, ConfigError: the store refused. The database has the stop already, and an action that brings it to the
-            store once that answers.
+        StoreError, ConfigError: the store refused. The database has the request and an action that writes it to the store
+            later.
     """
     with service.database.write() as session:
         change(session, target.run.id, lambda document: _with(document, stop))
@@ -223,12 +223,12 @@ def write_control(service: Service, target: StopTarget, stop: StopRequest) -> Co
         control = at_store(service, target, lambda run_store: mirror(service, target.run.id, run_store))
     except REFUSED:
         with service.database.write() as session:
-            ask(session, target.run.id, lambda document: document)
+            request_change(session, target.run.id, lambda document: document)
         raise
     failpoint("control.on_store", target.run.id)
     return control
 
 
 def _with(document: ControlDocument, stop: StopRequest) -> ControlDocument:
-    asked = document.stop is not None and document.stop.attempt == stop.attempt
-    return document if asked else document.with_stop(stop)
+    is_requested = document.stop is not None and document.stop.attempt == stop.attempt
+    return document if is_requested else document.with_stop(stop)

@@ -1,4 +1,4 @@
-"""An alert as people see it: one over all attempts of its run, with its fingerprint and its evidence."""
+"""Alert instances: one alert over all attempts of its run, with its fingerprint and its evidence."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from watchstep_services.runs.discovery import key_of
 from watchstep_services.service.judging import Judged
 
 Change = Literal["opened", "revealed", "continued", "closed", "none"]
-"""It began to fire; it fires and is no longer kept quiet; it fires on another attempt, too; it is over; nothing new."""
+"""It began to fire; it fires and is no longer inhibited; it fires on another attempt; it is resolved; nothing changed."""
 
 
 def find(session: Session, context: EventContext, judged: Judged) -> AlertInstanceRow | None:
-    """Where the alert of a rule config stands."""
+    """The alert instance of a rule config."""
     name = fingerprint(context.project, context.run, judged.row)
     return session.execute(
         select(AlertInstanceRow).filter_by(run_id=context.run_id, fingerprint=name)
@@ -31,41 +31,41 @@ def find(session: Session, context: EventContext, judged: Judged) -> AlertInstan
 
 
 def follow(
-    session: Session, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    session: Session, context: EventContext, judged: Judged, transition: Transition, details: dict[str, Any]
 ) -> tuple[AlertInstanceRow, Change]:
-    """Take over a change to *firing* or *resolved* on one attempt.
+    """Apply a change to *firing* or *resolved* on one attempt.
 
     Args:
         session: the transaction.
         context: where and when.
-        judged: whose alert.
+        judged: the alert's rule config.
         transition: the change.
-        said: the alert's details, and ``event_id``.
+        details: the alert's message and explanation, and ``event_id``.
     """
     row = find(session, context, judged)
     if row is None:
-        row = _new(session, context, judged, transition, said)
+        row = _new(session, context, judged, transition, details)
         if transition.phase is Phase.FIRING:
             return row, "opened"
     if transition.phase is Phase.RESOLVED:
-        return row, _close(row, context, judged, transition, said)
+        return row, _close(row, context, judged, transition, details)
     if row.phase != Phase.FIRING.value:
         row.episode += 1
         row.fired_ns, row.resolved_ns = context.now_ns, None
         row.acknowledged_by, row.acknowledged_ns, row.acknowledgement = "", None, ""
-        _hold(row, context, judged, transition, said)
+        _assign(row, context, judged, transition, details)
         row.inhibited_by = transition.inhibited_by
         return row, "opened"
-    return row, _again(session, row, context, judged, transition, said)
+    return row, _again(session, row, context, judged, transition, details)
 
 
 def revise(
-    session: Session, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    session: Session, context: EventContext, judged: Judged, transition: Transition, details: dict[str, Any]
 ) -> AlertInstanceRow | None:
-    """Take over that an alert that fires names a likelier cause: what is told of it from now on says so.
+    """Apply a likelier cause of a firing alert; later notifications name it.
 
     Returns:
-        The alert; None where there is none, or it is over or fires on another attempt by now.
+        The alert; None if there is none, it is resolved, or another attempt makes it fire.
     """
     row = find(session, context, judged)
     if row is None or row.phase != Phase.FIRING.value:
@@ -75,12 +75,12 @@ def revise(
     assert transition.finding is not None
     row.finding, row.since_ns = json.loads(transition.finding.model_dump_json()), transition.since_ns
     row.step = transition.step
-    row.message, row.explanation = said["message"], said["explanation"]
+    row.message, row.explanation = details["message"], details["explanation"]
     return row
 
 
 def _new(
-    session: Session, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    session: Session, context: EventContext, judged: Judged, transition: Transition, details: dict[str, Any]
 ) -> AlertInstanceRow:
     row = AlertInstanceRow(
         run_id=context.run_id,
@@ -89,16 +89,20 @@ def _new(
         fired_ns=context.now_ns,
         inhibited_by=transition.inhibited_by,
     )
-    _hold(row, context, judged, transition, said)
+    _assign(row, context, judged, transition, details)
     session.add(row)
     session.flush()
     return row
 
 
-def _hold(
-    row: AlertInstanceRow, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+def _assign(
+    row: AlertInstanceRow,
+    context: EventContext,
+    judged: Judged,
+    transition: Transition,
+    details: dict[str, Any],
 ) -> None:
-    """From now on the alert is that of this rule config and attempt."""
+    """Assign the alert to this rule config and attempt."""
     assert judged.config is not None
     assert transition.finding is not None
     row.config_id, row.attempt = judged.row.id, context.attempt
@@ -108,12 +112,12 @@ def _hold(
     row.phase = Phase.FIRING.value
     row.since_ns = transition.since_ns
     row.finding = json.loads(transition.finding.model_dump_json())
-    _say(row, transition.step, said)
+    _set_details(row, transition.step, details)
 
 
-def _say(row: AlertInstanceRow, step: int, said: dict[str, Any]) -> None:
-    row.step, row.event_id = step, said["event_id"]
-    row.message, row.explanation = said["message"], said["explanation"]
+def _set_details(row: AlertInstanceRow, step: int, details: dict[str, Any]) -> None:
+    row.step, row.event_id = step, details["event_id"]
+    row.message, row.explanation = details["message"], details["explanation"]
 
 
 def _again(
@@ -122,16 +126,16 @@ def _again(
     context: EventContext,
     judged: Judged,
     transition: Transition,
-    said: dict[str, Any],
+    details: dict[str, Any],
 ) -> Change:
-    """It fires already: on this attempt, where it was kept quiet, or on another."""
+    """Apply that a firing alert fires again: on this attempt, where it was inhibited, or on another one."""
     was_hidden = row.is_hidden
     same = (row.config_id, row.attempt) == (judged.row.id, context.attempt)
     newest = session.get_one(RunRow, context.run_id).attempt
     if not same and context.attempt != newest and row.attempt == newest:
         return "none"  # late rows of an attempt that is over
-    _hold(row, context, judged, transition, said)
-    # What people know of stays known: that it follows from something else on a later attempt takes nothing back.
+    _assign(row, context, judged, transition, details)
+    # An alert that was published stays so: an inhibition on a later attempt does not hide it.
     row.inhibited_by = transition.inhibited_by if was_hidden else ""
     if was_hidden and not row.is_hidden:
         return "revealed"
@@ -139,16 +143,20 @@ def _again(
 
 
 def _close(
-    row: AlertInstanceRow, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    row: AlertInstanceRow,
+    context: EventContext,
+    judged: Judged,
+    transition: Transition,
+    details: dict[str, Any],
 ) -> Change:
     if row.phase != Phase.FIRING.value or (row.config_id, row.attempt) != (judged.row.id, context.attempt):
         return "none"  # another attempt makes it fire
-    _say(row, transition.step, said)
+    _set_details(row, transition.step, details)
     row.phase, row.resolved_ns = Phase.RESOLVED.value, context.now_ns
     return "closed"
 
 
-# Made once: every evaluation asks it.
+# Built once, because every evaluation executes it.
 _FIRING = (
     select(AlertInstanceRow)
     .where(AlertInstanceRow.run_id == bindparam("of_run"), AlertInstanceRow.phase == Phase.FIRING.value)
@@ -159,16 +167,16 @@ _FIRING = (
 def left_behind(
     session: Session, context: EventContext, judged: list[Judged], watermark: int
 ) -> list[tuple[AlertInstanceRow, str]]:
-    """Alerts that nothing makes fire any more, and why: no change of theirs will ever come.
+    """Alerts that no later change will resolve, and why they are over.
 
-    One that fired on an earlier attempt is over once the run's newest has come past that step without it, and so is one whose
-    rule config was changed meanwhile; one whose rule config is no longer there is over at once.
+    An alert that fired on an earlier attempt is over once the newest attempt has passed that step without it, or its rule
+    config was changed meanwhile. One without a rule config is over at once.
 
     Args:
         session: the transaction.
         context: where and when.
-        judged: all rule configs of the run, as they were judged on ``place.attempt``.
-        watermark: the last step of it that every worker has passed.
+        judged: all rule configs of the run, as evaluated on ``context.attempt``.
+        watermark: the attempt's watermark.
     """
     rows = list(session.execute(_FIRING, {"of_run": context.run_id}).scalars())
     if not rows or session.get_one(RunRow, context.run_id).attempt != context.attempt:
@@ -179,12 +187,12 @@ def left_behind(
         entry = of.get(row.fingerprint)
         if entry is None:
             ended.append((row, "its rule config is no longer in use"))
-        elif _came_past(row, entry, watermark):
-            ended.append((row, f"attempt {context.attempt} came past step {row.step} without it"))
+        elif _has_passed(row, entry, watermark):
+            ended.append((row, f"attempt {context.attempt} passed step {row.step} without it"))
     return ended
 
 
-def _came_past(row: AlertInstanceRow, entry: Judged, watermark: int) -> bool:
+def _has_passed(row: AlertInstanceRow, entry: Judged, watermark: int) -> bool:
     if entry.config is None or entry.memory.alert.phase in (Phase.FIRING, Phase.PENDING):
         return False
     judged = entry.memory.judged > 0 or entry.config.implementation.clock
@@ -192,7 +200,7 @@ def _came_past(row: AlertInstanceRow, entry: Judged, watermark: int) -> bool:
 
 
 def close_left_behind(session: Session, row: AlertInstanceRow, step: int, now_ns: int, event_id: str) -> None:
-    """End an alert that nothing makes fire any more, on every attempt."""
+    """Resolve an alert on every attempt."""
     row.phase, row.resolved_ns, row.event_id = Phase.RESOLVED.value, now_ns, event_id
     row.step = step
     row.explanation = resolved_title(row, step)
@@ -209,7 +217,7 @@ def close_left_behind(session: Session, row: AlertInstanceRow, step: int, now_ns
 
 
 def resolved_title(row: AlertInstanceRow, step: int) -> dict[str, Any]:
-    """What was said of it, with a title that says that it is over."""
+    """The alert's explanation, with a title that states that it is resolved."""
     title = f"{row.name} ({row.severity}) resolved at step {step}"
     return {**row.explanation, "title": title} if row.explanation else {}
 
@@ -218,10 +226,10 @@ RECORDER = "recorder"
 
 
 def fingerprint(project: str, run: str, row: RuleConfigRow) -> str:
-    """A stable name of the alert of a rule config on a run: by project, run, the config's name and its labels.
+    """A stable id of the alert of a rule config on a run: a hash of project, run, the config's name and its labels.
 
-    What a recorder asks for is never the same as an alert of the owner's or an operator's: it could keep that one from being
-    told of.
+    An alert that a recorder requests never equals one of the owner or an operator, because it could suppress that
+    one's notifications.
     """
     labels: dict[str, Any] = (row.data or {}).get("labels") or {}
     named = [project, run, row.name, row.origin == RECORDER, sorted(labels.items())]
@@ -233,7 +241,7 @@ MOST_SEGMENTS = 16
 
 
 def evidence_of(session: Session, context: EventContext, step: int) -> dict[str, Any]:
-    """The run's place on the store, the step, the segments that hold it, and what shows the run from there."""
+    """The run's location on the store, the step, the segments that contain it, and a command that shows the run."""
     rows = session.execute(
         select(Segment)
         .where(

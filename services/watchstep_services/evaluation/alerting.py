@@ -1,6 +1,6 @@
-"""From changes of an alert to events and actions, within the transaction that commits them.
+"""Publish changes of alerts as events and actions, within the transaction that commits them.
 
-An alert that fires stops the job if its rule may; otherwise what would have happened is recorded.
+A firing alert stops the job if its rule may; otherwise the stop that would have been requested is recorded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sqlalchemy.orm import Session
 
 from watchstep.format.control import SnapshotRequest
 from watchstep_rules.config.rule_config import RuleConfig, StopAction
-from watchstep_rules.engine.alert import Phase, Transition, as_told
-from watchstep_rules.engine.explanation import RunName, explain, say
+from watchstep_rules.engine.alert import Phase, Transition, coalesce
+from watchstep_rules.engine.explanation import RunName, event_message, explain
 from watchstep_services.core.events import CloudEvent, EventType, make_event
 from watchstep_services.core.redaction import action_key, without_addresses
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, RuleConfigRow
@@ -24,18 +24,18 @@ from watchstep_services.db.records import add_action, add_event
 from watchstep_services.evaluation import alert_instances
 from watchstep_services.evaluation.alert_instances import evidence_of, fingerprint
 from watchstep_services.evaluation.incidents import Incidents, update_incidents
-from watchstep_services.notify.membership import Named, regroup
+from watchstep_services.notify.membership import RunReference, regroup
 from watchstep_services.notify.silences import NOBODY, WEBHOOK, Active, active, covering, labels_of, mute
 from watchstep_services.runs.claim import EventContext
-from watchstep_services.runs.control import ask_for_snapshot
+from watchstep_services.runs.control import request_snapshot
 from watchstep_services.runs.stops import (
     StopRequester,
     Subject,
     digest_of,
     judges,
     note,
+    permission_for,
     request_stop,
-    word_for,
 )
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import Judged
@@ -45,7 +45,7 @@ Why = Literal["dry_run", "not_allowed", "silenced"]
 
 @dataclass(frozen=True)
 class StopCause:
-    """What asks for a stop: the event of an alert that fires, in words, and the silence that covers the alert."""
+    """The cause of a stop: the event of a firing alert, its reason as text, and the silence that covers the alert."""
 
     event: CloudEvent
     reason: str
@@ -53,31 +53,31 @@ class StopCause:
 
 
 def wants_stop(config: RuleConfig) -> bool:
-    """Whether a rule config says ``stop``, tried dry or not."""
+    """Whether a rule config has a ``stop`` action, in a dry run or not."""
     return any(isinstance(action, StopAction) for action in config.actions)
 
 
 def stop(session: Session, context: EventContext, judged: Judged, cause: StopCause) -> int | None:
-    """Ask for the stop, or record that it would have been asked for.
+    """Request the stop, or record that it would have been requested.
 
     Returns:
-        The id of the action; None where there is none, or the attempt has been asked to stop already.
+        The id of the action; None if there is none, or a stop of the attempt was requested before.
     """
     assert judged.config is not None
     details = _stop_details(judged.config, cause)
     if judged.config.dry_run:
         _would_have(session, context, cause, "dry_run", details)
         return None
-    word = word_for(session, context.project, judged.row, judged.config)
-    if word is None:
+    permission = permission_for(session, context.project, judged.row, judged.config)
+    if permission is None:
         _would_have(session, context, cause, "not_allowed", details)
         return None
-    if cause.silence is not None and cause.silence.holds_stop:
+    if cause.silence is not None and cause.silence.suppresses_stop:
         _would_have(session, context, cause, "silenced", {**details, "silence": cause.silence.id})
         return None
-    asked = StopRequester(f"rule {judged.config.name}", {**details, "allowed": word.as_data()})
+    requester = StopRequester(f"rule {judged.config.name}", {**details, "allowed": permission.as_data()})
     because = (cause.event.id, cause.reason)
-    return request_stop(session, context.base_url, context.run_id, context.attempt, because, asked)
+    return request_stop(session, context.base_url, context.run_id, context.attempt, because, requester)
 
 
 def _stop_details(config: RuleConfig, cause: StopCause) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _would_have(
             name: details[name] for name in ("reason", "step", "digest", "rule_config", "finding", "evidence")
         },
     }
-    event = make_event("watchstep.stop.would_have", context.base_url, context.named, context.now_ns, data)
+    event = make_event("io.watchstep.stop.would_have", context.base_url, context.named, context.now_ns, data)
     add_event(session, context.run_id, event, context.now_ns)
     subject = Subject(context.project, context.run, context.attempt)
     name = details["judges"]["name"]
@@ -118,7 +118,7 @@ def _hint(context: EventContext, why: Why, details: dict[str, Any]) -> str:
     if why == "dry_run":
         return f"leave 'dry_run' out of rule {name!r} to let it stop"
     if why == "silenced":
-        return f"silence {details['silence']} holds stops back; expire it to let rule {name!r} stop"
+        return f"silence {details['silence']} blocks stops; expire it to let rule {name!r} stop"
     return (
         f"rule {name!r} has never been allowed to stop jobs of project {context.project!r}: watchstep rules allow-stop "
         f"{name} --project {context.project} --reason WHY"
@@ -126,27 +126,27 @@ def _hint(context: EventContext, why: Why, details: dict[str, Any]) -> str:
 
 
 _EVENTS: dict[Phase, EventType] = {
-    Phase.FIRING: "watchstep.alert.firing",
-    Phase.RESOLVED: "watchstep.alert.resolved",
+    Phase.FIRING: "io.watchstep.alert.firing",
+    Phase.RESOLVED: "io.watchstep.alert.resolved",
 }
 
 
 def publish(
     service: Service, session: Session, context: EventContext, judged: Sequence[Judged], watermark: int
 ) -> list[int]:
-    """Follow the alerts of a run through their changes on one attempt.
+    """Publish the changes of a run's alerts on one attempt.
 
-    What an alert that begins to fire in this evaluation names is told as it is known at its end: once, and rightly.
+    An alert that begins to fire in this evaluation is published once, with the cause that is known at the evaluation's end.
 
     Args:
         service: the service.
         session: the transaction that commits them.
         context: where and when.
         judged: every rule config of the run.
-        watermark: the last step of the attempt that every worker has passed.
+        watermark: the attempt's watermark.
 
     Returns:
-        Ids of the actions that this causes.
+        Ids of the actions that the changes cause.
     """
     silences = (
         active(session, context.project, context.now_ns) if any(entry.transitions for entry in judged) else []
@@ -154,7 +154,7 @@ def publish(
     actions: list[int] = []
     changed: list[AlertInstanceRow] = []
     began: set[int] = set()
-    changes = [as_told(entry.transitions) for entry in judged]
+    changes = [coalesce(entry.transitions) for entry in judged]
     incidents = update_incidents(session, context, judged, changes)
     for entry, transitions in zip(judged, changes, strict=True):
         for transition in transitions:
@@ -171,13 +171,18 @@ def publish(
         actions += _end(session, context, row, watermark, why)
         changed.append(row)
     regroup(
-        service, session, Named(context.run_id, context.project, context.run), changed, began, context.now_ns
+        service,
+        session,
+        RunReference(context.run_id, context.project, context.run),
+        changed,
+        began,
+        context.now_ns,
     )
     return actions
 
 
 class _PhaseChange:
-    """One change to *firing* or *resolved*: its event, and what follows from it."""
+    """A change to *firing* or *resolved*: its event and the effects."""
 
     def __init__(
         self,
@@ -197,9 +202,9 @@ class _PhaseChange:
         self._silences = silences
         self._incidents = incidents
         self.changed: list[AlertInstanceRow] = []
-        """The alert, where something is new for those who are to be told."""
+        """The alert, if receivers may have to be notified of it."""
         self.began: set[int] = set()
-        """Its id, where it began to fire: that is told whatever comes after."""
+        """The alert's id, if it began to fire; its receivers are notified even if it resolves meanwhile."""
 
     def publish(self) -> list[int]:
         """Publish the event; returns the ids of new actions."""
@@ -217,9 +222,9 @@ class _PhaseChange:
             self._context.now_ns,
             data,
         )
-        said = {"event_id": event.id, "message": data["message"], "explanation": data["explanation"]}
+        details = {"event_id": event.id, "message": data["message"], "explanation": data["explanation"]}
         row, change = alert_instances.follow(
-            self._session, self._context, self._judged, self._transition, said
+            self._session, self._context, self._judged, self._transition, details
         )
         self._session.flush()
         silence = covering(self._silences, labels_of(row, self._context.project, self._context.run))
@@ -248,7 +253,7 @@ class _PhaseChange:
         return _post(self._session, self._context, self._config.webhooks, event)
 
     def _mute_hidden(self, row: AlertInstanceRow) -> bool:
-        """Whether nobody at all is told."""
+        """Whether no receiver is notified; the reason is recorded."""
         is_note = self._config.severity == "info"
         if is_note:
             mute(self._session, row, NOBODY, ("info", ""), self._context.now_ns)
@@ -260,13 +265,13 @@ class _PhaseChange:
         return is_note or self._config.dry_run or bool(self._transition.inhibited_by)
 
     def _follow(self, event: CloudEvent, silence: Active | None) -> list[int]:
-        """The stop and the snapshot of an alert that fires and is not kept quiet, on this attempt for itself."""
+        """Request the stop and the snapshot of an alert that fires without inhibition on this attempt."""
         if self._transition.phase is not Phase.FIRING or self._transition.inhibited_by:
             return []
         actions: list[int | None] = []
         if self._config.takes_snapshot:
-            wanted = SnapshotRequest(event.id, self._transition.step, self._context.attempt)
-            actions.append(ask_for_snapshot(self._session, self._context.run_id, wanted))
+            request = SnapshotRequest(event.id, self._transition.step, self._context.attempt)
+            actions.append(request_snapshot(self._session, self._context.run_id, request))
         if wants_stop(self._config):
             reason = _reason(self._context, self._config, self._transition)
             cause = StopCause(event, reason, silence)
@@ -282,22 +287,22 @@ def _revise(
     silences: Sequence[Active],
     incidents: Incidents,
 ) -> None:
-    """Publish that an alert names a likelier cause. It fires already: nobody is told anew, and nothing is stopped again."""
+    """Publish a likelier cause of a firing alert. Receivers are not notified and nothing is stopped again."""
     data = _data(session, context, judged, transition)
     data["incident"] = incidents.as_data(judged.row.id)
     row = alert_instances.revise(session, context, judged, transition, data)
     if row is not None:
         silence = covering(silences, labels_of(row, context.project, context.run))
         data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
-    event = make_event("watchstep.alert.revised", context.base_url, context.named, context.now_ns, data)
+    event = make_event("io.watchstep.alert.revised", context.base_url, context.named, context.now_ns, data)
     add_event(session, context.run_id, event, context.now_ns)
 
 
 def _end(session: Session, context: EventContext, row: AlertInstanceRow, step: int, why: str) -> list[int]:
-    """Publish the end of an alert that nothing makes fire any more."""
+    """Publish the end of an alert that no attempt makes fire any more."""
     config = session.get(RuleConfigRow, row.config_id)
     event = make_event(
-        "watchstep.alert.resolved",
+        "io.watchstep.alert.resolved",
         context.base_url,
         context.named,
         context.now_ns,
@@ -334,7 +339,7 @@ def _end(session: Session, context: EventContext, row: AlertInstanceRow, step: i
 
 
 def _webhook_urls(data: dict[str, Any]) -> list[str]:
-    """Of a rule config that this version may not be able to read."""
+    """Webhook URLs of a rule config, which this version may not be able to parse."""
     actions = [action for action in data.get("actions") or () if isinstance(action, dict)]
     return [str(action["url"]) for action in actions if action.get("kind") == "webhook" and "url" in action]
 
@@ -366,21 +371,21 @@ def _move(session: Session, context: EventContext, judged: Judged, transition: T
 
 
 def _details(context: EventContext, config: RuleConfig, transition: Transition) -> dict[str, Any]:
-    """What an alert and its events say beside the finding."""
+    """Data of an alert and its events besides the finding."""
     return {
         "since_step": transition.since_step,
         "since_ns": transition.since_ns,
         "labels": dict(config.labels),
         "dry_run": config.dry_run,
         "inhibited_by": transition.inhibited_by or None,
-        "message": say(config, transition, _named(context)),
+        "message": event_message(config, transition, _named(context)),
         "explanation": explain(config, transition).model_dump(mode="json"),
     }
 
 
 def _data(session: Session, context: EventContext, judged: Judged, transition: Transition) -> dict[str, Any]:
     finding, config = transition.finding, judged.config
-    assert finding is not None  # only what fires or is resolved becomes an event
+    assert finding is not None  # only alerts that fire or resolve are published
     assert config is not None
     return {
         "attempt": context.attempt,
@@ -413,4 +418,6 @@ def _post(session: Session, context: EventContext, urls: Sequence[str], event: C
 
 
 def _reason(context: EventContext, config: RuleConfig, transition: Transition) -> str:
-    return f"rule {config.name} at step {transition.step}: {say(config, transition, _named(context))}"
+    return (
+        f"rule {config.name} at step {transition.step}: {event_message(config, transition, _named(context))}"
+    )

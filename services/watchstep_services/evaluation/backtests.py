@@ -1,7 +1,7 @@
-"""Backtests that the service does: asked for through the API, judged one run at a time by whoever is free.
+"""Backtests in the service: requested through the API, and evaluated one run at a time by any free worker.
 
-One run is one piece of work, so that many runs never keep a run that goes on from its turn. A worker that dies is found by
-its lease; what was judged before stays.
+One run is one unit of work, so that a backtest of many runs does not delay live runs. A worker's death is detected by the
+expired lease; results that were recorded before remain.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from watchstep_services.service.context import Service
 MOST_RUNS = 1000
 MOST_PATTERNS = 20
 _LEASE_SECONDS = 600.0
-"""A run that takes longer is judged twice at the worst, and noted once."""
+"""A run that takes longer is at worst evaluated twice, and its result is recorded once."""
 
 _MOST_TRIES = 3
-"""After so many workers that died with a run it is left out."""
+"""Workers that may die with a run before it is left out."""
 
 _FINDINGS = 20
 
 
 @dataclass(frozen=True)
 class BacktestProgress:
-    """How far a backtest came.
+    """Progress of a backtest.
 
     Attributes:
         id: its number.
         state: ``waiting``, ``running`` or ``done``.
         runs: names of the runs.
-        results: of the first of them.
-        variations: of its sweeps.
+        results: results of the first runs.
+        variations: variations of its sweeps.
     """
 
     id: int
@@ -60,14 +60,14 @@ class BacktestProgress:
 def request_backtest(
     service: Service, project: str, runs: Sequence[str], configs: Sequence[RuleConfig], sweeps: Sequence[str]
 ) -> int:
-    """Ask for a backtest; returns its number.
+    """Request a backtest; return its number.
 
     Args:
         service: the service.
-        project: whose runs; only what the service knows of it is judged.
+        project: project of the runs; only runs that are registered with the service are evaluated.
         runs: names, or patterns with ``*``, ``?`` and ``[...]``.
         configs: the rules.
-        sweeps: as `watchstep_rules.backtest.sweep.parse_sweep` takes them.
+        sweeps: in the syntax of `watchstep_rules.backtest.sweep.parse_sweep`.
 
     Raises:
         NotFoundError: no run has such a name.
@@ -93,7 +93,7 @@ def request_backtest(
 
 
 def _matching(service: Service, project: str, runs: Sequence[str]) -> list[str]:
-    """Names of the runs of a project that are asked for. Matched outside of any transaction: it may take long.
+    """Names of the requested runs of a project. They are matched outside of transactions, because it may take long.
 
     Raises:
         NotFoundError: no run has such a name.
@@ -108,7 +108,7 @@ def _matching(service: Service, project: str, runs: Sequence[str]) -> list[str]:
     patterns = [name for name in dict.fromkeys(runs) if any(character in name for character in "*?[")]
     if len(patterns) > MOST_PATTERNS:
         raise ConfigError(
-            f"{len(patterns)} patterns, {MOST_PATTERNS} at the most", "use fewer, or full names"
+            f"{len(patterns)} patterns; the limit is {MOST_PATTERNS}", "use fewer patterns, or full names"
         )
     chosen = set(names).intersection(runs)
     missing = set(runs) - set(patterns) - chosen
@@ -119,14 +119,16 @@ def _matching(service: Service, project: str, runs: Sequence[str]) -> list[str]:
             missing.add(pattern)
     for name in runs:
         if name in missing:
-            raise NotFoundError(f"run {project}/{name}: not known", "see the project's runs for their names")
+            raise NotFoundError(
+                f"run {project}/{name}: not found", "list the project's runs to see their names"
+            )
     if len(chosen) > MOST_RUNS:
-        raise ConfigError(f"{len(chosen)} runs, {MOST_RUNS} at the most", "name fewer")
+        raise ConfigError(f"{len(chosen)} runs; the limit is {MOST_RUNS}", "name fewer runs")
     return sorted(chosen)
 
 
 def due_backtests(service: Service) -> tuple[int, ...]:
-    """Backtests that nobody works on and that are not done."""
+    """Unfinished backtests without a current claim."""
     with service.database.read() as session:
         return tuple(
             session.execute(
@@ -136,7 +138,7 @@ def due_backtests(service: Service) -> tuple[int, ...]:
 
 
 def judge_next(service: Service, number: int) -> bool:
-    """Judge the next run of a backtest; whether there are more. Nothing happens where another does it."""
+    """Evaluate the next run of a backtest; return whether more remain. Does nothing if another worker has claimed it."""
     claimed = _claim(service, number)
     if claimed is None:
         return False
@@ -147,7 +149,7 @@ def judge_next(service: Service, number: int) -> bool:
     if row.tries > _MOST_TRIES:
         result: Replayed | Failed = Failed(
             location,
-            f"run {row.project}/{run}: {_MOST_TRIES} workers died with it",
+            f"run {row.project}/{run}: {_MOST_TRIES} workers died while evaluating it",
             "give workers more memory",
         )
     else:
@@ -157,7 +159,7 @@ def judge_next(service: Service, number: int) -> bool:
 
 
 def read_progress(service: Service, project: str, number: int) -> BacktestProgress:
-    """How far a backtest came, and what it found.
+    """Progress and results of a backtest.
 
     Raises:
         NotFoundError: the project has none of this number.
@@ -165,11 +167,11 @@ def read_progress(service: Service, project: str, number: int) -> BacktestProgre
     with service.database.read() as session:
         row = session.get(Backtest, number)
         if row is None or row.project != project:
-            raise NotFoundError(f"backtest {number} of {project}: not known", "ask for one first")
+            raise NotFoundError(f"backtest {number} of {project}: not found", "request a backtest first")
         documents = session.execute(
             select(BacktestResult.result).filter_by(backtest_id=number).order_by(BacktestResult.place)
         ).scalars()
-        results = tuple(result_from_data(held) for held in documents)
+        results = tuple(result_from_data(document) for document in documents)
     state = row.state if row.next == 0 or row.state == "done" else "running"
     return BacktestProgress(number, state, tuple(row.runs), results, _task(row).variations)
 
@@ -199,8 +201,8 @@ def _note(service: Service, row: Backtest, result: Replayed | Failed) -> bool:
             session, row.id, row.claims, next=row.next + 1, tries=0, state=state, finished_ns=finished_ns
         )
         if not released:
-            return False  # another worker has taken it over
-        # Nothing is posted from a result, so it needs no address of a webhook.
+            return False  # another worker has claimed it
+        # Results trigger no notifications, so webhook addresses are left out.
         document = without_addresses(result_as_data(result, _FINDINGS))
         session.add(BacktestResult(backtest_id=row.id, place=row.next, result=document))
     return more

@@ -1,8 +1,8 @@
-"""Baselines of a project's programs: summaries of sound runs, and the baseline that is pinned to a new attempt.
+"""Baselines of a project's programs: summaries of healthy runs, and the baseline that is pinned to a new attempt.
 
-After a run has ended, its upkeep keeps a summary of it if it is sound. Before the first rows of an attempt are judged, the
-newest summaries of the same program become the attempt's baseline. It is created as an object on the store, then noted in the
-database, and never changes: rows are judged alike however they arrive, and a backtest judges them as they were judged live.
+After a run has ended, its upkeep stores a summary of it if it is healthy. Before the first rows of an attempt are evaluated, the
+newest summaries of the same program become the attempt's baseline. It is created as an object on the store, then recorded in the
+database, and never changes, so rows are evaluated alike however they arrive, and a backtest gives the live results.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from watchstep_services.service.context import Service
 
 _log = logging.getLogger(__name__)
 
-_UNSOUND = ("warning", "critical")
+_UNHEALTHY = ("warning", "critical")
 _CANDIDATES = 5 * MAX_RUNS
-"""Newest summaries of a program that are looked at: a program may alternate between models."""
+"""Newest summaries of a program that are considered; a program may alternate between models."""
 
 
 def summarize(service: Service, run_id: int, run_store: Store) -> None:
-    """Keep the summary of a run that has ended, if it is sound, and drop an earlier summary of it.
+    """Store the summary of an ended run if it is healthy, and delete an earlier summary of it.
 
-    A run is sound if it completed and no alert of severity warning or critical fired. Alerts of `unlike_earlier_runs` do not
-    count: otherwise a program that was changed on purpose could never get a new baseline.
+    A run is healthy if it completed and no alert of severity warning or critical fired. Alerts of `unlike_earlier_runs` do not
+    count, because otherwise a program that was changed on purpose could never get a new baseline.
 
     Raises:
         StoreError: the store cannot be read.
     """
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
-        sound = run.state == "completed" and not _has_fired(session, run_id)
-    document = _run_document(run_store) if sound else None
+        healthy = run.state == "completed" and not _has_fired(session, run_id)
+    document = _run_document(run_store) if healthy else None
     summary = summarize_run(open_run(run_store)) if document is not None else None
     with service.database.write() as session:
         session.execute(delete(RunSummaryRow).where(RunSummaryRow.run_id == run_id))
@@ -66,21 +66,21 @@ def summarize(service: Service, run_id: int, run_store: Store) -> None:
 def pin_baseline(
     service: Service, run_store: Store, attempt: Attempt, project: str, catalogue: tuple[TensorInfo, ...]
 ) -> None:
-    """Pin the baseline of an attempt none of whose rows were judged; nothing where there are too few sound runs.
+    """Pin the baseline of an attempt without evaluated rows; does nothing if there are too few healthy runs.
 
-    Nor where the store does not answer or may not be written to: a run is judged without a baseline rather than not at all.
+    If the store does not answer or is read-only, the run is evaluated without a baseline.
 
     Args:
         service: the service.
         run_store: seen from the run.
         attempt: the attempt.
         project: of the run.
-        catalogue: tensors of the first rows. Runs whose parameters have other shapes do not count.
+        catalogue: tensors of the first rows. Runs with other parameter shapes do not count.
     """
     try:
         _pin(service, run_store, attempt, project, catalogue)
     except StoreError as error:
-        _log.warning("project %s: an attempt is judged without a baseline: %s", project, error.what)
+        _log.warning("project %s: an attempt is evaluated without a baseline: %s", project, error.what)
 
 
 def _pin(
@@ -112,7 +112,7 @@ def _pin(
 
 
 def pinned_baseline(session: Session, run_id: int, attempt: str) -> str | None:
-    """The JSON text of the baseline that was pinned to an attempt; None where none was."""
+    """The JSON text of an attempt's pinned baseline; None if it has none."""
     return session.execute(
         select(PinnedBaseline.baseline)
         .join(Attempt, Attempt.id == PinnedBaseline.attempt_id)
@@ -121,7 +121,7 @@ def pinned_baseline(session: Session, run_id: int, attempt: str) -> str | None:
 
 
 def program_of(document: RunDocument) -> str:
-    """Identifies the program and what it records: equal for runs of one program file with one capture configuration."""
+    """A hash of the program and its capture configuration; equal for runs of one program file with one configuration."""
     identity = [document.environment.get("program", ""), document.config]
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -157,14 +157,14 @@ def _has_fired(session: Session, run_id: int) -> bool:
     fired = select(AlertRow.id).where(
         AlertRow.run_id == run_id,
         AlertRow.fired_ns.is_not(None),
-        AlertRow.severity.in_(_UNSOUND),
+        AlertRow.severity.in_(_UNHEALTHY),
         AlertRow.rule != UnlikeEarlierRuns.name,
     )
     return session.execute(fired.limit(1)).scalar_one_or_none() is not None
 
 
 def _run_document(run_store: Store) -> RunDocument | None:
-    """The run's document; None where it is not there or is damaged."""
+    """The run's document; None if it is absent or damaged."""
     try:
         data = run_store.get(RUN_DOCUMENT, limit=documents.MAX_BYTES)
         return documents.decode(RunDocument, data, RUN_DOCUMENT)

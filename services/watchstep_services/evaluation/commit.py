@@ -1,9 +1,9 @@
-"""Commit, the third phase of an evaluation: all of its results in one short transaction, or none of them.
+"""Commit, the third phase of an evaluation: write all results in one short transaction, or none of them.
 
 Every commit begins with the same write, `_write_progress`: the fence, the cursor, the segments that were read, the attempt, the journal
-and the rule states. In most evaluations nothing else happened. On PostgreSQL that write is one statement, and a transaction by
-itself: each further statement costs a worker a third of a millisecond, and PostgreSQL as much. On SQLite it is one statement for each table.
-What only some evaluations have follows in the same transaction, `_write_news`: findings, alerts, a run's start, rule health, corrupt and missing segments.
+and the rule states. Most evaluations write nothing else. On PostgreSQL that write is one statement and a transaction by itself: each
+further statement costs a worker a third of a millisecond, and PostgreSQL as much. On SQLite it is one statement for each table.
+Other results follow in the same transaction in `_write_news`: findings, alerts, a run's start, rule health, corrupt and missing segments.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from watchstep_services.service.context import Service
 from watchstep_services.service.judging import FINDINGS_KEPT, Judged, LostContext
 
 _MISSING_ROWS = 1000
-"""Rows of missing segments that one evaluation writes; the rest are counted. What comes late is found by a listing anyway."""
+"""Rows of missing segments that one evaluation writes; the rest are counted. Listings find late segments without rows, too."""
 
 
 @dataclass(frozen=True)
 class EvaluationOutcome:
-    """What an evaluation found out.
+    """The results of an evaluation.
 
     Attributes:
         collected: the segments.
-        cursor: after them, canonical text.
-        progress: how far the attempt came, before the watermark advances.
-        advance: of the watermark, if any.
-        context: journal positions that the next evaluation may look back to.
-        judged: what the rules said.
-        ended: no row came, and the attempt has ended: its silence was not judged.
-        lost: earlier rows that could not be read; None where all were there.
-        due_ns: when to look again without a hint.
+        cursor: canonical text of the cursor after them.
+        progress: progress of the attempt before the watermark advances.
+        advance: the advance of the watermark, if any.
+        context: journal positions within the next evaluation's lookback.
+        judged: results of the rules.
+        ended: no row arrived and the attempt has ended, so its silence was not evaluated.
+        lost: earlier rows that could not be read; None if all were read.
+        due_ns: when the next evaluation is due without a hint.
     """
 
     collected: Collected
@@ -87,18 +87,18 @@ class EvaluationOutcome:
 
     @property
     def watermark(self) -> int:
-        """The last step that every worker has passed, after this evaluation."""
+        """The watermark after this evaluation."""
         return self.advance.step if self.advance else self.progress.watermark
 
 
 @dataclass(frozen=True)
 class Committed:
-    """What a commit left.
+    """The result of a commit.
 
     Attributes:
         actions: ids of the actions that it caused.
-        hinted: a hint came while the run was held, whose message may have found it held: it is to be looked at again.
-        reported_health: by rule config, the health that was last reported.
+        hinted: a hint arrived while the run was claimed. Its message may have found the run claimed, so the run is due again.
+        reported_health: the last reported health, by rule config.
     """
 
     actions: list[int]
@@ -107,9 +107,10 @@ class Committed:
 
 
 def commit(service: Service, claim: Claim, outcome: EvaluationOutcome) -> Committed | None:
-    """Write an outcome if the claim is current; None where another worker has taken the run or moved its cursor.
+    """Write an outcome if the claim is current.
 
-    Then nothing was written.
+    Returns:
+        The result; None, and nothing is written, if another worker has claimed the run or moved its cursor.
     """
     if not _has_news(claim, outcome):
         with service.database.bare() as connection:
@@ -128,7 +129,7 @@ def commit(service: Service, claim: Claim, outcome: EvaluationOutcome) -> Commit
 
 
 def _has_news(claim: Claim, outcome: EvaluationOutcome) -> bool:
-    """Whether there is anything to write beside the progress."""
+    """Whether there is anything to write besides the progress."""
     collected = outcome.collected
     if not collected.calm or collected.corrupt or collected.missing or collected.failed:
         return True
@@ -145,7 +146,7 @@ def _has_news(claim: Claim, outcome: EvaluationOutcome) -> bool:
 
 @dataclass(frozen=True)
 class _RunAtCommit:
-    """What the run's row says once its cursor is moved."""
+    """Columns of the run's row after its cursor was moved."""
 
     hints: int
     now_ns: int
@@ -157,9 +158,12 @@ class _RunAtCommit:
 def _write_progress(
     connection: Connection, claim: Claim, outcome: EvaluationOutcome, worker: str
 ) -> _RunAtCommit | None:
-    """Move the run's cursor and write what every evaluation writes; None, and nothing is written, where the claim is not current.
+    """Move the run's cursor and write what every evaluation writes.
 
-    The one place where the databases differ: PostgreSQL takes all of it as one statement.
+    PostgreSQL executes one statement, SQLite one for each table.
+
+    Returns:
+        The run's columns; None, and nothing is written, if the claim is not current.
     """
     values = _progress_values(claim, outcome, worker)
     segments = _segments_read(claim, outcome.collected)
@@ -186,7 +190,7 @@ def _write_tables(
     segments: list[dict[str, Any]],
     states: list[tuple[int, str]],
 ) -> None:
-    """What follows the move of the cursor, table by table."""
+    """Write the tables other than the run's, one statement each."""
     if segments:
         connection.execute(_SEGMENT, segments)
     of_attempt = {"of_run": values["run_id"], "named": values["attempt"]}
@@ -230,8 +234,8 @@ def _progress_values(claim: Claim, outcome: EvaluationOutcome, worker: str) -> d
     }
 
 
-# What is written at every evaluation is made once, and written without the session: putting statements together, and
-# looking for what to write, cost more than the writing.
+# These statements are built once and executed without the ORM session, because building them and the session's
+# flush cost more than the writes.
 _RUN = RunRow.__table__.c
 _HINTED = _RUN.hints != bindparam("known_hints")
 _MOVE = (
@@ -249,7 +253,7 @@ _MOVE = (
         ),
         cached_by=bindparam("cached_by"),
         due_ns=case((_HINTED, now_ns()), else_=bindparam("due", type_=BigInteger())),
-        # A worker that releases a run which has more to read, or was hinted at meanwhile, sends the next message.
+        # If more is to be read, or a hint arrived meanwhile, the worker that releases the run sends the next message.
         requested_ns=case(
             (or_(_HINTED, bindparam("more", type_=Boolean())), now_ns()), else_=_RUN.requested_ns
         ),
@@ -287,7 +291,7 @@ def _at_once(dialect: Dialect) -> TextClause:
     return text(_AT_ONCE.replace("{now}", clock_expression(dialect)))
 
 
-# Everything behind ``moved`` reads it, so that nothing of it is written where the claim is not current. The fence is that of
+# Every clause after ``moved`` reads from it, so that nothing is written if the claim is not current. The fence equals that of
 # `RUN_LEASE.writing`.
 _AT_ONCE = """
 WITH moved AS (
@@ -299,29 +303,29 @@ WITH moved AS (
         requested_ns = CASE WHEN hints <> :known_hints OR CAST(:more AS boolean) THEN {now} ELSE requested_ns END
     WHERE id = :lease_key AND epoch = :lease_token AND cursor = :read_cursor
     RETURNING id, hints, {now} AS now_ns, health, state, state_attempt
-), came AS (
-    UPDATE segments SET state = 'read', position = given.position, ranks = given.ranks
-    FROM moved, json_to_recordset(CAST(:segments AS json)) AS given (row_id bigint, position bigint, ranks json)
-    WHERE segments.id = given.row_id
-), went AS (
+), read_segments AS (
+    UPDATE segments SET state = 'read', position = new_rows.position, ranks = new_rows.ranks
+    FROM moved, json_to_recordset(CAST(:segments AS json)) AS new_rows (row_id bigint, position bigint, ranks json)
+    WHERE segments.id = new_rows.row_id
+), moved_attempt AS (
     UPDATE attempts SET
         writers = CAST(:writers AS json), first_seen_ns = :first_seen_ns, largest = :largest, ticks = :ticks,
         watermark = CAST(:watermark AS bigint), context = CAST(:context AS json)
     FROM moved WHERE attempts.run_id = moved.id AND attempts.attempt = :attempt
-), ticked AS (
+), added_tick AS (
     INSERT INTO ticks (run_id, tick, attempt, position, at_ns, ended)
     SELECT moved.id, CAST(:tick AS bigint), CAST(:attempt AS varchar), CAST(:journal AS bigint),
         CAST(:at_ns AS bigint), CAST(:ended AS boolean)
     FROM moved
-), passed AS (
+), added_watermark AS (
     INSERT INTO watermarks (run_id, tick, attempt, step, cause, at_ns)
     SELECT moved.id, CAST(:tick AS bigint), CAST(:attempt AS varchar), CAST(:watermark AS bigint),
         CAST(:cause AS varchar), CAST(:at_ns AS bigint)
     FROM moved WHERE CAST(:cause AS varchar) IS NOT NULL
-), remembered AS (
-    UPDATE rule_states SET state = given.state
-    FROM moved, json_to_recordset(CAST(:states AS json)) AS given (config_id bigint, state text)
-    WHERE rule_states.config_id = given.config_id AND rule_states.attempt = :attempt
+), moved_states AS (
+    UPDATE rule_states SET state = new_rows.state
+    FROM moved, json_to_recordset(CAST(:states AS json)) AS new_rows (config_id bigint, state text)
+    WHERE rule_states.config_id = new_rows.config_id AND rule_states.attempt = :attempt
 )
 SELECT hints, now_ns, health, state, state_attempt FROM moved
 """
@@ -330,13 +334,13 @@ SELECT hints, now_ns, health, state, state_attempt FROM moved
 def _write_news(
     service: Service, session: Session, claim: Claim, outcome: EvaluationOutcome, run: _RunAtCommit
 ) -> tuple[list[int], dict[int, str | None]]:
-    """Write what only some evaluations have; the ids of new actions, and by rule config the health that was last reported."""
+    """Write results other than progress; return the ids of new actions, and the last reported health by rule config."""
     attempt = outcome.collected.attempt
     _write_troubles(session, claim, outcome, run)
     if (run.state, run.state_attempt) != ("running", attempt):
         start_run(
             service, session, claim.run_id, run.now_ns
-        )  # before the events of rules: events keep this order
+        )  # before the events of rules, because events are read in this order
     context = EventContext.of(service.base_url, claim, attempt, run.now_ns)
     states = _rule_states(session, claim.run_id, outcome)
     reported: dict[int, str | None] = {}
@@ -348,7 +352,7 @@ def _write_news(
 
 
 def _write_troubles(session: Session, claim: Claim, outcome: EvaluationOutcome, run: _RunAtCommit) -> None:
-    """Segments that are corrupt or missing, and the run's health."""
+    """Write corrupt and missing segments and the run's health."""
     collected, before = outcome.collected, run.health
     for entry, problem in collected.corrupt:
         session.execute(
@@ -380,7 +384,7 @@ def _write_troubles(session: Session, claim: Claim, outcome: EvaluationOutcome, 
 
 
 def _segments_read(claim: Claim, collected: Collected) -> list[dict[str, Any]]:
-    """Of each segment that was read its row, its position in the journal, and its ranks."""
+    """The row, journal position and ranks of each segment that was read."""
     return [
         {"row_id": entry.row_id, "position": claim.journal + position, "ranks": spans_of_ranks(block)}
         for position, (entry, block) in enumerate(collected.blocks)
@@ -388,7 +392,7 @@ def _segments_read(claim: Claim, collected: Collected) -> list[dict[str, Any]]:
 
 
 def _mark_missing(session: Session, run_id: int, gap: Gap, now: int, most: int) -> int:
-    """Note what is missing, so that it is taken up if it comes after all; returns how many rows that were."""
+    """Record missing segments, so that they are read if they arrive later; return the number of rows."""
     who, until = gap.writer, min(gap.until, gap.start + most)
     for seq in range(gap.start, until):
         values = {
@@ -400,7 +404,7 @@ def _mark_missing(session: Session, run_id: int, gap: Gap, now: int, most: int) 
 
 
 def _rule_states(session: Session, run_id: int, outcome: EvaluationOutcome) -> dict[int, RuleStateRow]:
-    """Rows of the rule states of the attempt, by rule config."""
+    """Rows of the attempt's rule states, by rule config."""
     named = {"of_run": run_id, "named": outcome.collected.attempt}
     return {row.config_id: row for row in session.execute(_RULE_STATES, named).scalars()}
 
@@ -420,7 +424,7 @@ _RULE_STATES = (
 def _write_findings(
     session: Session, attempt: str, judged: Judged, state: RuleStateRow | None
 ) -> RuleStateRow:
-    """Add new findings, up to so many of a rule config; returns the row of its state, which is made with the first."""
+    """Add new findings up to `FINDINGS_KEPT` for each rule config; return its rule state, created with the first finding."""
     if state is None:
         state = RuleStateRow(
             config_id=judged.row.id, attempt=attempt, state=judged.state, findings=0, reported_health=""
@@ -440,5 +444,5 @@ def _write_findings(
                 finding=json.loads(finding.model_dump_json()),
             )
         )
-    state.findings += judged.found
+    state.findings += judged.finding_count
     return state

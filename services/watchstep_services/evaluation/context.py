@@ -1,10 +1,10 @@
-"""Earlier rows of an attempt, read again from the store by a process that does not have them in memory.
+"""Earlier rows of an attempt, read from the store by a process that does not have them in memory.
 
 The rows of a journal position are read from its segment. Retention deletes segments after a compaction; the rows are then
-taken from the compacted run, by the ranks and steps that the database noted when the segment was judged. Both give the
+read from the compacted run, by the ranks and steps that the database recorded when the segment was evaluated. Both give the
 same rows in the same order.
 
-A segment whose rows are in neither place is left out, and the caller reports it. This is the one exception to split
+A segment with rows in neither place is left out, and the caller reports it. This is the one exception to split
 invariance: see docs/decisions/080-lost-context-is-reported.md.
 """
 
@@ -31,12 +31,12 @@ from watchstep_services.runs.discovery import key_of
 from watchstep_services.service.judging import LostContext
 
 _MOST_ROWS = 500_000
-"""Rows that are read before those that are not needed are left out."""
+"""Rows in memory after which rows outside the lookback are dropped."""
 
 
 @dataclass(frozen=True)
 class _JudgedSegment:
-    """A segment that was judged before: its journal position, its key, and (rank, first step, last step, rows) of each rank."""
+    """A segment that was evaluated before: journal position, key, and (rank, first step, last step, rows) of each rank."""
 
     position: int
     key: SegmentKey
@@ -46,19 +46,19 @@ class _JudgedSegment:
 def read_context(
     database: Database, source: RunSource, attempt: Attempt, depth: Lookback
 ) -> tuple[History, LostContext | None]:
-    """Read the rows of an attempt that the next evaluation may look back to.
+    """Read the rows of an attempt within the lookback of the next evaluation.
 
     Args:
         database: the database.
-        source: of the run's segments.
-        attempt: its row; ``context`` has the journal positions of the rows.
-        depth: how far the rules look back.
+        source: the run's store and guard.
+        attempt: row of the attempt; ``context`` lists the journal positions of the rows.
+        depth: lookback of the rules.
 
     Returns:
-        The rows, and what could not be read.
+        The rows, and the segments that could not be read.
 
     Raises:
-        StoreError: the store did not answer, or has nothing of the run at all.
+        StoreError: the store did not answer, or contains nothing of the run.
     """
     run_store = source.store
     compacted = _CompactedRun(run_store, attempt.attempt)
@@ -68,7 +68,9 @@ def read_context(
         try:
             source.guard.check(segment.key)
             parts.append((segment.position, _rows_of(run_store, segment, depth, compacted)))
-            if sum(len(rows) for _, rows in parts) > _MOST_ROWS:  # of each segment a few rows may be needed
+            if (
+                sum(len(rows) for _, rows in parts) > _MOST_ROWS
+            ):  # only a few rows of each segment may be needed
                 history, parts = trimmed(joined(parts, history), depth, attempt.watermark), []
         except (FormatError, NotFoundError) as error:
             lost.append((segment, error.what))
@@ -76,9 +78,9 @@ def read_context(
     if not lost:
         return history, None
     if _is_empty(run_store):
-        # More likely an unmounted folder than a run of which everything was deleted: it is tried again.
+        # An unmounted folder is more likely than a run with all objects deleted, so the evaluation is retried.
         raise StoreError(
-            f"store {run_store.location}: holds nothing of the run", "check that it is mounted and readable"
+            f"store {run_store.location}: has no object of the run", "check that it is mounted and readable"
         )
     return history, LostContext(len(lost), max(segment.key.last for segment, _ in lost), lost[-1][1])
 
@@ -100,7 +102,7 @@ def _is_empty(run_store: Store) -> bool:
 
 
 def _rows_of(run_store: Store, segment: _JudgedSegment, depth: Lookback, compacted: _CompactedRun) -> Block:
-    """A segment's rows.
+    """Read a segment's rows.
 
     Raises:
         FormatError, NotFoundError: they can be read neither from the segment nor from the compacted run.
@@ -117,10 +119,10 @@ def _rows_of(run_store: Store, segment: _JudgedSegment, depth: Lookback, compact
 
 
 def _read_original(run_store: Store, key: SegmentKey, *, histograms: bool) -> Block:
-    """The rows of a segment's own object.
+    """Read the rows from a segment's own object.
 
-    Damage in its histograms was not noticed when no rule looked into them. Rules that do now report that histograms were
-    not read, and the others go on.
+    Damage in its histograms was not noticed if no rule used them. A rule that does now reports that histograms were
+    not read, and the other rules are evaluated.
     """
     data = fetch(run_store, key)
     try:
@@ -130,14 +132,14 @@ def _read_original(run_store: Store, key: SegmentKey, *, histograms: bool) -> Bl
 
 
 class _CompactedRun:
-    """What a compaction made of a run; opened when the first segment is missing."""
+    """The compacted objects of a run; opened when the first segment is missing."""
 
     def __init__(self, run_store: Store, attempt: str) -> None:
         self._store, self._attempt = run_store, attempt
         self._opened: tuple[RunIndex, StepReader | None] | None = None
 
     def rows_of(self, segment: _JudgedSegment) -> Block | None:
-        """The rows of a segment; None where they are not in the compacted run, or cannot be told from others.
+        """The rows of a segment; None if they are not in the compacted run, or cannot be distinguished from others.
 
         Raises:
             StoreError: the store did not answer.
@@ -150,7 +152,7 @@ class _CompactedRun:
         parts = []
         for rank, first, last, rows in segment.ranks:
             part = reader.rows_of(rank, first, last)
-            # A rank's step is never split, so its rows are exactly those of the segment.
+            # A rank's step is never split, so these rows are exactly the segment's.
             if len(part) != rows:
                 return None
             parts.append(part)
@@ -160,7 +162,7 @@ class _CompactedRun:
         if self._opened is None:
             index = RunIndex(self._store)
             reader = None
-            # A refresh opens every segment that no manifest covers: it is worth it only where there is a manifest.
+            # A refresh opens every segment that no manifest covers, so it is done only if there is a manifest.
             if any(entry.key.endswith("/manifest.json") for entry in self._store.entries(COMPACTED)):
                 index.refresh()
                 reader = StepReader(index, self._attempt)

@@ -1,4 +1,4 @@
-"""Evaluate one run. Production calls it from a Celery task, the embedded service from a thread.
+"""Evaluate one run. In production a Celery task calls it, in the embedded service a thread.
 
 claim ── collect ──▶ judge ──▶ commit ──▶ committed
 │          │          └ the claim is not current ──▶ fenced
@@ -37,6 +37,7 @@ from watchstep_services.evaluation.collect import (
     Collected,
     RunSource,
     collect,
+    reject_new_tensors,
     run_store_of,
     spans_of_ranks,
 )
@@ -64,21 +65,21 @@ from watchstep_services.service.rule_time import RETRY_SECONDS, charged
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
 _MOST_FAILED = 20
-"""Attempts that a run's health names."""
+"""Limit of failed attempts in a run's health."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation did.
+    """The result of an evaluation.
 
     Attributes:
-        outcome: ``busy``: another worker holds the run; ``idle``: nothing to judge; ``committed``;
-            ``fenced``: another worker took the run meanwhile, and everything was discarded.
-        more: there is more to judge at once.
+        outcome: ``busy``: another worker has claimed the run; ``idle``: nothing to evaluate; ``committed``;
+            ``fenced``: another worker claimed the run meanwhile, and all results were discarded.
+        more: more can be evaluated at once.
         actions: ids of the actions that it caused.
-        steady: the run goes on as it did: nothing was seen that could change its state or that of an alert.
+        steady: nothing was found that could change the state of the run or of an alert.
     """
 
     outcome: Literal["busy", "idle", "committed", "fenced"]
@@ -88,7 +89,7 @@ class Evaluation:
 
 
 def evaluate(service: Service, run_id: int) -> Evaluation:
-    """Read and judge what is new of a run.
+    """Evaluate new segments of a run.
 
     Raises:
         StoreError, ConfigError: the store did not answer; the run is released and evaluated again later.
@@ -101,14 +102,14 @@ def evaluate(service: Service, run_id: int) -> Evaluation:
 
 
 def evaluate_longest_due(service: Service, run_id: int) -> tuple[int, Evaluation]:
-    """Read and judge what is new of the run that has been due for longest, among those that this worker is to take.
+    """Evaluate the run that has been due for longest, among the candidates of this worker.
 
     Args:
         service: the service.
-        run_id: the run that was asked for, which is evaluated where none is due.
+        run_id: the requested run, which is evaluated if none is due.
 
     Returns:
-        The run's id, and what its evaluation did.
+        The run's id, and the result of its evaluation.
 
     Raises:
         StoreError, ConfigError: as `evaluate`.
@@ -141,7 +142,7 @@ def _evaluate(service: Service, claim: Claim | None, observation: Observation) -
 def _evaluate_claimed(
     service: Service, claim: Claim, observation: Observation, large_turn: ExitStack
 ) -> Evaluation:
-    """The three phases: collect what is new, judge it, commit the outcome. Only the last writes results.
+    """Run the three phases: collect, judge, commit. Only the last writes results.
 
     Raises:
         FencedError: another worker has taken the run; nothing was written.
@@ -159,7 +160,7 @@ def _evaluate_claimed(
             if collected.attempt and not waits:
                 judgement = _judge(service, claim, source, collected)
         if waits:
-            # A thread that waited for the other evaluation would keep other runs from their turn.
+            # The thread does not wait for the other evaluation, because that would delay other runs.
             return Evaluation("idle", _postpone(service, claim, RETRY_SECONDS))
         if judgement is None:
             more = release(service.database, claim, _due(service, claim, collected))
@@ -182,7 +183,7 @@ def _evaluate_claimed(
 
 @contextmanager
 def _reading(service: Service, claim: Claim) -> Iterator[RunSource]:
-    """The part of an evaluation that reads and judges: the claim is renewed, and rules run under the project's limits."""
+    """Context of the phases that read and evaluate: renews the claim, and limits the rules to the project's rule time."""
     guard, absent = ReadingGuard(service.database, claim), AbsentLookups()
     rule_seconds = service.settings.rule_seconds
     time_limits = charged(
@@ -196,7 +197,7 @@ def _reading(service: Service, claim: Claim) -> Iterator[RunSource]:
 
 
 def _answers(service: Service, claim: Claim) -> bool:
-    """Whether the run's store may be used: it does not hang, as far as this process knows."""
+    """Whether the run's store may be used: it does not hang as far as this process knows."""
 
     def probe() -> None:
         run_store_of(service, claim).get(layout.RUN_DOCUMENT)
@@ -205,7 +206,7 @@ def _answers(service: Service, claim: Claim) -> bool:
 
 
 def _take_large_turn(service: Service, claim: Claim, large_turn: ExitStack) -> bool:
-    """Whether a large evaluation may be judged and committed now; then the turn ends with the evaluation."""
+    """Whether a large evaluation may continue now. If so, its turn ends with the evaluation."""
     taken = service.large_turn.take(claim.project)
     if taken:
         large_turn.callback(service.large_turn.release)
@@ -213,17 +214,17 @@ def _take_large_turn(service: Service, claim: Claim, large_turn: ExitStack) -> b
 
 
 def _postpone(service: Service, claim: Claim, seconds: float) -> bool:
-    """Release the run, to be evaluated in some seconds; whether it is due again at once."""
+    """Release the run until some seconds from now; return whether it is due again at once."""
     return release(service.database, claim, claim.now_ns + nanoseconds(seconds))
 
 
 def _remember(service: Service, claim: Claim, judgement: Judgement, committed: Committed) -> Evaluation:
-    """Cache what the next evaluation begins with, if this process does it."""
+    """Cache the state with which the next evaluation begins if this process does it."""
     outcome = judgement.outcome
     key = (claim.run_id, outcome.collected.attempt)
     service.histories.put(key, outcome.cursor, judgement.lookback, judgement.rows)
     loaded = [judged.committed(committed.reported_health.get(judged.row.id)) for judged in outcome.judged]
-    service.remembered.put(key, claim.epoch, loaded)
+    service.rule_states.put(key, claim.epoch, loaded)
     more = outcome.collected.more or committed.hinted
     steady = judgement.steady and not any(judged.transitions for judged in outcome.judged)
     return Evaluation("committed", more, tuple(committed.actions), steady)
@@ -232,7 +233,7 @@ def _remember(service: Service, claim: Claim, judgement: Judgement, committed: C
 def _release_failed(
     service: Service, claim: Claim, error: BaseException, collected: Collected | None
 ) -> None:
-    """Note why an evaluation failed, and release the run. An attempt that failed comes after the others from now on."""
+    """Record why an evaluation failed, and release the run. The failed attempt is evaluated after the others from now on."""
     attempt = "" if collected is None else collected.attempt
     retry_ns = nanoseconds(_RETRY_SECONDS)
     failure = error if isinstance(error, Exception) and not is_of_all(error) else None
@@ -247,15 +248,17 @@ def _release_failed(
                     health[FAILED_ATTEMPTS] = dict(list(failed.items())[-_MOST_FAILED:])
                 run.health = health
         if failure is not None and collected is not None and attempt and attempt not in collected.failing:
-            retry_ns = 0  # the others need not wait
+            retry_ns = 0  # the other attempts are evaluated at once
         release_after_failure(service.database, claim, retry_ns)
-    except SQLAlchemyError as another:
-        # The error that ended the evaluation is raised, not this: the lease expires, and then the run is due as it was.
-        _log.warning("run %s/%s: claimed until its lease expires: %s", claim.project, claim.run, another)
+    except SQLAlchemyError as database_error:
+        # The evaluation's own error is raised, not this one. The run becomes due again when its lease expires.
+        _log.warning(
+            "run %s/%s: claimed until its lease expires: %s", claim.project, claim.run, database_error
+        )
 
 
 def _problem_of(error: Exception) -> str:
-    """What a run's health says of an error. The text of one that is no message to users may hold anything."""
+    """The text of an error in a run's health. Errors that are not meant for users are not quoted: they may contain anything."""
     if isinstance(error, WatchstepError):
         return error.what[:500]
     return f"the service failed on it ({type(error).__name__}); see the service's log"
@@ -263,13 +266,13 @@ def _problem_of(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the second phase gives to the third.
+    """The result of the second phase, which the third commits.
 
     Attributes:
-        outcome: what is committed.
-        rows: earlier rows that the next evaluation looks back to.
-        lookback: how far the rules look back.
-        steady: the run goes on as it did.
+        outcome: results to commit.
+        rows: earlier rows within the next evaluation's lookback.
+        lookback: lookback of the rules.
+        steady: nothing was found that could change the state of the run.
     """
 
     outcome: EvaluationOutcome
@@ -279,19 +282,19 @@ class Judgement:
 
 
 def _collect(service: Service, claim: Claim, source: RunSource) -> Collected:
-    """What there is to judge: rows, or else an attempt whose watermark is to advance or whose silence is to be judged."""
+    """Collect new rows, or choose an attempt whose watermark can advance or whose silence is evaluated."""
     collected = collect(service, claim, source)
     if collected.blocks:
         return collected
     silent = ticks.attempt_to_tick(service, claim.run_id, claim.now_ns)
-    # A lost announcement is as silent as a training that stands still; only the store can tell which.
+    # A lost announcement looks like a stalled training; only a listing distinguishes the two.
     if silent and discover(service, claim.run_id, claim).fresh:
         collected = collect(service, claim, source)
         silent = ticks.attempt_to_tick(service, claim.run_id, claim.now_ns)
     if not collected.attempt:
         waiting = (_attempt_past_deadline(service, claim, collected.failing), silent)
-        named = [attempt for attempt in waiting if attempt]
-        collected.attempt = min(named, key=lambda attempt: attempt in collected.failing, default="")
+        candidates = [attempt for attempt in waiting if attempt]
+        collected.attempt = min(candidates, key=lambda attempt: attempt in collected.failing, default="")
     return collected
 
 
@@ -299,27 +302,28 @@ def _judge(service: Service, claim: Claim, source: RunSource, collected: Collect
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
         attempt = attempts.load(service.database, source.store, claim.run_id, collected.attempt, claim)
-    # Ticks of rules that watch the clock may come before the first rows.
+    # Ticks of rules that evaluate the clock may precede the first rows.
     first = (
         next((block for _, block in collected.blocks if len(block)), None) if attempt.largest < 0 else None
     )
     if first is not None:
         pin_baseline(service, source.store, attempt, claim.project, first.catalogue)
-    configs = ticks.held_configs(service, claim, collected.attempt, anew=first is not None)
+    configs = ticks.cached_configs(service, claim, collected.attempt, reload=first is not None)
     depth = lookback(configs)
     before, lost = _history(service, claim, source, attempt, depth)
+    reject_new_tensors(collected, before.block.catalogue)
     for entry, _ in collected.blocks:
-        source.guard.check(entry.key)  # what ends the process from here on is due to what is judged now
+        source.guard.check(entry.key)  # from here on, these segments are the likely cause of a crash
 
     progress = _progress(service, claim, attempt, collected)
-    # While more waits to be read, a worker is not silent: it is only not read yet.
-    patience = _NEVER if collected.more else nanoseconds(service.settings.allowed_lateness_seconds)
+    # While segments wait to be read, a worker without rows is not silent.
+    lateness_ns = _NEVER if collected.more else nanoseconds(service.settings.allowed_lateness_seconds)
     blocks = [block if depth.histograms else block.without_histograms() for _, block in collected.blocks]
     parts = list(enumerate(blocks, claim.journal))
     arrived = joined(parts, History.empty()).block
     steps = np.concatenate([before.block.step, arrived.step])
     advance = watermarks.bounded(
-        watermarks.decide(progress, claim.now_ns, patience), progress.watermark, steps
+        watermarks.decide(progress, claim.now_ns, lateness_ns), progress.watermark, steps
     )
     watermark = advance.step if advance else progress.watermark
     ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
@@ -345,7 +349,7 @@ def _judge(service: Service, claim: Claim, source: RunSource, collected: Collect
 
 
 def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[str]) -> str:
-    """An attempt in which a deadline lets the watermark advance, one that did not fail if there is; empty for none."""
+    """An attempt whose watermark a deadline advances, preferably one that did not fail; empty for none."""
     with service.database.read() as session:
         rows = session.execute(
             select(Attempt).where(Attempt.run_id == claim.run_id, Attempt.watermark < Attempt.largest)
@@ -353,10 +357,10 @@ def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[st
         attempts_waiting = sorted(
             (row for row in rows if row.writers), key=lambda row: row.attempt in failing
         )
-    patience = nanoseconds(service.settings.allowed_lateness_seconds)
+    lateness_ns = nanoseconds(service.settings.allowed_lateness_seconds)
     nothing = Collected("", cursors.decode(claim.cursor))
     for row in attempts_waiting:
-        if watermarks.decide(_progress(service, claim, row, nothing), claim.now_ns, patience):
+        if watermarks.decide(_progress(service, claim, row, nothing), claim.now_ns, lateness_ns):
             return row.attempt
     return ""
 
@@ -364,7 +368,7 @@ def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[st
 def _history(
     service: Service, claim: Claim, source: RunSource, attempt: Attempt, depth: Lookback
 ) -> tuple[History, LostContext | None]:
-    """Earlier rows: from this process if it judged last, else from the store; and what cannot be read there."""
+    """Earlier rows, from the cache if it is current and else from the store, and the rows that cannot be read there."""
     cached = service.histories.get((claim.run_id, attempt.attempt), claim.cursor, depth)
     if cached is not None:
         return cached, None
@@ -380,8 +384,8 @@ def _progress(service: Service, claim: Claim, row: Attempt, collected: Collected
         ended_ranks(collected.cursor, row.attempt, row.ends, until),
         row.watermark,
     )
-    # Of a node's writer a segment holds several ranks, of which each may be at another step.
-    return progress.heard(
+    # A segment of a node's writer contains several ranks, which may be at different steps.
+    return progress.with_segments(
         (
             f"{entry.key.writer.node}/{entry.key.writer.writer}/{rank}",
             WriterProgress(last, entry.found_ns, (rank,)),
@@ -398,7 +402,7 @@ def _due(
     progress: AttemptProgress | None = None,
     judged: Sequence[Judged] = (),
 ) -> int | None:
-    """When to look again, should no hint come before."""
+    """When the next evaluation is due if no hint arrives before; None if it waits for a hint."""
     settings = service.settings
     if collected.more:
         return claim.now_ns
@@ -415,16 +419,16 @@ def _due(
 
 
 def _tick_due(service: Service, claim: Claim, attempt: str, judged: Sequence[Judged]) -> int | None:
-    """When a rule wants to be judged though nothing comes; a rule that asks for the past gets the next second."""
+    """When a rule is due without new rows; a moment in the past is put off to the next second."""
     if claim.attempt == attempt and ticks.next_tick(judged) is None:
-        return None  # none of its rules watches the clock
+        return None  # none of its rules evaluates the clock
     newest = ticks.newest_attempt(service, claim.run_id)
     if not newest:
         return None
-    remembered = (
+    configs = (
         judged if newest == attempt else ticks.load_configs(service, claim.run_id, newest, only_clocks=True)
     )
-    due = ticks.next_tick(remembered)
+    due = ticks.next_tick(configs)
     return None if due is None else max(due, claim.now_ns + NANOSECONDS)
 
 
@@ -436,7 +440,7 @@ def _gap_due(service: Service, claim: Claim, gap: Gap) -> int:
 
 
 def _later_watermarks(service: Service, claim: Claim, collected: Collected) -> list[int]:
-    """When deadlines let the watermarks of other attempts advance."""
+    """When deadlines advance the watermarks of other attempts."""
     nothing = Collected("", cursors.decode(claim.cursor))
     due = [
         watermarks.due_ns(

@@ -1,4 +1,4 @@
-"""What waits of a run when it is claimed: its segments, attempts and cursor, and which segments to read in which order."""
+"""The unread part of a run at its claim: segments, attempts and cursor, and which segments to read in which order."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.models import AlertInstanceRow, Attempt, RunRow, Segment
 
 FAILED_ATTEMPTS = "failed_attempts"
-"""In a run's health: attempt → why its last evaluation failed."""
+"""Key in a run's health: attempt → why its last evaluation failed."""
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """What there is of a run.
+    """The unread segments and the attempts of a run.
 
     Attributes:
-        entries: segments that were announced and not read.
-        attempts: rows of its attempts, by name; not to be written.
-        calm: no alert of it fires, and its last evaluation did not fail.
-        failing: attempts whose last evaluation failed; they come after the others.
+        entries: announced segments that have not been read.
+        attempts: rows of the run's attempts, by name; read-only.
+        calm: no alert of the run fires, and its last evaluation did not fail.
+        failing: attempts with a failed last evaluation; they are read after the others.
     """
 
     entries: list[InboxEntry]
@@ -36,16 +36,16 @@ class Inbox:
 
 
 def open_inbox(database: Database, run_id: int) -> Inbox:
-    """Ask for all of it: on PostgreSQL at once."""
+    """Load a run's inbox: with one statement on PostgreSQL, with three on SQLite, which has no `json_agg`."""
     of = {"of_run": run_id}
     with database.bare() as connection:
         if connection.dialect.name == "sqlite":
-            return _one_by_one(connection, of)
+            return _open_by_statements(connection, of)
         segments, attempts, *troubles = connection.execute(_AT_ONCE, of).one()
     return _opened(segments or (), attempts or (), *troubles)
 
 
-def _one_by_one(connection: Connection, of: dict[str, Any]) -> Inbox:
+def _open_by_statements(connection: Connection, of: dict[str, Any]) -> Inbox:
     segments = connection.execute(_SEGMENTS, of).all()
     attempts = connection.execute(_ATTEMPTS, of).all()
     return _opened(segments, attempts, *connection.execute(select(*_TROUBLES), of).one())
@@ -61,7 +61,7 @@ def _opened(segments: Any, attempts: Any, fires: Any, failed: Any, failing: Any)
     return Inbox(entries, {row.attempt: row for row in rows}, calm, frozenset(failing or ()))
 
 
-# Made once: every evaluation asks it.
+# Built once, because every evaluation executes it.
 _OF_SEGMENT = (
     Segment.id, Segment.attempt, Segment.node, Segment.writer, Segment.seq, Segment.first, Segment.last,
     Segment.found_ns, Segment.traceparent,
@@ -89,7 +89,7 @@ _AT_ONCE = select(
 
 @dataclass(frozen=True)
 class InboxEntry:
-    """A segment of the inbox that was not read: its row, its key, when it was found, and the trace that it belongs to."""
+    """An unread segment: the id of its row, its key, when it was found, and its trace."""
 
     row_id: int
     key: SegmentKey
@@ -99,7 +99,7 @@ class InboxEntry:
 
 @dataclass(frozen=True)
 class Gap:
-    """Segments that should be there and are not: sequence numbers start … until - 1 of a writer."""
+    """Missing segments of a writer: sequence numbers ``start`` to ``until - 1``."""
 
     writer: WriterId
     start: int
@@ -109,12 +109,12 @@ class Gap:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to read.
+    """Which segments to read.
 
     Attributes:
-        readable: in the order in which they will stand in the journal.
-        waiting: gaps that hold up what is behind them.
-        trailing: gaps at the end of a writer that has ended, given up.
+        readable: segments in journal order.
+        waiting: gaps that block the segments after them.
+        trailing: gaps at the end of an ended writer that have timed out.
     """
 
     readable: tuple[InboxEntry, ...]
@@ -123,13 +123,13 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class GapPatience:
-    """How long gaps are waited for.
+class GapTimeout:
+    """When a gap times out.
 
     Attributes:
-        now_ns: by the database's clock.
-        gap_ns: how long.
-        listed: the store has been listed in this evaluation: what is not in the inbox does not exist.
+        now_ns: time by the database's clock.
+        gap_ns: the timeout.
+        listed: the store was listed in this evaluation, so a segment that is not in the inbox does not exist.
     """
 
     now_ns: int
@@ -137,9 +137,9 @@ class GapPatience:
     listed: bool
 
     def over(self, gap: Gap) -> bool:
-        """Whether a gap is given up."""
+        """Whether a gap has timed out."""
         waited = self.now_ns - gap.since_ns
-        # Beyond the patience ahead it was found before the clock was set back, and nobody knows how long ago that is.
+        # A gap found more than the timeout in the future was found before the clock was set back, an unknown time ago.
         return self.listed and not -self.gap_ns <= waited < self.gap_ns
 
 
@@ -147,21 +147,21 @@ def make_plan(
     cursor: dict[WriterId, int],
     entries: list[InboxEntry],
     ends: dict[str, dict[str, Any]],
-    patience: GapPatience,
+    timeout: GapTimeout,
 ) -> Plan:
-    """Sort the inbox.
+    """Plan which segments of the inbox to read.
 
     Args:
         cursor: next sequence number of each writer.
-        entries: all that was announced and not read.
-        ends: attempt → rank → what its end document said.
-        patience: how long gaps are waited for.
+        entries: announced segments that have not been read.
+        ends: attempt → rank → its end document.
+        timeout: when gaps time out.
     """
     ordered: list[tuple[int, InboxEntry]] = []
     waiting: list[Gap] = []
     reached = dict(cursor)
     blocked: set[WriterId] = set()
-    held_up: dict[WriterId, int] = {}
+    delayed_until: dict[WriterId, int] = {}
     for entry in sorted(entries, key=lambda entry: entry.key):
         writer, seq = entry.key.writer, entry.key.seq
         following = reached.get(writer, 0)
@@ -169,72 +169,72 @@ def make_plan(
             continue
         if seq > following:
             gap = Gap(writer, following, seq, entry.found_ns)
-            if not patience.over(gap):
+            if not timeout.over(gap):
                 waiting.append(gap)
                 blocked.add(writer)
                 continue
         reached[writer] = max(following, seq + 1)
-        # A segment stands behind its writer's earlier ones, even where it was found before them.
-        held_up[writer] = max(held_up.get(writer, 0), entry.found_ns)
-        ordered.append((held_up[writer], entry))
+        # A segment follows its writer's earlier ones, even if it was found before them.
+        delayed_until[writer] = max(delayed_until.get(writer, 0), entry.found_ns)
+        ordered.append((delayed_until[writer], entry))
     open_ends = [gap for gap in _trailing(reached, ends) if gap.writer not in blocked]
     readable = sorted(ordered, key=lambda pair: (pair[0], pair[1].key))
     return Plan(
         tuple(entry for _, entry in readable),
-        (*waiting, *(gap for gap in open_ends if not patience.over(gap))),
-        tuple(gap for gap in open_ends if patience.over(gap)),
+        (*waiting, *(gap for gap in open_ends if not timeout.over(gap))),
+        tuple(gap for gap in open_ends if timeout.over(gap)),
     )
 
 
 def _trailing(reached: dict[WriterId, int], ends: dict[str, dict[str, Any]]) -> list[Gap]:
-    """Of several ranks that one writer wrote for, the one whose rows reach furthest says how much must be there."""
+    """Gaps at the end of ended writers. If a writer wrote for several ranks, the largest segment count is expected."""
     gaps: dict[WriterId, Gap] = {}
-    named = _by_name(reached)
+    by_name = _by_name(reached)
     for attempt, ranks in ends.items():
         for end in ranks.values():
-            for writer in named.get((attempt, end["writer"]), ()):
+            for writer in by_name.get((attempt, end["writer"]), ()):
                 following = reached[writer]
-                known = gaps[writer].until if writer in gaps else following
-                if end["segments"] > known:
+                expected = gaps[writer].until if writer in gaps else following
+                if end["segments"] > expected:
                     gaps[writer] = Gap(writer, following, int(end["segments"]), int(end["found_ns"]))
     return list(gaps.values())
 
 
 def _by_name(writers: Iterable[WriterId]) -> dict[tuple[str, str], list[WriterId]]:
-    """Writers by what an end document names them by: its attempt, and the writer's id whatever its node."""
-    named: dict[tuple[str, str], list[WriterId]] = {}
+    """Writers by their name in end documents: attempt and writer id, without the node."""
+    by_name: dict[tuple[str, str], list[WriterId]] = {}
     for writer in writers:
-        named.setdefault((writer.attempt, writer.writer), []).append(writer)
-    return named
+        by_name.setdefault((writer.attempt, writer.writer), []).append(writer)
+    return by_name
 
 
 def ended_ranks(
     cursor: dict[WriterId, int], attempt: str, ends: dict[str, Any], until_ns: int
 ) -> frozenset[int]:
-    """Ranks that ended and whose segments have all been read or given up.
+    """Ranks that have ended and have no segment left to read.
 
     Args:
         cursor: next sequence number of each writer.
-        attempt: whose.
-        ends: rank → what its end document said.
-        until_ns: ends found before this no longer wait for a writer that was never heard of.
+        attempt: name of the attempt.
+        ends: rank → its end document.
+        until_ns: ends found before this time no longer wait for a writer without segments.
     """
     ended = set()
-    named = _by_name(cursor)
+    by_name = _by_name(cursor)
     for rank, end in ends.items():
-        heard = [cursor[writer] for writer in named.get((attempt, end["writer"]), ())]
-        read = any(following >= end["segments"] for following in heard)
-        if end["segments"] == 0 or read or (not heard and end["found_ns"] <= until_ns):
+        following = [cursor[writer] for writer in by_name.get((attempt, end["writer"]), ())]
+        read = any(seq >= end["segments"] for seq in following)
+        if end["segments"] == 0 or read or (not following and end["found_ns"] <= until_ns):
             ended.add(int(rank))
     return frozenset(ended)
 
 
 def decode(text: str) -> dict[WriterId, int]:
-    """Read a cursor."""
+    """Decode a cursor."""
     return {WriterId(*key.split("/")): int(seq) for key, seq in json.loads(text).items()}
 
 
 def encode(cursor: dict[WriterId, int]) -> str:
-    """The one text of a cursor: equal cursors have equal texts."""
-    named = {f"{who.attempt}/{who.node}/{who.writer}": seq for who, seq in cursor.items()}
+    """Encode a cursor; equal cursors have equal texts."""
+    named = {f"{writer.attempt}/{writer.node}/{writer.writer}": seq for writer, seq in cursor.items()}
     return json.dumps(named, sort_keys=True, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""The incidents of an attempt, made anew where alerts of it begin or are revised."""
+"""The incidents of an attempt, recomputed when alerts begin to fire or are revised."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from watchstep_services.service.judging import Judged
 
 @dataclass(frozen=True)
 class Incidents:
-    """The incident that each rule config's alert of the attempt belongs to now, by the config's number; of those near a change."""
+    """The current incident of each rule config's alert on the attempt, by the config's id, near the changed steps."""
 
     by_config: Mapping[int, IncidentSummary]
 
     def as_data(self, config_id: int) -> dict[str, object] | None:
-        """What events say of the incident of an alert; None where it belongs to none."""
+        """The incident's data in events; None if the alert belongs to none."""
         summary = self.by_config.get(config_id)
         return None if summary is None else summary.model_dump(mode="json")
 
     def assign(self, session: Session, context: EventContext) -> None:
-        """Have the alerts say which incident they belong to, once they are there."""
+        """Write the incident ids to the rows of the alerts, once these exist."""
         if not self.by_config:
             return
         configs, attempt = list(self.by_config), context.attempt
         alerts = select(AlertRow).where(AlertRow.attempt == attempt, AlertRow.config_id.in_(configs))
         for alert in session.execute(alerts).scalars():
             alert.incident = self.by_config[alert.config_id].id
-        standings = select(AlertInstanceRow).where(
+        instances = select(AlertInstanceRow).where(
             AlertInstanceRow.run_id == context.run_id,
             AlertInstanceRow.attempt == attempt,
             AlertInstanceRow.config_id.in_(configs),
         )
-        for row in session.execute(standings).scalars():
+        for row in session.execute(instances).scalars():
             row.incident = self.by_config[row.config_id].id
 
 
-class _Place(NamedTuple):
-    """Which rule config's alert begins, and at which step."""
+class _AlertStep(NamedTuple):
+    """A rule config, and the step at which its alert begins."""
 
     config: int
     step: int
@@ -64,10 +64,10 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _Changes:
-    """Onsets that became known, and those that a revision takes back."""
+    """Onsets that are new, and those that a revision removes."""
 
-    added: dict[_Place, Onset]
-    removed: set[_Place]
+    added: dict[_AlertStep, Onset]
+    removed: set[_AlertStep]
 
 
 def update_incidents(
@@ -76,22 +76,22 @@ def update_incidents(
     judged: Sequence[Judged],
     transitions_of_each: Sequence[Sequence[Transition]],
 ) -> Incidents:
-    """Take alerts that begin, or are revised, into the incidents of the attempt.
+    """Assign alerts that begin to fire, or are revised, to incidents of the attempt.
 
-    What a recorder asks for belongs to no incident: it could keep an alert of the owner's from being notified of. Neither do notes of
-    severity info: they would be named as causes, and would join incidents that are apart.
+    Alerts that a recorder requests belong to no incident, because they could suppress notifications of the owner's alerts. Alerts of
+    severity info belong to none, because they would be named as causes and would join separate incidents.
 
     Args:
         session: the transaction, before it moves these alerts.
         context: where and when.
         judged: every rule config of the run.
-        transitions_of_each: what happened to the alert of each, in the same order.
+        transitions_of_each: changes of each config's alert, in the same order.
     """
     changes = _changes(session, context, judged, transitions_of_each)
     if not changes.added:
         return Incidents({})
     low = min(entry.step for entry in (*changes.added, *changes.removed))
-    # Those that end earlier are as they were: neither a new onset nor one that is taken back is near them.
+    # Incidents that end earlier are unchanged: no added or removed onset is near them.
     rows = session.execute(
         select(Incident).where(
             Incident.run_id == context.run_id,
@@ -101,7 +101,7 @@ def update_incidents(
     ).scalars()
     before = {row.key: row for row in rows}
     onsets = {
-        _Place(onset.config, onset.step): onset
+        _AlertStep(onset.config, onset.step): onset
         for row in before.values()
         for onset in map(Onset.model_validate, row.onsets)
     }
@@ -140,15 +140,15 @@ def _changes(
         config = entry.row.id
         onsets_changed = onset_changes(transitions, begun.get(config))
         changes.added.update(
-            {_Place(config, step): _onset(entry, change) for step, change in onsets_changed.added.items()}
+            {_AlertStep(config, step): _onset(entry, change) for step, change in onsets_changed.added.items()}
         )
-        changes.removed.update(_Place(config, step) for step in onsets_changed.removed)
+        changes.removed.update(_AlertStep(config, step) for step in onsets_changed.removed)
     return changes
 
 
 def _onset(judged: Judged, transition: Transition) -> Onset:
     assert judged.config is not None  # a config that cannot be read judges nothing
-    assert transition.finding is not None  # what fires has one
+    assert transition.finding is not None  # a firing alert has a finding
     what_to_try = judged.config.implementation.advice(transition.finding).what_to_try
     return Onset(
         config=judged.row.id,
@@ -162,7 +162,7 @@ def _onset(judged: Judged, transition: Transition) -> Onset:
 
 
 def _silent(judged: Sequence[Judged]) -> set[str]:
-    """Rules that judged rows of the attempt, and whose alerts never fired on it."""
+    """Rules that evaluated rows of the attempt without a firing alert."""
     return {
         entry.config.rule
         for entry in judged
@@ -182,11 +182,11 @@ def _write(
     silent: set[str],
 ) -> Incidents:
     by_config: dict[int, IncidentSummary] = {}
-    left = dict(before)
+    remaining = dict(before)
     for members in incidents_of(onsets):
         key = incident_id(context.project, context.run, context.attempt, members[0].step)
         summary = summarize(key, members, silent)
-        row = left.pop(key, None)
+        row = remaining.pop(key, None)
         if row is None:
             row = Incident(
                 run_id=context.run_id, attempt=context.attempt, key=key, first_step=members[0].step
@@ -196,7 +196,7 @@ def _write(
         row.onsets = [json.loads(onset.model_dump_json()) for onset in members]
         row.summary = summary.model_dump(mode="json")
         by_config |= {onset.config: summary for onset in members}
-    if left:
-        session.execute(delete(Incident).where(Incident.id.in_([row.id for row in left.values()])))
+    if remaining:
+        session.execute(delete(Incident).where(Incident.id.in_([row.id for row in remaining.values()])))
     session.flush()
     return Incidents(by_config)

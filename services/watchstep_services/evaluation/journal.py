@@ -1,8 +1,8 @@
-"""The journal on the store: what was judged, written from the tables, so that it can be replayed without them.
+"""The journal on the store: the record of evaluations, written from the tables so that a backtest can replay it without them.
 
-Parts are made of committed ticks only, and created only if absent. So two processes that write the same part at once, or one
-that dies between the object and the row that records it, leave one part, which is taken as it is. Ticks and watermarks
-leave the database once the journal has them: a run of weeks would keep millions.
+Parts consist of committed ticks only, and are created only if absent. So two processes that write the same part at once, or one
+that dies between the object and the row that records it, leave one part, which is used unchanged. Ticks and watermarks
+are deleted from the database once the journal has them; a run of weeks would otherwise have millions of rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from watchstep_services.service.context import Service
 
 
 def purge_written(session: Session, run_id: int) -> None:
-    """Delete what no part of a run's journal that is still to be written needs.
+    """Delete ticks and watermarks that no unwritten part of a run's journal needs.
 
-    That is the last tick before it, of whatever attempt, which says where its segments begin, and each attempt's last seal.
+    An unwritten part needs the last tick before it, of any attempt, because its segments begin there, and each attempt's
+    last watermark.
     """
     unwritten = (
         select(func.min(Attempt.journaled))
@@ -76,13 +77,13 @@ class Unwritten:
 
 
 def unwritten(service: Service) -> list[Unwritten]:
-    """Attempts that have ended, or were judged so often that their journal gets a part."""
+    """Attempts that have ended, or have enough evaluations for a part of the journal."""
     rows = select(Attempt, RunRow, Project).join(RunRow, RunRow.id == Attempt.run_id)
     with service.database.read() as session:
-        found = session.execute(rows.join(Project, Project.name == RunRow.project).where(_is_due())).all()
+        due_rows = session.execute(rows.join(Project, Project.name == RunRow.project).where(_is_due())).all()
         return [
             Unwritten(attempt.id, run.id, attempt.attempt, run.project, run.run, project.place)
-            for attempt, run, project in found
+            for attempt, run, project in due_rows
         ]
 
 
@@ -91,12 +92,12 @@ def _is_due() -> ColumnElement[bool]:
     return and_(
         Attempt.ticks > Attempt.journaled,
         Attempt.journal_due_ns <= now_ns(),
-        or_(over, Attempt.ticks - Attempt.journaled >= journal.MOST_EVALUATIONS),
+        or_(over, Attempt.ticks - Attempt.journaled >= journal.MAX_EVALUATIONS),
     )
 
 
 def write_journal(service: Service, due: Unwritten) -> int:
-    """Write what is due of an attempt's journal; returns how many parts that were.
+    """Write the due parts of an attempt's journal; return their number.
 
     Raises:
         StoreError: the store cannot be written; it is tried again after some time.
@@ -131,7 +132,7 @@ def _write_part(service: Service, due: Unwritten) -> bool:
 
 
 def _put(service: Service, due: Unwritten, part: JournalPart, ticks: int) -> JournalPart:
-    """Create a part; returns the one that lies there."""
+    """Create a part; return the one on the store."""
     run_store = service.stores.of_run(due.place, due.run)
     key = journal_part(due.attempt, part.number)
     if run_store.create(key, journal.encode(part)):
@@ -154,7 +155,7 @@ def _note(service: Service, journal_part: JournalPart, due: Unwritten, parts: in
 
 
 def _put_off(service: Service, due: Unwritten) -> None:
-    """A store that the service may only read is not asked at every sweep."""
+    """Postpone the next try, so that a read-only store is not called at every sweep."""
     with service.database.write() as session:
         session.execute(
             update(Attempt)
@@ -165,14 +166,14 @@ def _put_off(service: Service, due: Unwritten) -> None:
 
 
 def _evaluations(session: Session, attempt: Attempt) -> Iterator[JournalEvaluation]:
-    """Those that are not in the journal, in order."""
+    """Evaluations that are not in the journal, in order."""
     of_run, of_attempt = TickRow.run_id == attempt.run_id, TickRow.attempt == attempt.attempt
     ticks = (
         session.execute(
             select(TickRow)
             .where(of_run, of_attempt, TickRow.tick >= attempt.journaled)
             .order_by(TickRow.tick)
-            .limit(journal.MOST_EVALUATIONS)
+            .limit(journal.MAX_EVALUATIONS)
         )
         .scalars()
         .all()
@@ -188,8 +189,10 @@ def _evaluations(session: Session, attempt: Attempt) -> Iterator[JournalEvaluati
             )
         ).scalars()
     }
-    known = session.execute(select(TickRow).where(of_run, TickRow.tick.between(first - 1, last))).scalars()
-    ends = {tick.tick: tick.position for tick in known}
+    run_ticks = session.execute(
+        select(TickRow).where(of_run, TickRow.tick.between(first - 1, last))
+    ).scalars()
+    ends = {tick.tick: tick.position for tick in run_ticks}
     watermark = _watermark_before(session, attempt)
     for tick in ticks:
         watermark = watermarks.get(tick.tick, watermark)

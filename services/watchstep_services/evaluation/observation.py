@@ -1,4 +1,4 @@
-"""What is told of an evaluation: figures, log fields, and the span that leads from an announcement to what it caused."""
+"""Telemetry of an evaluation: metrics, log fields, and the span that links an announcement to its effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from watchstep_services.runs.claim import Claim
 
 
 class Observation:
-    """One evaluation as it goes on."""
+    """Telemetry of one evaluation in progress."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -23,23 +23,23 @@ class Observation:
         self._began_ns = time.time_ns()
 
     def claimed(self, claim: Claim) -> None:
-        """From now on the log names the run."""
+        """Add the run to the log fields."""
         self._stack.enter_context(logs.fields(project=claim.project, run=claim.run))
 
     @contextmanager
     def committing(self, claim: Claim, outcome: EvaluationOutcome) -> Iterator[None]:
-        """The commit, and with it the span of the whole evaluation: what is written in it belongs to its trace.
+        """The span of the commit and of the whole evaluation; outbox rows written in it belong to its trace.
 
-        Of several announcements that are judged together it continues the one that made an alert fire, or else the newest;
-        it is linked to the others.
+        If several announcements are evaluated together, the span continues the trace of the one that made an alert
+        fire, or else the newest trace, and links to the others.
         """
         attempt = outcome.collected.attempt
-        came = [entry.traceparent for entry, _ in outcome.collected.blocks if entry.traceparent]
-        parent = _cause(outcome) or (came[-1] if came else "")
+        traces = [entry.traceparent for entry, _ in outcome.collected.blocks if entry.traceparent]
+        parent = _cause(outcome) or (traces[-1] if traces else "")
         named: dict[str, str | int] = {
             "project": claim.project, "run": claim.run, "attempt": attempt, "segments": len(outcome.collected.blocks),
         }  # fmt: skip
-        links = [trace for trace in came if trace != parent]
+        links = [trace for trace in traces if trace != parent]
         with (
             logs.fields(attempt=attempt),
             tracing.span("watchstep.evaluate", parent, named, links=links, began_ns=self._began_ns),
@@ -47,7 +47,7 @@ class Observation:
             yield
 
     def committed(self, claim: Claim, outcome: EvaluationOutcome) -> None:
-        """It is in the database."""
+        """Record the metrics of a committed evaluation."""
         took = time.perf_counter() - self._began
         metrics.EVALUATION_SECONDS.observe(took)
         now_ns = claim.now_ns + int(took * NANOSECONDS)
@@ -60,7 +60,7 @@ class Observation:
         )
         for judged in outcome.judged:
             if judged.config is not None:
-                # The rule's name is one of those that there are, not the config's, which is the user's.
+                # Only names of built-in rules become labels: a config's name is the user's.
                 rule = judged.config.rule if judged.config.rule in RULES else "other"
                 metrics.RULE_SECONDS.labels(rule).observe(judged.seconds)
 
@@ -77,14 +77,14 @@ def observing() -> Iterator[Observation]:
 
 
 def count_outcome(outcome: str) -> None:
-    """Count how an evaluation ended."""
+    """Count the outcome of an evaluation."""
     metrics.EVALUATIONS.labels(outcome).inc()
     if outcome == "fenced":
         metrics.LEASES_LOST.labels("evaluation").inc()
 
 
 def _cause(outcome: EvaluationOutcome) -> str:
-    """The trace of the segment whose step made an alert fire; empty for none."""
+    """The trace of the segment that made an alert fire; empty for none."""
     for judged in outcome.judged:
         for transition in judged.transitions:
             if transition.phase is not Phase.FIRING or transition.revised:

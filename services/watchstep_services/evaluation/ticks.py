@@ -1,4 +1,4 @@
-"""Rules that watch the clock: when a run is evaluated though nothing came, and when that means nothing any more."""
+"""Rules that evaluate the clock: when an evaluation is due without new rows, and when silence is no longer evaluated."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from watchstep_services.service.context import Service
 from watchstep_services.service.judging import Loaded, load_config, memory_of
 
 
-class Remembered(Protocol):
-    """A rule config and what it remembers."""
+class ConfigWithState(Protocol):
+    """A rule config and its rule state."""
 
     @property
     def config(self) -> RuleConfig | None:
-        """None where it cannot be read."""
+        """The config; None if it cannot be read."""
 
     @property
     def memory(self) -> RuleMemory:
-        """Of the attempt."""
+        """The state on the attempt."""
 
 
 def load_configs(service: Service, run_id: int, attempt: str, *, only_clocks: bool = False) -> list[Loaded]:
-    """The rule configs of a run, with what they remember of an attempt; all, or those that watch the clock."""
+    """Load a run's rule configs with their states on an attempt: all configs, or those that evaluate the clock."""
     with service.database.read() as session:
-        rows = session.execute(_CONFIGS, {"of_run": run_id, "named": attempt}).all()
+        rows = session.execute(_CONFIGS, {"of_run": run_id, "of_attempt": attempt}).all()
         compares = not only_clocks and any(row[0].rule == UnlikeEarlierRuns.name for row in rows)
         baseline = pinned_baseline(session, run_id, attempt) if compares else None
     return [load_config(*row, baseline=baseline) for row in rows if not only_clocks or _watches(row[0].rule)]
 
 
-def held_configs(service: Service, claim: Claim, attempt: str, *, anew: bool = False) -> list[Loaded]:
-    """The same for a run that is claimed: from this process where it is what the database holds, unless ``anew`` is set."""
-    cached = service.remembered.get((claim.run_id, attempt), claim.epoch)
-    if cached is None or anew:
+def cached_configs(service: Service, claim: Claim, attempt: str, *, reload: bool = False) -> list[Loaded]:
+    """Return `load_configs` of a claimed run, from the rule-state cache if it is current and ``reload`` is not set."""
+    cached = service.rule_states.get((claim.run_id, attempt), claim.epoch)
+    if cached is None or reload:
         return load_configs(service, claim.run_id, attempt)
-    # Read anew from its text, as if it came from the database: one way in, whatever a rule left in its state.
+    # The state is parsed from its text as if it came from the database, so that both paths give the same state.
     return [replace(loaded, memory=memory_of(loaded.state)) for loaded in cached]
 
 
-# Made once: every evaluation asks it.
+# Built once, because every evaluation executes it.
 _CONFIGS = (
     select(RuleConfigRow, RuleStateRow.state, RuleStateRow.reported_health)
     .outerjoin(
         RuleStateRow,
         (RuleStateRow.config_id == RuleConfigRow.id)
-        & (RuleStateRow.attempt == bindparam("named", type_=String())),
+        & (RuleStateRow.attempt == bindparam("of_attempt", type_=String())),
     )
     .where(RuleConfigRow.run_id == bindparam("of_run"), ~RuleConfigRow.origin.startswith("retired"))
     .order_by(RuleConfigRow.id)
@@ -68,19 +68,19 @@ def _watches(rule: str) -> bool:
     try:
         return find_rule(rule).clock
     except RuleError:
-        return False  # of another version of Watchstep; its health says so when rows come
+        return False  # a rule of another version of Watchstep; its health reports it when rows arrive
 
 
-def next_tick(remembered: Iterable[Remembered]) -> int | None:
-    """When the first of some rule configs wants a tick; None where all wait for rows."""
-    moments = [due_ns(claim.config, claim.memory) for claim in remembered if claim.config is not None]
+def next_tick(configs: Iterable[ConfigWithState]) -> int | None:
+    """When the first of some rule configs is due for a tick; None if all wait for rows."""
+    moments = [due_ns(entry.config, entry.memory) for entry in configs if entry.config is not None]
     return min((moment for moment in moments if moment is not None), default=None)
 
 
 def is_over(service: Service, run_id: int, attempt: str) -> bool:
-    """Whether silence of an attempt says nothing: it has ended, or a later one goes on.
+    """Whether an attempt's silence is not evaluated: it has ended, or a later attempt runs.
 
-    An attempt that has written nothing is over, too, once its run is held for lost: nobody knows that it ever began.
+    An attempt that wrote nothing is also over once its run is lost: nothing shows that it began.
     """
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
@@ -92,14 +92,14 @@ def is_over(service: Service, run_id: int, attempt: str) -> bool:
 
 
 def newest_attempt(service: Service, run_id: int) -> str:
-    """The run's newest attempt; empty where it has none, or that one is over."""
+    """The run's newest attempt; empty if there is none or it is over."""
     with service.database.read() as session:
         attempt = session.get_one(RunRow, run_id).attempt
     return attempt if attempt and not is_over(service, run_id, attempt) else ""
 
 
 def attempt_to_tick(service: Service, run_id: int, now_ns: int) -> str:
-    """The attempt of which a rule wants a tick now; empty for none."""
+    """The newest attempt, if one of its rules is due for a tick; otherwise empty."""
     attempt = newest_attempt(service, run_id)
     if not attempt:
         return ""

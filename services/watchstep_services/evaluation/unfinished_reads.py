@@ -1,15 +1,15 @@
-"""Find the segment that ends the process that reads it, and keep it from ending the next one.
+"""Detect segments that crash the process that reads them, and stop reading them.
 
-A reader that is killed (out of memory, a crash of native code) leaves nothing but its lease. The claim counts such leases in the
-statement that it sends anyway, so ordinary evaluations pay nothing:
+A reader that is killed (out of memory, a crash of native code) leaves only its lease. The claim counts such leases in the
+statement that it executes anyway, so ordinary evaluations have no extra cost:
 
-    ordinary ── `CAREFUL` claims left in a row ──▶ careful ── the same segment read at `CONDEMNED` ──▶ marked as bad
-        ▲                                             │
-        └───────── nothing more waits ◀── a commit ───┘
+    ordinary ── `CAREFUL` unfinished claims in a row ──▶ careful ── the same segment at `CONDEMNED` ──▶ marked as corrupt
+        ▲                                                   │
+        └───────────── nothing more waits ◀── a commit ─────┘
 
-A careful evaluation reads one new segment, and notes before it reads any segment which one it is. A segment whose reader ended
-twice in a row is not read again: a new one is marked as corrupt, and one of the context counts as lost. Careful evaluations of
-one process take turns, so that none is blamed for what another read meanwhile.
+A careful evaluation reads one new segment, and writes the segment's path to the run before it reads it. A segment that crashed its
+reader twice in a row is not read again: a new one is marked as corrupt, and an earlier one that provides context counts as lost.
+Careful evaluations of one process run one at a time, so that none is blamed for another one's crash.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from watchstep_services.db.lease import RUN_LEASE
 from watchstep_services.runs.claim import Claim, FencedError
 
 CAREFUL = 3
-"""After so many claims in a row that ended with their process, segments are read one by one."""
+"""Unfinished claims in a row after which segments are read one at a time."""
 CONDEMNED = CAREFUL + 2
-"""After so many, the segment that the last two of them were reading is bad."""
+"""Unfinished claims in a row after which the segment that the last two of them were reading is bad."""
 
 _turn = threading.Lock()
 
 
 class ReadingGuard:
-    """Asked before a segment is read; costs nothing unless earlier claims of the run ended with their process.
+    """Checks a segment before it is read. It has no cost unless earlier claims of the run ended with their process.
 
     Args:
         database: the database.
-        claim: of the evaluation.
+        claim: the evaluation's claim.
     """
 
     def __init__(self, database: Database, claim: Claim) -> None:
@@ -48,12 +48,12 @@ class ReadingGuard:
 
     @property
     def is_careful(self) -> bool:
-        """Whether only one new segment is to be read."""
+        """Whether only one new segment is read."""
         return self._claim.unfinished >= CAREFUL
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The part of an evaluation that reads and judges.
+        """Context of the part of an evaluation that reads and evaluates segments.
 
         Raises:
             FencedError: another worker has taken the run.
@@ -66,7 +66,7 @@ class ReadingGuard:
             self._note("", self._claim.unfinished)
 
     def check(self, key: SegmentKey) -> None:
-        """Note that a segment is read next.
+        """Record that a segment is read next.
 
         Raises:
             FormatError: it must not be read.

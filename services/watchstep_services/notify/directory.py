@@ -1,4 +1,4 @@
-"""Receivers and routing trees of projects: read, tried and written."""
+"""Receivers and routing trees of projects: reading, checking and writing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnreadableReceiverError(ConflictError):
-    """A receiver is kept that this version does not understand."""
+    """A stored receiver cannot be read by this version."""
 
 
 def routes_of(
@@ -50,56 +50,56 @@ def routes_of(
     notify: Iterable[str] = (),
     tree: RootNode | None = None,
 ) -> tuple[Route, ...]:
-    """Whom an alert of a project reaches; receivers that are not known are left out.
+    """The routes of a project's alert; receivers that do not exist are left out.
 
-    An Alertmanager groups and repeats by itself, and takes an alert that it is not sent again for resolved: routes to one are
-    sent at once, again at its own interval, and are marked ``refresh``.
+    An Alertmanager groups and repeats by itself, and resolves an alert that is not sent again: routes to one have no group
+    wait, repeat at the receiver's own interval, and are marked ``refresh``.
 
     Args:
         service: the service.
         session: a transaction.
-        project: the alert's.
-        labels: the alert's.
-        notify: receivers that its rule config names itself.
-        tree: to try; the one that counts where it is None.
+        project: the alert's project.
+        labels: the alert's labels.
+        notify: receivers that its rule config names.
+        tree: a tree to preview; None for the current one.
     """
     receivers = {receiver.name: receiver for receiver in list_receivers(service, session, project)}
     routes = routes_for(tree or tree_of(service, session, project), labels, notify)
     return tuple(
-        _as_it_takes(route, receivers[route.receiver]) for route in routes if route.receiver in receivers
+        _for_receiver(route, receivers[route.receiver]) for route in routes if route.receiver in receivers
     )
 
 
 def tree_of(service: Service, session: Session, project: str) -> RootNode:
-    """The project's tree; the owner's file's where it has none of its own."""
+    """The project's routing tree, or the tree of the owner's file."""
     row = session.get(RoutingTree, project)
     return service.receiver_file.route if row is None else RootNode.model_validate(row.tree)
 
 
 def list_receivers(service: Service, session: Session, project: str) -> list[Receiver]:
-    """All receivers that a project has and that can be read, by name; the owner's go before its own of the same name."""
+    """All readable receivers of a project, by name; the owner's replace the project's of the same name."""
     rows = session.execute(select(ReceiverRow).filter_by(project=project)).scalars()
     receivers: dict[str, Receiver] = {}
     for row in rows:
         try:
             receivers[row.name] = stored_receiver(row)
         except UnreadableReceiverError as error:
-            _log.warning("%s; nobody is told by it", error.what)  # and no other goes without
+            _log.warning("%s; it is not notified", error.what)  # the other receivers are
     receivers |= {receiver.name: receiver for receiver in service.receiver_file.receivers}
     return [receivers[name] for name in sorted(receivers)]
 
 
 def known_receivers(service: Service, session: Session, project: str) -> frozenset[str]:
-    """Names of all receivers that a project has."""
+    """Names of all receivers of a project."""
     rows = session.execute(select(ReceiverRow.name).filter_by(project=project)).scalars()
     return service.receiver_file.names | frozenset(rows)
 
 
 def find_receiver(service: Service, session: Session, project: str, name: str) -> Receiver:
-    """A receiver of a project.
+    """Find a receiver of a project.
 
     Raises:
-        NotFoundError: there is none of that name.
+        NotFoundError: it does not exist.
         UnreadableReceiverError: a later version wrote it.
     """
     receiver: Receiver | None = service.receiver_file.find(name)
@@ -107,14 +107,14 @@ def find_receiver(service: Service, session: Session, project: str, name: str) -
         row = session.get(ReceiverRow, (project, name))
         if row is None:
             raise NotFoundError(
-                f"receiver {name!r} of project {project}: not known", "write it, or check the name"
+                f"receiver {name!r} of project {project}: not found", "write it, or check the name"
             )
         receiver = stored_receiver(row)
     return receiver
 
 
 def stored_receiver(row: ReceiverRow) -> Receiver:
-    """A receiver from its row.
+    """Parse a receiver's row.
 
     Raises:
         UnreadableReceiverError: a later version wrote it.
@@ -123,17 +123,17 @@ def stored_receiver(row: ReceiverRow) -> Receiver:
         receiver: Receiver = RECEIVER.validate_python(row.config)
     except ValidationError as error:
         raise UnreadableReceiverError(
-            f"receiver {row.name!r} of project {row.project}: this version cannot read its kind {row.kind!r} as it is kept",
-            "write it anew, remove it, or run the version that wrote it",
+            f"receiver {row.name!r} of project {row.project}: this version cannot read the stored receiver of kind {row.kind!r}",
+            "write it again, remove it, or run the version that wrote it",
         ) from error
     return receiver
 
 
 def open_secrets(service: Service, session: Session, project: str, receiver: Receiver) -> dict[str, str]:
-    """The secrets of a receiver, by field. They are for sending alone.
+    """Decrypt or read the secrets of a receiver, by field, for a delivery.
 
     Raises:
-        ConfigError: one cannot be read or opened.
+        ConfigError: a secret cannot be read or decrypted.
     """
     opened: dict[str, str] = {}
     for field, secret in receiver.secrets().items():
@@ -145,77 +145,77 @@ def open_secrets(service: Service, session: Session, project: str, receiver: Rec
         else:
             opened[field] = read_secret(field, secret)
         if field in opened:
-            keep_secret(opened[field])  # whatever the answer of whom it is sent to repeats
+            keep_secret(opened[field])  # redacts it if the receiver's answer repeats it
     return opened
 
 
 def secret_context(project: str, name: str, field: str) -> str:
-    """What a secret is encrypted for."""
+    """The context to which a secret's encryption is bound."""
     return f"{project}/{name}/{field}"
 
 
-def reach_of(settings: Settings, project: str = "") -> EgressPolicy:
-    """Where the service may be sent to, by what a project's users wrote.
+def egress_policy_of(settings: Settings, project: str = "") -> EgressPolicy:
+    """The addresses that users of a project may have the service send to.
 
-    A service without a broker and a public URL that listens on its own machine alone is its user's own: loopback is allowed.
+    A service without a broker and a public URL that listens only on its own machine is its user's own, so loopback is allowed.
 
     Raises:
-        ConfigError: the setting cannot be read.
+        ConfigError: the setting cannot be parsed.
     """
     own = not settings.broker_url and not settings.public_url and settings.host in _LOOPBACK_HOSTS
-    reach = _reach(f"{settings.allowed_addresses},loopback" if own else settings.allowed_addresses)
-    return replace(reach, project=project)
+    policy = _parsed_policy(f"{settings.allowed_addresses},loopback" if own else settings.allowed_addresses)
+    return replace(policy, project=project)
 
 
 @lru_cache(maxsize=8)
-def _reach(allowed: str) -> EgressPolicy:
+def _parsed_policy(allowed: str) -> EgressPolicy:
     networks, hosts = parse_allowed(allowed)
     return EgressPolicy(networks, hosts)
 
 
-def _as_it_takes(route: Route, receiver: Receiver) -> Route:
+def _for_receiver(route: Route, receiver: Receiver) -> Route:
     if not isinstance(receiver, AlertmanagerReceiver):
         return route
-    every = receiver.resend_seconds
+    interval = receiver.resend_seconds
     return replace(
         route,
         group_wait=0.0,
-        group_interval=min(route.group_interval, every),
-        repeat_interval=every,
+        group_interval=min(route.group_interval, interval),
+        repeat_interval=interval,
         send_resolved=True,
         refresh=True,
     )
 
 
 MOST_RECEIVERS = 200
-"""Of a project."""
+"""Limit for each project."""
 
 
 class ForbiddenError(WatchstepError):
-    """A change that this role may not make."""
+    """The caller's role may not make this change."""
 
 
 class InUseError(WatchstepError):
-    """A change that others stand in the way of."""
+    """Other objects prevent this change."""
 
 
 def put_receiver(
     service: Service, session: Session, project: str, receiver: Receiver, caller: AuthenticatedCaller
 ) -> ReceiverRow:
-    """Make a receiver, or replace it. Secrets that are given are encrypted; those that are stored stay.
+    """Create or replace a receiver. New secrets are encrypted; references to stored secrets keep them.
 
     Raises:
         ForbiddenError: only an admin may write it.
-        InUseError: the name is one of the owner's.
-        ConfigError: an address is not allowed, a secret cannot be used or kept, or there are too many.
+        InUseError: the owner's file has a receiver of this name.
+        ConfigError: an address is not allowed, a secret cannot be used or stored, or there are too many receivers.
     """
     if receiver.name in service.receiver_file.names:
         raise InUseError(
-            f"receiver {receiver.name!r}: stands in the owner's file",
+            f"receiver {receiver.name!r}: defined in the owner's file",
             "choose another name, or change the file",
         )
     row = session.get(ReceiverRow, (project, receiver.name), with_for_update=True)
-    before = None if row is None else _held(row, caller)
+    before = None if row is None else _stored(row, caller)
     _check_rights(receiver, before, caller)
     _check_addresses(service, receiver)
     encrypted = _encrypted(service, project, receiver, before)
@@ -228,12 +228,12 @@ def put_receiver(
     row.kind, row.config = str(receiver.as_data()["kind"]), receiver.as_data()
     row.written_ns, row.written_by = read_clock(session), caller.who[:256]
     session.flush()
-    kept = [field for field, secret in receiver.secrets().items() if isinstance(secret, EncryptedSecret)]
+    stored = [field for field, secret in receiver.secrets().items() if isinstance(secret, EncryptedSecret)]
     session.execute(
         delete(ReceiverSecret).where(
             ReceiverSecret.project == project,
             ReceiverSecret.name == receiver.name,
-            ReceiverSecret.field.not_in(kept),
+            ReceiverSecret.field.not_in(stored),
         )
     )
     for field, text in encrypted.items():
@@ -244,19 +244,19 @@ def put_receiver(
 def delete_receiver(
     service: Service, session: Session, project: str, name: str, caller: AuthenticatedCaller
 ) -> ReceiverRow:
-    """Remove a receiver and its secrets.
+    """Delete a receiver and its secrets.
 
     Raises:
-        NotFoundError: the project has none of its own of that name.
+        NotFoundError: the project has no receiver of its own with that name.
         ForbiddenError: only an admin may remove it.
         InUseError: the routing tree names it.
     """
     row = session.get(ReceiverRow, (project, name), with_for_update=True)
     if row is None:
-        raise NotFoundError(f"receiver {name!r} of project {project}: not known", "check the name")
-    _check_rights(None, _held(row, caller), caller)
+        raise NotFoundError(f"receiver {name!r} of project {project}: not found", "check the name")
+    _check_rights(None, _stored(row, caller), caller)
     if name in tree_of(service, session, project).receivers():
-        raise InUseError(f"receiver {name!r}: the routing tree names it", "take it out of the tree first")
+        raise InUseError(f"receiver {name!r}: in use by the routing tree", "remove it from the tree first")
     session.execute(delete(ReceiverSecret).filter_by(project=project, name=name))
     session.delete(row)
     return row
@@ -265,7 +265,7 @@ def delete_receiver(
 def put_tree(
     service: Service, session: Session, project: str, tree: RootNode, caller: AuthenticatedCaller
 ) -> None:
-    """Make the project's routing tree, or replace it.
+    """Create or replace the project's routing tree.
 
     Raises:
         ConfigError: it names a receiver that the project does not have.
@@ -273,7 +273,7 @@ def put_tree(
     unknown = sorted(tree.receivers() - known_receivers(service, session, project))
     if unknown:
         raise ConfigError(
-            f"route: receiver {unknown[0]!r} of project {project}: not known", "write the receiver first"
+            f"route: receiver {unknown[0]!r} of project {project}: not found", "write the receiver first"
         )
     row = session.get(RoutingTree, project, with_for_update=True)
     if row is None:
@@ -284,18 +284,18 @@ def put_tree(
 
 
 def delete_tree(session: Session, project: str) -> None:
-    """Let the owner's tree count again."""
+    """Delete the project's routing tree, so that the owner's applies."""
     session.execute(delete(RoutingTree).filter_by(project=project))
 
 
-def _held(row: ReceiverRow, caller: AuthenticatedCaller) -> Receiver | None:
-    """A receiver as it is kept; None where this version cannot read it, and the caller may replace whatever it is."""
+def _stored(row: ReceiverRow, caller: AuthenticatedCaller) -> Receiver | None:
+    """The stored receiver; None if this version cannot read it and the caller may replace any receiver."""
     try:
         return stored_receiver(row)
     except UnreadableReceiverError as error:
         if caller.may("administer"):
             return None
-        raise ForbiddenError(error.what, "ask an admin to write it anew or to remove it") from error
+        raise ForbiddenError(error.what, "ask an admin to write it again or to remove it") from error
 
 
 def _check_rights(after: Receiver | None, before: Receiver | None, caller: AuthenticatedCaller) -> None:
@@ -305,27 +305,27 @@ def _check_rights(after: Receiver | None, before: Receiver | None, caller: Authe
         secrets = receiver.secrets().values()
         if any(isinstance(secret, FromFile) for secret in secrets):
             raise ForbiddenError(
-                f"receiver {receiver.name!r}: a secret from a file",
+                f"receiver {receiver.name!r}: refers to a secret in a file",
                 "only the owner's file of receivers may name files",
             )
         if caller.may("administer"):
             continue
         if receiver.administered:
             raise ForbiddenError(
-                f"receiver {receiver.name!r}: acts in AWS with the service's rights",
+                f"receiver {receiver.name!r}: uses the service's AWS permissions",
                 "ask an admin to write it",
             )
         if any(isinstance(secret, FromEnvironment) for secret in secrets):
             raise ForbiddenError(
-                f"receiver {receiver.name!r}: takes a secret from the service's environment",
-                "ask an admin to write it, or give the secret itself",
+                f"receiver {receiver.name!r}: uses a secret of the service's environment",
+                "ask an admin to write it, or give the secret's value",
             )
 
 
 def _check_addresses(service: Service, receiver: Receiver) -> None:
-    reach = reach_of(service.settings)
+    policy = egress_policy_of(service.settings)
     for host in receiver.hosts:
-        reach.check_literal(host)
+        policy.check_literal(host)
 
 
 def _check_number(session: Session, project: str) -> None:
@@ -333,7 +333,7 @@ def _check_number(session: Session, project: str) -> None:
         select(func.count()).select_from(ReceiverRow).filter_by(project=project)
     ).scalar_one()
     if number >= MOST_RECEIVERS:
-        raise ConfigError(f"project {project}: has {number} receivers, the most there may be", "remove some")
+        raise ConfigError(f"project {project}: has {number} receivers, which is the limit", "remove some")
 
 
 def _encrypted(service: Service, project: str, receiver: Receiver, before: Receiver | None) -> dict[str, str]:
@@ -346,20 +346,20 @@ def _encrypted(service: Service, project: str, receiver: Receiver, before: Recei
                 secret_context(project, receiver.name, field), text
             )
         elif isinstance(secret, EncryptedSecret):
-            _check_kept(receiver, before, field)
+            _check_stored(receiver, before, field)
     return encrypted
 
 
-def _check_kept(receiver: Receiver, before: Receiver | None, field: str) -> None:
-    held = None if before is None or type(before) is not type(receiver) else before.secrets().get(field)
-    if not isinstance(held, EncryptedSecret):
+def _check_stored(receiver: Receiver, before: Receiver | None, field: str) -> None:
+    secret = None if before is None or type(before) is not type(receiver) else before.secrets().get(field)
+    if not isinstance(secret, EncryptedSecret):
         raise ConfigError(
-            f"secret {field!r} of receiver {receiver.name!r}: none is kept", "give the secret itself"
+            f"secret {field!r} of receiver {receiver.name!r}: not stored", "give the secret's value"
         )
     assert before is not None
     if before.destination != receiver.destination:
-        # Else who may not read it could have it sent to an address of their own.
+        # Otherwise a caller who may not read the secret could have it sent to their own address.
         raise ConfigError(
-            f"secret {field!r} of receiver {receiver.name!r}: is kept for another address",
-            "give the secret anew together with the new address",
+            f"secret {field!r} of receiver {receiver.name!r}: stored for another address",
+            "give the secret's value together with the new address",
         )

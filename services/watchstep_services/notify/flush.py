@@ -1,7 +1,7 @@
-"""Flush a group that is due: what its receiver does not know yet becomes one notification in the outbox, and is delivered.
+"""Flush a due group: its receiver's unreported alerts become one notification in the outbox, which is then delivered.
 
-All of it is one short transaction that begins by taking the group: of two workers one finds that it is no longer due, and a
-process that dies in between has notified nobody and lost nothing.
+A flush is one short transaction that begins by claiming the group. A second worker finds that the group is no longer due, and a
+process that dies meanwhile has sent nothing and lost nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from watchstep_services.channels import kinds
 from watchstep_services.channels.delivery import DeliveryContext, Message
 from watchstep_services.channels.notification import Notification, NotifiedAlert, Status, as_cloud_event
 from watchstep_services.channels.receiver import Receiver
-from watchstep_services.channels.wording import Templates, word
+from watchstep_services.channels.wording import Templates, render
 from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.egress import AddressRefusedError
 from watchstep_services.core.events import run_url
@@ -34,24 +34,24 @@ from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import AlertGroup, AlertInstanceRow, GroupMember, Incident, RunRow
 from watchstep_services.db.records import add_action
 from watchstep_services.notify import silences
-from watchstep_services.notify.directory import find_receiver, open_secrets, reach_of
+from watchstep_services.notify.directory import egress_policy_of, find_receiver, open_secrets
 from watchstep_services.notify.silences import labels_of, mute
 from watchstep_services.runs.lifecycle import ENDED
 from watchstep_services.service.context import Service
 
 
 def alert_of(
-    row: AlertInstanceRow, run: RunRow, said: Status, now_ns: int, incident: IncidentSummary | None = None
+    row: AlertInstanceRow, run: RunRow, status: Status, now_ns: int, incident: IncidentSummary | None = None
 ) -> NotifiedAlert:
-    """An alert as it stands; of one that is told to fire and is over by now, ``resolved_ns`` says since when."""
+    """An alert for a notification. ``resolved_ns`` is also set if it is reported as firing and has resolved since."""
     ended = row.resolved_ns
-    if said == "resolved" and ended is None:
-        ended = now_ns  # it fires again, and of that nobody is told
+    if status == "resolved" and ended is None:
+        ended = now_ns  # it fires again, which is not reported yet
     return NotifiedAlert(
         name=row.name,
         rule=row.rule,
         severity=row.severity,
-        phase=said,
+        phase=status,
         attempt=row.attempt,
         step=row.step,
         labels=labels_of(row, run.project, run.run),
@@ -70,7 +70,7 @@ def alert_of(
 def notification_of(
     base_url: str, group: AlertGroup, runs: Sequence[RunRow], alerts: Sequence[NotifiedAlert], now_ns: int
 ) -> Notification:
-    """A notification of these alerts, those that fire first; its id is the group's number and generation."""
+    """Build a notification, firing alerts first; its id is the group's number and generation."""
     alone = runs[0].run if len(runs) == 1 else ""
     return Notification(
         id=f"{group.id}-{group.generation}-{group.key[:16]}",
@@ -88,14 +88,14 @@ def notification_of(
     )
 
 
-_AGAIN_NS = 60 * NANOSECONDS
+_RETRY_NS = 60 * NANOSECONDS
 _HEALTH = "notifications"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _MemberAlert:
-    """An alert of the group as it is now, and what its receiver was notified of."""
+    """An alert of the group, and what its receiver was notified of."""
 
     member: GroupMember
     row: AlertInstanceRow
@@ -103,7 +103,7 @@ class _MemberAlert:
     silence: silences.Active | None
     incident: IncidentSummary | None = None
     joins: bool = False
-    """Its incident was told of in this group by alerts that are as severe: it is told with the next notification."""
+    """The receiver was notified of equally severe alerts of its incident, so the alert is part of the next notification."""
 
     @property
     def fires(self) -> bool:
@@ -112,7 +112,7 @@ class _MemberAlert:
 
     @property
     def is_news(self) -> bool:
-        """It began to fire and was not notified; it may be resolved by now."""
+        """Whether it began to fire and was not reported; it may be resolved by now."""
         return self.is_unreported and not self.joins
 
     @property
@@ -121,22 +121,22 @@ class _MemberAlert:
 
     @property
     def is_joined(self) -> bool:
-        """It fires and is told with the next notification, of which it is no reason."""
+        """Whether it fires and is part of the next notification without causing one."""
         return self.is_unreported and self.joins and self.fires and self.run.state not in ENDED
 
     @property
     def is_cause(self) -> bool:
-        """It is the likeliest cause of its incident."""
+        """Whether it is the likeliest cause of its incident."""
         return self.incident is not None and self.incident.cause == self.row.name
 
     @property
     def is_over(self) -> bool:
-        """It is resolved and that was not notified."""
+        """Whether it is resolved, which was not reported."""
         return self.member.notified_phase == "firing" and not self.fires and not self.is_news
 
     @property
     def lasts(self) -> bool:
-        """It fires, and that is known; nothing comes of a run that has ended."""
+        """Whether it fires and was reported; alerts of an ended run are not repeated."""
         is_notified = (
             self.member.notified_phase == "firing" and self.member.notified_episode == self.row.episode
         )
@@ -144,12 +144,12 @@ class _MemberAlert:
 
     @property
     def matters(self) -> bool:
-        """There is something to notify, now or again."""
+        """Whether there is something to report, now or again."""
         return self.is_news or self.is_over or self.lasts or self.is_joined
 
 
 def due_groups(service: Service, limit: int = 100) -> list[int]:
-    """Ids of groups that are due, the longest due first."""
+    """Ids of due groups, longest due first."""
     with service.database.read() as session:
         return list(
             session.execute(
@@ -162,7 +162,7 @@ def due_groups(service: Service, limit: int = 100) -> list[int]:
 
 
 def flush_due(service: Service) -> list[int]:
-    """Flush all groups that are due; returns the ids of new actions."""
+    """Flush all due groups; return the ids of new actions."""
     actions = [_flushed(service, group_id) for group_id in due_groups(service)]
     return [action for action in actions if action is not None]
 
@@ -173,23 +173,23 @@ def _flushed(service: Service, group_id: int) -> int | None:
     except Exception as error:
         if is_of_all(error):
             raise
-        # A fault of ours with this group: no other waits for it, nor does a stop.
-        _log.exception("group %d of alerts: cannot be looked at; it is tried again in a minute", group_id)
+        # An internal error with one group must not delay other groups or stops.
+        _log.exception("group %d of alerts: cannot be flushed; it is tried again in a minute", group_id)
         metrics.SWEEP_FAULTS.labels("group").inc()
         try:
             _put_off(service, group_id, type(error).__name__)
-        except SQLAlchemyError as another:
-            _log.warning("group %d of alerts: the next sweep tries it again: %s", group_id, another)
+        except SQLAlchemyError as database_error:
+            _log.warning("group %d of alerts: the next sweep tries it again: %s", group_id, database_error)
         return None
 
 
 def _put_off(service: Service, group_id: int, fault: str) -> None:
-    """Postpone a group that cannot be flushed, and record that in the health of the runs of its alerts."""
+    """Postpone a group that cannot be flushed, and report it in the health of the runs of its alerts."""
     with service.database.write() as session:
         session.execute(
             update(AlertGroup)
             .where(AlertGroup.id == _free(group_id))
-            .values(due_ns=now_ns() + _AGAIN_NS)
+            .values(due_ns=now_ns() + _RETRY_NS)
             .execution_options(synchronize_session=False)
         )
         run_ids = (
@@ -197,19 +197,21 @@ def _put_off(service: Service, group_id: int, fault: str) -> None:
             .join(GroupMember, GroupMember.instance_id == AlertInstanceRow.id)
             .where(GroupMember.group_id == group_id)
         )
-        said = f"alerts: the service failed to tell of them ({fault}); it is tried again each minute"
+        problem = (
+            f"alerts: notifications failed with an internal error ({fault}); they are tried again each minute"
+        )
         for run in _free_runs(session, run_ids):
-            run.health = {**run.health, _HEALTH: said}
+            run.health = {**run.health, _HEALTH: problem}
 
 
 def _free_runs(session: Session, ids: Any) -> list[RunRow]:
-    """Runs that nobody is writing, locked: an evaluation takes its run first and then its groups, and must not wait for us."""
+    """Lock the unlocked ones of some runs. Evaluations lock their run before its groups, so waiting here could deadlock."""
     chosen = select(RunRow).where(RunRow.id.in_(ids)).order_by(RunRow.id).with_for_update(skip_locked=True)
     return list(session.execute(chosen.execution_options(populate_existing=True)).scalars())
 
 
 def _free(group_id: int) -> Any:
-    """The group's id, if nobody is writing it: who hangs with one group keeps nobody from the others."""
+    """The group's id, if it is not locked: a hanging transaction on one group must not block the others."""
     return (
         select(AlertGroup.id)
         .where(AlertGroup.id == group_id)
@@ -222,7 +224,7 @@ def flush(service: Service, group_id: int) -> int | None:
     """Flush one group if it is due.
 
     Returns:
-        The id of the action that tells its receiver; None where there is nothing to tell.
+        The id of the action that notifies its receiver; None if there is nothing to report.
     """
     with service.database.write() as session:
         taken = session.execute(
@@ -236,19 +238,24 @@ def flush(service: Service, group_id: int) -> int | None:
             return None
         group = session.get_one(AlertGroup, group_id)
         now = read_clock(session)
-        seen = _members_of(session, group, now)
-        news = _content_of(group, seen, now)
-        ended = [seen_alert for seen_alert in seen if seen_alert.silence is None and seen_alert.is_over]
+        member_alerts = _members_of(session, group, now)
+        news = _content_of(group, member_alerts, now)
+        ended = [
+            member_alert
+            for member_alert in member_alerts
+            if member_alert.silence is None and member_alert.is_over
+        ]
         action = _notify(service, session, group, news, now) if news else None
-        for seen_alert in ended:  # told, or not to be told by its route
-            seen_alert.member.notified_phase = "resolved"
-        _mute(session, group, seen, now)
-        _schedule(group, seen, now)
-        _remove_settled(session, group, seen)
+        for member_alert in ended:  # reported, unless its route does not send resolved alerts
+            member_alert.member.notified_phase = "resolved"
+        _mute(session, group, member_alerts, now)
+        _schedule(group, member_alerts, now)
+        _remove_settled(session, group, member_alerts)
         for run in _free_runs(
-            session, {seen_alert.run.id for seen_alert in seen if _HEALTH in seen_alert.run.health}
+            session,
+            {member_alert.run.id for member_alert in member_alerts if _HEALTH in member_alert.run.health},
         ):
-            run.health = {name: said for name, said in run.health.items() if name != _HEALTH}
+            run.health = {name: problem for name, problem in run.health.items() if name != _HEALTH}
         return action
 
 
@@ -265,7 +272,7 @@ def _members_of(session: Session, group: AlertGroup, now: int) -> list[_MemberAl
         .order_by(AlertInstanceRow.fired_ns, AlertInstanceRow.id)
     ).all()
     active_silences = silences.active(session, group.project, now)
-    seen = [
+    member_alerts = [
         _MemberAlert(
             member,
             row,
@@ -275,32 +282,32 @@ def _members_of(session: Session, group: AlertGroup, now: int) -> list[_MemberAl
         )
         for member, row, run, summary in rows
     ]
-    return seen if group.refresh else _joined(seen)
+    return member_alerts if group.refresh else _joined(member_alerts)
 
 
-def _joined(seen: Sequence[_MemberAlert]) -> list[_MemberAlert]:
-    """Mark alerts of incidents that were told of; one that is more severe than all that was told of its incident is news."""
+def _joined(member_alerts: Sequence[_MemberAlert]) -> list[_MemberAlert]:
+    """Mark alerts of reported incidents; an alert more severe than all reported ones of its incident is news."""
     severities: dict[str, int] = {}
-    for seen_alert in seen:
+    for member_alert in member_alerts:
         if (
-            seen_alert.incident is not None
-            and seen_alert.member.notified_phase == "firing"
-            and not seen_alert.is_unreported
+            member_alert.incident is not None
+            and member_alert.member.notified_phase == "firing"
+            and not member_alert.is_unreported
         ):
-            severity = SEVERITIES.index(seen_alert.row.severity)
-            severities[seen_alert.incident.id] = max(severities.get(seen_alert.incident.id, -1), severity)
+            severity = SEVERITIES.index(member_alert.row.severity)
+            severities[member_alert.incident.id] = max(severities.get(member_alert.incident.id, -1), severity)
     return [
-        replace(seen_alert, joins=True)
-        if seen_alert.incident is not None
-        and SEVERITIES.index(seen_alert.row.severity) <= severities.get(seen_alert.incident.id, -1)
-        else seen_alert
-        for seen_alert in seen
+        replace(member_alert, joins=True)
+        if member_alert.incident is not None
+        and SEVERITIES.index(member_alert.row.severity) <= severities.get(member_alert.incident.id, -1)
+        else member_alert
+        for member_alert in member_alerts
     ]
 
 
 @dataclass(frozen=True)
 class _NotificationContent:
-    """The alerts of a notification: those that fire, and those that are resolved."""
+    """The alerts of a notification: firing ones and resolved ones."""
 
     firing: Sequence[_MemberAlert]
     over: Sequence[_MemberAlert]
@@ -310,19 +317,19 @@ class _NotificationContent:
         return bool(self.firing or self.over)
 
 
-def _content_of(group: AlertGroup, seen: Sequence[_MemberAlert], now: int) -> _NotificationContent:
-    heard = [seen_alert for seen_alert in seen if seen_alert.silence is None]
-    news = [seen_alert for seen_alert in heard if seen_alert.is_news]
-    lasting = [seen_alert for seen_alert in heard if seen_alert.lasts or seen_alert.is_joined]
-    over = [seen_alert for seen_alert in heard if seen_alert.is_over]
+def _content_of(group: AlertGroup, member_alerts: Sequence[_MemberAlert], now: int) -> _NotificationContent:
+    unsilenced = [member_alert for member_alert in member_alerts if member_alert.silence is None]
+    news = [member_alert for member_alert in unsilenced if member_alert.is_news]
+    lasting = [member_alert for member_alert in unsilenced if member_alert.lasts or member_alert.is_joined]
+    over = [member_alert for member_alert in unsilenced if member_alert.is_over]
     if news or (over and group.send_resolved):
         return _NotificationContent([*news, *lasting], over if group.send_resolved else [], has_news=True)
-    again = [
-        seen_alert
-        for seen_alert in lasting
-        if group.refresh or not (seen_alert.row.acknowledged_by or seen_alert.run.state == "lost")
+    to_repeat = [
+        member_alert
+        for member_alert in lasting
+        if group.refresh or not (member_alert.row.acknowledged_by or member_alert.run.state == "lost")
     ]
-    if again and now >= group.notified_ns + group.repeat_ns:
+    if to_repeat and now >= group.notified_ns + group.repeat_ns:
         return _NotificationContent(lasting, [], has_news=False)
     return _NotificationContent([], [], has_news=False)
 
@@ -333,99 +340,108 @@ def _notify(
     group.generation += 1
     group.repeats = 0 if news.has_news else group.repeats + 1
     group.notified_ns = now
-    firing = sorted(news.firing, key=lambda seen_alert: not seen_alert.is_cause)
+    firing = sorted(news.firing, key=lambda member_alert: not member_alert.is_cause)
     alerts = [
-        alert_of(seen_alert.row, seen_alert.run, "firing", now, seen_alert.incident) for seen_alert in firing
+        alert_of(member_alert.row, member_alert.run, "firing", now, member_alert.incident)
+        for member_alert in firing
     ]
     alerts += [
-        alert_of(seen_alert.row, seen_alert.run, "resolved", now, seen_alert.incident)
-        for seen_alert in news.over
+        alert_of(member_alert.row, member_alert.run, "resolved", now, member_alert.incident)
+        for member_alert in news.over
     ]
-    runs = {seen_alert.run.id: seen_alert.run for seen_alert in (*news.firing, *news.over)}
+    runs = {member_alert.run.id: member_alert.run for member_alert in (*news.firing, *news.over)}
     notification = notification_of(service.base_url, group, list(runs.values()), alerts, now)
     first = (*news.firing, *news.over)[0]
     payload: dict[str, Any] = {"receiver": group.receiver, "notification": notification.as_data()}
     cause = {"event_id": first.row.event_id, "at_ns": now, "payload": payload}
-    for seen_alert in news.firing:
-        seen_alert.member.notified_episode, seen_alert.member.notified_phase = (
-            seen_alert.row.episode,
+    for member_alert in news.firing:
+        member_alert.member.notified_episode, member_alert.member.notified_phase = (
+            member_alert.row.episode,
             "firing",
         )
     return add_action(session, first.run.id, NOTIFY, f"{NOTIFY}:{group.id}:{group.generation}", cause)
 
 
-def _mute(session: Session, group: AlertGroup, seen: Sequence[_MemberAlert], now: int) -> None:
-    for seen_alert in seen:
-        if seen_alert.silence is not None and seen_alert.matters:
+def _mute(session: Session, group: AlertGroup, member_alerts: Sequence[_MemberAlert], now: int) -> None:
+    for member_alert in member_alerts:
+        if member_alert.silence is not None and member_alert.matters:
             mute(
-                session, seen_alert.row, group.receiver, ("silenced", f"silence {seen_alert.silence.id}"), now
+                session,
+                member_alert.row,
+                group.receiver,
+                ("silenced", f"silence {member_alert.silence.id}"),
+                now,
             )
-        elif seen_alert.is_joined and seen_alert.incident is not None:
-            mute(session, seen_alert.row, group.receiver, ("incident", seen_alert.incident.id), now)
+        elif member_alert.is_joined and member_alert.incident is not None:
+            mute(session, member_alert.row, group.receiver, ("incident", member_alert.incident.id), now)
 
 
-def _schedule(group: AlertGroup, seen: Sequence[_MemberAlert], now: int) -> None:
+def _schedule(group: AlertGroup, member_alerts: Sequence[_MemberAlert], now: int) -> None:
     group.open = any(
-        seen_alert.lasts or seen_alert.is_joined or (seen_alert.silence is None and seen_alert.is_over)
-        for seen_alert in seen
+        member_alert.lasts
+        or member_alert.is_joined
+        or (member_alert.silence is None and member_alert.is_over)
+        for member_alert in member_alerts
     )
     moments = []
-    for seen_alert in seen:
-        if seen_alert.silence is not None:
-            if seen_alert.matters:
-                moments.append(seen_alert.silence.ends_ns)
-        elif seen_alert.is_over:
-            # It was over before it was told: that it fired is said first, and this after the interval.
+    for member_alert in member_alerts:
+        if member_alert.silence is not None:
+            if member_alert.matters:
+                moments.append(member_alert.silence.ends_ns)
+        elif member_alert.is_over:
+            # It resolved before it was reported: its firing is reported first, and this after the interval.
             moments.append(group.notified_ns + group.interval_ns)
-        elif (seen_alert.lasts or seen_alert.is_joined) and (
-            group.refresh or not seen_alert.row.acknowledged_by
+        elif (member_alert.lasts or member_alert.is_joined) and (
+            group.refresh or not member_alert.row.acknowledged_by
         ):
-            moments.append((now if seen_alert.run.state == "lost" else group.notified_ns) + group.repeat_ns)
+            moments.append((now if member_alert.run.state == "lost" else group.notified_ns) + group.repeat_ns)
     group.due_ns = max(now, min(moments)) if moments else None
 
 
-def _remove_settled(session: Session, group: AlertGroup, seen: Sequence[_MemberAlert]) -> None:
-    """Remove alerts whose end was notified, so that a group over many runs does not grow."""
-    gone = [
-        seen_alert.row.id
-        for seen_alert in seen
-        if not seen_alert.fires and not seen_alert.is_news and seen_alert.member.notified_phase != "firing"
+def _remove_settled(session: Session, group: AlertGroup, member_alerts: Sequence[_MemberAlert]) -> None:
+    """Remove alerts with a reported end, so that a group over many runs does not grow."""
+    settled = [
+        member_alert.row.id
+        for member_alert in member_alerts
+        if not member_alert.fires
+        and not member_alert.is_news
+        and member_alert.member.notified_phase != "firing"
     ]
-    if gone:
+    if settled:
         session.flush()
         session.execute(
             delete(GroupMember)
-            .where(GroupMember.group_id == group.id, GroupMember.instance_id.in_(gone))
+            .where(GroupMember.group_id == group.id, GroupMember.instance_id.in_(settled))
             .execution_options(synchronize_session=False)
         )
 
 
 NOTIFY = "notify"
-"""Kind of an action; its payload is ``{"receiver": name, "notification": Notification.as_data()}``."""
+"""Kind of the action; its payload is ``{"receiver": name, "notification": Notification.as_data()}``."""
 
 
 def try_notify(service: Service, due: DueAction) -> AttemptResult:
-    """Send a notification once. The receiver is looked up in the project of the action's run, as it is now."""
+    """Send a notification once. The receiver is looked up in the project of the action's run at this time."""
     notification = Notification.from_data(due.payload["notification"])
     name = str(due.payload["receiver"])
     try:
         with service.database.read() as session:
             project = session.get_one(RunRow, due.run_id).project
             receiver = find_receiver(service, session, project, name)
-            delivery = outside_of(service, session, project, receiver)
+            delivery = delivery_context(service, session, project, receiver)
     except NotFoundError as error:
-        return AttemptResult("failed", f"{error.what}; it was there when the alert was routed")
+        return AttemptResult("failed", f"{error.what}; it existed when the alert was routed")
     return deliver(receiver, notification, delivery)
 
 
-def outside_of(service: Service, session: Session, project: str, receiver: Receiver) -> DeliveryContext:
-    """The way out for a receiver, with its secrets opened.
+def delivery_context(service: Service, session: Session, project: str, receiver: Receiver) -> DeliveryContext:
+    """The egress policy, time limit and decrypted secrets for a delivery.
 
     Raises:
-        ConfigError: a secret cannot be read or opened.
+        ConfigError: a secret cannot be read or decrypted.
     """
     return DeliveryContext(
-        reach=reach_of(service.settings, project),
+        egress_policy=egress_policy_of(service.settings, project),
         seconds=service.settings.webhook_seconds,
         now_ns=read_clock(session),
         secrets=open_secrets(service, session, project, receiver),
@@ -433,10 +449,10 @@ def outside_of(service: Service, session: Session, project: str, receiver: Recei
 
 
 def deliver(receiver: Receiver, notification: Notification, delivery: DeliveryContext) -> AttemptResult:
-    """Put a notification into the receiver's words and send it, once.
+    """Render a notification with the receiver's templates and send it, once.
 
     Raises:
-        WatchstepError: what the receiver's owner can correct.
+        WatchstepError: an error that the receiver's owner can correct.
     """
     try:
         return kinds.send(receiver, message_of(notification, receiver.templates), delivery)
@@ -445,12 +461,12 @@ def deliver(receiver: Receiver, notification: Notification, delivery: DeliveryCo
 
 
 def message_of(notification: Notification, templates: Templates) -> Message:
-    """A notification in words."""
-    title, text = word(notification, templates)
+    """Render a notification as a message."""
+    title, text = render(notification, templates)
     return Message(
         notification=notification,
         title=title,
         text=text,
-        worded=templates != Templates(),
+        has_custom_text=templates != Templates(),
         event=as_cloud_event(notification, title, text),
     )

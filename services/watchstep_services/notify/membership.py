@@ -1,4 +1,4 @@
-"""Groups of alerts: which receivers an alert reaches, and when each of its groups is flushed next.
+"""Membership of alerts in groups: the receivers of an alert, and when each of its groups is flushed next.
 
 Receivers follow from the project's routing tree and from the rule config.
 """
@@ -24,8 +24,8 @@ from watchstep_services.service.context import Service
 
 
 @dataclass(frozen=True)
-class Found:
-    """Whom an alert reaches, and names in its rule config that nobody is known for."""
+class AlertRoutes:
+    """The routes of an alert, and receivers in its rule config that do not exist."""
 
     routes: tuple[Route, ...]
     unknown: tuple[str, ...]
@@ -33,18 +33,18 @@ class Found:
 
 def find_routes(
     service: Service, session: Session, project: str, labels: Mapping[str, str], notify: Sequence[str]
-) -> Found:
-    """Whom an alert reaches. Where nothing is configured, that is nobody."""
+) -> AlertRoutes:
+    """The routes of an alert; there are none if nothing is configured."""
     routes = directory.routes_of(service, session, project, labels, notify)
     if not notify:
-        return Found(routes, ())
+        return AlertRoutes(routes, ())
     receivers = directory.known_receivers(service, session, project)
-    return Found(routes, tuple(name for name in dict.fromkeys(notify) if name not in receivers))
+    return AlertRoutes(routes, tuple(name for name in dict.fromkeys(notify) if name not in receivers))
 
 
 @dataclass(frozen=True)
-class Named:
-    """The run whose alerts changed."""
+class RunReference:
+    """The run with changed alerts."""
 
     run_id: int
     project: str
@@ -53,7 +53,7 @@ class Named:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A way of one alert to one receiver."""
+    """One alert on one route."""
 
     route: Route
     row: AlertInstanceRow
@@ -68,21 +68,21 @@ class _Entry:
 def regroup(
     service: Service,
     session: Session,
-    named: Named,
+    run: RunReference,
     changed: Iterable[AlertInstanceRow],
     began: Container[int],
     now_ns: int,
 ) -> None:
-    """Have the groups of alerts looked at that began to fire, or ended, or are known on a further attempt.
+    """Schedule the groups of alerts that began to fire, ended, or continue on a further attempt.
 
-    Groups are taken in the order of their keys, so that two evaluations never wait for each other.
+    Groups are locked in the order of their keys, so that two evaluations cannot deadlock.
 
     Args:
         service: the service.
         session: the transaction.
-        named: whose alerts.
-        changed: of which something is new.
-        began: ids of those that began to fire, whether or not they still do.
+        run: the run of the alerts.
+        changed: the changed alerts.
+        began: ids of alerts that began to fire, whether or not they still do.
         now_ns: the database's time.
     """
     rows = {row.id: row for row in changed}
@@ -91,8 +91,8 @@ def regroup(
     entries = [
         entry
         for row in rows.values()
-        if _is_told(row, began)
-        for entry in _entries(service, session, named, row, now_ns)
+        if _is_notified(row, began)
+        for entry in _entries(service, session, run, row, now_ns)
     ]
     members: dict[str, list[_Entry]] = {}
     for entry in entries:
@@ -104,11 +104,11 @@ def regroup(
     ).scalars()
     for key in sorted({*keys, *members}):
         entered = members.get(key, [])
-        group = _locked(session, named, key, entered)
+        group = _locked(session, run, key, entered)
         if group is None:
-            continue  # it held none of them any more
+            continue  # it was purged, and contained none of the alerts any more
         for entry in entered:
-            _adopt(group, entry.route)
+            _update_times(group, entry.route)
             insert_missing(
                 session,
                 GroupMember,
@@ -122,59 +122,59 @@ def regroup(
         wake(group, now_ns, urgent=_escalates(session, group, entered, began))
 
 
-def _locked(session: Session, named: Named, key: str, entered: list[_Entry]) -> AlertGroup | None:
-    """A group, made where something enters it; one that was empty may be purged between two statements."""
+def _locked(session: Session, run: RunReference, key: str, entered: list[_Entry]) -> AlertGroup | None:
+    """Lock a group, created if entries are added; an empty group may be purged between two statements."""
     while True:
         if entered:
-            _make(session, named, key, entered[0])
+            _make(session, run, key, entered[0])
         group = session.execute(
-            select(AlertGroup).filter_by(project=named.project, key=key).with_for_update()
+            select(AlertGroup).filter_by(project=run.project, key=key).with_for_update()
         ).scalar_one_or_none()
         if group is not None or not entered:
             return group
 
 
 def _escalates(session: Session, group: AlertGroup, entered: list[_Entry], began: Container[int]) -> bool:
-    """Whether an alert begins to fire that is more severe than all that its receiver was told to fire."""
+    """Whether an alert begins to fire that is more severe than all firing alerts that were reported to the receiver."""
     new = [entry.row.severity for entry in entered if entry.row.id in began]
     if not new or not group.open:
         return False
-    told = session.execute(
+    reported = session.execute(
         select(AlertInstanceRow.severity)
         .join(GroupMember, GroupMember.instance_id == AlertInstanceRow.id)
         .where(GroupMember.group_id == group.id, GroupMember.notified_phase == "firing")
     ).scalars()
-    return max(map(SEVERITIES.index, new)) > max(map(SEVERITIES.index, told), default=-1)
+    return max(map(SEVERITIES.index, new)) > max(map(SEVERITIES.index, reported), default=-1)
 
 
 def wake(group: AlertGroup, now_ns: int, *, urgent: bool = False) -> None:
-    """Have a group looked at: a new one, or one with a more severe alert, when it has gathered; one that was told after its interval."""
+    """Make a group due: a new one, or one with a more severe alert, after its group wait; any other after its interval."""
     waits = group.open and not urgent
     at = max(now_ns, group.notified_ns + group.interval_ns) if waits else now_ns + group.wait_ns
     group.due_ns = at if group.due_ns is None else min(group.due_ns, at)
 
 
-def _is_told(row: AlertInstanceRow, began: Container[int]) -> bool:
-    """It fires, or did within this evaluation and is over: that, too, is told."""
+def _is_notified(row: AlertInstanceRow, began: Container[int]) -> bool:
+    """Whether it fires, or fired within this evaluation and is resolved, which is reported, too."""
     fired = row.phase == "firing" or row.id in began
     return fired and not row.is_hidden
 
 
 def _entries(
-    service: Service, session: Session, named: Named, row: AlertInstanceRow, now_ns: int
+    service: Service, session: Session, run: RunReference, row: AlertInstanceRow, now_ns: int
 ) -> list[_Entry]:
-    labels = labels_of(row, named.project, named.run)
-    reached = find_routes(service, session, named.project, labels, row.receivers)
-    for receiver in reached.unknown:
+    labels = labels_of(row, run.project, run.run)
+    alert_routes = find_routes(service, session, run.project, labels, row.receivers)
+    for receiver in alert_routes.unknown:
         mute(session, row, receiver, ("unknown", ""), now_ns)
-    return [_Entry(route, row, route.group_labels(labels)) for route in reached.routes]
+    return [_Entry(route, row, route.group_labels(labels)) for route in alert_routes.routes]
 
 
-def _make(session: Session, named: Named, key: str, entry: _Entry) -> None:
+def _make(session: Session, run: RunReference, key: str, entry: _Entry) -> None:
     values = {
-        "project": named.project,
+        "project": run.project,
         "key": key,
-        "run_id": named.run_id if "run" in entry.labels else None,
+        "run_id": run.run_id if "run" in entry.labels else None,
         "receiver": entry.route.receiver,
         "labels": entry.labels,
         "open": False,
@@ -187,8 +187,8 @@ def _make(session: Session, named: Named, key: str, entry: _Entry) -> None:
     insert_missing(session, AlertGroup, values)
 
 
-def _adopt(group: AlertGroup, route: Route) -> None:
-    """Take over what the tree says now."""
+def _update_times(group: AlertGroup, route: Route) -> None:
+    """Copy the times of the current routing tree."""
     for name, value in _times(route).items():
         setattr(group, name, value)
 

@@ -1,4 +1,4 @@
-"""Notifications to look at: an example, or an alert that there was."""
+"""Sample notifications: a test notification, or one of an earlier alert."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECOND = 1_000_000_000
 
 
 def example(service: Service, project: str, status: Status, at_ns: int) -> Notification:
-    """A notification that tells that it is a test. Each has an id of its own."""
+    """A test notification with an id of its own."""
     own = {"project": project, "run": "test", "name": "test", "rule": "nan_or_inf", "severity": "info"}
     alert = NotifiedAlert(
         name="test",
@@ -34,15 +34,15 @@ def example(service: Service, project: str, status: Status, at_ns: int) -> Notif
         attempt="test",
         step=0,
         labels=alert_labels(own, {}),
-        message="This is a test of a receiver: no run is ill.",
+        message="This is a test notification. No run has a problem.",
         explanation=Explanation(
             title=f"test (info) {status} at step 0",
-            seen="nothing: somebody tries this receiver out",
+            seen="nothing: a user tests this receiver",
             where="no tensor",
             against="nothing",
             since="step 0",
-            usual_causes=("Somebody wanted to see that messages arrive.",),
-            what_to_try=("Nothing has to be done.",),
+            usual_causes=("A user tests whether notifications arrive.",),
+            what_to_try=("No action is required.",),
         ),
         fingerprint="test",
         since_ns=at_ns - _SECOND,
@@ -53,7 +53,7 @@ def example(service: Service, project: str, status: Status, at_ns: int) -> Notif
 
 
 def of_alert(service: Service, session: Session, run: RunRow, name: str, at_ns: int) -> Notification:
-    """The newest alert of a rule config on a run, as a notification of its own.
+    """A notification of the newest alert of a rule config on a run.
 
     Raises:
         NotFoundError: it has never fired.
@@ -86,7 +86,7 @@ def of_alert(service: Service, session: Session, run: RunRow, name: str, at_ns: 
 
 
 def named_receivers(session: Session, run: RunRow, name: str) -> tuple[str, ...]:
-    """Receivers that the alert's rule config names itself."""
+    """Receivers that the alert's rule config names."""
     config = load_config(session.get_one(RuleConfigRow, _newest(session, run, name).config_id), None).config
     return () if config is None else tuple(config.receivers)
 
@@ -100,7 +100,7 @@ def _newest(session: Session, run: RunRow, name: str) -> AlertRow:
     ).scalar_one_or_none()
     if row is None:
         raise NotFoundError(
-            f"alert {name!r} of run {run.project}/{run.run}: has never fired", "name one that has"
+            f"alert {name!r} of run {run.project}/{run.run}: has never fired", "name an alert that has fired"
         )
     return row
 

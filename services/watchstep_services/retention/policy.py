@@ -1,7 +1,7 @@
-"""Retention policies: how long what is kept, what is due, and groups of alerts that span runs.
+"""Retention policies: retention times, the next due step, and groups of alerts over several runs.
 
-A group of one run is deleted with its run, a group of several when no alert is left in it. Notifications are known by the
-group's number, which is never reused: a group that comes back notifies again.
+A group of one run is deleted with its run, and a group of several once it contains no alert. Ids of notifications contain the
+group's number, which is never reused, so a recreated group notifies again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Step = Literal["delete_run", "summarize", "compact", "delete_originals", "delete
 
 @dataclass(frozen=True)
 class RetentionTimes:
-    """Nanoseconds after a run's end, or, of the originals, after its compaction; None: never."""
+    """Nanoseconds after a run's end or, for the originals, after its compaction; None for never."""
 
     compact_after: int | None
     originals: int | None
@@ -32,19 +32,19 @@ class RetentionTimes:
 
 @dataclass(frozen=True)
 class UpkeepProgress:
-    """What has been done to a run that ended at ``ended_ns``; times by the database's clock."""
+    """The completed upkeep of a run that ended at ``ended_ns``; times by the database's clock."""
 
     ended_ns: int
     compacted_ns: int | None = None
     originals_gone_ns: int | None = None
     tensors_gone_ns: int | None = None
     deleting: bool = False
-    held: bool = False
+    on_hold: bool = False
     summarized_ns: int | None = None
 
 
 def policy_of(session: Session, settings: Settings, project: str) -> RetentionTimes:
-    """A project's policy: its own, and the settings' where it says nothing. Runs and tensors go only where it says so."""
+    """A project's policy, with the settings' values as defaults. Runs and tensors are deleted only if the project's policy says so."""
     own = session.get(RetentionPolicy, project)
     compact: float | None = None if own is None else own.compact_after_s
     originals: float | None = None if own is None else own.originals_s
@@ -61,12 +61,12 @@ def _ns(seconds: float | None) -> int | None:
 
 
 def next_step(policy: RetentionTimes, progress: UpkeepProgress) -> tuple[Step, int] | None:
-    """What is to be done next, and when (nanoseconds); None where nothing ever is.
+    """The next step and when it is due, in nanoseconds; None if no step follows.
 
-    A deletion that has begun is ended whatever the policy says by then, unless the run is held.
+    A deletion that has begun is completed even if the policy changes, unless the run is on hold.
     """
     steps: list[tuple[int, Step]] = []
-    if not progress.held:
+    if not progress.on_hold:
         if progress.deleting:
             return "delete_run", progress.ended_ns
         if policy.runs is not None:
@@ -85,7 +85,7 @@ def next_step(policy: RetentionTimes, progress: UpkeepProgress) -> tuple[Step, i
         steps.append((progress.compacted_ns + policy.originals, "delete_originals"))
     if not steps:
         return None
-    # Of two that are due together what goes for good needs no work before it: _ORDER.
+    # If two are due together, permanent deletions come first, because they make other steps unnecessary.
     at, step = min(steps, key=lambda due: (due[0], _ORDER.index(due[1])))
     return step, at
 
@@ -98,8 +98,8 @@ _AT_ONCE = 1000
 
 
 def purge_groups(service: Service) -> None:
-    """Delete groups over several runs that hold no alert, have nothing to tell, and told nothing for a day."""
-    on_hold = select(GroupMember.group_id).where(GroupMember.group_id == AlertGroup.id)
+    """Delete groups over several runs without alerts, without open notifications, and without a notification for a day."""
+    has_members = select(GroupMember.group_id).where(GroupMember.group_id == AlertGroup.id)
     empty = (
         select(AlertGroup.id)
         .where(
@@ -107,14 +107,16 @@ def purge_groups(service: Service) -> None:
             AlertGroup.due_ns.is_(None),
             AlertGroup.open.is_(False),
             AlertGroup.notified_ns < now_ns() - IDLE_NS,
-            ~on_hold.exists(),
+            ~has_members.exists(),
         )
         .limit(_AT_ONCE)
         .with_for_update(skip_locked=True)
     )
     with service.database.write() as session:
-        gone = list(session.execute(empty).scalars())
-        if gone:
+        empty_ids = list(session.execute(empty).scalars())
+        if empty_ids:
             session.execute(
-                delete(AlertGroup).where(AlertGroup.id.in_(gone)).execution_options(synchronize_session=False)
+                delete(AlertGroup)
+                .where(AlertGroup.id.in_(empty_ids))
+                .execution_options(synchronize_session=False)
             )

@@ -1,4 +1,4 @@
-"""Upkeep of ended runs: claim one, do one step with no transaction open, record it; in threads of its own.
+"""Upkeep of ended runs, in its own threads: claim a run, do one step with no transaction open, record it.
 
 A store that is slow or hangs delays no evaluation, no stop and no other project's upkeep.
 """
@@ -34,7 +34,7 @@ from watchstep_services.service.context import Service
 
 _LEASE_NS = 30 * 60 * NANOSECONDS
 _WAITING_NS = 86_400 * NANOSECONDS
-_AGAIN_NS = 60 * NANOSECONDS
+_RETRY_NS = 60 * NANOSECONDS
 _LONGEST_NS = 24 * 3600 * NANOSECONDS
 _NEVER = 2**62
 _AT_ONCE = 100
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UpkeepClaim:
-    """A run that this process keeps for now, and the step that is due."""
+    """A run that this process has claimed, and the due step."""
 
     run_id: int
     project: str
@@ -56,13 +56,13 @@ class UpkeepClaim:
 
 
 @dataclass
-class Upkept:
-    """What the threads of a process are at.
+class UpkeepState:
+    """State that the upkeep threads of a process share.
 
     Attributes:
-        projects: of which each has a step under way.
-        closed: nothing more is to begin.
-        claiming: held while one of them claims a run.
+        projects: projects with a step in progress.
+        closed: no more steps may begin.
+        claiming: lock for claims.
     """
 
     projects: set[str] = field(default_factory=set)
@@ -70,38 +70,38 @@ class Upkept:
     claiming: threading.Lock = field(default_factory=threading.Lock)
 
 
-def upkeep(service: Service, most: int = _AT_ONCE, upkept: Upkept | None = None) -> int:
-    """Do what is due of ended runs, one after the other; returns how many steps were done.
+def upkeep(service: Service, most: int = _AT_ONCE, state: UpkeepState | None = None) -> int:
+    """Do due steps of ended runs, one after the other; return the number of steps.
 
-    What fails is recorded with the run, told in the log, and tried again later: it keeps no other from its turn. Runs of a project of
-    which another thread has a step under way are left to that one.
+    An error is recorded with the run, logged, and retried later; it does not affect other runs. Projects with a step in progress in another
+    thread are skipped.
     """
-    upkept = upkept or Upkept()
+    state = state or UpkeepState()
     _enter_ended(service)
     purge_groups(service)
     done = 0
-    while done < most and not upkept.closed:
-        with upkept.claiming:
-            claim = _claim(service, upkept.projects)
+    while done < most and not state.closed:
+        with state.claiming:
+            claim = _claim(service, state.projects)
             if claim is None:
                 break
-            upkept.projects.add(claim.project)
+            state.projects.add(claim.project)
         try:
             _do(service, claim)
         except WatchstepError as error:
             _log.warning("upkeep of %s/%s: %s: %s", claim.project, claim.run, claim.step, error.what)
             _failed(service, claim, error.what)
-        except Exception as error:  # noqa: BLE001 - whatever lies on the store; it must not keep others from their turn
+        except Exception as error:  # noqa: BLE001 - the store may contain anything; other runs must not be affected
             _log.exception("upkeep of %s/%s: %s failed", claim.project, claim.run, claim.step)
             _failed(service, claim, f"{type(error).__name__}: {error}")
         finally:
-            upkept.projects.discard(claim.project)
+            state.projects.discard(claim.project)
         done += 1
     return done
 
 
 def _enter_ended(service: Service) -> None:
-    """Give each run that ended, or ended once more, its place here."""
+    """Add or reset the upkeep row of each run that ended, or ended again."""
     with service.database.read() as session:
         fresh = session.execute(
             select(RunRow.id, RunRow.ended_ns)
@@ -124,7 +124,7 @@ def _enter_ended(service: Service) -> None:
 
 
 def _claim(service: Service, busy: Collection[str]) -> UpkeepClaim | None:
-    """The next run with something due, of no busy project; those with nothing due now are put off until they have."""
+    """Claim the next run with a due step, of no busy project; postpone runs without one."""
     due_now = (
         select(Upkeep.run_id)
         .join(RunRow, RunRow.id == Upkeep.run_id)
@@ -139,16 +139,16 @@ def _claim(service: Service, busy: Collection[str]) -> UpkeepClaim | None:
                 return None
             row = session.get_one(Upkeep, run_id)
             run, now = session.get_one(RunRow, row.run_id), read_clock(session)
-            due = next_step(policy_of(session, service.settings, run.project), _kept(row))
+            due = next_step(policy_of(session, service.settings, run.project), _progress_of(row))
             if run.state not in _OVER:
-                row.next_ns, row.deleting = _NEVER, False  # it goes on: its next end brings it back
+                row.next_ns, row.deleting = _NEVER, False  # it runs again: its next end resets this
             elif due is not None and due[0] == "delete_run" and is_being_stopped(session, run.id):
-                row.next_ns = now + _AGAIN_NS
+                row.next_ns = now + _RETRY_NS
             elif due is None or due[1] > now:
                 row.next_ns = min(now + _LONGEST_NS, _NEVER if due is None else due[1])
             elif row.lease_until_ns:
-                # Its process ended in the middle of this: it may do so again, and is tried less and less often.
-                _put_off(row, f"{due[0]}: the process that did it was killed or crashed", now)
+                # Its process ended during this step, and may do so again, so it is retried with growing intervals.
+                _postpone(row, f"{due[0]}: the process that did it was killed or crashed", now)
             else:
                 deleting = row.deleting or due[0] == "delete_run"
                 token = UPKEEP_LEASE.claim(session, run.id, _LEASE_NS, deleting=deleting)
@@ -157,7 +157,7 @@ def _claim(service: Service, busy: Collection[str]) -> UpkeepClaim | None:
                 return UpkeepClaim(run.id, run.project, run.run, token, due[0], row.ended_ns)
 
 
-def _kept(row: Upkeep) -> UpkeepProgress:
+def _progress_of(row: Upkeep) -> UpkeepProgress:
     return UpkeepProgress(
         row.ended_ns,
         row.compacted_ns,
@@ -177,14 +177,17 @@ def _do(service: Service, claim: UpkeepClaim) -> None:
         deleted = delete_objects(run_store)
         with service.database.write() as session:
             run = session.get(RunRow, claim.run_id, with_for_update=True)
-            if _mine(session, claim) is not None and run is not None and run.state in _OVER:
-                lift(session)  # of a run that has ended: nobody else waits for its rows
+            if _lock(session, claim) is not None and run is not None and run.state in _OVER:
+                lift(session)  # no other transaction waits for the rows of an ended run
                 delete_rows(session, claim.run_id)
-        service.known.discard(
+        service.known_runs.discard(
             (claim.project, claim.run)
-        )  # a run of that name that comes later is found by listing
+        )  # a later run of that name is found by a listing
         _log.info(
-            "run %s/%s: deleted, as its project's policy says: %d objects", claim.project, claim.run, deleted
+            "run %s/%s: deleted according to its project's policy: %d objects",
+            claim.project,
+            claim.run,
+            deleted,
         )
         return
     if claim.step == "summarize":
@@ -201,22 +204,22 @@ def _do(service: Service, claim: UpkeepClaim) -> None:
     else:
         return
     with service.database.write() as session:
-        row = _mine(session, claim)
+        row = _lock(session, claim)
         if row is not None:
             setattr(row, _DONE[claim.step], read_clock(session))
             row.lease_until_ns, row.next_ns, row.tries, row.problem = 0, 0, 0, ""
 
 
 def is_being_stopped(session: Session, run_id: int) -> bool:
-    """Whether a stop is on its way: what it has written would be lost, and a program that begins anew would not be stopped."""
+    """Whether a stop is pending: a deletion would lose its records, and a restarted program would not be stopped."""
     pending = select(ActionRow.id).filter_by(run_id=run_id, kind="stop", state="pending").limit(1)
     return session.execute(pending).first() is not None
 
 
 def _is_over(service: Service, claim: UpkeepClaim) -> bool:
-    """Whether the run is still over. One that has begun anew since it was claimed is let be."""
+    """Whether the run is still over. A run that has begun again since the claim is released."""
     with service.database.write() as session:
-        run, row = session.get(RunRow, claim.run_id, with_for_update=True), _mine(session, claim)
+        run, row = session.get(RunRow, claim.run_id, with_for_update=True), _lock(session, claim)
         if run is not None and run.state in _OVER:
             return row is not None
         if row is not None:
@@ -225,15 +228,15 @@ def _is_over(service: Service, claim: UpkeepClaim) -> bool:
 
 
 def _is_still_over(service: Service, claim: UpkeepClaim) -> bool:
-    """List a run before anything of it is deleted for good: an attempt may have begun anew that nobody announced.
+    """List a run before a permanent deletion, because an unannounced attempt may have begun.
 
     Returns:
-        False for a run that goes on: it is let be.
+        False for a run that runs again, which is released.
 
     Raises:
-        StoreError: something came, and is judged first. What has waited for a day is not waited for.
+        StoreError: there are new objects, which are evaluated first. Segments that have waited for a day are ignored.
     """
-    found = discover(service, claim.run_id)
+    listing = discover(service, claim.run_id)
     with service.database.read() as session:
         now, run = read_clock(session), session.get_one(RunRow, claim.run_id)
         begun = run.attempt != run.state_attempt
@@ -246,9 +249,9 @@ def _is_still_over(service: Service, claim: UpkeepClaim) -> bool:
             )
             .limit(1)
         ).first()
-    if found.fresh or waiting is not None:
+    if listing.fresh or waiting is not None:
         raise StoreError(
-            f"run {claim.project}/{claim.run}: something was recorded since it ended", "it is judged first"
+            f"run {claim.project}/{claim.run}: something was recorded since it ended", "it is evaluated first"
         )
     if begun:
         advance_run(service, claim.run_id)
@@ -266,10 +269,10 @@ _DONE = {
 def _is_read(service: Service, claim: UpkeepClaim) -> bool:
     """Whether there is something to summarize or to compact.
 
-    The run is listed: a segment that nobody announced and no look has found yet would be written anew and deleted unjudged.
+    The run is listed first: otherwise an unannounced segment would be compacted and deleted without an evaluation.
 
     Raises:
-        StoreError: segments wait to be judged; they are judged before they are summarized or written anew.
+        StoreError: segments wait to be evaluated, which happens before they are summarized or compacted.
     """
     discover(service, claim.run_id)
     with service.database.read() as session:
@@ -278,13 +281,13 @@ def _is_read(service: Service, claim: UpkeepClaim) -> bool:
         )
     if "announced" in states:
         raise StoreError(
-            f"run {claim.project}/{claim.run}: segments wait to be judged", "it is tried again later"
+            f"run {claim.project}/{claim.run}: segments wait to be evaluated", "it is tried again later"
         )
     return "read" in states
 
 
 def _judged(service: Service, claim: UpkeepClaim) -> Callable[[SegmentKey], bool]:
-    """Whether a segment was judged. One that came since the run was listed was not, though a compaction may have read it."""
+    """A function that returns whether a segment was evaluated; one found after the listing was not, even if it was compacted."""
     with service.database.read() as session:
         rows = session.execute(
             select(Segment.attempt, Segment.node, Segment.writer, Segment.seq).where(
@@ -303,20 +306,20 @@ def _store(service: Service, claim: UpkeepClaim) -> Store:
 
 def _failed(service: Service, claim: UpkeepClaim, problem: str) -> None:
     with service.database.write() as session:
-        row = _mine(session, claim)
+        row = _lock(session, claim)
         if row is not None:
-            _put_off(row, problem, read_clock(session))
+            _postpone(row, problem, read_clock(session))
 
 
-def _put_off(row: Upkeep, problem: str, now: int) -> None:
+def _postpone(row: Upkeep, problem: str, now: int) -> None:
     row.tries += 1
     row.problem = problem[:2000]
     row.lease_until_ns = 0
-    row.next_ns = now + min(_LONGEST_NS, _AGAIN_NS * 2 ** min(row.tries, 20))
+    row.next_ns = now + min(_LONGEST_NS, _RETRY_NS * 2 ** min(row.tries, 20))
 
 
-def _mine(session: Session, claim: UpkeepClaim) -> Upkeep | None:
-    """The run's row, unless another process has taken the run since."""
+def _lock(session: Session, claim: UpkeepClaim) -> Upkeep | None:
+    """Lock the run's upkeep row; None if another process has claimed it since."""
     return UPKEEP_LEASE.lock(session, claim.run_id, claim.claims)
 
 
@@ -324,10 +327,10 @@ _THREADS = 2
 
 
 class UpkeepThreads:
-    """Does what is due of ended runs, for each project in one thread at a time. Thread-safe.
+    """Threads for the upkeep of ended runs, with one step of each project at a time. Thread-safe.
 
     Args:
-        service: whose runs.
+        service: the service.
         most: steps that a thread does before it ends.
     """
 
@@ -336,19 +339,19 @@ class UpkeepThreads:
         self._most = most
         self._lock = threading.Lock()
         self._running: set[threading.Thread] = set()
-        self._upkept = Upkept()
+        self._state = UpkeepState()
 
     def start(self) -> None:
-        """Have threads look for what is due, as many as there may be. Never waits."""
+        """Start threads up to the limit. Never waits."""
         with self._lock:
-            while not self._upkept.closed and len(self._running) < _THREADS:
+            while not self._state.closed and len(self._running) < _THREADS:
                 thread = threading.Thread(target=self._run, name="watchstep-upkeep", daemon=True)
                 self._running.add(thread)
                 thread.start()  # it waits for the lock before it ends
 
     def close(self) -> None:
-        """Begin nothing more, and wait for the steps under way: the client's timeouts end each request."""
-        self._upkept.closed = True
+        """Begin no more steps, and wait for those in progress; the client's timeouts end each request."""
+        self._state.closed = True
         with self._lock:
             threads = list(self._running)
         for thread in threads:
@@ -356,8 +359,8 @@ class UpkeepThreads:
 
     def _run(self) -> None:
         try:
-            upkeep(self._service, self._most, self._upkept)
-        except Exception:  # noqa: BLE001 - it says so; the next look follows
+            upkeep(self._service, self._most, self._state)
+        except Exception:  # noqa: BLE001 - logged; the next start tries again
             _log.exception("the upkeep of ended runs failed")
         finally:
             with self._lock:
@@ -368,12 +371,12 @@ TENSORS = "tensors/"
 
 
 def delete_objects(run_store: Store, prefix: str = "") -> int:
-    """Delete a run's objects, or those below a prefix; returns how many. Safe to repeat.
+    """Delete a run's objects, or those with a prefix; return their number. Safe to repeat.
 
-    The run's own document goes last: what is left of a deletion that was interrupted is still a run, and is found.
+    The run's document is deleted last, so that the rest of an interrupted deletion is still found as a run.
 
     Raises:
-        StoreError: the store refused; some are deleted.
+        StoreError: the store refused; some objects are deleted.
     """
     keys = sorted(entry.key for entry in run_store.entries(prefix))
     keys.sort(key=lambda key: key == RUN_DOCUMENT)
@@ -393,7 +396,7 @@ def _remove_empty_folders(top: Path) -> None:
 
 
 def delete_rows(session: Session, run_id: int) -> None:
-    """Delete all that the database holds of a run: each table that refers to it, by however many steps."""
+    """Delete all rows of a run, in every table that refers to it directly or through other tables."""
     for table in reversed(Base.metadata.sorted_tables):
         if table.name == RunRow.__tablename__:
             session.execute(delete(table).where(table.c.id == run_id))
@@ -403,7 +406,7 @@ def delete_rows(session: Session, run_id: int) -> None:
 
 
 def _of_run(table: Table, run_id: int) -> list[Any]:
-    """Conditions, each of which picks rows of a table that belong to a run."""
+    """Conditions that select the rows of a table that belong to a run, one for each path to it."""
     conditions: list[Any] = []
     for key in table.foreign_keys:
         parent = key.column.table

@@ -1,4 +1,4 @@
-"""Attempts as the service knows them: from their document on the store, or from an operator's registration."""
+"""Attempts in the database: from their document on the store, or from an operator's registration."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.runs.claim import Claim, lock_run
 
 MOST_RANKS = 16_384
-"""Workers of an attempt that the service follows; ranks are below it. What is kept of them stands in the attempt's row, and a segment
-with rows of another rank counts as damaged."""
+"""Limit of workers of an attempt; ranks are below it. Their data is part of the attempt's row. A segment with rows of another rank
+counts as damaged."""
 
 LONGEST_REASON = 2000
 _LATER_REASON = 200
 _WHOLE_REASONS = 64
-"""Reasons of so many ends of an attempt are kept whole; what the others say is mostly the same."""
+"""Ends of an attempt with full-length reasons; later ones mostly repeat them and are shortened."""
 
 
 def read_document(run_store: Store, attempt: str) -> AttemptDocument | None:
-    """An attempt's document; None where it is not there or is damaged."""
+    """An attempt's document; None if it is absent or damaged."""
     key = layout.attempt_document(attempt)
     try:
         data = run_store.get(key, limit=documents.MAX_BYTES)
@@ -38,7 +38,7 @@ def read_document(run_store: Store, attempt: str) -> AttemptDocument | None:
 
 
 def ensure(session: Session, run_id: int, attempt: str) -> Attempt:
-    """The row of an attempt. One that was not known becomes the run's newest."""
+    """Get or create the row of an attempt. A new one becomes the run's newest."""
     row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
     if row is None:
         row = Attempt(
@@ -52,19 +52,19 @@ def ensure(session: Session, run_id: int, attempt: str) -> Attempt:
 
 
 def describe(row: Attempt, document: AttemptDocument, now_ns: int) -> None:
-    """Take over what an attempt's document says.
+    """Copy the content of an attempt's document to its row.
 
-    It began by now, whatever its own clock says: by one that is ahead it would stay the newest for as long as that is.
+    The start is at most the current time: an attempt with a clock ahead would otherwise remain the newest for that long.
     """
     row.world_size = max(1, int(document.world_size))
     row.on_stop = str(document.on_stop)
     row.started_ns = min(int(document.started_ns), now_ns)
 
 
-def found(session: Session, run: RunRow, document: AttemptDocument) -> None:
-    """Take over an attempt's document that lies on the store.
+def record_document(session: Session, run: RunRow, document: AttemptDocument) -> None:
+    """Record an attempt's document from the store.
 
-    What a process that is long gone left on its disk may be uploaded while a later attempt goes on: that one stays the
+    Documents of a process that ended long ago may be uploaded while a later attempt runs; the later attempt remains the
     run's newest.
     """
     before = session.execute(
@@ -79,70 +79,70 @@ def found(session: Session, run: RunRow, document: AttemptDocument) -> None:
 def load(
     database: Database, run_store: Store, run_id: int, attempt: str, claim: Claim | None = None
 ) -> Attempt:
-    """The row of an attempt that has segments, made where there is none, with its document's content.
+    """The row of an attempt with segments, created if absent, with the content of its document.
 
     Args:
         database: the database.
-        run_store: the run's.
-        run_id: of the run.
-        attempt: its name.
-        claim: the claim of the evaluation that asks; None where somebody else does.
+        run_store: the run's store.
+        run_id: id of the run.
+        attempt: name of the attempt.
+        claim: the claim of the calling evaluation; None for other callers.
 
     Raises:
-        FencedError: another worker has taken the run.
+        FencedError: another worker has claimed the run.
         StoreError: the store did not answer.
     """
     row = described(database, run_id, attempt)
     if row is not None:
         return row
-    return _take_over(database, (run_id, claim), attempt, read_document(run_store, attempt))
+    return _record(database, (run_id, claim), attempt, read_document(run_store, attempt))
 
 
 def described(database: Database, run_id: int, attempt: str) -> Attempt | None:
-    """The row of an attempt whose document was read before; None of any other."""
+    """The row of an attempt if its document was read before; otherwise None."""
     with database.read() as session:
         row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
     return row if row is not None and row.world_size else None
 
 
 def undescribed(database: Database, run_id: int, attempt: str) -> Attempt:
-    """The row of an attempt whose document cannot be read now, made where there is none; it has no workers yet."""
-    return _take_over(database, (run_id, None), attempt, None)
+    """The row of an attempt with an unreadable document, created if absent; its world size is unknown."""
+    return _record(database, (run_id, None), attempt, None)
 
 
-def _take_over(
+def _record(
     database: Database, of: tuple[int, Claim | None], attempt: str, document: AttemptDocument | None
 ) -> Attempt:
     run_id, claim = of
     with database.write() as session:
         run = lock_run(session, run_id, claim)
         if document is not None:
-            found(session, run, document)
+            record_document(session, run, document)
             return ensure(session, run_id, attempt)
         newest = run.attempt
         row = ensure(session, run_id, attempt)
-        # Nobody knows when one without a document began: it takes no other's place.
+        # The start of an attempt without a document is unknown, so it does not become the newest.
         run.attempt = newest or attempt
         return row
 
 
 def note_ends(row: Attempt, ends: Sequence[EndDocument], found_ns: int) -> None:
-    """Add how workers of an attempt ended; the row's ends are written once.
+    """Add end documents to an attempt's row, which is written once.
 
     Args:
-        row: the attempt's.
+        row: the attempt's row.
         ends: documents of ranks below `MOST_RANKS`.
         found_ns: when they were found, by the database's clock.
     """
-    kept = dict(row.ends)
+    by_rank = dict(row.ends)
     for end in ends:
-        longest = LONGEST_REASON if len(kept) < _WHOLE_REASONS else _LATER_REASON
-        kept[str(end.worker)] = _end_as_data(end, found_ns, longest)
-    row.ends = kept
+        longest = LONGEST_REASON if len(by_rank) < _WHOLE_REASONS else _LATER_REASON
+        by_rank[str(end.worker)] = _end_as_data(end, found_ns, longest)
+    row.ends = by_rank
 
 
 def _end_as_data(end: EndDocument, found_ns: int, longest: int) -> dict[str, Any]:
-    """What is kept of the document that says how a worker ended."""
+    """The stored fields of an end document."""
     return {
         "state": str(end.state),
         "last_step": int(end.last_step),

@@ -1,6 +1,6 @@
 """Claims: a run is claimed for one evaluation, the claim is renewed and released, and a fence guards every write.
 
-What an evaluation writes, it writes while the run is claimed by it, or not at all. Events carry the context of the claim.
+An evaluation's writes take effect only while its claim on the run is current. Events carry the context of the claim.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Claim:
     """The right to evaluate a run until another worker claims it.
 
     Attributes:
-        run_id: in the database.
+        run_id: id in the database.
         project: the project's name.
         run: the run's name.
-        place: of the project.
-        epoch: the fence: a commit with an older one changes nothing.
-        cursor: as it was at the claim, canonical text.
-        journal: position that the next segment takes.
-        tick: number of this evaluation, should it judge.
-        now_ns: the tick's clock.
-        hints: how many hints of work had come; those that come later are not lost.
-        state: of the run.
-        state_attempt: the attempt whose start or end was published last.
-        attempt: the run's newest.
-        unfinished: claims before this one, in a row, whose process ended without a commit or a release.
-        reading: the segment that the last of them was reading, where that was noted; else empty.
+        place: the project's location on the store.
+        epoch: the fencing token: a commit with an older one changes nothing.
+        cursor: cursor at the claim, canonical text.
+        journal: journal position of the next segment.
+        tick: number of this evaluation, if it evaluates rules.
+        now_ns: time of the tick.
+        hints: hints received before the claim; later ones are detected at the release.
+        state: state of the run.
+        state_attempt: the attempt of the last published start or end.
+        attempt: the run's newest attempt.
+        unfinished: claims in a row before this one with a process that ended without a commit or a release.
+        reading: the segment that the last of these claims was reading, if it was recorded; otherwise empty.
     """
 
     run_id: int
@@ -69,13 +69,13 @@ class Claim:
 
 
 def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
-    """Claim a run; None where another holds it, or there is none."""
+    """Claim a run; None if another worker has claimed it, or it does not exist."""
     failpoint("evaluate.claiming", run_id)
     return _claimed(database, _CLAIM, {"run_id": run_id, "lease_ns": lease_ns})
 
 
 def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: int) -> Claim | None:
-    """Claim the run that has been due for longest; None where none is that this worker is to take.
+    """Claim the run that has been due for longest; None if no candidate of this worker is due.
 
     Candidates are runs whose rows this worker has cached, runs that nobody has cached, runs that have been due for longer than a live
     worker lets them wait, and the one that was requested. Runs cached by another worker get a penalty, so that overloaded workers do not
@@ -84,31 +84,32 @@ def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: in
 
     Args:
         database: the database.
-        run_id: the one that it was asked for.
-        worker: its name.
-        lease_ns: how long it is held.
+        run_id: the requested run.
+        worker: name of this worker.
+        lease_ns: duration of the lease.
     """
     failpoint("evaluate.claiming", run_id)
-    named = {"asked_id": run_id, "worker": worker, "lease_ns": lease_ns}
+    named = {"requested_id": run_id, "worker": worker, "lease_ns": lease_ns}
     return _claimed(database, _CLAIM_LONGEST_DUE, named)
 
 
 def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, Any]) -> Claim | None:
+    """Execute a claim; on PostgreSQL it returns the project's location, too, which SQLite reads with a second statement."""
     with database.bare() as connection:
-        # SQLite's RETURNING gives columns of the updated table alone.
-        at_once = connection.dialect.name != "sqlite"
-        run = connection.execute(statement[at_once], named).one_or_none()
+        # SQLite's RETURNING gives only columns of the updated table.
+        with_place = connection.dialect.name != "sqlite"
+        run = connection.execute(statement[with_place], named).one_or_none()
         if run is None:
             return None
-        claim = run if at_once else connection.execute(_PLACE, {"project": run.project}).one()
+        place = run if with_place else connection.execute(_PLACE, {"project": run.project}).one()
     registration = StoreRegistration(
-        claim.url, claim.role_arn, claim.external_id, claim.region, claim.endpoint
+        place.url, place.role_arn, place.external_id, place.region, place.endpoint
     )
     return Claim(
         run_id=run.id,
         project=run.project,
         run=run.run,
-        place=StorePlace(claim.store_id, claim.version, registration, claim.prefix, run.project),
+        place=StorePlace(place.store_id, place.version, registration, place.prefix, run.project),
         epoch=run.epoch,
         cursor=run.cursor,
         journal=run.journal,
@@ -119,25 +120,25 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         state_attempt=run.state_attempt,
         attempt=run.attempt,
         unfinished=run.unfinished_claims,
-        reading=_read_by_last(run.reading, run.epoch),
+        reading=_read_by_previous(run.reading, run.epoch),
     )
 
 
-def _read_by_last(reading: str, epoch: int) -> str:
-    """The segment that the claim before this one was reading; one before that does not count."""
-    noted, _, path = reading.partition(" ")
-    return path if noted == str(epoch - 1) else ""
+def _read_by_previous(reading: str, epoch: int) -> str:
+    """The segment that the previous claim was reading; earlier claims do not count."""
+    reader, _, path = reading.partition(" ")
+    return path if reader == str(epoch - 1) else ""
 
 
 def clock_of(row: Any) -> int:
-    """The database's clock, as a claim's statement gave it."""
+    """The database's clock, as returned by a claim's statement."""
     return int(row.now_ns)
 
 
-# Made once: every evaluation begins with these.
+# Built once, because every evaluation begins with these.
 _ANY = (
     RUN_LEASE.claiming.values(
-        # A commit and a release set the deadline to 0: one that has merely passed was left by a process that ended.
+        # A commit and a release set the deadline to 0, so a nonzero deadline means that the previous claim's process ended.
         unfinished_claims=case((RunRow.lease_until_ns > 0, RunRow.unfinished_claims + 1), else_=RunRow.unfinished_claims),
     )
     .returning(
@@ -157,15 +158,17 @@ _PLACE = (
 
 
 def _both(statement: Any) -> tuple[Any, Any]:
-    """A claim by itself, and one that gives the project's place as well."""
+    """A claim statement, and one that also returns the project's location."""
     joined = statement.where(ProjectStore.project == RunRow.project, StoreRow.id == ProjectStore.store_id)
     return statement, joined.returning(*_PLACED)
 
 
 _CLAIM = _both(_ANY.where(RunRow.id == bindparam("run_id")))
-_NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
+_NOW = select(
+    now_ns()
+).scalar_subquery()  # a subquery is evaluated once, so that the index on due_ns can be used
 _MINE = RunRow.cached_by.in_(["", bindparam("worker")])
-_LEFT = RunRow.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
+_ABANDONED = RunRow.lease_until_ns > 0  # expired without a release: its worker is gone
 _URGENT = RunRow.urgent_ns > _NOW - URGENT_NS
 _DEFERRED_UNTIL = (
     select(Project.deferred_until_ns)
@@ -179,15 +182,15 @@ _LONGEST_DUE = (
         RunRow.due_ns <= _NOW,
         RUN_LEASE.is_free(_NOW),
         or_(
-            RunRow.id == bindparam("asked_id"),
+            RunRow.id == bindparam("requested_id"),
             _MINE,
             RunRow.due_ns <= _NOW - MESSAGE_NS,
         ),
     )
-    # To read earlier rows again costs more than ten evaluations: where all wait, workers keep to what they hold.
+    # Reading earlier rows again costs more than ten evaluations, so under load workers prefer the runs that they have cached.
     .order_by(
         RunRow.due_ns
-        + case((or_(_MINE, _LEFT), 0), else_=KEPT_NS)
+        + case((or_(_MINE, _ABANDONED), 0), else_=KEPT_NS)
         - case((_URGENT, AHEAD_NS), else_=0)
         + case((_DEFERRED_UNTIL > _NOW, _DEFERRED_UNTIL - _NOW), else_=0)
     )
@@ -197,7 +200,7 @@ _CLAIM_LONGEST_DUE = _both(_ANY.where(RunRow.id == unlocked(_LONGEST_DUE, RunRow
 
 
 def renew(database: Database, claim: Claim, lease_ns: int) -> bool:
-    """Extend a claim; False where another worker has taken the run."""
+    """Extend a claim; False if another worker has claimed the run."""
     with database.bare() as connection:
         return RUN_LEASE.renew(connection, claim.run_id, claim.epoch, lease_ns)
 
@@ -208,10 +211,10 @@ def release(database: Database, claim: Claim, due_ns: int | None) -> bool:
     Args:
         database: the database.
         claim: the claim.
-        due_ns: when to look again without a hint.
+        due_ns: when the run is due without a hint; None for a hint only.
 
     Returns:
-        Whether a hint came while it was held, whose message may have found it held: it is to be looked at again.
+        Whether a hint arrived while it was claimed. Its message may have found the run claimed, so the run is due again.
     """
     named = {"lease_key": claim.run_id, "lease_token": claim.epoch, "seen": claim.hints, "next_ns": due_ns}
     with database.bare() as connection:
@@ -225,7 +228,7 @@ def release_after_failure(database: Database, claim: Claim, after_ns: int) -> No
     Args:
         database: the database.
         claim: the claim.
-        after_ns: how long to wait, from now on.
+        after_ns: time until it is due again.
     """
     named = {"lease_key": claim.run_id, "lease_token": claim.epoch, "seen": claim.hints, "after_ns": after_ns}
     with database.bare() as connection:
@@ -233,7 +236,7 @@ def release_after_failure(database: Database, claim: Claim, after_ns: int) -> No
 
 
 _UNHINTED = RUNS.c.hints == bindparam("seen")
-# Made once. Where a hint came meanwhile it is due at once, and whoever lets it go sends a message.
+# Built once. If a hint arrived meanwhile, the run is due at once, and the worker that releases it sends a message.
 _RELEASE = RUN_LEASE.writing.values(
     lease_until_ns=0,
     unfinished_claims=0,
@@ -241,7 +244,7 @@ _RELEASE = RUN_LEASE.writing.values(
     due_ns=case((_UNHINTED, bindparam("next_ns", type_=BigInteger())), else_=now_ns()),
     requested_ns=case((_UNHINTED, RUNS.c.requested_ns), else_=now_ns()),
 ).returning(RUNS.c.hints)
-# Nobody sends a message: the sweep finds the run. What was hinted meanwhile may be of another attempt, and does not wait.
+# No message is sent, because the sweep finds the run. A hint that arrived meanwhile may be for another attempt, and is due at once.
 _RELEASE_AFTER_FAILURE = RUN_LEASE.writing.values(
     lease_until_ns=0,
     reading="",
@@ -254,15 +257,15 @@ class FencedError(Exception):
 
 
 def lock_run(session: Session, run_id: int, claim: Claim | None) -> RunRow:
-    """Lock a run's row until the transaction ends, so that nobody claims the run meanwhile.
+    """Lock a run's row until the transaction ends, so that no worker claims the run meanwhile.
 
     Args:
         session: the transaction.
-        run_id: of the run.
-        claim: the claim in whose name is written; None for work that needs none.
+        run_id: id of the run.
+        claim: the writer's claim; None for writers that need none.
 
     Raises:
-        FencedError: another worker has taken the run.
+        FencedError: another worker has claimed the run.
     """
     if claim is None:
         return session.get_one(RunRow, run_id, with_for_update=True)
@@ -274,15 +277,15 @@ def lock_run(session: Session, run_id: int, claim: Claim | None) -> RunRow:
 
 @dataclass(frozen=True)
 class EventContext:
-    """A run's attempt at a moment.
+    """An attempt of a run at a time.
 
     Attributes:
-        base_url: of the API.
-        run_id: in the database.
-        project: the run's.
-        run: its name.
-        location: URL or path that holds the project's runs.
-        attempt: which attempt.
+        base_url: URL of the API.
+        run_id: id in the database.
+        project: name of the project.
+        run: name of the run.
+        location: URL or path of the project's runs.
+        attempt: name of the attempt.
         now_ns: the database's time.
     """
 
@@ -296,7 +299,7 @@ class EventContext:
 
     @classmethod
     def of(cls, base_url: str, claim: Claim, attempt: str, now_ns: int) -> EventContext:
-        """That of an evaluation."""
+        """The context of an evaluation."""
         return cls(base_url, claim.run_id, claim.project, claim.run, claim.place.location, attempt, now_ns)
 
     @property

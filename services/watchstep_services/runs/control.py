@@ -1,7 +1,7 @@
 """The control document of a run: changed in the database, mirrored on the store.
 
-The database's is the truth, and answers announcements. The store's is for workers that no service answers; whoever changes
-the document writes it there, and an outbox action sees to it where that fails.
+The database's document is authoritative, and is part of answers to announcements. The store's is for workers without a service. Whoever
+changes the document writes it to the store; if that fails, an outbox action does.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from watchstep_services.runs.stops import Subject, note
 from watchstep_services.service.context import Service
 
 MIRROR = "control"
-"""The kind of the actions that bring a document to the store."""
+"""The kind of actions that write a document to the store."""
 
 _MIRROR_SECONDS = 10.0
-"""As long as a request to a store may take: nobody waits for the action, but others wait for its thread."""
+"""Timeout of a request to a store. Nothing waits for the action, but other actions wait for its thread."""
 
 
 def change(
     session: Session, run_id: int, changed: Callable[[ControlDocument], ControlDocument]
 ) -> ControlDocument:
-    """Change a run's document, within a transaction; of several at once each sees what the one before it left."""
+    """Change a run's document, within a transaction. Concurrent changes are applied one after the other."""
     run = session.get_one(RunRow, run_id, with_for_update=True)
     before = ControlDocument.from_data(run.control)
     after = changed(before)
@@ -42,63 +42,65 @@ def change(
     return after
 
 
-def ask(
+def request_change(
     session: Session, run_id: int, changed: Callable[[ControlDocument], ControlDocument], event_id: str = ""
 ) -> int | None:
-    """Change a run's document, and have the store told by an action; returns its id, None where nothing changed."""
+    """Change a run's document, and add an action that writes it to the store; return its id, None if nothing changed."""
     document = change(session, run_id, changed)
     cause = {"event_id": event_id, "at_ns": read_clock(session), "payload": {}}
     return add_action(session, run_id, MIRROR, f"control:{run_id}:{document.version}", cause)
 
 
-def ask_for_snapshot(session: Session, run_id: int, request: SnapshotRequest) -> int | None:
-    """Have an attempt's workers take full tensors; returns the id of the action that tells the store."""
-    return ask(session, run_id, lambda document: document.with_snapshot(request), request.id)
+def request_snapshot(session: Session, run_id: int, request: SnapshotRequest) -> int | None:
+    """Request whole tensors from an attempt's workers; return the id of the action that writes the document to the store."""
+    return request_change(session, run_id, lambda document: document.with_snapshot(request), request.id)
 
 
 def set_cadence(session: Session, run_id: int, cadence: Mapping[str, int]) -> int | None:
-    """Have collections measured every so many steps; returns the id of the action that tells the store."""
-    return ask(session, run_id, lambda document: document.with_cadence(cadence))
+    """Set intervals of collections, in steps; return the id of the action that writes the document to the store."""
+    return request_change(session, run_id, lambda document: document.with_cadence(cadence))
 
 
 @dataclass(frozen=True)
-class Allowing:
-    """Who lets a stopped run start again, why, and which attempt alone; empty for all."""
+class RestartPermission:
+    """Who allows a stopped run to start again, why, and for which attempt; empty for all."""
 
     who: str
     reason: str
     attempt: str = ""
 
 
-def allow_restart(session: Session, base_url: str, run_id: int, allowing: Allowing) -> int | None:
-    """Let new attempts of a stopped run start, with an event and a line in the audit log that say who allowed it and why.
+def allow_restart(session: Session, base_url: str, run_id: int, permission: RestartPermission) -> int | None:
+    """Allow new attempts of a stopped run to start, with an event and an audit entry on who allowed it and why.
 
     Returns:
-        The id of the action that tells the store; None where they may start already.
+        The id of the action that writes the document to the store; None if they may start already.
     """
     run = session.get_one(RunRow, run_id, with_for_update=True)
     before = ControlDocument.from_data(run.control)
-    if not before.tombstone or (allowing.attempt and before.admitted == allowing.attempt):
+    if not before.tombstone or (permission.attempt and before.admitted == permission.attempt):
         return None
     data = {
         "attempt": run.attempt,
-        "allowed_by": allowing.who,
-        "reason": allowing.reason,
+        "allowed_by": permission.who,
+        "reason": permission.reason,
         "was_stopped": before.tombstone,
     }
-    if allowing.attempt:
-        data["admitted"] = allowing.attempt
+    if permission.attempt:
+        data["admitted"] = permission.attempt
     now = read_clock(session)
-    note(session, "restart_allowed", Subject(run.project, run.run, run.attempt), allowing.who, now, data)
-    event = make_event("watchstep.run.restart_allowed", base_url, (run.project, run.run), now, data)
+    note(session, "restart_allowed", Subject(run.project, run.run, run.attempt), permission.who, now, data)
+    event = make_event("io.watchstep.run.restart_allowed", base_url, (run.project, run.run), now, data)
     add_event(session, run_id, event, now)
-    if allowing.attempt:
-        return ask(session, run_id, lambda document: document.with_admitted(allowing.attempt), event.id)
-    return ask(session, run_id, ControlDocument.without_tombstone, event.id)
+    if permission.attempt:
+        return request_change(
+            session, run_id, lambda document: document.with_admitted(permission.attempt), event.id
+        )
+    return request_change(session, run_id, ControlDocument.without_tombstone, event.id)
 
 
 def mirror(service: Service, run_id: int, run_store: Store) -> ControlDocument:
-    """Write a run's document to its store; looked at once more, lest an older one be the last to arrive.
+    """Write a run's document to its store, and repeat until the newest version was written last.
 
     Raises:
         StoreError: the store refused.
@@ -113,7 +115,7 @@ def mirror(service: Service, run_id: int, run_store: Store) -> ControlDocument:
 
 
 def try_mirror(service: Service, due: DueAction) -> AttemptResult:
-    """An outbox action of kind `MIRROR`.
+    """Execute an outbox action of kind `MIRROR`.
 
     Raises:
         StoreError, ConfigError: the store cannot be opened, or refused.
@@ -126,7 +128,7 @@ def try_mirror(service: Service, due: DueAction) -> AttemptResult:
         ).one()
     place = project.place
     run_store = service.stores.of_run(place, run.run)
-    written = service.patience.ask_now(
+    written = service.bulkhead.call_urgent(
         place.registration, lambda: mirror(service, due.run_id, run_store), _MIRROR_SECONDS
     )
     return AttemptResult("done", f"version {written.version} is on the store")

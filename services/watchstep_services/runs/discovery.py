@@ -1,4 +1,4 @@
-"""Look at the store itself: attempts, ends and segments that nobody announced."""
+"""Listings of a run on the store: they find attempts, ends and segments that were not announced."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from watchstep_services.service.listings import RefusedDocuments
 
 _ROWS_AT_ONCE = 500
 _DOCUMENT_BYTES = 32 * 1024 * 1024
-"""Of documents that one listing reads, good and damaged; the next one reads on."""
+"""Limit of document bytes that one listing reads, valid and damaged ones; the next listing continues."""
 _RANK_DIGITS = len(str(attempts.MOST_RANKS))
 _ENDS_AT_ONCE = attempts.MOST_RANKS
-"""End documents that one listing reads; the next one reads on."""
+"""Limit of end documents that one listing reads; the next listing continues."""
 _SEGMENTS_AT_ONCE = 2_000
-"""Segments that one listing puts into the database; the next one goes on."""
+"""Limit of segments that one listing adds to the database; the next listing continues."""
 _MOST_WAITING = 4_000
-"""Segments that wait to be read, from which on a listing puts only a few more into the database: every evaluation sorts all of them."""
+"""Waiting segments from which on a listing adds only `_LEAST_SEGMENTS`, because every evaluation sorts all of them."""
 _LEAST_SEGMENTS = 200
 UNLISTED = "unlisted_segments"
-"""In a run's health: how many segments on the store the last listing left to the next ones."""
+"""Key in a run's health: segments on the store that the last listing left to later ones."""
 
 
 _Document = TypeVar("_Document", AttemptDocument, EndDocument)
 
 
 @dataclass
-class _Found:
+class _Listed:
     attempts: list[AttemptDocument] = field(default_factory=list)
     ends: dict[str, list[EndDocument]] = field(default_factory=dict)
     segments: set[SegmentKey] = field(default_factory=set)
@@ -56,11 +56,11 @@ class _Found:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a listing of a run came to.
+    """The result of listing a run.
 
     Attributes:
-        fresh: there is something new to read, or, where that was asked for, some announcements were forgotten.
-        complete: the database now has every segment that is on the store.
+        fresh: there is something new to read, or, with ``forget_at_once``, announcements were deleted.
+        complete: the database has every segment on the store.
     """
 
     fresh: bool
@@ -69,7 +69,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the database knew before the listing, and when that was by its clock."""
+    """The database's content before the listing, and its clock at that time."""
 
     attempts: set[str]
     ends: set[tuple[str, int]]
@@ -86,21 +86,21 @@ def discover(
     *,
     forget_at_once: bool = False,
 ) -> Listing:
-    """List a run and put what was not known into the database, up to some thousands of segments.
+    """List a run and add unknown objects to the database, up to some thousands of segments.
 
-    Announcements of segments that do not exist are forgotten if they were older than the gap time when the listing began.
-    Segments that an evaluation may have read already are not: their rows are needed for its commit.
+    Announcements of segments that do not exist are deleted if they were older than the gap timeout when the listing began.
+    Announcements of segments that an evaluation may have read are kept, because its commit needs their rows.
 
     Args:
         service: the service.
-        run_id: of the run.
-        claim: the claim of the evaluation that looks; None where somebody else does.
+        run_id: id of the run.
+        claim: the claim of the calling evaluation; None for other callers.
         read: segments that this evaluation has read.
-        forget_at_once: younger announcements of segments that do not exist are forgotten, too. A segment that was announced
+        forget_at_once: delete younger announcements of segments that do not exist, too. A segment that was announced
             before it was written is found by a later listing.
 
     Raises:
-        FencedError: another worker has taken the run.
+        FencedError: another worker has claimed the run.
         StoreError: the store did not answer.
     """
     began = time.monotonic()
@@ -140,19 +140,19 @@ def _known(service: Service, run_id: int) -> _Known:
 
 
 def key_of(row: Segment) -> SegmentKey:
-    """The key of an inbox row."""
+    """The key of a segment's row."""
     return SegmentKey(layout.WriterId(row.attempt, row.node, row.writer), row.seq, row.first, row.last)
 
 
 @dataclass
 class _Documents:
-    """The documents of a run, of which one listing reads so many bytes, and none twice that it refused.
+    """Reads a run's documents, with a limit of bytes for one listing, and without refused documents.
 
     Attributes:
-        store: the run's.
-        run_id: of the run.
-        refused: what this process has refused before.
-        problems: what is wrong with which, for the run's health.
+        store: the run's store.
+        run_id: id of the run.
+        refused: documents that this process has refused.
+        problems: problems by key, for the run's health.
         left: bytes that may still be read.
     """
 
@@ -165,7 +165,7 @@ class _Documents:
     def read(
         self, kind: type[_Document], entry: ObjectEntry, key_of: Callable[[_Document], str]
     ) -> _Document | None:
-        """A document whose content belongs to its key; None where it is damaged, or this listing has read enough."""
+        """A document with content that belongs to its key; None if it is damaged, or the limit is reached."""
         problem = self.refused.get(self.run_id, entry.key, entry.size)
         if problem is None:
             if self.left <= 0:
@@ -176,7 +176,7 @@ class _Documents:
                 document = documents.decode(kind, data, entry.key)
                 if key_of(document) == entry.key:
                     return document
-                problem = f"{entry.key}: its content belongs to {key_of(document)}"
+                problem = f"{entry.key}: contains the document of {key_of(document)}"
             except FormatError as error:
                 problem = error.what
             self.refused.put(self.run_id, entry.key, entry.size, problem)
@@ -184,16 +184,16 @@ class _Documents:
         return None
 
 
-def _list(run_documents: _Documents, stored: _Known) -> _Found:
-    listing = _Found(problems=run_documents.problems)
+def _list(run_documents: _Documents, stored: _Known) -> _Listed:
+    listing = _Listed(problems=run_documents.problems)
     for entry in run_documents.store.entries(layout.ATTEMPTS):
         attempt = entry.key.removeprefix(layout.ATTEMPTS).removesuffix(".json")
         if attempt not in stored.attempts:
             document = run_documents.read(
-                AttemptDocument, entry, lambda said: layout.attempt_document(said.attempt)
+                AttemptDocument, entry, lambda document: layout.attempt_document(document.attempt)
             )
             if document is not None:
-                listing.attempts.append(replace(document, host=""))  # which may be long, and is not kept
+                listing.attempts.append(replace(document, host=""))  # not stored, and may be long
     _list_ends(run_documents, stored, listing)
     for entry in run_documents.store.entries(layout.SEGMENTS):
         try:
@@ -204,7 +204,7 @@ def _list(run_documents: _Documents, stored: _Known) -> _Found:
     return listing
 
 
-def _list_ends(run_documents: _Documents, stored: _Known, listing: _Found) -> None:
+def _list_ends(run_documents: _Documents, stored: _Known, listing: _Listed) -> None:
     left = _ENDS_AT_ONCE
     for entry in run_documents.store.entries(layout.ENDS):
         attempt, _, rank = entry.key.removeprefix(layout.ENDS).removesuffix(".json").partition("/")
@@ -212,7 +212,7 @@ def _list_ends(run_documents: _Documents, stored: _Known, listing: _Found) -> No
             continue
         if len(rank) > _RANK_DIGITS or int(rank) >= attempts.MOST_RANKS:
             listing.problems[entry.key] = (
-                f"{entry.key[:200]}: the ranks that are followed are below {attempts.MOST_RANKS}"
+                f"{entry.key[:200]}: rank out of range; ranks below {attempts.MOST_RANKS} are supported"
             )
             continue
         if (attempt, int(rank)) in stored.ends:
@@ -222,7 +222,7 @@ def _list_ends(run_documents: _Documents, stored: _Known, listing: _Found) -> No
             return
         end = run_documents.read(EndDocument, entry, functools.partial(_key_of_end, attempt))
         if end is not None:
-            # Of up to so many that are read before they are recorded, what is not kept need not stay in memory.
+            # Fields that are not stored are dropped, because many documents are read before they are recorded.
             end = replace(end, reason=end.reason[: attempts.LONGEST_REASON], health={})
             listing.ends.setdefault(attempt, []).append(end)
 
@@ -231,10 +231,10 @@ def _key_of_end(attempt: str, end: EndDocument) -> str:
     return layout.end_document(attempt, end.worker)
 
 
-def _chosen(stored: _Known, listing: _Found) -> tuple[list[SegmentKey], int]:
-    """The new segments that this listing puts into the database, and how many it leaves to the next ones.
+def _chosen(stored: _Known, listing: _Listed) -> tuple[list[SegmentKey], int]:
+    """The new segments that this listing adds to the database, and the number that it leaves to later ones.
 
-    Those of all writers come by turns, each writer's in its order, so that none of them waits for another's backlog.
+    Segments of all writers alternate, in each writer's order, so that no writer waits for another one's backlog.
     """
     fresh = listing.segments - stored.segments
     room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, _MOST_WAITING - stored.waiting))
@@ -247,14 +247,14 @@ def _record(
     of: tuple[int, Claim | None],
     fresh: list[SegmentKey],
     left: int,
-    listing: _Found,
+    listing: _Listed,
     before_ns: int,
 ) -> tuple[bool, int]:
-    """Returns whether there is something new to read, and how many announcements were forgotten."""
+    """Write the listing; return whether there is something new to read, and the number of deleted announcements."""
     run_id, claim = of
     forgotten = 0
     something = bool(listing.attempts or listing.ends)
-    # In portions, so that a long backlog does not hold SQLite's one writer.
+    # In portions, so that a long backlog does not block SQLite's single writer.
     for start in range(0, len(fresh), _ROWS_AT_ONCE):
         with service.database.write() as session:
             if claim is not None:
@@ -266,7 +266,7 @@ def _record(
         with service.database.write() as session:
             run = lock_run(session, run_id, claim)
             for document in listing.attempts[start : start + _ROWS_AT_ONCE]:
-                attempts.found(session, run, document)
+                attempts.record_document(session, run, document)
     for portion in _portions(listing.ends):
         with service.database.write() as session:
             lock_run(session, run_id, claim)
@@ -274,11 +274,11 @@ def _record(
             for attempt in portion:
                 attempts.note_ends(attempts.ensure(session, run_id, attempt), listing.ends[attempt], now)
     with service.database.write() as session:
-        # The run's row first, as every other transaction takes it, so that none waits for another in a circle.
+        # The run's row is locked first, as in every other transaction, to avoid deadlocks.
         run = lock_run(session, run_id, claim)
         now = read_clock(session)
         if claim is not None or run.lease_until_ns <= now:
-            forgotten = _forget_bogus(session, run, before_ns, listing, claimed=claim is not None)
+            forgotten = _delete_bogus(session, run, before_ns, listing, claimed=claim is not None)
         run.listed_ns = now
         if fresh:
             run.last_seen_ns = now
@@ -294,7 +294,7 @@ def _record(
 
 
 def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
-    """Attempts, each with all its ends, whose ends are recorded in one transaction."""
+    """Attempts with all their ends, grouped by the transaction that records them."""
     portion: list[str] = []
     size = 0
     for attempt, documents_of in ends.items():
@@ -307,8 +307,8 @@ def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
         yield portion
 
 
-def _forget_bogus(session: Session, run: RunRow, before_ns: int, listing: _Found, *, claimed: bool) -> int:
-    """Forget announcements, as old as that, of segments that the listing did not find; returns how many."""
+def _delete_bogus(session: Session, run: RunRow, before_ns: int, listing: _Listed, *, claimed: bool) -> int:
+    """Delete old announcements of segments that the listing did not find; return their number."""
     announced = session.execute(select(Segment).filter_by(run_id=run.id, state="announced")).scalars()
     bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in listing.segments]
     if not bogus:
@@ -316,12 +316,12 @@ def _forget_bogus(session: Session, run: RunRow, before_ns: int, listing: _Found
     for start in range(0, len(bogus), _ROWS_AT_ONCE):
         session.execute(delete(Segment).where(Segment.id.in_(bogus[start : start + _ROWS_AT_ONCE])))
     if not claimed:
-        # An evaluation that was paused past its lease may have read one that came after the listing: it must not commit.
+        # An evaluation that was paused past its lease may have read a segment after the listing; this fences its commit.
         run.epoch += 1
     return len(bogus)
 
 
 def listing_due(service: Service, place: StorePlace, run_id: int, quiet_since_ns: int, now_ns: int) -> bool:
-    """Whether a run has been quiet for so long that its store is worth a listing."""
+    """Whether a run has been quiet long enough for a listing of its store."""
     pause_ns = max(service.settings.listing_ns(local=place.is_local), service.listing_times.pause_ns(run_id))
     return now_ns - quiet_since_ns >= pause_ns

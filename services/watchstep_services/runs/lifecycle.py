@@ -1,4 +1,4 @@
-"""The life of a run: created → running → completed | failed | stopped | lost."""
+"""The lifecycle of a run: created → running → completed | failed | stopped | lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from watchstep_services.db.records import add_event
 from watchstep_services.runs.claim import EventContext
 from watchstep_services.runs.discovery import UNLISTED
 from watchstep_services.runs.rule_health import report_silent_rules
-from watchstep_services.runs.stops import KILLED, TERMINATED, stop_key
+from watchstep_services.runs.stops import StopStage, stop_key
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy.backends import BoundJob, bound_job, launch_of
 
@@ -32,11 +32,11 @@ ENDED = ("completed", "failed", "stopped")
 
 _log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 3.0
-"""So long an evaluation waits for a job's backend. Slurm's controller answers within a second unless it is overloaded."""
+_STATUS_SECONDS = 3.0
+"""Timeout of an evaluation's request to a job's backend. Slurm's controller answers within a second unless it is overloaded."""
 
-_LAST_WORDS_SECONDS = 5.0
-"""What a job that is gone has written is on its store by then."""
+_END_DOCUMENTS_SECONDS = 5.0
+"""Time after which the end documents of a job that is gone are on its store."""
 
 
 _SIGNALLED = frozenset(
@@ -47,22 +47,22 @@ _SIGNALLED = frozenset(
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run's newest attempt.
+    """Facts about an attempt of a run, usually the newest.
 
     Attributes:
-        heard: a segment of it was read.
-        world_size: workers to expect, at least 1.
-        ends: states of the workers that said how they ended.
-        unread: segments that wait to be read.
-        job: how the bound job is; None without one.
+        has_rows: a segment of it was read.
+        world_size: expected workers, at least 1.
+        ends: states of the workers with an end document.
+        unread: segments wait to be read.
+        job: status of the bound job; None without a job.
         gone_for_ns: how long the job has been gone.
-        stopping: a stop is on its way; what it comes to is waited for, lest the run end twice.
-        stopped: Watchstep had its job ended. Of one that was only asked to stop, its workers and its exit code tell what it did.
-        silent_ns: how long nothing was heard.
-        before: the state in which it has ended already; None while it goes on, or is lost.
+        stopping: a stop is in progress; its result is waited for, so that the run does not end twice.
+        stopped: Watchstep had its job ended. If it was only requested to stop, its end documents and its exit code decide.
+        silent_ns: time since the last sign of the attempt.
+        before: the state in which it ended before; None while it runs, or is lost.
     """
 
-    heard: bool
+    has_rows: bool
     world_size: int
     ends: tuple[str, ...]
     unread: bool
@@ -75,28 +75,28 @@ class Facts:
 
 
 def next_state(facts: Facts, grace_ns: int, silent_ns: int) -> RunState:
-    """Where a run stands.
+    """The state of a run.
 
     Args:
-        facts: what is known.
-        grace_ns: how long the last words of a job that is gone are waited for.
-        silent_ns: after so long without a sign, and without a job that runs or waits for its turn, a run is lost.
+        facts: facts about its newest attempt.
+        grace_ns: how long the end documents of a job that is gone are waited for.
+        silent_ns: time without a sign, and without a running or queued job, after which a run is lost.
     """
     gone = facts.job is not None and facts.job.is_over
     runs = facts.job is not None and facts.job.state == "running"
     waits = facts.job is not None and facts.job.state == "queued"
     complete = len(facts.ends) >= facts.world_size
     settled = complete or gone
-    # The process that wrote the last end document may still be ending: its exit code is waited for.
+    # The process that wrote the last end document may still be exiting, so its exit code is waited for.
     complete = complete and not (runs and facts.silent_ns < grace_ns)
     over = (complete or (gone and facts.gone_for_ns >= grace_ns)) and not facts.unread
     if over and (not facts.stopping or facts.silent_ns >= silent_ns):
         return _ending(facts)
     if facts.before is not None and settled:
-        return facts.before  # a segment or a stop that comes late does not begin it anew
+        return facts.before  # a late segment or stop does not restart it
     if facts.silent_ns >= silent_ns and not (runs or waits) and not facts.unread:
         return "lost"
-    return "running" if facts.heard or runs else "created"
+    return "running" if facts.has_rows or runs else "created"
 
 
 def _ending(facts: Facts) -> RunState:
@@ -106,31 +106,31 @@ def _ending(facts: Facts) -> RunState:
         return "failed"
     code = None if facts.job is None else facts.job.exit_code
     if len(facts.ends) >= facts.world_size:
-        # A hook that was closed in good order says nothing of what the program did afterwards: sys.exit(1), say.
+        # A closed hook says nothing about what the program did afterwards, for example sys.exit(1).
         return "completed" if code in (None, 0, EXIT_STOPPED) else "failed"
-    # Gone without last words of every worker: only its exit code speaks for it.
+    # The job is gone and end documents are missing, so its exit code decides.
     return "stopped" if code == EXIT_STOPPED else "completed" if code == 0 else "failed"
 
 
 def advance_run(service: Service, run_id: int) -> RunState:
-    """Bring a run's state up to date, with events on its start and end; returns the state."""
+    """Update a run's state, with events on its start and end; return the state."""
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
-        asked = run.attempt
-        found = bound_job(session, run_id, asked)
-    bound = None if found is None else found.row
-    status = None if found is None else _job_status(service, run.project, found)
+        polled_attempt = run.attempt
+        bound = bound_job(session, run_id, polled_attempt)
+    bound_row = None if bound is None else bound.row
+    status = None if bound is None else _job_status(service, run.project, bound)
     with service.database.write() as session:
         now = read_clock(session)
         run = session.get_one(RunRow, run_id, with_for_update=True)
         gone_for = 0
-        if bound is not None and asked == run.attempt and status is not None:
-            job = session.get_one(BoundJobRow, bound.id)
+        if bound_row is not None and polled_attempt == run.attempt and status is not None:
+            job = session.get_one(BoundJobRow, bound_row.id)
             job.state, job.exit_code = status.state, status.exit_code
             if status.is_over and job.gone_ns is None:
                 job.gone_ns = now
                 run.listed_ns = run.poll_ns = (
-                    0  # its last segments may not have been announced: list it at once
+                    0  # its last segments may not have been announced, so the store is listed at once
                 )
             gone_for = now - (job.gone_ns or now)
         _end_replaced(service, session, run, now)
@@ -142,15 +142,15 @@ def advance_run(service: Service, run_id: int) -> RunState:
 
 
 def start_run(service: Service, session: Session, run_id: int, now: int) -> None:
-    """Publish a run's start in the transaction of an evaluation, before the events of what its rules saw.
+    """Publish a run's start in the transaction of an evaluation, before the events of its rules.
 
-    A run that is heard of and does not run yet, does so from now on. Every other change is `advance_run`'s, which asks the job's
-    backend; here the job counts as it was last seen.
+    A run with rows that does not run yet runs from now on. All other changes are made by `advance_run`, which requests the status from the
+    job's backend; here the last known status is used.
 
     Args:
         service: the service.
-        session: the evaluation's transaction, in which the run's row is locked and what was read of its attempt is written.
-        run_id: the run.
+        session: the evaluation's transaction, which has locked the run's row and written the progress of its attempt.
+        run_id: id of the run.
         now: the database's time, in nanoseconds.
     """
     run = session.get_one(RunRow, run_id)
@@ -165,9 +165,9 @@ def start_run(service: Service, session: Session, run_id: int, now: int) -> None
 
 
 def _end_replaced(service: Service, session: Session, run: RunRow, now: int) -> None:
-    """Publish the end of the attempt that ran, where an attempt of another launch has replaced it before its end was published.
+    """Publish the end of the attempt that ran, if an attempt of another launch replaced it before its end was published.
 
-    A restart inside one launch (``a1`` and ``a1-r1``) is no end of the launch, and nothing is published.
+    A restart inside one launch (``a1`` and ``a1-r1``) does not end the launch, so nothing is published.
     """
     replaced = run.state_attempt
     if run.state != "running" or not replaced or launch_of(replaced) == launch_of(run.attempt):
@@ -178,29 +178,29 @@ def _end_replaced(service: Service, session: Session, run: RunRow, now: int) -> 
         return
     data = {"attempt": replaced, "state": _ending(facts), "before": run.state, "last_step": run.last_step}
     named = (run.project, run.run)
-    add_event(session, run.id, make_event("watchstep.run.ended", service.base_url, named, now, data), now)
+    add_event(session, run.id, make_event("io.watchstep.run.ended", service.base_url, named, now, data), now)
     run.state, run.ended_ns = "created", None
 
 
 def _status_of(bound: BoundJob | None) -> JobStatus | None:
-    """How an attempt's job was when it was last looked at; None without one."""
+    """The last known status of an attempt's job; None without a job."""
     return None if bound is None else JobStatus(cast("JobState", bound.row.state), bound.row.exit_code)
 
 
 def _state_of(
     service: Service, session: Session, run: RunRow, status: JobStatus | None, gone_for: int, now: int
 ) -> RunState:
-    """Where a run stands by what the database says, and a job's status."""
+    """The state of a run from the database and its job's status."""
     facts = _facts_of(session, (run, run.attempt), status, gone_for, now)
     settings = service.settings
-    grace = nanoseconds(min(settings.grace_seconds, _LAST_WORDS_SECONDS))
+    grace = nanoseconds(min(settings.grace_seconds, _END_DOCUMENTS_SECONDS))
     return next_state(facts, grace, nanoseconds(settings.silent_seconds))
 
 
 def _facts_of(
     session: Session, of: tuple[RunRow, str], status: JobStatus | None, gone_for: int, now: int
 ) -> Facts:
-    """What the database says of an attempt of a run, with its job's status."""
+    """The facts about an attempt of a run from the database and its job's status."""
     run, name = of
     attempt = session.execute(select(Attempt).filter_by(run_id=run.id, attempt=name)).scalar_one_or_none()
     unread = session.execute(
@@ -210,7 +210,7 @@ def _facts_of(
         select(ActionRow).where(ActionRow.key == stop_key(run.id, name))
     ).scalar_one_or_none()
     return Facts(
-        heard=attempt is not None and attempt.largest >= 0,
+        has_rows=attempt is not None and attempt.largest >= 0,
         world_size=max(1, attempt.world_size if attempt else 1),
         ends=tuple(str(end["state"]) for end in attempt.ends.values()) if attempt else (),
         unread=bool(unread or run.health.get(UNLISTED)),
@@ -224,40 +224,40 @@ def _facts_of(
 
 
 def _ended_job(stop: ActionRow, status: JobStatus | None) -> bool:
-    """Whether a stop that is done ended the job, and the job did not end by itself meanwhile.
+    """Whether a finished stop ended the job, and the job did not end by itself meanwhile.
 
-    A service that dies between its signal and the commit of the stage leaves the signal as the only evidence.
+    If the service died between the signal and the commit of the stage, the signal is the only evidence.
     """
     by_signal = status is not None and status.exit_code in _SIGNALLED
-    return stop.stage in (TERMINATED, KILLED) or by_signal
+    return stop.stage in (StopStage.TERMINATED, StopStage.KILLED) or by_signal
 
 
 def _job_status(service: Service, project: str, bound: BoundJob) -> JobStatus:
-    """How a job is. A backend that takes long is not waited for: an evaluation waits here, and others behind it."""
+    """The status of a job. A slow backend is not waited for, because it would delay this evaluation and those behind it."""
     if bound.row.state in OVER:
         return JobStatus(cast("JobState", bound.row.state), bound.row.exit_code)
     backend = service.backend_of(bound.kind, bound.settings)
     if backend is None:
         return JobStatus("unknown")
-    if service.job_looks.is_silent(project, bound.job.backend):
-        # What it was asked before may have been answered since, in a thread.
-        recent = service.job_looks.recent(bound.job)
+    if service.job_polling.is_silent(project, bound.job.backend):
+        # An earlier request may have been answered since, in a thread.
+        recent = service.job_polling.recent(bound.job)
         return recent or JobStatus("unknown", detail=f"backend {bound.job.backend}: does not answer")
-    look = functools.partial(service.job_looks.status, backend, bound.job)
+    request = functools.partial(service.job_polling.status, backend, bound.job)
     try:
-        if not backend.poll_seconds:  # of this machine
-            return look()
-        asked = service.status_threads.submit(project, look, bound.job.backend)
-        if wait([asked], _LOOK_SECONDS).done:
-            return asked.result()
-        asked.cancel()
-        service.job_looks.note_silence(project, bound.job.backend)
-        detail = f"backend {bound.job.backend}: no answer for {_LOOK_SECONDS:g} s; it is asked again later"
+        if not backend.poll_seconds:  # a process of this machine
+            return request()
+        future = service.status_threads.submit(project, request, bound.job.backend)
+        if wait([future], _STATUS_SECONDS).done:
+            return future.result()
+        future.cancel()
+        service.job_polling.note_silence(project, bound.job.backend)
+        detail = f"backend {bound.job.backend}: no answer for {_STATUS_SECONDS:g} s; it is asked again later"
         _log.warning("job %s:%s: %s", bound.job.backend, bound.job.id, detail)
         return JobStatus("unknown", detail=detail)
     except CancelledError:
         return JobStatus("unknown", detail="the service is ending")
-    except BackendError as error:  # what it came to is seen once the backend answers again
+    except BackendError as error:  # the job's state is read once the backend answers again
         _log.warning("job %s:%s: %s", bound.job.backend, bound.job.id, error.what)
         return JobStatus("unknown", detail=error.what)
 
@@ -273,13 +273,15 @@ def _change(service: Service, run: RunRow, state: RunState, now: int, session: S
     if state in ("running", *ENDED):
         run.state_attempt = run.attempt
     if state == "running":
-        # A look at a run that was over put the next one off by minutes or hours.
+        # The poll of an ended run is put off by minutes or hours.
         run.poll_ns = 0
         add_event(
-            session, run.id, make_event("watchstep.run.started", service.base_url, named, now, data), now
+            session, run.id, make_event("io.watchstep.run.started", service.base_url, named, now, data), now
         )
     elif run.ended_ns is not None:
-        add_event(session, run.id, make_event("watchstep.run.ended", service.base_url, named, now, data), now)
+        add_event(
+            session, run.id, make_event("io.watchstep.run.ended", service.base_url, named, now, data), now
+        )
     if state in ENDED and run.attempt:
-        place = EventContext(service.base_url, run.id, run.project, run.run, "", run.attempt, now)
-        report_silent_rules(session, place)
+        context = EventContext(service.base_url, run.id, run.project, run.run, "", run.attempt, now)
+        report_silent_rules(session, context)

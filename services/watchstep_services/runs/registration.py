@@ -1,6 +1,6 @@
-"""Registration: how runs enter the database, through the API or found on the store.
+"""Registration: runs enter the database through the API or from the store.
 
-Rules that a recorder brings have bounded costs: it does not pay for the service.
+The cost of rules that a recorder requests is limited, because a recorder does not pay for the service.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ from watchstep_services.db.records import hint
 from watchstep_services.runs import attempts, rule_configs
 from watchstep_services.runs.lifecycle import ENDED
 from watchstep_services.runs.rule_configs import Origin
-from watchstep_services.runs.stops import take_up
+from watchstep_services.runs.stops import retry_unconfirmed
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy import backends
 from watchstep_services.tenancy.backends import allow_local, allow_owned, allowed_backend
-from watchstep_services.tenancy.projects import make_project, open_project, own_store
+from watchstep_services.tenancy.projects import create_project, open_project, own_store
 
 MOST_RULES = 100
 MOST_QUERIES = 3
 MOST_SECONDS = 1.0
-"""For one step of one query, as by default; over the rows of a step it takes some milliseconds."""
+"""Limit for one step of one query, as by default; over the rows of a step it takes a few milliseconds."""
 
 MOST_MIB = 256
 
-_MEND = "have an operator ask for it, or give the rule file to the service"
+_HINT = "have an operator request it, or add it to the service's rule file"
 
 
-def check(asked: Sequence[RuleConfig]) -> None:
-    """See that rules which a recorder asks for keep the workers free for others.
+def check(requested: Sequence[RuleConfig]) -> None:
+    """Check that rules which a recorder requests do not occupy the workers.
 
     Raises:
-        RuleError: too many, or a SQL rule that may take too much.
+        RuleError: too many rules, or a SQL rule with too high limits.
     """
-    _check_counts([config.rule for config in asked])
-    queries = [(config.name, config.parameters) for config in asked if config.rule == Sql.name]
+    _check_counts([config.rule for config in requested])
+    queries = [(config.name, config.parameters) for config in requested if config.rule == Sql.name]
     for name, params in queries:
         assert isinstance(params, SqlParams)
         if params.seconds > MOST_SECONDS or params.memory_mb > MOST_MIB:
             raise RuleError(
-                f"rule {name!r}: seconds = {params.seconds:g}, memory_mb = {params.memory_mb}: a recorder's SQL rule may take "
-                f"{MOST_SECONDS:g} s and {MOST_MIB} MiB a step",
-                _MEND,
+                f"rule {name!r}: seconds = {params.seconds:g}, memory_mb = {params.memory_mb}; the limits of a recorder's SQL rule are "
+                f"{MOST_SECONDS:g} s and {MOST_MIB} MiB for each step",
+                _HINT,
             )
 
 
 def check_counts(data: Sequence[Any]) -> None:
-    """Refuse data of too many rules before any of their queries is checked, which takes a process and seconds.
+    """Refuse too many rules before any query is checked, because a check starts a process and takes seconds.
 
     Raises:
         RuleError: too many rules, or too many SQL rules.
@@ -88,7 +88,7 @@ def check_counts(data: Sequence[Any]) -> None:
 
 
 def has_queries(data: Sequence[Any]) -> bool:
-    """Whether data of rules has SQL rules, to check which takes a process and seconds."""
+    """Whether rules contain SQL rules, which take a process and seconds to check."""
     return any(rule == Sql.name for rule in _rules_in(data))
 
 
@@ -98,27 +98,27 @@ def _rules_in(data: Sequence[Any]) -> list[Any]:
 
 def _check_counts(rules: Sequence[Any]) -> None:
     if len(rules) > MOST_RULES:
-        raise RuleError(f"{len(rules)} rules: a recorder may ask for {MOST_RULES}", _MEND)
+        raise RuleError(f"{len(rules)} rules; a recorder may request {MOST_RULES}", _HINT)
     queries = sum(rule == Sql.name for rule in rules)
     if queries > MOST_QUERIES:
-        raise RuleError(f"{queries} SQL rules: a recorder may ask for {MOST_QUERIES}", _MEND)
+        raise RuleError(f"{queries} SQL rules; a recorder may request {MOST_QUERIES}", _HINT)
 
 
 SLICE_SECONDS = 2.0
-"""How long a listing takes in new runs of a project; those left are taken in at the next listings."""
+"""Time for which a listing registers new runs of a project; the others are registered at the next listings."""
 
 _ALL_SECONDS = 5.0
-"""How long the listings of all projects take in new runs; beyond, each takes in one."""
+"""Time for which the listings of all projects register new runs; after it, each registers one."""
 
 _MOST_OWN_BYTES = 4 * 1024 * 1024
 _MOST_BYTES = 64 * 1024 * 1024
-"""Of documents that wait for the check of their rules, of one project and of all; each project may have one."""
+"""Limits of documents that wait for the check of their rules, of one project and of all; each project may have one."""
 
 _MOST_FOLDERS = 2000
-"""Folders of runs whose times one turn looks at: some ten milliseconds."""
+"""Folders of runs with times that one listing reads, in about ten milliseconds."""
 
 _RECENT_NS = 3600 * NANOSECONDS
-"""Of attempts that began before this process looked for the first time: those of the last hour are looked at."""
+"""At a process's first listing, only attempts that began in this time are polled."""
 
 _NAMES_AT_ONCE = 500
 _TIMES_AS_LONG = 4
@@ -126,39 +126,39 @@ _TIMES_AS_LONG = 4
 _log = logging.getLogger(__name__)
 
 _Intake = int | Future[int | None]
-"""A run's id, or what gives it once the run is taken in."""
+"""A run's id, or the future that returns it once the run is registered."""
 
 
 def register(
     service: Service,
     project: str,
     run: str,
-    asked: tuple[RuleConfig, ...],
+    requested: tuple[RuleConfig, ...],
     origin: Origin,
     registered_by: str = "",
 ) -> int:
-    """Make a run known, with the owner's rules and those that are asked for. Safe to repeat.
+    """Register a run with the owner's rules and the requested ones. Safe to repeat.
 
     Args:
         service: the service.
-        project: its project; see `ensure_project`.
-        run: its name.
-        asked: rule configs. An operator's replace the owner's of the same name; a recorder's inhibit nothing. They stop the job
-            where an operator has allowed them to (`dispatcher.grants`).
-        origin: who asks.
-        registered_by: the id of the token of an operator who asks; a run that is new is its own (`run_tokens`).
+        project: name of its project; see `ensure_project`.
+        run: name of the run.
+        requested: rule configs. An operator's replace the owner's of the same name; a recorder's inhibit nothing. They stop the job
+            if an operator has allowed it (`runs.stops.allow`).
+        origin: who requests it.
+        registered_by: the id of the token of the requesting operator, who becomes the owner of a new run (`api.run_tokens`).
 
     Returns:
         The run's id in the database.
 
     Raises:
-        BadNameError: a name cannot be used.
-        NotFoundError, ConflictError: as of `ensure_project`.
-        RuleError: a recorder asks for more than it may (`recorders_rules`).
+        BadNameError: a name is not valid.
+        NotFoundError, ConflictError: as raised by `ensure_project`.
+        RuleError: a recorder requests more than it may (`check`).
     """
     layout.run_prefix(project, run)
     if origin == "recorder":
-        check(asked)
+        check(requested)
     with service.database.write() as session:
         ensure_project(session, service, project)
         now = read_clock(session)
@@ -170,7 +170,7 @@ def register(
         }  # fmt: skip
         insert_missing(session, RunRow, values)
         row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one()
-        rule_configs.put_all(session, row, service.owner_rules, asked, origin)
+        rule_configs.put_all(session, row, service.owner_rules, requested, origin)
         session.execute(
             update(RunRow).where(RunRow.id == row.id).values(listed_ns=0, poll_ns=0, poll_interval_ns=0)
         )
@@ -178,18 +178,18 @@ def register(
 
 
 def ensure_project(session: Session, service: Service, project: str) -> None:
-    """See that a project takes runs; one that is not there is made on the service's own store, where that is allowed.
+    """Check that a project accepts runs; create an unknown one on the service's own store if the settings allow it.
 
     Raises:
-        BadNameError: the name cannot be one.
-        NotFoundError: it is not there, and admins make projects.
-        ConflictError: it is archived, or there is no place for it.
+        BadNameError: the name is not valid.
+        NotFoundError: it does not exist, and only admins create projects.
+        ConflictError: it is archived, or its location is in use.
     """
     layout.check_name("project", project)
     if service.settings.new_projects == "by_admins" or session.get(Project, project) is not None:
         open_project(session, project)
         return
-    if make_project(session, project, own_store(session, service.settings.store)) and service.local_jobs:
+    if create_project(session, project, own_store(session, service.settings.store)) and service.local_jobs:
         allow_local(session, project)
 
 
@@ -197,8 +197,8 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
     """Bind the job of one attempt, so that it can be stopped.
 
     Raises:
-        BadNameError: the attempt's name cannot be used.
-        ConfigError: the backend is not registered for the run's project, the identity is not one of its, or another job is
+        BadNameError: the attempt's name is not valid.
+        ConfigError: the backend is not registered for the run's project, the identity is not valid for it, or another job is
             bound already.
         ConflictError: the job is another project's, or the project is archived.
     """
@@ -213,7 +213,7 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
         if backend is not None:
             job = backend.settled(job)
         identity = dict(job.identity)
-        backends.hold(session, project.name, kind, job)
+        backends.claim_job(session, project.name, kind, job)
         attempts.ensure(session, run_id, attempt)
         values = {
             "run_id": run_id, "attempt": attempt, "backend": job.backend, "job_id": job.id,
@@ -228,18 +228,18 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
                     f"attempt {attempt!r} is bound to job {bound.backend}:{bound.job_id}",
                     "register another attempt for another job",
                 )
-        take_up(session, run_id, attempt)
+        retry_unconfirmed(session, run_id, attempt)
         hint(session, run_id)
 
 
 def discover_runs(service: Service) -> list[int]:
-    """Find runs on the stores that nobody registered; returns their ids.
+    """Find unregistered runs on the stores; return their ids.
 
-    A project whose store does not answer is told in the log and counted, is asked less often, and keeps no other from its
-    turn for longer than `Settings.store_wait_seconds`, and that once; what is found after that is not among the ids. Nor does
-    the service's own store, where new projects are found. Runs that ask for SQL rules are taken in by threads, fairly by
-    project: their queries are checked, which takes seconds. All of these are waited for so long, too, where no other of their
-    project waits from before.
+    A project with a store that does not answer is logged and counted, is listed less often, and delays the others for at most
+    `Settings.store_wait_seconds`, once; runs that are found later are not returned. The same is true of
+    the service's own store, which is listed for new projects. Runs with SQL rules are registered by threads, fairly by
+    project, because checking their queries takes seconds. They are waited for equally long, unless earlier ones of their
+    project are still waiting.
 
     Raises:
         SQLAlchemyError: the database did not answer.
@@ -250,10 +250,10 @@ def discover_runs(service: Service) -> list[int]:
     intakes: list[_Intake] = []
     until = time.monotonic() + _ALL_SECONDS
     for project in projects:
-        look = functools.partial(_discover_in, service, project, until)
-        intakes += service.patience.ask(
+        listing = functools.partial(_discover_in, service, project, until)
+        intakes += service.bulkhead.call(
             project.place.registration,
-            functools.partial(_attempted, service, project.name, look),
+            functools.partial(_attempted, service, project.name, listing),
             service.settings.store_wait_seconds,
             [],
         )
@@ -262,38 +262,38 @@ def discover_runs(service: Service) -> list[int]:
 
 
 def _run_id_of(intake: _Intake) -> int | None:
-    """The run's id, once it is taken in."""
+    """The run's id, if it is registered by now."""
     if not isinstance(intake, Future):
         return intake
     return intake.result() if intake.done() and not intake.cancelled() else None
 
 
-def _attempted(service: Service, project: str, look: Callable[[], list[_Intake]]) -> list[_Intake]:
-    """What a look found; nothing where it failed, which the log is told once for each time that it begins."""
+def _attempted(service: Service, project: str, listing: Callable[[], list[_Intake]]) -> list[_Intake]:
+    """The result of a listing; empty if it failed, which is logged once until a listing succeeds."""
     began = time.monotonic()
     try:
-        intakes = look()
+        intakes = listing()
     except Exception as error:
         if is_of_all(error):
             raise
         message = error.what if isinstance(error, WatchstepError) else ""
         metrics.SWEEP_FAULTS.labels("project").inc()
-        if (project, "") not in service.untaken:
-            service.untaken.add((project, ""))
+        if (project, "") not in service.failed_intakes:
+            service.failed_intakes.add((project, ""))
             where = f"runs of project {project}" if project else "new projects"
             _log.warning(
-                "%s cannot be looked for: %s; it is tried again", where, message or error,
+                "%s cannot be listed: %s; it is tried again", where, message or error,
                 exc_info=None if message else error,
             )  # fmt: skip
         if project:
             _put_off(service, project, time.monotonic() - began)
         return []
-    service.untaken.discard((project, ""))
+    service.failed_intakes.discard((project, ""))
     return intakes
 
 
 def _put_off(service: Service, project: str, seconds: float) -> None:
-    """Have a store that failed asked less often, the longer it took: sweeps have others to look at."""
+    """Postpone the next listing of a store that failed, in proportion to the time it took, because it delays the sweep."""
     with service.database.write() as session:
         session.execute(
             update(Project)
@@ -305,30 +305,30 @@ def _put_off(service: Service, project: str, seconds: float) -> None:
 
 def _discover_projects(service: Service) -> list[_Intake]:
     root = service.stores.open(service.settings.store)
-    # In a bucket, projects are made by registration: listing it every second costs money.
+    # In a bucket, projects are created by registration: listing it every second costs money.
     if not root.is_local or service.settings.new_projects != "on_first_run":
         return []
     with service.database.read() as session:
-        message = set(session.execute(select(Project.name)).scalars())
+        known_projects = set(session.execute(select(Project.name)).scalars())
     for name in root.folders():
-        if name in message or not _is_name(name):
+        if name in known_projects or not _is_name(name):
             continue
         try:
             with service.database.write() as session:
                 ensure_project(session, service, name)
         except WatchstepError as error:
-            if (name, "") not in service.untaken:
-                service.untaken.add((name, ""))
-                _log.warning("project %s cannot be taken in: %s", name, error.what)
+            if (name, "") not in service.failed_intakes:
+                service.failed_intakes.add((name, ""))
+                _log.warning("project %s cannot be registered: %s", name, error.what)
     return []
 
 
 def _discover_in(service: Service, project: Project, until: float) -> list[_Intake]:
-    """Take in a project's new runs, for some time; ``until`` then, by the monotonic clock, only one."""
+    """Register a project's new runs for a limited time; after ``until`` (monotonic clock), only one."""
     store = service.stores.of(project.place)
     interval = service.settings.listing_ns(local=store.is_local)
     with service.database.write() as session:
-        # One of several workers lists, and not more often than the interval.
+        # One of several workers lists the project, at most once per interval.
         turn = session.execute(
             update(Project)
             .where(Project.name == project.name, Project.listed_ns <= now_ns() - interval)
@@ -340,17 +340,17 @@ def _discover_in(service: Service, project: Project, until: float) -> list[_Inta
         return []
     names = store.folders(f"{project.name}/")
     if store.is_local:
-        _look_at_begun(service, store, project.name, names)
+        _poll_restarted(service, store, project.name, names)
     fresh = [
         name
-        for name in _not_known(service, project.name, names)
+        for name in _unknown_names(service, project.name, names)
         if _is_name(name) and (project.name, name) not in service.in_intake
     ]
     is_behind = any(of == project.name for of, _ in list(service.in_intake))
     intakes: list[_Intake] = []
     until = min(until, time.monotonic() + SLICE_SECONDS)
     for name in fresh:
-        intake = _seen(service, store, project.name, name)
+        intake = _intake_of(service, store, project.name, name)
         if intake is not None and not (is_behind and isinstance(intake, Future)):
             intakes.append(intake)
         # Other projects and due stops wait for this sweep.
@@ -359,10 +359,10 @@ def _discover_in(service: Service, project: Project, until: float) -> list[_Inta
     return intakes
 
 
-def _look_at_begun(service: Service, store: Store, project: str, names: Sequence[str]) -> None:
-    """Have runs looked at that are over and in whose folder an attempt has begun: nobody announces it.
+def _poll_restarted(service: Service, store: Store, project: str, names: Sequence[str]) -> None:
+    """Make ended runs due for a poll if an attempt has begun in their folder, because nothing announces it.
 
-    A folder's time tells of it without a listing of each run. In a bucket only the looks at runs that are over find it.
+    A folder's time shows it without a listing of each run. In a bucket only polls of ended runs find it.
     """
     first = service.begun_from.get(project, 0) if len(names) > _MOST_FOLDERS else 0
     window = names[first : first + _MOST_FOLDERS]
@@ -385,19 +385,21 @@ def _look_at_begun(service: Service, store: Store, project: str, names: Sequence
             )
 
 
-def _not_known(service: Service, project: str, names: Iterable[str]) -> list[str]:
-    """Of runs on a store those that the database does not know; those that it once knew are not asked for again."""
-    fresh = [name for name in names if (project, name) not in service.known]
+def _unknown_names(service: Service, project: str, names: Iterable[str]) -> list[str]:
+    """Names of runs on a store that are not in the database; known names are cached."""
+    fresh = [name for name in names if (project, name) not in service.known_runs]
     for start in range(0, len(fresh), _NAMES_AT_ONCE):
-        asked = fresh[start : start + _NAMES_AT_ONCE]
+        unchecked = fresh[start : start + _NAMES_AT_ONCE]
         with service.database.read() as session:
-            rows = session.execute(select(RunRow.run).where(RunRow.project == project, RunRow.run.in_(asked)))
-            service.known.update((project, name) for name in rows.scalars())
-    return [name for name in fresh if (project, name) not in service.known]
+            rows = session.execute(
+                select(RunRow.run).where(RunRow.project == project, RunRow.run.in_(unchecked))
+            )
+            service.known_runs.update((project, name) for name in rows.scalars())
+    return [name for name in fresh if (project, name) not in service.known_runs]
 
 
-def _seen(service: Service, store: Store, project: str, run: str) -> _Intake | None:
-    """A run taken in, or what takes it in; None where there is none, or it cannot be taken in now."""
+def _intake_of(service: Service, store: Store, project: str, run: str) -> _Intake | None:
+    """Register a run, or submit its registration; None if there is no run, or it cannot be registered now."""
     key = layout.run_prefix(project, run) + layout.RUN_DOCUMENT
     document: RunDocument | Exception
     size = 0
@@ -406,12 +408,12 @@ def _seen(service: Service, store: Store, project: str, run: str) -> _Intake | N
     except NotFoundError:
         return None  # a folder, not yet a run
     except StoreError as error:
-        _not_taken_in(service, project, run, error)
+        _log_failure(service, project, run, error)
         return None
-    except Exception as error:  # noqa: BLE001 - it may hold anything
+    except Exception as error:  # noqa: BLE001 - the document may contain anything
         document = error
     if isinstance(document, Exception) or not has_queries(document.rules):
-        return _take_in(service, project, run, document)
+        return _register_document(service, project, run, document)
     if not _has_room(service, project):
         return None
     service.in_intake[project, run] = size
@@ -419,11 +421,11 @@ def _seen(service: Service, store: Store, project: str, run: str) -> _Intake | N
 
 
 def _run_document(store: Store, key: str) -> tuple[RunDocument, int]:
-    """A run's document and its bytes. One that cannot be decoded is fetched once more: the damage may be that of one answer.
+    """Read a run's document and its size. If decoding fails it is fetched once more, because one answer may be damaged.
 
     Raises:
         NotFoundError, StoreError: it cannot be fetched.
-        FormatError: it is damaged, or holds what it cannot.
+        FormatError: it is damaged or has invalid content.
     """
     content = store.get(key, limit=documents.MAX_BYTES)
     try:
@@ -436,61 +438,63 @@ def _run_document(store: Store, key: str) -> tuple[RunDocument, int]:
 
 
 def _has_room(service: Service, project: str) -> bool:
-    """Whether a document of a project may wait for its check: those that wait stay in memory."""
+    """Whether a document of a project may wait for its check; waiting documents stay in memory."""
     waiting = list(service.in_intake.items())
     own = sum(size for (of, _), size in waiting if of == project)
     return own == 0 or (own < _MOST_OWN_BYTES and sum(size for _, size in waiting) < _MOST_BYTES)
 
 
 def _check(service: Service, project: str, run: str, document: RunDocument) -> int | None:
-    """Take a run in, in a thread of the intake."""
+    """Register a run in a thread of the intake."""
     try:
         with on_behalf_of(project):
-            return _take_in(service, project, run, document)
+            return _register_document(service, project, run, document)
     finally:
         del service.in_intake[project, run]
 
 
-def _take_in(service: Service, project: str, run: str, document: RunDocument | Exception) -> int | None:
-    """A run taken in. What goes wrong with it is told in the log, and keeps no other run from being seen."""
+def _register_document(
+    service: Service, project: str, run: str, document: RunDocument | Exception
+) -> int | None:
+    """Register a run. An error is logged, and does not affect other runs."""
     try:
         run_id = _registered(service, project, run, document)
-    except Exception as error:  # noqa: BLE001 - whatever its owner wrote there
-        _not_taken_in(service, project, run, error)
+    except Exception as error:  # noqa: BLE001 - the document may contain anything
+        _log_failure(service, project, run, error)
         return None
-    service.untaken.discard((project, run))
+    service.failed_intakes.discard((project, run))
     return run_id
 
 
-def _not_taken_in(service: Service, project: str, run: str, error: Exception) -> None:
-    if (project, run) in service.untaken:
+def _log_failure(service: Service, project: str, run: str, error: Exception) -> None:
+    if (project, run) in service.failed_intakes:
         return
-    service.untaken.add((project, run))
+    service.failed_intakes.add((project, run))
     message = error.what if isinstance(error, WatchstepError) else ""
     _log.warning(
-        "run %s/%s cannot be taken in: %s; it is tried at every listing", project, run, message or error,
+        "run %s/%s cannot be registered: %s; it is tried at every listing", project, run, message or error,
         exc_info=None if message else error,
     )  # fmt: skip
 
 
 def _registered(service: Service, project: str, run: str, document: RunDocument | Exception) -> int:
-    asked: tuple[RuleConfig, ...] = ()
-    # A recorder's document may hold anything; its fault is the run's health.
+    requested: tuple[RuleConfig, ...] = ()
+    # A recorder's document may contain anything; an error in it is reported in the run's health.
     fault = document if isinstance(document, Exception) else None
     if not isinstance(document, Exception):
         try:
-            asked = _asked(document, layout.run_prefix(project, run) + layout.RUN_DOCUMENT)
+            requested = _requested(document, layout.run_prefix(project, run) + layout.RUN_DOCUMENT)
         except BusyError:
-            raise  # it says nothing of the document
+            raise  # not a fault of the document
         except Exception as error:  # noqa: BLE001 - as above
             fault = error
     problem = "" if fault is None else fault.what if isinstance(fault, WatchstepError) else str(fault)
     try:
-        run_id = register(service, project, run, asked, "recorder")
+        run_id = register(service, project, run, requested, "recorder")
     except Exception as error:
-        if not asked:
+        if not requested:
             raise
-        problem = f"its rules cannot be kept: {type(error).__name__}: {error}"
+        problem = f"its rules cannot be stored: {type(error).__name__}: {error}"
         run_id = register(service, project, run, (), "recorder")
     if problem:
         _log.warning("%s", problem)
@@ -500,8 +504,8 @@ def _registered(service: Service, project: str, run: str, document: RunDocument 
     return run_id
 
 
-def _asked(document: RunDocument, key: str) -> tuple[RuleConfig, ...]:
-    """The rule configs that a run's document asks for."""
+def _requested(document: RunDocument, key: str) -> tuple[RuleConfig, ...]:
+    """The rule configs that a run's document requests."""
     check_counts(document.rules)
     with no_programs(NOT_FROM_RECORDERS):
         return rule_file.check({"rules": list(document.rules)}, key)

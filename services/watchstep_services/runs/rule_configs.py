@@ -1,4 +1,4 @@
-"""The rule configs of a run: the owner's, those of its project, an operator's and a recorder's, and which stands for which."""
+"""The rule configs of a run: the owner's, its project's, an operator's and a recorder's, and which one replaces which."""
 
 from __future__ import annotations
 
@@ -17,59 +17,63 @@ from watchstep_services.runs.lifecycle import ENDED
 
 Origin = Literal["owner", "project", "operator", "recorder"]
 
-_Held = dict[tuple[str, str], RuleConfigRow]
+_ConfigRows = dict[tuple[str, str], RuleConfigRow]
 _REPLACED_BY: Mapping[Origin, tuple[Origin, ...]] = {
     "owner": ("project", "operator"),
     "project": ("operator",),
     "operator": (),
-    # Not the owner's: most of those are the defaults, which a program may want beside its own parameters.
+    # Not by the owner's: most of those are the defaults, which a program may want in addition to its own parameters.
     "recorder": ("project", "operator"),
 }
 
 STRONGER_THAN_RECORDERS = _REPLACED_BY["recorder"]
 
 OVERRIDDEN = "retired-recorder"
-"""Origin of a recorder's rule config that does not judge, for somebody who may operate gave another of its name."""
+"""Origin of a recorder's rule config that is not evaluated, because a config of its name replaces it."""
 
 
 def put_all(
-    session: Session, run: RunRow, owners: Sequence[RuleConfig], asked: Sequence[RuleConfig], origin: Origin
+    session: Session,
+    run: RunRow,
+    owners: Sequence[RuleConfig],
+    requested: Sequence[RuleConfig],
+    origin: Origin,
 ) -> None:
-    """Give a run the owner's rule configs, its project's, and those that are asked for.
+    """Set the owner's rule configs of a run, its project's, and the requested ones.
 
-    Of one name, an operator's stands for all others, and the project's for the owner's and a recorder's: one that a recorder
-    asks for is kept as overridden then, and judges when it is asked for again and no other stands for it. A recorder's keep no
-    other quiet, and are left out where the same judges already. An evaluation under way begins anew where something changed.
+    If names are equal, an operator's config replaces all others, and the project's replaces the owner's and a recorder's. A
+    replaced recorder's config is kept as overridden, and is evaluated when it is requested again without a replacement. A
+    recorder's configs inhibit no others, and are left out if an equal config exists. A change fences an evaluation in progress.
     """
-    rows = _held(session, run)
+    rows = _config_rows(session, run)
     before = {name: row.data for name, row in rows.items()}
     if origin == "operator":
-        for config in asked:
+        for config in requested:
             _put(session, run, "operator", config, rows)
-    ours = of_project(session, run.project)
-    for config in ours:
+    project_configs = of_project(session, run.project)
+    for config in project_configs:
         _put(session, run, "project", config, rows)
     _put_owners(session, run, owners, rows)
     if origin == "recorder":
-        plain = {_without_actions(config) for config in (*owners, *ours)}
-        for config in asked:
-            if _without_actions(config) not in plain:
+        existing = {_without_actions(config) for config in (*owners, *project_configs)}
+        for config in requested:
+            if _without_actions(config) not in existing:
                 _put(session, run, "recorder", config.without_inhibits(), rows)
     if before and {name: row.data for name, row in rows.items()} != before:
         _fence(session, run)
 
 
 def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
-    """Give the owner's rule configs of now to every run that has not ended, and take earlier ones out of use.
+    """Set the owner's current rule configs of every run that has not ended, and retire earlier ones.
 
-    A service that starts with another rule file, or with none, judges and stops by that file alone.
+    A service that starts with another rule file, or with none, evaluates and stops by that file alone.
     """
     with database.read() as session:
         run_ids = list(session.execute(select(RunRow.id).where(RunRow.state.not_in(ENDED))).scalars())
     for run_id in run_ids:
         with database.write() as session:
             run = session.get_one(RunRow, run_id)
-            rows = _held(session, run)
+            rows = _config_rows(session, run)
             before = {name: row.data for name, row in rows.items()}
             _put_owners(session, run, owners, rows)
             if {name: row.data for name, row in rows.items()} != before:
@@ -77,27 +81,27 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
 
 
 def put_one(session: Session, run: RunRow, config: RuleConfig) -> None:
-    """An operator's rule config for one run, which judges from the next rows on; an evaluation under way begins anew."""
-    _put(session, run, "operator", config, _held(session, run))
+    """Set an operator's rule config of one run, which is evaluated from the next rows on; fences an evaluation in progress."""
+    _put(session, run, "operator", config, _config_rows(session, run))
     _fence(session, run)
 
 
 def remove(session: Session, run: RunRow, row: RuleConfigRow) -> None:
-    """Take a rule config out of use for one run; what it found stays."""
+    """Retire a rule config of one run; its findings remain."""
     _retire(row)
     _fence(session, run)
 
 
 def in_force(session: Session, run: RunRow, name: str) -> RuleConfigRow | None:
-    """The rule config of a name that judges a run: the operator's before the project's, the owner's and a recorder's."""
-    rows = {kind: row for (kind, rows), row in _held(session, run).items() if rows == name}
+    """The evaluated rule config of a name: the operator's before the project's, the owner's and a recorder's."""
+    rows = {kind: row for (kind, row_name), row in _config_rows(session, run).items() if row_name == name}
     return next(
         (rows[origin] for origin in ("operator", "project", "owner", "recorder") if origin in rows), None
     )
 
 
 def of_project(session: Session, project: str) -> list[RuleConfig]:
-    """The rule configs of a project, by name; one that this version cannot read is left out."""
+    """The rule configs of a project, by name; configs that this version cannot read are left out."""
     rows = session.execute(
         select(ProjectRule).filter_by(project=project).order_by(ProjectRule.name)
     ).scalars()
@@ -110,12 +114,12 @@ def of_project(session: Session, project: str) -> list[RuleConfig]:
     return configs
 
 
-def _held(session: Session, run: RunRow) -> _Held:
+def _config_rows(session: Session, run: RunRow) -> _ConfigRows:
     rows = session.execute(select(RuleConfigRow).filter_by(run_id=run.id)).scalars()
     return {(row.origin, row.name): row for row in rows}
 
 
-def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, rows: _Held) -> None:
+def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, rows: _ConfigRows) -> None:
     if any((stronger, config.name) in rows for stronger in _REPLACED_BY[origin]):
         if origin == "recorder":
             _put_overridden(session, run, config, rows)
@@ -125,18 +129,18 @@ def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, rows
     if overridden is not None:
         overridden.origin = origin
         rows[origin, config.name] = overridden
-    known = rows.get((origin, config.name))
+    existing = rows.get((origin, config.name))
     stops = config.stops and origin == "owner"
-    if known is None:
+    if existing is None:
         row = RuleConfigRow(
             run_id=run.id, origin=origin, name=config.name, rule=config.rule, data=data, granted_stop=stops
         )
         session.add(row)
         rows[origin, config.name] = row
-    elif known.data != data:
-        known.data, known.rule, known.granted_stop = data, config.rule, stops
-        # What it remembers was gathered under other parameters.
-        session.execute(delete(RuleStateRow).where(RuleStateRow.config_id == known.id))
+    elif existing.data != data:
+        existing.data, existing.rule, existing.granted_stop = data, config.rule, stops
+        # Its state was accumulated under other parameters.
+        session.execute(delete(RuleStateRow).where(RuleStateRow.config_id == existing.id))
     for weaker, stronger in _REPLACED_BY.items():
         if origin in stronger and (weaker, config.name) in rows:
             row = rows.pop((weaker, config.name))
@@ -147,7 +151,7 @@ def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, rows
                 _retire(row)
 
 
-def _put_owners(session: Session, run: RunRow, owners: Sequence[RuleConfig], rows: _Held) -> None:
+def _put_owners(session: Session, run: RunRow, owners: Sequence[RuleConfig], rows: _ConfigRows) -> None:
     for config in owners:
         _put(session, run, "owner", config, rows)
     names = {config.name for config in owners}
@@ -155,7 +159,7 @@ def _put_owners(session: Session, run: RunRow, owners: Sequence[RuleConfig], row
         _retire(rows.pop((origin, name)))
 
 
-def _put_overridden(session: Session, run: RunRow, config: RuleConfig, rows: _Held) -> None:
+def _put_overridden(session: Session, run: RunRow, config: RuleConfig, rows: _ConfigRows) -> None:
     row = rows.get((OVERRIDDEN, config.name))
     if row is None:
         row = RuleConfigRow(run_id=run.id, origin=OVERRIDDEN, name=config.name, granted_stop=False)
@@ -169,14 +173,14 @@ def _without_actions(config: RuleConfig) -> str:
 
 
 def _retire(row: RuleConfigRow) -> None:
-    """Take a config out of use; alerts that it had keep it, without its actions."""
+    """Retire a config; its alerts still refer to it, without its actions."""
     row.granted_stop = False
     row.origin = f"retired-{row.id}"[:16]
     row.data = {**row.data, "actions": []}
 
 
 def _fence(session: Session, run: RunRow) -> None:
-    """Have an evaluation that began under other rules write nothing; the next one comes at once."""
+    """Fence an evaluation that began under other rules; the run is due at once."""
     session.flush()
     RUN_LEASE.revoke(session, run.id)
     hint(session, run.id)

@@ -1,7 +1,7 @@
-"""Events of rules that cannot be evaluated, or judge nothing: an alert of theirs would never come.
+"""Events of rules that cannot be evaluated, or have no data, and therefore never raise an alert.
 
-A rule in error is told at once. That a rule judges nothing is told of those that somebody chose, and only when no data is
-likely to come: after a thousand steps, or at the end of the run. The default rules are there for every program, and few
+An error is reported at once. That a rule has no data is reported only for rules that somebody chose, and only when no data is
+likely to arrive: after a thousand steps, or at the end of the run. The default rules apply to every program, and few
 programs have data for all of them.
 """
 
@@ -22,26 +22,26 @@ from watchstep_services.runs.claim import EventContext
 from watchstep_services.service.judging import Judged, load_config
 
 NO_DATA_STEPS = 1000
-"""Steps that every worker has passed before a rule that judged none of them is told of."""
+"""Watermark from which a rule that evaluated no row is reported."""
 
 _KINDS: dict[RuleHealth, EventType] = {
-    RuleHealth.OK: "watchstep.rule.ok",
-    RuleHealth.NO_DATA: "watchstep.rule.no_data",
-    RuleHealth.ERROR: "watchstep.rule.error",
+    RuleHealth.OK: "io.watchstep.rule.ok",
+    RuleHealth.NO_DATA: "io.watchstep.rule.no_data",
+    RuleHealth.ERROR: "io.watchstep.rule.error",
 }
 
 
 def report_health(
     session: Session, context: EventContext, judged: Judged, state: RuleStateRow, watermark: int
 ) -> None:
-    """Publish that a rule came into error, judges nothing, or is well again; each once.
+    """Publish, once each, that a rule has an error, has no data, or has recovered.
 
     Args:
         session: the transaction.
         context: where and when.
-        judged: what the rule config said.
-        state: its row of the attempt.
-        watermark: the last step that every worker has passed.
+        judged: result of the rule config.
+        state: the rule state on the attempt.
+        watermark: the attempt's watermark.
     """
     if not has_news(judged.config, judged.memory, state.reported_health, watermark):
         return
@@ -58,13 +58,13 @@ def report_health(
 
 
 def has_news(config: RuleConfig | None, memory: RuleMemory, reported: str, watermark: int) -> bool:
-    """Whether `report_health` has something to publish or to note.
+    """Whether `report_health` has something to publish or to write.
 
     Args:
         config: the rule config.
-        memory: what it remembers.
-        reported: the health that was last reported.
-        watermark: the last step that every worker has passed.
+        memory: its rule state.
+        reported: the last reported health.
+        watermark: the attempt's watermark.
     """
     health = memory.health
     if health is RuleHealth.ERROR:
@@ -75,7 +75,7 @@ def has_news(config: RuleConfig | None, memory: RuleMemory, reported: str, water
 
 
 def report_silent_rules(session: Session, context: EventContext) -> None:
-    """Publish of a run that has ended which rules, of those that somebody chose, judged nothing of its last attempt."""
+    """Publish which chosen rules had no data on the last attempt of an ended run."""
     rows = session.execute(
         select(RuleConfigRow, RuleStateRow)
         .join(RuleStateRow, RuleStateRow.config_id == RuleConfigRow.id)
@@ -100,7 +100,7 @@ def _is_chosen(config: RuleConfig | None) -> bool:
 
 
 def _was_reported(session: Session, config_id: int) -> bool:
-    """Of another attempt: that the same rule has no data again is nothing new."""
+    """Whether it was reported on another attempt; it is not reported again."""
     return (
         session.execute(
             select(RuleStateRow.config_id)

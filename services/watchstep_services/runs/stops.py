@@ -1,11 +1,11 @@
-"""Stops: which rule configs may stop jobs, the request, and the audit log that outlives the run.
+"""Stops: which rule configs may stop jobs, the request, and the audit log, which outlives the run.
 
-There is one stop for each attempt, whoever requests it and how often. Its stages:
+There is one stop for each attempt, whoever requests it and however often. Its stages:
 
-    ASK → ASKED → TERMINATING → TERMINATED → KILLING → KILLED
+    PENDING → REQUESTED → TERMINATING → TERMINATED → KILLING → KILLED
 
-A stage that ends in -ING is committed before its signal is sent: a worker that reads it sends the signal again, or sees that the job
-is gone.
+A stage that ends in -ING is committed before its signal is sent. A worker that reads it sends the signal again, or detects that the
+job is gone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from typing import Any, Literal
 
 from sqlalchemy import select
@@ -26,24 +27,49 @@ from watchstep_services.db.models import ActionRow, AuditEntry, ProjectRule, Rul
 from watchstep_services.db.models.alerts import WHO_LENGTH
 from watchstep_services.db.records import add_action, add_event
 
-ASK, ASKED, TERMINATED, KILLED, UNCONFIRMED, TERMINATING, KILLING = 0, 1, 2, 3, 4, 5, 6
-"""Not begun; all workers asked; the job asked to end; killed; asked, and nobody can say that anything came of it; about to be asked
-to end; about to be killed."""
 
-INTENDED = {TERMINATING: TERMINATED, KILLING: KILLED}
-"""Of a stage whose signal may have been sent: the stage that it comes to."""
+class StopStage(IntEnum):
+    """The stage of a stop; the values are stored in the database."""
+
+    PENDING = 0
+    """Not begun."""
+
+    REQUESTED = 1
+    """All workers were requested to stop."""
+
+    TERMINATED = 2
+    """The job received SIGTERM."""
+
+    KILLED = 3
+    """The job received SIGKILL."""
+
+    UNCONFIRMED = 4
+    """The workers were requested to stop, and nothing confirms that they did."""
+
+    TERMINATING = 5
+    """SIGTERM is about to be sent."""
+
+    KILLING = 6
+    """SIGKILL is about to be sent."""
+
+
+SIGNALS_SENT: dict[int, StopStage] = {
+    StopStage.TERMINATING: StopStage.TERMINATED,
+    StopStage.KILLING: StopStage.KILLED,
+}
+"""The stage that follows a stage with a signal that may have been sent."""
 
 
 @dataclass(frozen=True)
 class StopRequester:
-    """Who asks for a stop, and what the audit log is to hold of it: by whose word, on which evidence."""
+    """Who requests a stop, and details for the audit log: the permission and the evidence."""
 
     who: str
-    told: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 def stop_key(run_id: int, attempt: str) -> str:
-    """The key of a stop. An attempt has one job at most, so this is a key of the job as well."""
+    """The key of a stop. An attempt has at most one job, so it is also a key of the job."""
     return f"stop:{run_id}:{attempt}"
 
 
@@ -53,27 +79,27 @@ def request_stop(
     run_id: int,
     attempt: str,
     because: tuple[str, str],
-    asked: StopRequester | None = None,
+    requester: StopRequester | None = None,
 ) -> int | None:
-    """Put a stop into the outbox, with its event and a line in the audit log.
+    """Add a stop to the outbox, with its event and an entry in the audit log.
 
     Args:
         session: the transaction.
-        base_url: of the API.
-        run_id: which run.
-        attempt: which attempt of it.
-        because: id of the event that caused it (empty for an operator), and the reason for people.
-        asked: for the audit log; an operator where it is left out.
+        base_url: URL of the API.
+        run_id: id of the run.
+        attempt: name of the attempt.
+        because: id of the event that caused it (empty for an operator), and the reason as text.
+        requester: for the audit log; "an operator" if left out.
 
     Returns:
-        The action's id; None where the attempt has been asked to stop already. One that goes on though it was asked, for
-        the stop could reach nothing, is asked anew: its job may have been bound since.
+        The action's id; None if the attempt's stop was requested before. A stop that had no effect although its attempt
+        still runs is repeated, because the attempt's job may have been bound since.
     """
     cause_id, reason = because
     run = session.get_one(RunRow, run_id)
     now = read_clock(session)
     data = {"attempt": attempt, "reason": reason, "cause": cause_id}
-    event = make_event("watchstep.stop.requested", base_url, (run.project, run.run), now, data)
+    event = make_event("io.watchstep.stop.requested", base_url, (run.project, run.run), now, data)
     payload = {"attempt": attempt, "reason": reason, "cause": cause_id or event.id}
     action = add_action(
         session,
@@ -83,40 +109,40 @@ def request_stop(
         {"event_id": event.id, "at_ns": now, "payload": payload},
     )
     if action is None:
-        action = _again(session, run, attempt, {"event_id": event.id, "at_ns": now, "payload": payload})
+        action = _repeat(session, run, attempt, {"event_id": event.id, "at_ns": now, "payload": payload})
     if action is not None:
         add_event(session, run_id, event, now)
-    _audit(session, Subject(run.project, run.run, attempt), asked, now, data, repeated=action is None)
+    _audit(session, Subject(run.project, run.run, attempt), requester, now, data, repeated=action is None)
     return action
 
 
-def _again(session: Session, run: RunRow, attempt: str, cause: dict[str, Any]) -> int | None:
-    """Take up a stop that came to nothing; None where it is on its way, did end the attempt, or there is nothing to stop."""
+def _repeat(session: Session, run: RunRow, attempt: str, cause: dict[str, Any]) -> int | None:
+    """Repeat a stop that had no effect; None if it is in progress, ended the attempt, or the attempt does not run."""
     row = session.execute(
         select(ActionRow).where(ActionRow.key == stop_key(run.id, attempt)).with_for_update()
     ).scalar_one()
-    if not (_is_in_vain(row) and _goes_on(run, attempt)):
+    if not (_had_no_effect(row) and _runs(run, attempt)):
         return None
     row.state, row.stage, row.stage_since_ns, row.finished_ns = "pending", 0, cause["at_ns"], None
     row.next_ns, row.event_id, row.payload = cause["at_ns"], cause["event_id"], dict(cause["payload"])
     return row.id
 
 
-def take_up(session: Session, run_id: int, attempt: str) -> int | None:
-    """Carry out a stop that reached nothing, now that the attempt's job is known; within the transaction that binds it.
+def retry_unconfirmed(session: Session, run_id: int, attempt: str) -> int | None:
+    """Repeat a stop that had no effect, now that the attempt's job is known, in the transaction that binds the job.
 
-    Nobody asks again by itself: the alert that asked for the stop goes on firing.
+    Nothing else requests it again, because the alert that requested it still fires.
 
     Returns:
-        The action's id; None where there is no such stop.
+        The action's id; None if there is no such stop.
     """
     row = session.execute(
         select(ActionRow).where(ActionRow.key == stop_key(run_id, attempt)).with_for_update()
     ).scalar_one_or_none()
-    if row is None or not _is_in_vain(row):
+    if row is None or not _had_no_effect(row):
         return None
     run, now = session.get_one(RunRow, run_id), read_clock(session)
-    if not _goes_on(run, attempt):
+    if not _runs(run, attempt):
         return None
     row.state, row.stage, row.stage_since_ns, row.finished_ns, row.next_ns = "pending", 0, now, None, now
     details = {"reason": row.payload["reason"], "cause": row.payload["cause"], "detail": "its job was bound"}
@@ -124,26 +150,26 @@ def take_up(session: Session, run_id: int, attempt: str) -> int | None:
     return row.id
 
 
-def _is_in_vain(row: ActionRow) -> bool:
-    return row.state in ("failed", "skipped") or (row.state == "done" and row.stage == UNCONFIRMED)
+def _had_no_effect(row: ActionRow) -> bool:
+    return row.state in ("failed", "skipped") or (row.state == "done" and row.stage == StopStage.UNCONFIRMED)
 
 
-def _goes_on(run: RunRow, attempt: str) -> bool:
+def _runs(run: RunRow, attempt: str) -> bool:
     return run.attempt == attempt and (run.ended_ns is None or run.state == "lost")
 
 
 def _audit(
     session: Session,
     subject: Subject,
-    asked: StopRequester | None,
+    requester: StopRequester | None,
     now: int,
     data: dict[str, Any],
     *,
     repeated: bool,
 ) -> None:
-    held = asked or StopRequester("an operator")
-    details = {"reason": data["reason"], "cause": data["cause"], **held.told}
-    note(session, "repeated" if repeated else "requested", subject, held.who, now, details)
+    requester = requester or StopRequester("an operator")
+    details = {"reason": data["reason"], "cause": data["cause"], **requester.details}
+    note(session, "repeated" if repeated else "requested", subject, requester.who, now, details)
 
 
 Kind = Literal[
@@ -153,7 +179,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Subject:
-    """Whose stop; run and attempt are empty for a word that holds for a project."""
+    """The subject of an audit entry; run and attempt are empty for entries on a project."""
 
     project: str
     run: str = ""
@@ -161,17 +187,17 @@ class Subject:
 
 
 def note(session: Session, kind: Kind, subject: Subject, who: str, at_ns: int, data: dict[str, Any]) -> None:
-    """Add a line.
+    """Add an entry to the audit log.
 
     Args:
-        session: the transaction in which it happens.
-        kind: ``requested``: a stop was asked for; ``repeated``: again, of an attempt that had been asked; ``would_have``: a rule
-            that may not stop would have; ``tried``, ``ended``: what became of it; ``allowed``, ``revoked``: a rule may stop, or no
-            longer; ``restart_allowed``: what was stopped may start again.
-        subject: whose stop.
-        who: asked, tried or allowed.
+        session: the transaction of the audited change.
+        kind: ``requested``: a stop was requested; ``repeated``: it was requested again; ``would_have``: a rule
+            that may not stop would have; ``tried``, ``ended``: a try or the end of a stop; ``allowed``, ``revoked``: a rule's
+            permission to stop; ``restart_allowed``: a stopped run may start again.
+        subject: project, run and attempt.
+        who: who requested, tried or allowed it.
         at_ns: when.
-        data: the rest, JSON-ready.
+        data: further data, JSON-ready.
     """
     session.add(
         AuditEntry(
@@ -190,15 +216,15 @@ _MOST_CONFIGS = 1000
 
 
 @dataclass(frozen=True)
-class Word:
-    """By whose word a rule config may stop.
+class StopPermission:
+    """The permission of a rule config to stop jobs.
 
     Attributes:
         by: the owner's file, an operator's registration of an earlier version, or a grant.
         who: who gave it.
         reason: why.
-        at_ns: when; 0 where it stands in a file.
-        grant: the grant's id; 0 where there is none.
+        at_ns: when; 0 for a file.
+        grant: the grant's id; 0 if there is none.
     """
 
     by: Literal["owner", "operator", "grant"]
@@ -208,12 +234,12 @@ class Word:
     grant: int = 0
 
     def as_data(self) -> dict[str, Any]:
-        """A JSON-ready form."""
+        """Convert to JSON-ready data."""
         return asdict(self)
 
 
 def judges(config: RuleConfig) -> dict[str, Any]:
-    """All of a rule config that decides when its alert fires, with defaults filled in."""
+    """The fields of a rule config that determine when its alert fires, with defaults filled in."""
     data = config.as_data()
     params = config.parameters.model_dump(mode="json")
     return {
@@ -225,25 +251,27 @@ def judges(config: RuleConfig) -> dict[str, Any]:
 
 
 def digest_of(config: RuleConfig) -> str:
-    """A hash of what `judges` says: a grant is for exactly this."""
+    """A hash of the result of `judges`; a grant is valid for exactly this."""
     text = json.dumps(judges(config), sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(text).hexdigest()
 
 
-def word_for(session: Session, project: str, row: RuleConfigRow, config: RuleConfig) -> Word | None:
-    """By whose word a rule config may stop jobs of a project now; None where it may not."""
+def permission_for(
+    session: Session, project: str, row: RuleConfigRow, config: RuleConfig
+) -> StopPermission | None:
+    """The permission of a rule config to stop jobs of a project now; None if it has none."""
     if row.granted_stop and row.origin == "owner":
-        return Word("owner", "the owner's rule file", "it says 'stop'")
+        return StopPermission("owner", "the owner's rule file", "it contains 'stop'")
     if row.granted_stop:
-        return Word("operator", "an operator", "registered with 'stop' before grants were asked for")
+        return StopPermission("operator", "an operator", "registered with 'stop' before grants were required")
     granted = active_grant(session, project, config)
     if granted is None:
         return None
-    return Word("grant", granted.granted_by, granted.reason, granted.granted_ns, granted.id)
+    return StopPermission("grant", granted.granted_by, granted.reason, granted.granted_ns, granted.id)
 
 
 def active_grant(session: Session, project: str, config: RuleConfig) -> StopGrant | None:
-    """The grant that lets exactly this rule config stop."""
+    """The grant that allows exactly this rule config to stop jobs."""
     return session.execute(
         select(StopGrant)
         .filter_by(project=project, digest=digest_of(config), revoked_ns=None)
@@ -253,15 +281,15 @@ def active_grant(session: Session, project: str, config: RuleConfig) -> StopGran
 
 
 def allow(session: Session, project: str, config: RuleConfig, who: str, reason: str) -> StopGrant:
-    """Let exactly this rule config stop jobs of a project. One that may already keeps its grant.
+    """Allow exactly this rule config to stop jobs of a project. An existing grant is kept.
 
     Raises:
-        ConfigError: no reason is given.
+        ConfigError: the reason is empty.
     """
     _check_reason(reason)
-    held = active_grant(session, project, config)
-    if held is not None:
-        return held
+    grant = active_grant(session, project, config)
+    if grant is not None:
+        return grant
     now = read_clock(session)
     row = StopGrant(
         project=project,
@@ -281,10 +309,10 @@ def allow(session: Session, project: str, config: RuleConfig, who: str, reason: 
 
 
 def revoke(session: Session, row: StopGrant, who: str, reason: str) -> None:
-    """Take a grant back; what it has stopped stays stopped. Safe to repeat.
+    """Revoke a grant; stops that it allowed are not undone. Safe to repeat.
 
     Raises:
-        ConfigError: no reason is given.
+        ConfigError: the reason is empty.
     """
     _check_reason(reason)
     if row.revoked_ns is not None:
@@ -296,17 +324,17 @@ def revoke(session: Session, row: StopGrant, who: str, reason: str) -> None:
 
 def _check_reason(reason: str) -> None:
     if not reason.strip():
-        raise ConfigError("reason: none is given", "say why, for those who read the audit log")
+        raise ConfigError("reason: empty", "give a reason, for readers of the audit log")
 
 
-def configs_called(session: Session, project: str, name: str, run: str = "") -> dict[str, RuleConfig]:
-    """The rule configs of a name that say ``stop`` in a project, newest first, by their digests.
+def configs_by_name(session: Session, project: str, name: str, run: str = "") -> dict[str, RuleConfig]:
+    """The rule configs of a name with a ``stop`` action in a project, newest first, by digest.
 
     Args:
         session: the transaction.
-        project: whose.
-        name: the rule config's.
-        run: only of this run; of all, and of the project's own rules, where it is empty.
+        project: name of the project.
+        name: name of the rule config.
+        run: name of the run; if empty, all runs and the project's own rules.
     """
     rows = session.execute(
         select(RuleConfigRow.data)
@@ -318,42 +346,44 @@ def configs_called(session: Session, project: str, name: str, run: str = "") -> 
         .order_by(RuleConfigRow.id.desc())
         .limit(_MOST_CONFIGS)
     ).scalars()
-    held = list(rows)
+    documents = list(rows)
     if not run:
         own = session.get(ProjectRule, (project, name))
-        held = [own.data, *held] if own is not None else held
+        documents = [own.data, *documents] if own is not None else documents
     configs: dict[str, RuleConfig] = {}
-    for data in held:
+    for data in documents:
         try:
             config = RuleConfig.model_validate(data)
         except ValueError:
-            continue  # of another version of Watchstep: it judges nothing either
+            continue  # of another version of Watchstep, and not evaluated either
         if any(isinstance(action, StopAction) for action in config.actions):
             configs.setdefault(digest_of(config), config)
     return configs
 
 
-def the_config_called(
+def find_config_by_name(
     session: Session, project: str, name: str, run: str = "", digest: str = ""
 ) -> RuleConfig:
-    """The one rule config of a name that says ``stop``.
+    """The one rule config of a name with a ``stop`` action.
 
     Raises:
         NotFoundError: there is none.
-        ConfigError: there are several that judge differently.
+        ConfigError: there are several that differ.
     """
-    configs = configs_called(session, project, name, run)
-    chosen = {held: config for held, config in configs.items() if held.startswith(digest)}
+    configs = configs_by_name(session, project, name, run)
+    chosen = {full: config for full, config in configs.items() if full.startswith(digest)}
     if not chosen:
         where = f"run {project}/{run}" if run else f"project {project}"
         raise NotFoundError(
-            f"rule {name!r} with 'stop' among its actions: none in {where}",
+            f"rule {name!r} with a 'stop' action: not found in {where}",
             "check the name, or register a run with that rule first",
         )
     if len(chosen) > 1:
-        held = ", ".join(f"{digest[:12]}: {json.dumps(one.params)}" for digest, one in chosen.items())
+        choices = ", ".join(
+            f"{digest[:12]}: {json.dumps(config.params)}" for digest, config in chosen.items()
+        )
         raise ConfigError(
-            f"rule {name!r}: {len(chosen)} different ones ({held[:500]})",
-            "name the run, or the beginning of the digest, of the one that may stop",
+            f"rule {name!r}: ambiguous, {len(chosen)} different configs ({choices[:500]})",
+            "name the run, or a prefix of the digest, of the config that may stop",
         )
     return next(iter(chosen.values()))

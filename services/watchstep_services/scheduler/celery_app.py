@@ -1,7 +1,7 @@
 """Celery's application with its tasks, for workers: ``celery -A watchstep_services.scheduler.celery_app worker``.
 
-Tasks are hints: they carry an id, and what is to be done stands in the database. A task that is lost is found by the
-sweep, one that comes twice finds nothing to do.
+Tasks are hints: they carry an id, and the work itself is described in the database. The sweep finds the work of a lost task, and a
+duplicate task finds nothing to do.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from watchstep_services.scheduler.celery_client import (
 )
 from watchstep_services.scheduler.production import production_service
 from watchstep_services.scheduler.queue import WorkQueue
-from watchstep_services.scheduler.sweep import Work, find_due, note_asked
+from watchstep_services.scheduler.sweep import Work, find_due, note_requested
 from watchstep_services.scheduler.sweep import sweep as look_for_work
-from watchstep_services.scheduler.work import enough_wait, take_turn
+from watchstep_services.scheduler.work import is_full, take_turn
 from watchstep_services.service.context import Service
 
 UPKEEP_AT_ONCE = 4
@@ -42,17 +42,17 @@ _log = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=1)
-def _service_of(process: int) -> Service:  # noqa: ARG001 - the cache's key: a forked child opens its own
+def _service_of(process: int) -> Service:  # noqa: ARG001 - the cache's key: a forked child creates its own
     return replace(production_service(load_settings(), app), worker=celery_client.worker_name)
 
 
 def service() -> Service:
-    """This process's view of the service."""
+    """The service of this process."""
     return _service_of(os.getpid())
 
 
 @functools.lru_cache(maxsize=1)
-def _actions_in(process: int) -> WorkQueue:  # noqa: ARG001 - as above: threads do not outlive a fork
+def _actions_in(process: int) -> WorkQueue:  # noqa: ARG001 - as above, because threads do not survive a fork
     actions = WorkQueue(_POSTS_AT_ONCE)
     actions.start(service())
     worker_process_shutdown.connect(lambda **_signal: actions.close(), weak=False)
@@ -68,7 +68,7 @@ def _upkeep_in(process: int) -> UpkeepThreads:  # noqa: ARG001 - as above
 
 @app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
 def evaluate_run(run_id: int) -> None:
-    """Evaluate the run that has been due for longest; the message only says that there is one."""
+    """Evaluate the run that has been due for longest; the message is only a hint."""
     try:
         work.evaluate_longest_due(service(), run_id)
     except WatchstepError as error:
@@ -77,49 +77,49 @@ def evaluate_run(run_id: int) -> None:
 
 @app.task(name=DISPATCH)  # type: ignore[untyped-decorator]
 def dispatch_action(action_id: int) -> None:
-    """Have an action tried by threads: a receiver or a backend that hangs keeps no evaluation and no other stop waiting.
+    """Have threads try an action, so that a hanging receiver or backend delays no evaluation and no other stop.
 
-    Its message is acknowledged before: what such a thread does not come to, a sweep finds.
+    The message is acknowledged before the try; a sweep finds actions that the threads do not finish.
     """
     _actions_in(os.getpid()).action_due(action_id)
 
 
 @app.task(name=BACKTEST)  # type: ignore[untyped-decorator]
-def judge_backtest(number: int) -> None:
-    """Judge the next run of a backtest."""
+def evaluate_backtest(number: int) -> None:
+    """Evaluate the next run of a backtest."""
     work.do_backtest(service(), number)
 
 
 @app.task(name=SWEEP)  # type: ignore[untyped-decorator]
 def sweep() -> None:
-    """Look for work, and hand it out."""
-    mine = service()
-    if not take_turn(app, SWEEP, mine.settings.sweep_seconds):
+    """Find due work and hand it out."""
+    process_service = service()
+    if not take_turn(app, SWEEP, process_service.settings.sweep_seconds):
         return
-    # What the database knows of does not wait until every silent run has been looked at.
-    due = find_due(mine)
-    _hand_out(mine, due)
-    work = look_for_work(mine)
+    # Work that the database lists does not wait for polls of silent runs.
+    due = find_due(process_service)
+    _hand_out(process_service, due)
+    work = look_for_work(process_service)
     failpoint("sweep.found", work)
-    _hand_out(mine, work.without(due))
+    _hand_out(process_service, work.without(due))
     failpoint("sweep.handed_out", work)
 
 
-def _hand_out(mine: Service, work: Work) -> None:
-    # Messages only wake workers. Where many wait, all are awake, and a sweep a second later asks for what is still due.
-    if work.runs and not enough_wait(app, QUEUE):
-        note_asked(mine, work.runs)
+def _hand_out(service: Service, work: Work) -> None:
+    # Messages only wake workers. If many wait, all workers are awake, and the next sweep requests what is still due.
+    if work.runs and not is_full(app, QUEUE):
+        note_requested(service, work.runs)
         for run_id in work.runs:
-            mine.notifier.run_changed(run_id)
-    if work.actions and not enough_wait(app, URGENT):
+            service.notifier.run_changed(run_id)
+    if work.actions and not is_full(app, URGENT):
         for action_id in work.actions:
-            mine.notifier.action_due(action_id)
+            service.notifier.action_due(action_id)
     for number in work.backtests:
-        mine.notifier.backtest_due(number)
+        service.notifier.backtest_due(number)
 
 
 @app.task(name=UPKEEP)  # type: ignore[untyped-decorator]
 def upkeep() -> None:
-    """Have threads compact and clear away what is due of ended runs: a few at a time, so that evaluations get their turn."""
+    """Have threads do due upkeep of ended runs, a few steps at a time, so that evaluations get processor time."""
     if take_turn(app, UPKEEP, service().settings.upkeep_seconds):
         _upkeep_in(os.getpid()).start()

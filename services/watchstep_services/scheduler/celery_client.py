@@ -1,4 +1,4 @@
-"""The Celery application without its tasks: names of messages, queues and processes."""
+"""The Celery application without its tasks, and the names of messages, queues and workers."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SWEEP = "watchstep.sweep"
 UPKEEP = "watchstep.upkeep"
 QUEUE = "watchstep"
 URGENT = "watchstep.urgent"
-"""Of actions, stops among them: workers that are behind with evaluations take from it in turn with the others."""
+"""Queue of actions, including stops. Workers alternate between it and the other queues."""
 
 
 def queue_of(worker: str) -> str:
-    """The queue that only one worker takes messages from, beside the one of all."""
+    """The queue of one worker, from which only it takes messages."""
     return f"{QUEUE}.{worker}"
 
 
 def make_celery(settings: Settings) -> Celery:
-    """A Celery application for these settings."""
+    """Create the Celery application for these settings."""
     celery = Celery("watchstep", broker=settings.broker_url.get_secret_value() or None)
     celery.conf.update(
         task_serializer="json",
@@ -65,13 +65,13 @@ def make_celery(settings: Settings) -> Celery:
 
 
 worker_name = ""
-"""Of the worker that this process is or was forked from; empty elsewhere."""
+"""Name of the worker that this process is or was forked from; empty for other processes."""
 
 _ends: list[Callable[[], None]] = []
 
 
 def connect() -> None:
-    """Have Celery call these; safe to repeat."""
+    """Connect Celery's signals; safe to repeat."""
     setup_logging.connect(_set_up_logging)
     celeryd_after_setup.connect(_own_queue)
     worker_ready.connect(_forked)
@@ -87,8 +87,8 @@ def _set_up_logging(**_signal: Any) -> None:
 
 
 def _own_queue(sender: str, instance: Any, **_signal: Any) -> None:
-    """A worker also takes the messages of actions, and of runs whose earlier rows it holds."""
-    global worker_name  # noqa: PLW0603 - a process is one worker, and its tasks have nothing else to know it by
+    """Subscribe a worker to messages of actions, and of runs with earlier rows that it has cached."""
+    global worker_name  # noqa: PLW0603 - a process has one worker, and its tasks have no other access to the name
     worker_name = sender
     instance.app.amqp.queues.select_add(URGENT)
     instance.app.amqp.queues.select_add(queue_of(sender))

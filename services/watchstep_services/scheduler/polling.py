@@ -32,18 +32,18 @@ MOST_POLLS = 50
 """Polls that one worker claims at a time."""
 
 LONGEST_QUIET_NS = 30 * NANOSECONDS
-"""A run that announces is listed after being quiet for so long at the latest."""
+"""Longest time without news after which an announcing run is listed."""
 
 _LONGEST_ENDED_NS = 86_400 * NANOSECONDS
 _ENDED_SHARE = 4
-"""A run that is over is listed again after this part of the time since its end: an attempt that begins anew in a bucket, and that
-nobody announces, is found so late at the most."""
+"""An ended run is listed again after this part of the time since its end, which bounds the delay until an unannounced new attempt
+in a bucket is found."""
 _JOB_POLL_NS = NANOSECONDS
 _HEALTH = "store"
 _TAKEN_NS = 30 * NANOSECONDS
 _PUT_OFF_NS = NANOSECONDS
 _LOCAL_SECONDS = 2.0
-"""How long a sweep waits for polls of runs on local stores."""
+"""Time for which a sweep waits for polls of runs on local stores."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class RunPoll:
     """A poll that this worker has claimed.
 
     Attributes:
-        run: its row, as it was.
-        place: of its project on a store.
-        now_ns: by the database's clock.
-        has_job: a job is bound to its newest attempt and was not gone.
-        taken_ns: fencing token of the claim: an announcement replaces it.
+        run: its row at the claim.
+        place: the project's location on the store.
+        now_ns: time by the database's clock.
+        has_job: its newest attempt has a bound job that was not gone.
+        taken_ns: fencing token of the claim; an announcement replaces it.
     """
 
     run: RunRow
@@ -68,7 +68,7 @@ class RunPoll:
 
 
 def claim_polls(service: Service) -> list[RunPoll]:
-    """Claim polls that are due, up to `MOST_POLLS`. No other worker claims them until they are done or the lease expires."""
+    """Claim due polls, up to `MOST_POLLS`. No other worker claims them until they are released or the lease expires."""
     due = select(RunRow.id).where(POLL_LEASE.is_free()).order_by(RunRow.poll_ns).limit(MOST_POLLS)
     with service.database.write() as session:
         now = read_clock(session)
@@ -103,8 +103,8 @@ def poll_run(service: Service, poll: RunPoll) -> None:
     except Exception as error:
         if is_of_all(error):
             raise
-        # Deleted meanwhile, or held by somebody who hangs: it is taken again when this look's time is over.
-        _log.warning("run %s/%s: what was seen of it is not kept: %s", poll.run.project, poll.run.run, error)
+        # The run was deleted meanwhile, or its row is locked by a hanging process; it is polled again after the lease.
+        _log.warning("run %s/%s: its poll is not recorded: %s", poll.run.project, poll.run.run, error)
         metrics.SWEEP_FAULTS.labels("run").inc()
 
 
@@ -122,8 +122,8 @@ def _poll(service: Service, poll: RunPoll) -> None:
         record_store_health(service, run.id, error)
     except SQLAlchemyError as error:
         _log.warning("run %s/%s: %s; a later sweep tries again", run.project, run.run, error)
-    except Exception as error:  # noqa: BLE001 - a fault of ours: told as this run's trouble, and no other run's
-        _log.exception("run %s/%s cannot be looked at; a later sweep tries again", run.project, run.run)
+    except Exception as error:  # noqa: BLE001 - an internal error is reported in this run's health, and affects no other run
+        _log.exception("run %s/%s cannot be polled; a later sweep tries again", run.project, run.run)
         metrics.SWEEP_FAULTS.labels("run").inc()
         record_store_health(service, run.id, _fault(error))
     quiet = _poll_interval(service, poll, listed, fresh)
@@ -143,30 +143,30 @@ def _poll(service: Service, poll: RunPoll) -> None:
 
 def _fault(error: Exception) -> WatchstepError:
     return WatchstepError(
-        f"the service failed on it ({type(error).__name__})", "see the service's log; please report it"
+        f"internal error of the service ({type(error).__name__})", "see the service's log; please report it"
     )
 
 
 def needs_listing(service: Service, poll: RunPoll) -> bool:
-    """Whether a run has been quiet for so long that its store is worth a listing."""
+    """Whether a run has been quiet long enough for a listing of its store."""
     run = poll.run
     quiet_since = max(run.last_seen_ns, run.listed_ns) if run.listed_ns else 0
     quiet = poll.now_ns - quiet_since
     if run.state in ENDED or run.state == "lost":
-        # It may still get a late segment or another attempt, but that is rare.
+        # A late segment or another attempt is possible, but rare.
         return quiet >= nanoseconds(service.settings.silent_seconds)
     base = max(service.settings.listing_ns(local=poll.place.is_local), service.listing_times.pause_ns(run.id))
     return quiet >= base if poll.has_job else quiet >= max(base, run.poll_interval_ns)
 
 
 def _poll_interval(service: Service, poll: RunPoll, listed: bool, fresh: bool) -> int:
-    """How long a run may be quiet before it is looked at.
+    """Time for which a run may be quiet before it is polled.
 
-    A listing that found nothing new of a run that was heard of since the one before was in vain: it is only slower than we
-    look. One that found what nobody announced was not.
+    The interval is doubled if a run announces and the listing found nothing new: the run is only slower than the
+    polls. A listing that found unannounced objects resets it.
     """
     if poll.has_job:
-        return _JOB_POLL_NS  # that it is gone, only asking tells
+        return _JOB_POLL_NS  # only polls detect that the job is gone
     base = service.settings.listing_ns(local=poll.place.is_local)
     announces = poll.run.last_seen_ns > poll.run.listed_ns > 0
     before = max(base, poll.run.poll_interval_ns)
@@ -179,40 +179,40 @@ def _next_poll_ns(service: Service, row: RunRow, poll: RunPoll, poll_interval_ns
     """Nanoseconds until the next poll."""
     if row.state in ENDED or row.state == "lost":
         silent = nanoseconds(service.settings.silent_seconds)
-        # The longer it has been over the more seldom; spread, so that those that ended together are not listed together.
+        # The interval grows with the time since the end, and varies so that runs that ended together are not listed together.
         since = (poll.now_ns - (row.ended_ns or poll.now_ns)) // _ENDED_SHARE
         return int(min(max(silent, since), max(silent, _LONGEST_ENDED_NS)) * (0.75 + (row.id % 64) / 128))
     return poll_interval_ns
 
 
 def poll_due_runs(service: Service, seconds: float) -> None:
-    """Claim polls and do them in batches, until none is due or the time is up.
+    """Claim and execute polls in batches, until none is due or the time is over.
 
-    A store that does not answer keeps the runs on others from their turn for `Settings.store_wait_seconds`, and that once until it
-    answers. Its own runs wait for each other; those that do not come to their turn are taken again later. Runs on local stores
-    are looked at by threads that projects share: a run whose folder takes long to list keeps only its project's runs waiting.
+    A store that does not answer delays runs on other stores by `Settings.store_wait_seconds`, once until it
+    answers. Its own runs wait for each other, and are claimed again later. Runs on local stores
+    are polled by threads, fairly by project: a run with a slow listing delays only its own project's runs.
     """
     began = time.monotonic()
-    while taken := claim_polls(service):
-        _do_portion(service, taken)
-        if time.monotonic() - began >= seconds or len(taken) < MOST_POLLS:
+    while claimed := claim_polls(service):
+        _do_portion(service, claimed)
+        if time.monotonic() - began >= seconds or len(claimed) < MOST_POLLS:
             return
 
 
-def _do_portion(service: Service, taken: list[RunPoll]) -> None:
-    patience = service.settings.store_wait_seconds
+def _do_portion(service: Service, polls: list[RunPoll]) -> None:
+    timeout = service.settings.store_wait_seconds
     local: dict[Future[None], RunPoll] = {}
-    for poll in taken:
+    for poll in polls:
         work = functools.partial(poll_run, service, poll)
         if poll.place.is_local:
             local[service.look_threads.submit(poll.run.project, work)] = poll
         else:
-            service.patience.ask(poll.place.registration, work, patience, None)
+            service.bulkhead.call(poll.place.registration, work, timeout, None)
     done, late = wait(local, _LOCAL_SECONDS)
-    # Those that began go on in their threads; the others are taken again, behind what is due by then.
+    # Polls in progress continue in their threads; the others are released, behind polls that are due by then.
     _put_off(service, [local[future] for future in late if future.cancel()])
     for future in done:
-        if not future.cancelled():  # as those are that wait while the service closes
+        if not future.cancelled():  # cancelled when the service closes
             future.result()
 
 
@@ -225,10 +225,10 @@ def _put_off(service: Service, polls: list[RunPoll]) -> None:
 
 
 def record_store_health(service: Service, run_id: int, error: WatchstepError | None) -> None:
-    """Record the error of a run's store in its health, or clear it. A run that was deleted is skipped."""
+    """Record a store error in a run's health, or clear it. A deleted run is skipped."""
     with service.database.write() as session:
         run = session.get(RunRow, run_id)
         if run is None:
             return
-        others = {name: said for name, said in run.health.items() if name != _HEALTH}
+        others = {name: problem for name, problem in run.health.items() if name != _HEALTH}
         run.health = others if error is None else {**others, _HEALTH: error.what[:500]}

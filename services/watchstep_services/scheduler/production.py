@@ -1,4 +1,4 @@
-"""The service as production's processes see it: PostgreSQL, and Celery for hints."""
+"""The service in production's processes: PostgreSQL, and Celery for hints."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from watchstep_services.scheduler.celery_client import BACKTEST, DISPATCH, EVALU
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
 
 _WAITING_HINTS = 1000
-_HOLDER_SECONDS = 60
-"""So long a message to one worker stands; a sweep has long since told the others, should that one be gone."""
+_WORKER_SECONDS = 60
+"""Expiry of a message to one worker. If that worker is gone, a sweep has notified the others long before."""
 
 _log = logging.getLogger(__name__)
 
 
 class CeleryNotifier:
-    """Sends hints as Celery messages, from a thread of its own: no announcement waits for the broker.
+    """Sends hints as Celery messages from its own thread, so that announcements do not wait for the broker.
 
-    Where the broker does not answer, hints are dropped and the sweep does without them.
+    If the broker does not answer, hints are dropped and the sweep finds the work.
     """
 
     def __init__(self, celery: Any) -> None:
@@ -33,15 +33,15 @@ class CeleryNotifier:
         threading.Thread(target=self._forward, name="watchstep-hints", daemon=True).start()
 
     def run_changed(self, run_id: int, worker: str = "") -> None:
-        """Have a run evaluated, by the worker that holds its earlier rows, where there is one."""
-        self._put(EVALUATE, run_id, {"queue": queue_of(worker), "expires": _HOLDER_SECONDS} if worker else {})
+        """Have a run evaluated, by the worker that has cached its earlier rows if there is one."""
+        self._put(EVALUATE, run_id, {"queue": queue_of(worker), "expires": _WORKER_SECONDS} if worker else {})
 
-    def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:  # noqa: ARG002 - whoever takes the message asks
+    def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:  # noqa: ARG002 - the worker looks it up
         """Have an action tried."""
         self._put(DISPATCH, action_id, {"queue": URGENT})
 
     def backtest_due(self, number: int) -> None:
-        """Have the next run of a backtest judged."""
+        """Have the next run of a backtest evaluated."""
         self._put(BACKTEST, number, {})
 
     def _put(self, task: str, number: int, where: dict[str, Any]) -> None:
@@ -49,20 +49,22 @@ class CeleryNotifier:
             self._hints.put_nowait((task, number, where))
         except queue.Full:
             metrics.HINTS_DROPPED.inc()
-            _log.warning("no hint for %s %d, the sweep will find it: the broker is too slow", task, number)
+            _log.warning(
+                "hint for %s %d dropped, the sweep will find it: the broker is too slow", task, number
+            )
 
     def _forward(self) -> None:
         while True:
             task, number, where = self._hints.get()
             try:
                 self._celery.send_task(task, args=[number], retry=False, ignore_result=True, **where)
-            except Exception as error:  # noqa: BLE001 - whatever the broker's client raises, hints go on
+            except Exception as error:  # noqa: BLE001 - any error of the broker's client; the thread continues
                 metrics.HINTS_DROPPED.inc()
-                _log.warning("no hint for %s %d, the sweep will find it: %s", task, number, error)
+                _log.warning("hint for %s %d dropped, the sweep will find it: %s", task, number, error)
 
 
 def production_service(settings: Settings, celery: Any) -> Service:
-    """The service of one process. Call it after a fork, never before.
+    """Create the service of one process. It must be called after a fork.
 
     Raises:
         ConfigError: a setting that production needs is missing, or the database does not answer.

@@ -1,4 +1,4 @@
-"""Work for the threads of one process: each run and action at most once at a time."""
+"""Work queue of one process's threads: each run and action is processed at most once at a time."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _WORK: dict[str, Callable[[Service, int], object]] = {
 class WorkQueue:
     """A pool of threads that evaluates runs and tries actions. Thread-safe; it is the service's notifier.
 
-    A hint for something that is being worked on is done once more afterwards.
+    A hint for work in progress repeats the work once afterwards.
     """
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-work")
-        # What actions are about is asked of the database alone, and does not wait for any of them.
+        # Looking up the receivers of actions uses only the database, and waits for no action.
         self._actions = ThreadPoolExecutor(1, thread_name_prefix="watchstep-action")
-        # A stop never waits for evaluations, which may take seconds where rules are slow, nor for another project's backend.
+        # Stops have their own threads: evaluations with slow rules take seconds, and other projects' backends may hang.
         self._stops = FairThreads(_STOP_THREADS, "watchstep-stop", per_project=_STOP_THREADS // 4)
-        # Backtests have a thread of their own: a run that goes on never waits for one that is over. Projects take turns.
+        # Backtests have one thread, so that live runs never wait for them. Projects take turns.
         self._backtests = FairThreads(1, "watchstep-backtest", per_project=1)
-        # So has what goes out to receivers, which may take their time: no evaluation and no stop waits for them.
-        # More of them, for they only wait; and no project's receivers take them all.
+        # Notifications have their own threads, because receivers may be slow. There are more, because they mostly wait, and
+        # each project is limited to half of them.
         posts = max(_LEAST_POSTS, 2 * threads)
         self._posts = FairThreads(posts, "watchstep-post", per_project=posts // 2, per_subject=posts // 4)
         self._condition = threading.Condition()
@@ -54,31 +54,31 @@ class WorkQueue:
         self._closed = False
         self._service: Service | None = None
         self.wake = threading.Event()
-        """Set when something is done that may make an action due soon."""
+        """Set after work that may make an action due soon."""
 
     def start(self, service: Service) -> None:
-        """Begin to work for a service."""
+        """Set the service and begin to work."""
         self._service = service
 
-    def run_changed(self, run_id: int, worker: str = "") -> None:  # noqa: ARG002 - all threads hold the same
-        """Have a run evaluated: this one, or the one that comes before it, whose own message evaluates this one then."""
+    def run_changed(self, run_id: int, worker: str = "") -> None:  # noqa: ARG002 - all threads share the caches
+        """Evaluate this run, or one that has been due for longer, which then has a message that evaluates this one."""
         self._put(("run", run_id))
 
     def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:
-        """Try an action. Where it is not said whom it tells, the database is asked."""
+        """Try an action. If its receiver is not given, it is looked up in the database."""
         self._put(("action", action_id), post)
 
     def backtest_due(self, number: int) -> None:
-        """Judge the next run of a backtest."""
+        """Evaluate the next run of a backtest."""
         self._put(("backtest", number))
 
     def wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Wait until a condition holds, looking after each piece of work; False if it does not in time."""
+        """Wait until a condition is true, checking it after each unit of work; False at the timeout."""
         with self._condition:
             return self._condition.wait_for(done, timeout)
 
     def close(self) -> None:
-        """Take no more work, and end what is being done."""
+        """Accept no more work, and finish work in progress."""
         with self._condition:
             self._closed = True
             self._again.clear()
@@ -87,10 +87,10 @@ class WorkQueue:
         self._actions.shutdown(wait=True, cancel_futures=True)
         self._stops.shutdown()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self.tell()
+        self.notify_waiting()
 
-    def tell(self) -> None:
-        """Let those who wait look again."""
+    def notify_waiting(self) -> None:
+        """Wake the callers of `wait_until`, which then check their condition again."""
         with self._condition:
             self._condition.notify_all()
 
@@ -114,7 +114,7 @@ class WorkQueue:
                 self._pool.submit(self._do, key)
 
     def _project_of(self, backtest: int) -> str:
-        """Whose a backtest is; empty where that cannot be read now, which only changes whose turn it takes."""
+        """The project of a backtest; empty if it cannot be read now, which only affects fairness."""
         if backtest not in self._projects:
             assert self._service is not None
             try:
@@ -129,12 +129,12 @@ class WorkQueue:
         return self._projects[backtest]
 
     def _sort(self, key: _Key) -> None:
-        """Pass an action on to the threads of its kind."""
+        """Hand an action to the threads of its kind."""
         assert self._service is not None
         try:
             post = posts_of(self._service, [key[1]]).get(key[1])
             project = project_of(self._service, key[1])
-        except Exception:  # noqa: BLE001 - trying it meets the same, and says so
+        except Exception:  # noqa: BLE001 - the try itself raises and reports it
             post, project = None, ""
         work = functools.partial(self._do, key)
         with self._condition:
@@ -154,8 +154,8 @@ class WorkQueue:
             steady = isinstance(done, Evaluation) and done.steady
         except WatchstepError as error:
             _log.warning("%s %d: %s", *key, error)
-        except Exception:  # noqa: BLE001 - logged; the thread goes on
-            _log.exception("%s %d failed; the sweep takes it up again", *key)
+        except Exception:  # noqa: BLE001 - logged; the thread continues
+            _log.exception("%s %d failed; the sweep tries it again", *key)
         finally:
             with self._condition:
                 self._busy.discard(key)

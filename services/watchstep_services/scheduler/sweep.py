@@ -1,4 +1,4 @@
-"""Find work without hints, so that a lost hint costs latency and never an event."""
+"""The sweep: finds due work without hints, so that a lost hint costs latency and never an event."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler.polling import poll_due_runs, record_store_health
 from watchstep_services.service.context import Service
 
-_LOOKING_SECONDS = 5.0
+_POLL_SECONDS = 5.0
 _MOST_RUNS = 1000
-_Came = TypeVar("_Came")
-_Else = TypeVar("_Else")
+_Result = TypeVar("_Result")
+_Default = TypeVar("_Default")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Ids of runs to evaluate, of actions to try, and of backtests to go on with."""
+    """Ids of runs to evaluate, of actions to try, and of backtests to continue."""
 
     runs: tuple[int, ...]
     actions: tuple[int, ...]
     backtests: tuple[int, ...] = ()
 
     def without(self, other: Work) -> Work:
-        """The work that is not in another."""
+        """The work that the other does not contain."""
         return Work(
             tuple(run for run in self.runs if run not in set(other.runs)),
             tuple(action for action in self.actions if action not in set(other.actions)),
@@ -54,10 +54,10 @@ class Work:
 @metrics.SWEEPS_FAILED.count_exceptions()
 @metrics.SWEEP_SECONDS.time()
 def sweep(service: Service) -> Work:
-    """Find new runs, poll silent ones, write journals, and return the work that is due.
+    """Find new runs, poll silent ones, write journals, and return the due work.
 
-    What is due of journals is written. A store that does not answer is told in the log and in the run's health. Whatever fails
-    of this, with one project, run, journal or group of alerts, keeps no other from its turn.
+    A store that does not answer is reported in the log and in the run's health. An error with one project, run, journal or
+    group of alerts does not affect the others.
 
     Raises:
         SQLAlchemyError: the database did not answer.
@@ -65,7 +65,7 @@ def sweep(service: Service) -> Work:
     steps = _SweepSteps()
     steps.do("the clock", lambda: follow_clock(service.database), 0)
     steps.do("new runs", lambda: discover_runs(service), None)
-    steps.do("polls of runs", lambda: poll_due_runs(service, _LOOKING_SECONDS), None)
+    steps.do("polls of runs", lambda: poll_due_runs(service, _POLL_SECONDS), None)
     steps.do("journals", lambda: _write_journals(service), None)
     return find_due(service)
 
@@ -77,20 +77,20 @@ class _SweepSteps:
         self._failed: Exception | None = None
         self._done = 0
 
-    def do(self, name: str, work: Callable[[], _Came], otherwise: _Else) -> _Came | _Else:
-        """The result of a step; the other value where it failed, which is logged."""
+    def do(self, name: str, work: Callable[[], _Result], default: _Default) -> _Result | _Default:
+        """The result of a step; the default if it failed, which is logged."""
         try:
-            came = work()
-        except Exception as error:  # noqa: BLE001 - told; the other steps are done
+            result = work()
+        except Exception as error:  # noqa: BLE001 - logged; the other steps are executed
             self._failed = error
             metrics.SWEEP_FAULTS.labels("due").inc()
             is_expected = isinstance(error, (WatchstepError, SQLAlchemyError))
             _log.warning(
                 "%s: %s; the next sweep tries again", name, error, exc_info=None if is_expected else error
             )
-            return otherwise
+            return default
         self._done += 1
-        return came
+        return result
 
     def check(self) -> None:
         """Raise the last error, if no step succeeded."""
@@ -101,7 +101,7 @@ class _SweepSteps:
 def _write_journals(service: Service) -> None:
     for due in unwritten(service):
         write = functools.partial(_write_journal, service, due)
-        service.patience.ask(due.place.registration, write, service.settings.store_wait_seconds, None)
+        service.bulkhead.call(due.place.registration, write, service.settings.store_wait_seconds, None)
 
 
 def _write_journal(service: Service, due: Unwritten) -> None:
@@ -113,13 +113,13 @@ def _write_journal(service: Service, due: Unwritten) -> None:
     except Exception as error:
         if is_of_all(error):
             raise
-        # A fault of ours with this journal, or its run is deleted meanwhile; the others are written.
+        # An internal error with this journal, or its run was deleted meanwhile; the others are written.
         _log.exception("journal of %s/%s: cannot be written", due.project, due.run)
         metrics.SWEEP_FAULTS.labels("journal").inc()
 
 
-def note_asked(service: Service, runs: Sequence[int]) -> None:
-    """Messages are sent that ask for the evaluation of runs: under load the next sweep does not send them again."""
+def note_requested(service: Service, runs: Sequence[int]) -> None:
+    """Record that messages for runs are sent, so that the next sweep does not repeat them under load."""
     if runs:
         with service.database.once() as session:
             session.execute(
@@ -131,15 +131,15 @@ def note_asked(service: Service, runs: Sequence[int]) -> None:
 
 
 def _free(runs: Sequence[int]) -> Select[int]:
-    """Those that nobody is writing: a worker that stands still in the middle of that must not hold up the sweep."""
+    """Runs with unlocked rows: a worker that hangs in a transaction must not block the sweep."""
     return unlocked(select(RunRow.id).where(RunRow.id.in_(runs)).order_by(RunRow.id), RunRow)
 
 
 def find_due(service: Service) -> Work:
-    """What is due by the database alone; groups of alerts that are due become actions of it.
+    """Due work according to the database alone. Due groups of alerts are flushed, and become actions.
 
-    Runs whose message was sent a moment ago are left to it: under load it only waits for its turn. What fails of these keeps
-    the others from nothing.
+    Runs with a recent message are left out, because under load the message only waits in its queue. An error in one
+    of the steps does not affect the others.
 
     Raises:
         SQLAlchemyError: the database did not answer.
@@ -156,7 +156,9 @@ def find_due(service: Service) -> Work:
 
 
 def _due_runs(service: Service) -> tuple[int, ...]:
-    now = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
+    now = select(
+        now_ns()
+    ).scalar_subquery()  # a subquery is evaluated once, so that the index on due_ns can be used
     with service.database.read() as session:
         return tuple(
             session.execute(
@@ -164,7 +166,7 @@ def _due_runs(service: Service) -> tuple[int, ...]:
                 .where(
                     RunRow.due_ns <= now,
                     RUN_LEASE.is_free(now),
-                    # A message "sent" in the future was sent before the database's clock was set back: it may be lost.
+                    # A message sent in the future was sent before the database's clock was set back, and may be lost.
                     or_(RunRow.requested_ns <= now - MESSAGE_NS, RunRow.requested_ns > now),
                 )
                 .order_by(RunRow.due_ns)

@@ -1,7 +1,7 @@
-"""Pieces of work that threads and Celery tasks share, and turns between them.
+"""Units of work that threads and Celery tasks share, and turns of periodic tasks.
 
-The turn of a message that is sent again and again goes by the broker's clock: messages that piled up are skipped. Celery could let them expire, by
-the clocks of two machines: a worker whose clock is ahead of the scheduler's would drop all of them.
+A turn of a periodic message is decided by the broker's clock, so that accumulated messages are skipped. Celery could let messages
+expire, but by the clocks of two machines: a worker with a clock ahead of the scheduler's would drop all of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from watchstep_services.service.context import Service
 
 
 def evaluate_longest_due(service: Service, run_id: int) -> Evaluation:
-    """Evaluate the run that has been due for longest, of those that this worker is to take; the one named if none is.
+    """Evaluate the run that has been due for longest, among this worker's candidates; the given run if none is due.
 
-    What it caused is passed on, and the run's life is followed.
+    Then execute or hand out the actions that it caused, and advance the run's lifecycle.
 
     Raises:
-        StoreError, ConfigError: as `evaluate`.
+        StoreError, ConfigError: as raised by `evaluate`.
     """
     return _followed_up(service, *evaluating.evaluate_longest_due(service, run_id))
 
@@ -44,62 +44,67 @@ def _followed_up(service: Service, run_id: int, result: Evaluation) -> Evaluatio
         service.notifier.run_changed(run_id, service.worker)
     for action_id in result.actions:
         if action_id not in posts:
-            do_action(service, action_id)  # at once: a message would wait behind those that wait already
+            do_action(service, action_id)  # at once, because a message would wait behind earlier messages
     if result.outcome == "committed" and not result.steady:
         advance_run(service, run_id)
     return result
 
 
 def do_action(service: Service, action_id: int) -> AttemptResult | None:
-    """Try an action; after a stop, follow the run's life."""
-    tried = dispatch(service, action_id)
-    if tried is not None and tried.facts is not None:
+    """Try an action; after a stop, advance the run's lifecycle."""
+    result = dispatch(service, action_id)
+    if result is not None and result.facts is not None:
         with service.database.read() as session:
             run_id = session.execute(select(ActionRow.run_id).filter_by(id=action_id)).scalar_one()
         advance_run(service, run_id)
-    return tried
+    return result
 
 
 def do_backtest(service: Service, number: int) -> None:
-    """Judge the next run of a backtest, and have the others judged after whatever else is due."""
+    """Evaluate the next run of a backtest; hand out the next one behind other due work."""
     if judge_next(service, number):
         service.notifier.backtest_due(number)
 
 
-_ENOUGH = 100
-_IMPATIENT = {"max_retries": 1, "interval_start": 0, "socket_timeout": 0.5, "socket_connect_timeout": 0.5}
-"""Celery's own connections wait six seconds for a broker that refuses, and for ever for one that says nothing."""
+_FULL = 100
+_SHORT_TIMEOUTS = {
+    "max_retries": 1,
+    "interval_start": 0,
+    "socket_timeout": 0.5,
+    "socket_connect_timeout": 0.5,
+}
+"""Celery's own connections wait six seconds for a broker that refuses, and indefinitely for one that does not answer."""
 
 _log = logging.getLogger(__name__)
 
 
 def take_turn(celery: Celery, name: str, seconds: float) -> bool:
-    """Whether it is time to do something that shall be done every so many seconds, by whoever comes first.
+    """Whether a periodic task is due; true for the first caller in each interval.
 
-    A broker that does not answer, or has forgotten, says yes: once too often does no harm.
+    It is also true if the broker does not answer, or has lost its data, because an additional execution does no harm.
     """
-    least = max(1, int(seconds * 500))  # half of it: the scheduler is never quite regular
+    least = max(1, int(seconds * 500))  # half the interval, because the scheduler is not exactly regular
     try:
-        with _asking(celery) as client:
+        with _client_of(celery) as client:
             return bool(client.set(f"watchstep-turn:{name}", 1, nx=True, px=least))
     except Exception as error:  # noqa: BLE001 - whatever the broker's client raises
-        _log.warning("%s: the broker cannot be asked whose turn it is (%s); it is done", name, error)
+        _log.warning("%s: the broker does not answer whether it is due (%s); it is done", name, error)
         return True
 
 
-def enough_wait(celery: Celery, queue: str) -> bool:
-    """Whether so many messages wait in a queue that more would only make it longer, and whatever comes behind them late."""
+def is_full(celery: Celery, queue: str) -> bool:
+    """Whether so many messages wait in a queue that more would only delay the messages behind them."""
     try:
-        with _asking(celery) as client:
-            return int(client.llen(queue)) >= _ENOUGH
+        with _client_of(celery) as client:
+            return int(client.llen(queue)) >= _FULL
     except Exception as error:  # noqa: BLE001 - as above
-        _log.warning("queue %s: the broker cannot be asked how much waits in it (%s)", queue, error)
+        _log.warning("queue %s: the broker does not answer how many messages wait (%s)", queue, error)
         return False
 
 
 @contextmanager
-def _asking(celery: Celery) -> Iterator[Any]:
-    """A client of the broker that gives up soon: a sweep does without it."""
-    kept = pools.connections[celery.connection_for_write(transport_options=_IMPATIENT)]
-    with kept.acquire(block=True) as connection:
+def _client_of(celery: Celery) -> Iterator[Any]:
+    """A client of the broker with short timeouts, because a sweep works without the broker."""
+    pool = pools.connections[celery.connection_for_write(transport_options=_SHORT_TIMEOUTS)]
+    with pool.acquire(block=True) as connection:
         yield connection.default_channel.client

@@ -1,1 +1,1 @@
-"""The embedded service."""
+"""The embedded service: all parts of the service in one process."""

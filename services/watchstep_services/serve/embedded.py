@@ -1,6 +1,6 @@
-"""The whole service in one process: SQLite, threads, a local folder. For a laptop or one machine.
+"""The whole service in one process, with SQLite, threads and a local folder, for one machine.
 
-Leases of an embedded service that was killed are taken over at once by the next one of its home.
+The leases of a killed embedded service expire as soon as the next one starts in the same home.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def end_leases(database: Database) -> None:
-    """End every lease on runs, and let every stop that waits be tried at once.
+def expire_leases(database: Database) -> None:
+    """Expire all leases on runs, and retry all pending stops at once.
 
-    Only for a database that no other process uses. What a process that died had claimed is fenced: a new claim has a
-    new number.
+    Call it only for a database that no other process uses. Claims of a process that died are fenced, because each claim gets a new
+    number.
     """
     with database.write() as session:
         RUN_LEASE.expire_all(session, true())
@@ -65,16 +65,16 @@ def end_leases(database: Database) -> None:
 _UPKEEP_AT_ONCE = 100
 _START_SECONDS = 30.0
 _OVERDUE_SECONDS = 0.25
-_LEAST_SECONDS = 0.01
-_MAKER = "watchstep serve"
+_MIN_SECONDS = 0.01
+_CREATOR = "watchstep serve"
 _STORE_NOTE = "store-identity"
-"""In the home: the location and the id of the store, so that none is made in its place."""
+"""File in the home with the location and the id of the store, so that a missing store is not replaced by a new one."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn in a thread, which says when it listens."""
+    """uvicorn in a thread, with an event that is set when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -86,13 +86,13 @@ class _Server(uvicorn.Server):
 
 
 class EmbeddedService:
-    """A running service. Use it as a context manager; what it does at the end is quick and complete.
+    """A running service. Use it as a context manager.
 
     Attributes:
-        url: of the API.
-        operator_token: may do everything; made at start and worthless after the end.
-        recorder_token: for the programs that it watches; may register and announce runs, as long as the other.
-        service: for those who share the process.
+        url: URL of the API.
+        operator_token: operator token, which is valid while the service runs.
+        recorder_token: recorder token for the watched programs, which is valid while the service runs.
+        service: the service object, for code in the same process.
     """
 
     url: str
@@ -129,20 +129,20 @@ class EmbeddedService:
             self._undo.pop()()
 
     def wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Wait until a condition holds, looking after every piece of work; False if it does not in time."""
+        """Wait until a condition is true, checking it after every task; False on a timeout."""
         return self._queue.wait_until(done, timeout)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until `stop_waiting` is called, by a signal handler, say; False if it is not in time, in seconds."""
+        """Wait until `stop_waiting` is called, for example by a signal handler; False on a timeout, in seconds."""
         return self._stopping.wait(timeout)
 
     def stop_waiting(self) -> None:
-        """Let `wait` return."""
+        """Make `wait` return."""
         self._stopping.set()
 
     def _start(self) -> None:
         home = self.settings.home_folder
-        make_home(home)  # hashes of tokens and addresses of webhooks lie there
+        make_home(home)  # contains token hashes and webhook addresses
         self._lock(home)
         rules, receivers = owner_rules(self.settings), owner_receivers(self.settings)
         store = _own_store(self.settings.store, home)
@@ -151,8 +151,8 @@ class EmbeddedService:
         self._undo.append(database.close)
         upgrade(database)
         if not self.settings.database_url.get_secret_value():
-            # The database is the home's, and the home is locked: whoever had the leases has ended.
-            end_leases(database)
+            # The database is in the home, which is locked, so that all owners of leases have ended.
+            expire_leases(database)
         self._queue = WorkQueue(self.settings.workers)
         settings = self.settings.model_copy(update={"store": store.location})
         with database.write() as session:
@@ -168,7 +168,7 @@ class EmbeddedService:
         )
         apply_owner_rules(database, rules)
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
-        self._undo.append(self.service.patience.close)
+        self._undo.append(self.service.bulkhead.close)
         self._undo.append(self.service.hanging_stores.close)
         self._undo.append(self.service.intake.shutdown)
         self._undo.append(self.service.status_threads.shutdown)
@@ -176,36 +176,37 @@ class EmbeddedService:
         self._queue.start(self.service)
         self._undo.append(self._queue.close)
         self._serve(listener)
-        sweeper = threading.Thread(target=self._sweep_for_ever, name="watchstep-sweep", daemon=True)
+        sweeper = threading.Thread(target=self._sweep_loop, name="watchstep-sweep", daemon=True)
         sweeper.start()
         self._undo.append(sweeper.join)
-        keeper = threading.Thread(target=self._keep_for_ever, name="watchstep-keeper", daemon=True)
-        keeper.start()
-        self._undo.append(keeper.join)
+        upkeep = threading.Thread(target=self._upkeep_loop, name="watchstep-upkeep", daemon=True)
+        upkeep.start()
+        self._undo.append(upkeep.join)
         self._undo.append(self._queue.wake.set)
         self._undo.append(self._stopping.set)
         self._publish(home)
 
     def _own_tokens(self, database: Database, home: Path) -> tuple[str, str]:
-        """One of an operator and one of a recorder; those of an earlier process that was killed go first."""
-        name = f"serve in {''.join(part if part.isprintable() else '?' for part in str(home)[-100:])}"
-        forget_named(database, name, _MAKER)
-        self._undo.append(lambda: forget_named(database, name, _MAKER))
-        operator = create_token(database, "operator", name=name, created_by=_MAKER)
-        return operator, create_token(database, "recorder", name=name, created_by=_MAKER)
+        """Create an operator and a recorder token, after removing those of an earlier process that was killed."""
+        name = f"serve in {''.join(character if character.isprintable() else '?' for character in str(home)[-100:])}"
+        forget_named(database, name, _CREATOR)
+        self._undo.append(lambda: forget_named(database, name, _CREATOR))
+        operator = create_token(database, "operator", name=name, created_by=_CREATOR)
+        return operator, create_token(database, "recorder", name=name, created_by=_CREATOR)
 
     def _lock(self, home: Path) -> None:
-        # Whoever can open the file can lock it, and would keep the service from starting.
+        # Owner-only, because any user who can open the file could lock it and prevent the service from starting.
         descriptor = os.open(home / "service.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.fchmod(descriptor, 0o600)
-        held: IO[str] = os.fdopen(descriptor, "w", encoding="ascii")
-        self._undo.append(held.close)
+        lock_file: IO[str] = os.fdopen(descriptor, "w", encoding="ascii")
+        self._undo.append(lock_file.close)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
+                # `watchstep_launch.service_location` recognizes this text in the log of a sidecar.
                 f"home {home}: another watchstep service runs there",
-                "use that one, or give this one another WATCHSTEP_HOME",
+                "use that service, or set another WATCHSTEP_HOME",
             ) from error
 
     def _listen(self) -> socket.socket:
@@ -215,8 +216,8 @@ class EmbeddedService:
             listener = socket.create_server(address, family=family)
         except OSError as error:
             raise ConfigError(
-                f"address {address[0]}:{address[1]}: cannot be listened on ({error.strerror or error})",
-                "choose another WATCHSTEP_PORT (0 takes a free one) or WATCHSTEP_HOST",
+                f"address {address[0]}:{address[1]}: cannot listen ({error.strerror or error})",
+                "set another WATCHSTEP_PORT (0 selects a free port) or WATCHSTEP_HOST",
             ) from error
         self._undo.append(listener.close)
         host = f"[{self.settings.host}]" if family == socket.AF_INET6 else self.settings.host
@@ -233,13 +234,13 @@ class EmbeddedService:
         thread.start()
         self._undo.append(thread.join)
         self._undo.append(lambda: setattr(server, "should_exit", True))
-        self._undo.append(app.state.streams.close)  # what does not end by itself
+        self._undo.append(app.state.streams.close)  # streams do not end by themselves
         if not server.listening.wait(_START_SECONDS):
             raise ServiceError(f"service {self.url}: did not start", "see the log above for the reason")
 
     def _publish(self, home: Path) -> None:
-        """Tell the CLI on this machine, and nobody else: the file is for its owner only."""
-        place = home / SERVICE_NOTE
+        """Write the service note for the CLI on this machine. Only its owner can read the file."""
+        path = home / SERVICE_NOTE
         partial = home / f".{SERVICE_NOTE}.{os.getpid()}"
         partial.unlink(missing_ok=True)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -254,35 +255,35 @@ class EmbeddedService:
                 },
                 file,
             )
-        partial.replace(place)
-        self._undo.append(lambda: place.unlink(missing_ok=True))
+        partial.replace(path)
+        self._undo.append(lambda: path.unlink(missing_ok=True))
 
-    def _sweep_for_ever(self) -> None:
-        swept = float("-inf")
+    def _sweep_loop(self) -> None:
+        last_sweep = float("-inf")
         while not self._stopping.is_set():
             self._queue.wake.clear()
             pause = self.settings.sweep_seconds
             try:
-                if time.monotonic() - swept >= self.settings.sweep_seconds:
-                    self._hand_out(sweep(self.service))
-                    swept = time.monotonic()
+                if time.monotonic() - last_sweep >= self.settings.sweep_seconds:
+                    self._enqueue(sweep(self.service))
+                    last_sweep = time.monotonic()
                 else:
-                    self._hand_out(find_due(self.service))
+                    self._enqueue(find_due(self.service))
                 pause = pause_before(next_due_ns(self.service), pause)
-            except Exception:  # noqa: BLE001 - everything else relies on the sweep: it says so and goes on
-                _log.exception("a sweep failed; the next follows")
-            self._queue.tell()
+            except Exception:  # noqa: BLE001 - everything else relies on the sweep, so it logs the error and continues
+                _log.exception("sweep failed; the next sweep follows")
+            self._queue.notify_waiting()
             self._queue.wake.wait(
-                min(pause, max(_LEAST_SECONDS, swept + self.settings.sweep_seconds - time.monotonic()))
+                min(pause, max(_MIN_SECONDS, last_sweep + self.settings.sweep_seconds - time.monotonic()))
             )
 
-    def _keep_for_ever(self) -> None:
+    def _upkeep_loop(self) -> None:
         threads = UpkeepThreads(self.service, _UPKEEP_AT_ONCE)
         while not self._stopping.wait(self.settings.upkeep_seconds):
             threads.start()
         threads.close()
 
-    def _hand_out(self, work: Work) -> None:
+    def _enqueue(self, work: Work) -> None:
         for run_id in work.runs:
             self._queue.run_changed(run_id)
         for action_id in work.actions:
@@ -292,42 +293,42 @@ class EmbeddedService:
 
 
 def pause_before(due_ns: int | None, most: float) -> float:
-    """Seconds until actions are looked for again, unless something wakes us before.
+    """Return the seconds until the next check for due actions, unless an event wakes the loop earlier.
 
     Args:
-        due_ns: nanoseconds until the next is due, negative if it is overdue; None for none.
-        most: seconds at the most.
+        due_ns: nanoseconds until the next action is due, negative if it is overdue; None: no action.
+        most: maximum number of seconds.
     """
     if due_ns is None:
         return most
-    # One that is overdue waits for a thread, whose end wakes us: asking again at once changes nothing.
-    return min(most, max(_LEAST_SECONDS, due_ns / NANOSECONDS) if due_ns > 0 else _OVERDUE_SECONDS)
+    # An overdue action waits for a thread, which wakes the loop at its end, so that an immediate check has no effect.
+    return min(most, max(_MIN_SECONDS, due_ns / NANOSECONDS) if due_ns > 0 else _OVERDUE_SECONDS)
 
 
 def _own_store(url: str, home: Path) -> Store:
-    """Open the service's own store, made where it is missing, unless the home remembers that there was one.
+    """Open the service's own store. Creates a missing store, unless the home contains a note of an earlier one.
 
     Raises:
-        MissingStoreError: it is a folder that is missing, or another store than the one that the home remembers.
+        MissingStoreError: the folder is missing, or is a different store than the one in the note.
         ConfigError, StoreError: as `Store.open`.
     """
     note = home / _STORE_NOTE
-    place = url if checked_scheme(url) else str(Path(url).expanduser().absolute())
-    remembered = ""
+    location = url if checked_scheme(url) else str(Path(url).expanduser().absolute())
+    known_id = ""
     with contextlib.suppress(FileNotFoundError):
-        location, _, found = note.read_text(encoding="utf-8").strip().rpartition(" ")
-        if location == place:
-            remembered = found
-    identity = StoreIdentity(remembered)
+        noted_location, _, noted_id = note.read_text(encoding="utf-8").strip().rpartition(" ")
+        if noted_location == location:
+            known_id = noted_id
+    identity = StoreIdentity(known_id)
     try:
         store = Store.open(url, create=True, identity=identity)
     except MissingStoreError as error:
         raise MissingStoreError(
-            error.what, f"bring the folder back; if it was removed on purpose, remove {note}"
+            error.what, f"restore the folder; if it was removed on purpose, remove {note}"
         ) from error
-    if identity.id and identity.id != remembered:
+    if identity.id and identity.id != known_id:
         descriptor = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.fchmod(descriptor, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"{place} {identity.id}\n")
+            file.write(f"{location} {identity.id}\n")
     return store

@@ -1,4 +1,4 @@
-"""Launch a program as a local job of this service: recorded, bound to its run, and stoppable."""
+"""Launch a program as a local job of the service, bound to its run so that it can be stopped."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class LaunchedProgram:
     """A program to launch as a run.
 
     Attributes:
-        project: the run's project.
-        run: its id.
+        project: project of the run.
+        run: id of the run.
         command: program and arguments.
-        folder: its working directory.
-        log: file that takes its output.
-        on_stop: what a cooperative stop does in it.
+        folder: working directory.
+        log: file for the output.
+        on_stop: effect of a cooperative stop in the program.
     """
 
     project: str
@@ -37,16 +37,16 @@ class LaunchedProgram:
 
 
 def launch_local(service: Service, program: LaunchedProgram, recorder_token: str) -> JobHandle:
-    """Start a program as a process of its own, and bind it to its run.
+    """Start a program as a separate process, and bind it to its run.
 
     Args:
-        service: the service that is to watch it.
-        program: what to start.
-        recorder_token: all that the program may do with the service.
+        service: the service that watches the program.
+        program: the program.
+        recorder_token: token of the program for the service.
 
     Raises:
-        ConfigError: it cannot be started.
-        BadNameError: project or run cannot be used.
+        ConfigError: the program cannot be started.
+        BadNameError: the name of the project or the run is not valid.
     """
     run_id = register(service, program.project, program.run, (), "operator")
     launch = injected.AttemptLaunch(

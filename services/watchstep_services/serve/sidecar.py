@@ -1,6 +1,6 @@
-"""The service beside a launched job: watches one store, outlives the launcher, and ends when nothing has run for a while.
+"""The service of launched jobs: watches one store, outlives the launcher, and ends after an idle time.
 
-It is what ``watchstep serve`` is, on a free port of this machine, and leaves the same note in its home.
+It corresponds to ``watchstep serve`` on a free port of this machine, with the same service note in its home.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.models import ActionRow, RunRow
 from watchstep_services.serve.embedded import EmbeddedService
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until a signal, or until it has been idle for so long."""
+    """Serve until a signal, or until the idle time is over."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", required=True)
     parser.add_argument("--home", required=True, type=Path)
@@ -36,22 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with EmbeddedService(settings) as service:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())
-        busy = time.monotonic()
-        while not service.wait(_LOOK_SECONDS):
+        last_busy = time.monotonic()
+        while not service.wait(_POLL_SECONDS):
             if _has_work(service.database):
-                busy = time.monotonic()
-            elif time.monotonic() - busy > options.idle_seconds:
+                last_busy = time.monotonic()
+            elif time.monotonic() - last_busy > options.idle_seconds:
                 return
 
 
 def _has_work(database: Database) -> bool:
-    """Whether a run goes on, or an action is not done."""
+    """Return whether a run is in progress or an action is pending."""
     with database.read() as session:
         runs = session.execute(select(func.count()).select_from(RunRow).filter_by(ended_ns=None)).scalar_one()
         if runs:
             return True
-        waiting = select(func.count()).select_from(ActionRow).filter_by(state="pending")
-        return bool(session.execute(waiting).scalar_one())
+        pending = select(func.count()).select_from(ActionRow).filter_by(state="pending")
+        return bool(session.execute(pending).scalar_one())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every part of the service works with, gathered once at start."""
+"""The objects that all parts of the service share, created once at start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from watchstep.errors import ConfigError
 from watchstep_launch.backend import Backend
 from watchstep_launch.backend_registry import IN_SERVICE, open_backend
 from watchstep_launch.backends.local.backend import Local
-from watchstep_launch.job_status import JobLooks
+from watchstep_launch.job_status import JobPolling
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.confinement import set_demand
@@ -27,7 +27,7 @@ from watchstep_services.core.fair_threads import FairThreads
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.encryption import SecretBox
 from watchstep_services.db.engine import Database
-from watchstep_services.service.caches import HistoryCache, RememberedCache
+from watchstep_services.service.caches import HistoryCache, RuleStateCache
 from watchstep_services.service.listings import ListingTimes, RefusedDocuments
 from watchstep_services.service.rule_time import LargeTurn, UsualTime
 from watchstep_services.stores.bulkhead import Bulkhead, HangingStores
@@ -41,91 +41,91 @@ _log = logging.getLogger(__name__)
 
 
 class Notifier(Protocol):
-    """Tells those who work that there is something to do. A hint: what is lost, the sweep finds."""
+    """Notifies workers of new work. Notifications are hints: the sweep finds work with a lost notification."""
 
     def run_changed(self, run_id: int, worker: str = "") -> None:
-        """A run may have segments to judge; the worker that judged it last still holds its earlier rows."""
+        """A run may have new segments; ``worker`` evaluated it last and has its earlier rows cached."""
 
     def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:
-        """An action may be done now; one that is known to tell somebody comes with whom."""
+        """An action is due; ``post`` names its receiver, if it is a notification and the receiver is known."""
 
     def backtest_due(self, number: int) -> None:
-        """The next run of a backtest may be judged."""
+        """The next run of a backtest is due."""
 
 
-class Silent:
-    """Tells nobody; the sweep finds everything."""
+class NullNotifier:
+    """Notifies no worker; the sweep finds all work."""
 
     def run_changed(self, run_id: int, worker: str = "") -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def backtest_due(self, number: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """One process's view of the service.
+    """The state of one service process.
 
     Attributes:
-        settings: as given.
-        database: the truth.
-        base_url: where people reach the API, without a closing slash.
-        owner_rules: judge every run; may stop jobs.
-        notifier: whom to tell of work.
-        backends: what stops jobs, by kind: those that this process has of its own. Of other kinds, a backend is made
-            of the settings that it is registered with (`backend_of`).
-        opened_backends: those that this process has made of settings.
-        job_looks: how jobs were when they were last looked at.
-        owner_backends: the owner's file of backends, which any project's jobs may be on; None where admins register them.
+        settings: the settings.
+        database: the database.
+        base_url: URL of the API for people, without a trailing slash.
+        owner_rules: rules that are evaluated on every run and may stop jobs.
+        notifier: notifies workers of new work.
+        backends: this process's own backends, by kind. Backends of other kinds are created from the settings that
+            they are registered with (`backend_of`).
+        opened_backends: backends that this process has created from settings.
+        job_polling: last known statuses of jobs.
+        owner_backends: the owner's file of backends, which jobs of any project may use; None if admins register backends.
         stores: opened stores.
-        patience: asks stores that may not answer, where others wait for their turn.
-        hanging_stores: at which evaluations of this process had no answer.
-        local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
-        histories: earlier rows of runs that this process has judged.
-        remembered: what their rules remember.
+        bulkhead: calls stores that may not answer without blocking the caller's other work.
+        hanging_stores: stores that did not answer this process's evaluations.
+        local_jobs: whether jobs of a project that its first run creates may be processes of this machine.
+        histories: cache of earlier rows of runs that this process has evaluated.
+        rule_states: cache of their rule configs and states.
         refused_documents: damaged documents of runs that this process has read.
-        listing_times: how long this process's listings of runs took.
-        large_turn: whose large evaluation this process judges.
-        usual_time: of this process's evaluations that is not charged to projects yet.
+        listing_times: durations of this process's listings of runs.
+        large_turn: the large evaluation in progress in this process.
+        usual_time: rule time of this process's evaluations that is not charged to projects yet.
         receiver_file: the owner's receivers, for all projects.
         worker: name of the worker that this process belongs to; empty for none.
-        untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
-        known: (project, run) of runs that listings need not ask the database for.
+        failed_intakes: (project, run) of runs that were found and could not be registered, which were logged.
+        known_runs: (project, run) of runs that are known to be in the database.
         begun_ns: (project, run) on a folder → when an attempt was last seen to begin.
-        begun_from: project → the folder at which its next turn looks for attempts that have begun.
-        intake: threads that take in runs whose rules take long to check.
-        status_threads: threads that ask backends how jobs are, where nobody waits for an answer for long.
-        look_threads: threads that look at runs on local stores.
-        in_intake: (project, run) of runs that wait for these threads, or are taken in by them, and sizes of their documents.
+        begun_from: project → index of the folder at which the next search for begun attempts starts.
+        intake: threads that register runs with rules that take long to check.
+        status_threads: threads that request the status of jobs from backends, for callers with a short timeout.
+        look_threads: threads that poll runs on local stores.
+        in_intake: (project, run) of runs that wait for, or are in, the intake, and sizes of their documents.
     """
 
     settings: Settings
     database: Database
     base_url: str
     owner_rules: tuple[RuleConfig, ...]
-    notifier: Notifier = field(default_factory=Silent)
+    notifier: Notifier = field(default_factory=NullNotifier)
     backends: Mapping[str, Backend] = field(default_factory=lambda: {"local": Local()})
     owner_backends: Path | None = None
-    job_looks: JobLooks = field(default_factory=JobLooks)
+    job_polling: JobPolling = field(default_factory=JobPolling)
     opened_backends: dict[str, Backend] = field(default_factory=dict)
     stores: Stores = field(default_factory=Stores)
-    patience: Bulkhead = field(default_factory=Bulkhead)
+    bulkhead: Bulkhead = field(default_factory=Bulkhead)
     hanging_stores: HangingStores = field(default_factory=HangingStores)
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
-    remembered: RememberedCache = field(default_factory=RememberedCache)
+    rule_states: RuleStateCache = field(default_factory=RuleStateCache)
     refused_documents: RefusedDocuments = field(default_factory=RefusedDocuments)
     listing_times: ListingTimes = field(default_factory=ListingTimes)
     large_turn: LargeTurn = field(default_factory=LargeTurn)
     usual_time: UsualTime = field(default_factory=UsualTime)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     worker: str = ""
-    untaken: set[tuple[str, str]] = field(default_factory=set)
-    known: set[tuple[str, str]] = field(default_factory=set)
+    failed_intakes: set[tuple[str, str]] = field(default_factory=set)
+    known_runs: set[tuple[str, str]] = field(default_factory=set)
     begun_ns: dict[tuple[str, str], int] = field(default_factory=dict)
     begun_from: dict[str, int] = field(default_factory=dict)
     intake: FairThreads = field(
@@ -142,7 +142,7 @@ class Service:
     in_intake: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def backend_of(self, kind: str, settings: Mapping[str, Any]) -> Backend | None:
-        """What reaches the jobs of a registered backend; None where this process has nothing for its kind."""
+        """The backend for the jobs of a registered backend; None if this process has none for its kind."""
         if kind in self.backends:
             return self.backends[kind]
         if kind not in IN_SERVICE and self.owner_backends is None:
@@ -157,23 +157,23 @@ class Service:
             _log.warning("backend of kind %s: %s", kind, error.what)
             return None
 
-    def unknown_receivers(self, config: RuleConfig, known: frozenset[str] | None = None) -> list[str]:
-        """What to say of receivers that a rule config names and nobody is known for; empty where all are.
+    def unknown_receivers(self, config: RuleConfig, receivers: frozenset[str] | None = None) -> list[str]:
+        """Messages on receivers that a rule config names and that do not exist; empty if all do.
 
         Args:
-            config: of a rule.
-            known: receivers of the project; the owner's alone where it is None.
+            config: the rule config.
+            receivers: receivers of the project; None for the owner's only.
         """
-        names = self.receiver_file.names if known is None else known
+        names = self.receiver_file.names if receivers is None else receivers
         return [
-            f"receiver {name!r} is not known to this service: nobody is told"
+            f"receiver {name!r} does not exist in this service: it is not notified"
             for name in config.receivers
             if name not in names
         ]
 
 
 def owner_rules(settings: Settings) -> tuple[RuleConfig, ...]:
-    """The owner's rules: their file's, or the defaults. From now on this process runs programs as the settings say.
+    """Load the owner's rules from their file, or return the defaults. Also sets the limits of rule programs in this process.
 
     Raises:
         RuleError: the file is missing or not valid.
@@ -184,10 +184,10 @@ def owner_rules(settings: Settings) -> tuple[RuleConfig, ...]:
 
 
 def owner_receivers(settings: Settings) -> ReceiverFile:
-    """The owner's receivers: their file's, or none. What else receivers need of the settings is seen to be good.
+    """Load the owner's receivers from their file, or return none. Also checks the other settings of receivers.
 
     Raises:
-        ConfigError: the file is missing or not valid, or the key for secrets or the allowed addresses are not.
+        ConfigError: the file is missing or not valid, or the key for secrets or the allowed addresses are not valid.
     """
     SecretBox(settings)
     parse_allowed(settings.allowed_addresses)

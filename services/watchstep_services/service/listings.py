@@ -1,6 +1,6 @@
-"""What listings of runs remember: documents that were refused, and how long a listing took.
+"""Caches of listings: refused documents, and the duration of each run's last listing.
 
-Objects never change, so a refused document is not read again at once. A run whose listing takes long is listed less often.
+Objects never change, so a refused document is not read again at once. A run with a slow listing is listed less often.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import OrderedDict
 from watchstep_services.core.settings import nanoseconds
 
 MOST = 10_000
-"""Documents that are remembered, of all runs; the one that was asked for longest ago is forgotten first."""
+"""Limit of entries, over all runs; the least recently used are dropped."""
 AGAIN_SECONDS = 600.0
-"""After so long one is read again: a person may have mended it without a change of its size."""
+"""Time after which a refused document is read again, because it may have been repaired without a change of size."""
 
 
 class RefusedDocuments:
-    """What this process has refused, by run, key and size. Thread-safe."""
+    """Documents that this process has refused, by run, key and size. Thread-safe."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -26,7 +26,7 @@ class RefusedDocuments:
         self._lock = threading.Lock()
 
     def get(self, run_id: int, key: str, size: int) -> str | None:
-        """Why a document was refused; None where it is to be read."""
+        """Why a document was refused; None if it is to be read."""
         with self._lock:
             refused = self._refused.get((run_id, key))
             if refused is None or refused[0] != size or time.monotonic() >= refused[2]:
@@ -35,7 +35,7 @@ class RefusedDocuments:
             return refused[1]
 
     def put(self, run_id: int, key: str, size: int, problem: str) -> None:
-        """Note that a document of this size was refused."""
+        """Record that a document of this size was refused."""
         with self._lock:
             self._refused[run_id, key] = (size, problem[:500], time.monotonic() + AGAIN_SECONDS)
             self._refused.move_to_end((run_id, key))
@@ -43,16 +43,15 @@ class RefusedDocuments:
                 self._refused.popitem(last=False)
 
 
-"""Runs that are remembered; the one that was listed longest ago is forgotten first."""
 _PAUSE = 20.0
-"""A run is listed again after so many times as long as its last listing took, so that it takes a twentieth of a thread at the most."""
+"""Pause before the next listing as a multiple of the last one's duration, so that it takes a twentieth of a thread at most."""
 _SHORT_SECONDS = 0.25
-"""A shorter listing puts no other off."""
+"""Shorter listings have no pause."""
 _LONGEST_SECONDS = 600.0
 
 
 class ListingTimes:
-    """How long this process's last listing of each run took. Thread-safe."""
+    """Durations of this process's last listing of each run. Thread-safe."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -60,7 +59,7 @@ class ListingTimes:
         self._lock = threading.Lock()
 
     def put(self, run_id: int, seconds: float) -> None:
-        """Note how long a listing took, in seconds."""
+        """Record how long a listing took, in seconds."""
         with self._lock:
             self._seconds[run_id] = seconds
             self._seconds.move_to_end(run_id)
@@ -68,7 +67,7 @@ class ListingTimes:
                 self._seconds.popitem(last=False)
 
     def pause_ns(self, run_id: int) -> int:
-        """How long a run is not listed again, in nanoseconds; 0 where its last listing was short."""
+        """Time until a run may be listed again, in nanoseconds; 0 if its last listing was short."""
         with self._lock:
             seconds = self._seconds.get(run_id, 0.0)
         if seconds < _SHORT_SECONDS:

@@ -1,16 +1,16 @@
-"""Projects whose evaluations take much time: their runs are evaluated after those of others.
+"""Fairness of evaluation time: runs of projects with expensive evaluations are evaluated after those of other projects.
 
-A worker cannot be interrupted in an evaluation. A project with many runs of slow rules would keep all workers busy, each for
+An evaluation cannot be interrupted. A project with many runs of slow rules would occupy all workers, each for
 `Settings.rule_seconds`, one run after the other; so would one with many announcements of segments that do not exist. So the time that
 evaluations take, beyond what is usual, defers the project's runs:
-a run that is deferred by a minute is evaluated as if it had become due a minute later. Where no other project has
+a run that is deferred by a minute is evaluated as if it had become due a minute later. If no other project has
 work, nothing changes.
 
 Usual evaluations count, too, each second as one second, whether they are many or long: thousands of runs that become due at once would
-keep the runs of other projects waiting until all of them were evaluated. A project that keeps less than one worker busy is
-deferred by some seconds at most, and they defer a project by less than the time by which an urgent run comes first.
+otherwise delay the runs of other projects until all of them were evaluated. A project that occupies less than one worker is
+deferred by a few seconds at most. Usual evaluations defer a project by less than the priority of an urgent run.
 
-Turns of large evaluations: one at a time in a process, and the projects that wait for it in turn.
+Large evaluations take turns: one at a time in a process, and alternating between projects.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Project
 
 FREE_SECONDS = 1.0
-"""Of one evaluation: what rules that are written with care take, also over hundreds of steps."""
+"""Seconds of one evaluation that are not charged: what efficient rules take, even over hundreds of steps."""
 
 _OTHER_FREE_SECONDS = 2.0
 _OTHER_SHARE = 0.5
-"""Of reading and of built-in rules: both take longer where the store is slow, or a run has much to catch up with."""
+"""The same for reading and built-in rules, which take longer if the store is slow or a run has a backlog; half of the rest is charged."""
 
 _DEFERRED_BY = 20
-"""Seconds for each second of rules: with two workers, a project's slow rules get about a tenth of their time while others wait."""
+"""Seconds of deferral for each second of rules: with two workers, a project's slow rules get about a tenth of their time under load."""
 
 _now = time.monotonic
 _log = logging.getLogger(__name__)
 
 LONGEST_NS = 600 * NANOSECONDS
-"""Longer than a run of which something sudden was said comes before others (`claim.AHEAD_NS`)."""
+"""Longest deferral; longer than the priority of a run with a sudden failure (`claim.AHEAD_NS`)."""
 
 USUAL_LONGEST_NS = 120 * NANOSECONDS
-"""Most by which usual evaluations defer a project; less than `claim.AHEAD_NS`, so that its urgent runs come first all the same."""
+"""Longest deferral by usual evaluations; shorter than `claim.AHEAD_NS`, so that the project's urgent runs are still prioritized."""
 
 _NOTED_SECONDS = 1.0
-"""Usual evaluations are charged once they add up to this: a statement for each would cost more than some evaluations."""
+"""Usual evaluations are charged once they add up to this, because a statement for each would cost more than some evaluations."""
 
 
 class UsualTime:
-    """Seconds that this process's usual evaluations took, by project, and that are not charged yet. Thread-safe."""
+    """Seconds of this process's usual evaluations that are not charged yet, by project. Thread-safe."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -65,11 +65,11 @@ class UsualTime:
         """Add the time of one evaluation.
 
         Args:
-            project: its name.
-            seconds: of the evaluation.
+            project: name of the project.
+            seconds: time of the evaluation.
 
         Returns:
-            Seconds that are to be charged now; 0 until they are enough.
+            Seconds to charge now; 0 until they add up to `_NOTED_SECONDS`.
         """
         with self._lock:
             total = self._seconds[project] + seconds
@@ -88,14 +88,14 @@ def charged(
     usual_time: UsualTime,
     absent_seconds: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[None]:
-    """In the ``with`` block an evaluation is prepared, and its project is charged with the time that it took.
+    """Context of an evaluation: limits the time of its rules, and charges its time to its project.
 
     Args:
         database: the database.
-        project: of the run.
-        rule_seconds: how long its SQL and Python rules may take together.
-        usual_time: of this process.
-        absent_seconds: how long it has looked for segments that were announced and do not exist.
+        project: name of the project.
+        rule_seconds: limit of its SQL and Python rules together.
+        usual_time: the process's uncharged usual time.
+        absent_seconds: returns the time of look-ups of announced segments that do not exist.
     """
     began = _now()
     with limited_rule_time(rule_seconds) as rule_time:
@@ -115,13 +115,13 @@ def charged(
 
 
 def charge(database: Database, project: str, seconds: float, absent_seconds: float = 0.0) -> None:
-    """Defer a project by the time that one of its evaluations took.
+    """Defer a project by the time of one of its evaluations.
 
     Args:
         database: the database.
-        project: its name.
-        seconds: of rules and reading; up to `FREE_SECONDS` count nothing.
-        absent_seconds: of looking for segments that do not exist, which count in full: many runs may each look for a few.
+        project: name of the project.
+        seconds: time of rules and reading; up to `FREE_SECONDS` are not charged.
+        absent_seconds: time of look-ups of absent segments, charged in full because many runs may cause a few each.
     """
     seconds = absent_seconds + (seconds if seconds > FREE_SECONDS else 0.0)
     if seconds <= 0:
@@ -134,12 +134,12 @@ def charge(database: Database, project: str, seconds: float, absent_seconds: flo
 
 
 def charge_usual(database: Database, project: str, seconds: float) -> None:
-    """Defer a project by the time that its usual evaluations took, up to `USUAL_LONGEST_NS` from now.
+    """Defer a project by the time of its usual evaluations, up to `USUAL_LONGEST_NS` from now.
 
     Args:
         database: the database.
-        project: its name.
-        seconds: of its evaluations in this process since they were charged last.
+        project: name of the project.
+        seconds: time of its evaluations in this process since the last charge.
     """
     with database.bare() as connection:
         connection.execute(
@@ -150,7 +150,7 @@ def charge_usual(database: Database, project: str, seconds: float) -> None:
 _START = case((Project.deferred_until_ns > now_ns(), Project.deferred_until_ns), else_=now_ns())
 _END = _START + bindparam("by_ns", type_=BigInteger())
 _MOST = now_ns() + bindparam("longest_ns", type_=BigInteger())
-# A project that is deferred by longer already stays so.
+# A longer deferral is not shortened.
 _CHARGE = (
     update(Project)
     .where(Project.name == bindparam("of"))
@@ -160,20 +160,20 @@ _CHARGE = (
 
 
 RETRY_SECONDS = 2.0
-"""So long after it was postponed a run with a large evaluation is due again."""
+"""Time after which a postponed run with a large evaluation is due again."""
 
-_PATIENCE_SECONDS = 5 * RETRY_SECONDS
-"""A project that has not asked again for so long waits no more: another worker has evaluated its run, or it was deleted."""
+_WAITING_SECONDS = 5 * RETRY_SECONDS
+"""A project that has not tried again for so long no longer waits: another worker has evaluated its run, or it was deleted."""
 
 _MAX_WAITING = 1000
-"""Projects whose last turn is remembered."""
+"""Limit of projects with a recorded last turn."""
 
 
 class LargeTurn:
-    """Which project's large evaluation may be judged and committed now. Thread-safe.
+    """Limits a process to one large evaluation at a time, fairly by project. Thread-safe.
 
-    Where several projects wait, the one whose last turn began longest ago is next, whichever asks first: a project with many large evaluations
-    delays those of another by one evaluation.
+    If several projects wait, the one with the oldest last turn is next, whichever tries first: a project with many large evaluations
+    delays those of another project by one evaluation.
     """
 
     def __init__(self) -> None:
@@ -183,18 +183,18 @@ class LargeTurn:
         self._last_turns: OrderedDict[str, float] = OrderedDict()
 
     def take(self, project: str) -> bool:
-        """Take the turn, if it is free and no other project comes first. Who does not get it asks again after `RETRY_SECONDS`.
+        """Take the turn, if it is free and no other project is next. Otherwise the caller tries again after `RETRY_SECONDS`.
 
         Args:
-            project: of the run.
+            project: name of the project.
 
         Returns:
-            Whether it is taken; then `release` is to be called.
+            Whether it is taken; if so, `release` must be called.
         """
         with self._lock:
             now = time.monotonic()
             self._waiting = {
-                name: asked for name, asked in self._waiting.items() if now - asked < _PATIENCE_SECONDS
+                name: tried for name, tried in self._waiting.items() if now - tried < _WAITING_SECONDS
             }
             own = self._last_turns.get(project, 0.0)
             others = (self._last_turns.get(name, 0.0) for name in self._waiting if name != project)
@@ -210,6 +210,6 @@ class LargeTurn:
             return True
 
     def release(self) -> None:
-        """The evaluation is committed, or has failed."""
+        """Release the turn, after the evaluation was committed or has failed."""
         with self._lock:
             self._is_taken = False

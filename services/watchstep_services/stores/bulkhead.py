@@ -1,8 +1,8 @@
-"""Bulkheads: a store that does not answer blocks one thread at most, and only its own runs.
+"""Bulkheads: a store that does not answer blocks at most one thread, and only its own runs.
 
-A store that accepts a connection and says nothing blocks whoever asks it for as long as the client's timeouts allow, some
-twenty seconds. Evaluations of runs there are postponed until a probe in a thread of its own gets a response. Other requests
-wait for a bounded time and go on without the response, while the request itself goes on in its thread.
+A store that accepts a connection and does not answer blocks the caller for the client's timeouts, about
+twenty seconds. Evaluations of its runs are postponed until a probe in a separate thread gets an answer. Other calls
+wait for a limited time and continue without the answer, while the call itself continues in its thread.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from watchstep_services.core.telemetry import metrics
 _RETRY_SECONDS = 2.0
 _LONGEST_RETRY_SECONDS = 20.0
 _RETRY_SHARE = 0.2
-"""Of the time that a store has hung: thousands of runs that are due every two seconds would keep workers busy with nothing."""
+"""Pause as a share of the time that a store has hung; otherwise thousands of runs due every two seconds would occupy the workers."""
 
 _HANGS_SECONDS = 2.0
-"""A store that fails sooner holds up no worker: it refuses, and each evaluation asks it again."""
+"""A store that fails sooner does not hang: it refuses, blocks no worker, and is tried by each evaluation."""
 
 _now = time.monotonic
 _log = logging.getLogger(__name__)
 
 
 class HangingStores:
-    """Stores at which an evaluation of this process failed after it had waited. Thread-safe."""
+    """Stores at which an evaluation of this process failed after waiting. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class HangingStores:
 
     @contextmanager
     def noted(self, store: StoreRegistration) -> Iterator[None]:
-        """In the ``with`` block a store is used; if that raises `StoreError` after some seconds, the store hangs."""
+        """Context in which a store is used; if it raises `StoreError` after some seconds, the store hangs."""
         began = _now()
         try:
             yield
@@ -57,12 +57,12 @@ class HangingStores:
     def answers(self, store: StoreRegistration, probe: Callable[[], object]) -> bool:
         """Whether the store may be used. Never waits.
 
-        Of a store that hangs, a probe runs in a thread of its own, one at a time. As soon as it gets an answer, however
-        late, or is refused at once, the store counts as answering again.
+        A hanging store is probed in a separate thread, one probe at a time. Once a probe gets an answer, however
+        late, or is refused at once, the store answers again.
 
         Args:
-            store: which one.
-            probe: asks it for anything; raises `NotFoundError`, which is an answer, or another `StoreError`.
+            store: the store.
+            probe: makes any request; raises `NotFoundError`, which is an answer, or another `StoreError`.
         """
         with self._lock:
             if store not in self._hanging:
@@ -74,19 +74,19 @@ class HangingStores:
                 try:
                     thread.start()  # it waits for the lock before it ends
                 except RuntimeError as error:
-                    _log.warning("store %s: cannot be asked now: %s", store.url, error)
+                    _log.warning("store %s: cannot be probed now: %s", store.url, error)
                 else:
                     self._probes[store] = thread
             return False
 
     def retry_seconds(self, store: StoreRegistration) -> float:
-        """In how many seconds a postponed run at the store is due again: 2 to 20, the longer the store has hung."""
+        """Seconds until a postponed run at the store is due again: 2 to 20, growing with the time that the store has hung."""
         with self._lock:
             hung = _now() - self._hanging.get(store, _now())
         return min(_LONGEST_RETRY_SECONDS, max(_RETRY_SECONDS, _RETRY_SHARE * hung))
 
     def close(self) -> None:
-        """Wait for the probes; the client's timeouts end them."""
+        """Wait for the probes, which the client's timeouts end."""
         with self._lock:
             threads = list(self._probes.values())
         for thread in threads:
@@ -100,8 +100,8 @@ class HangingStores:
             answered = True
         except NotFoundError:
             answered = True
-        except Exception as error:  # noqa: BLE001 - the next evaluation asks again, and reports what is wrong
-            # What refuses at once holds up no worker: evaluations are to report the reason.
+        except Exception as error:  # noqa: BLE001 - the next evaluation tries again, and reports the error
+            # A store that refuses at once blocks no worker, and evaluations report the reason.
             answered = _now() - began < _HANGS_SECONDS
             _log.info("store %s: a probe failed: %s", store.url, error)
         with self._lock:
@@ -112,146 +112,151 @@ class HangingStores:
             _log.warning("store %s: answers again", store.url)
 
 
-_Came = TypeVar("_Came")
-_Else = TypeVar("_Else")
+_Result = TypeVar("_Result")
+_Default = TypeVar("_Default")
 
-_MOST_LEFT = 8
-"""Pieces of urgent work that may hang at one store before nothing more is begun there."""
+_MOST_ABANDONED = 8
+"""Urgent calls that may hang at one store before no more are made."""
 
 
 class Bulkhead:
-    """Asks stores, and waits for each only so long. Thread-safe."""
+    """Calls stores with a time limit for the caller. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._busy: dict[StoreRegistration, threading.Thread] = {}
         self._slow: set[StoreRegistration] = set()
         self._urgent: dict[threading.Thread, StoreRegistration] = {}
-        self._left: set[threading.Thread] = set()
+        self._abandoned: set[threading.Thread] = set()
 
-    def ask(
-        self, store: StoreRegistration, work: Callable[[], _Came], seconds: float, otherwise: _Else
-    ) -> _Came | _Else:
-        """What a piece of work at a store comes to; raises what it raises.
+    def call(
+        self, store: StoreRegistration, work: Callable[[], _Result], seconds: float, default: _Default
+    ) -> _Result | _Default:
+        """The result of work at a store; raises its exceptions.
 
-        Work that takes longer than so many seconds goes on in its thread. Until it ends, the store is asked nothing else; and until
-        some work at the store ends in time, nobody waits for that either. A folder of this machine is asked at once, in the
-        thread that asks.
+        Work that exceeds the limit continues in its thread. Until it ends, no other work is done at the store; and until
+        some work at the store ends in time, callers do not wait. Work at a local folder is done in the caller's
+        thread.
 
         Args:
-            store: which one.
-            work: asks it; may go on when nobody waits any more, and then tells what goes wrong by itself.
+            store: the store.
+            work: uses the store; may continue after the caller has left, and then logs its own errors.
             seconds: how long to wait.
-            otherwise: what to return where the work has not ended, or has not begun.
+            default: the result if the work has not ended, or has not begun.
         """
         if store.is_local:
             return work()
-        came: Future[_Came] = Future()
+        future: Future[_Result] = Future()
         context = contextvars.copy_context()
         with self._lock:
             if store in self._busy:
-                return otherwise
+                return default
             thread = threading.Thread(
                 target=context.run,
-                args=(self._do, store, work, seconds, came),
+                args=(self._do, store, work, seconds, future),
                 name="watchstep-store",
                 daemon=True,
             )
             self._busy[store] = thread
             waited = 0.0 if store in self._slow else seconds
             thread.start()
-        wait([came], waited)
+        wait([future], waited)
         with self._lock:
-            if came.cancel():  # which tells the thread that nobody hears how it ends
+            if future.cancel():  # the thread then logs its own error
                 if store not in self._slow:
                     _log.warning(
-                        "store %s: no answer for %g s; others are asked meanwhile", store.url, waited
+                        "store %s: no answer for %g s; other stores are used meanwhile", store.url, waited
                     )
                     metrics.SWEEP_FAULTS.labels("store").inc()
                 self._slow.add(store)
-                return otherwise
-        return came.result()
+                return default
+        return future.result()
 
-    def ask_now(self, store: StoreRegistration, work: Callable[[], _Came], seconds: float) -> _Came:
-        """What urgent work at a store comes to, whatever else the store is asked meanwhile; raises what it raises.
+    def call_urgent(self, store: StoreRegistration, work: Callable[[], _Result], seconds: float) -> _Result:
+        """The result of urgent work at a store, whatever other work is done there; raises its exceptions.
 
-        Work that takes longer than so many seconds goes on in its thread. While a lot of it hangs, no more is begun.
+        Work that exceeds the limit continues in its thread. While many such calls hang, no more are made.
 
         Args:
-            store: which one.
-            work: asks it; may go on when nobody waits any more.
+            store: the store.
+            work: uses the store; may continue after the caller has left.
             seconds: how long to wait.
 
         Raises:
-            StoreError: the store has not answered by then.
+            StoreError: the store has not answered in time.
         """
         if store.is_local:
             return work()
-        came: Future[_Came] = Future()
+        future: Future[_Result] = Future()
         context = contextvars.copy_context()
         thread = threading.Thread(
-            target=context.run, args=(self._do_now, store, work, came), name="watchstep-store", daemon=True
+            target=context.run,
+            args=(self._do_urgent, store, work, future),
+            name="watchstep-store",
+            daemon=True,
         )
-        hint = "see whether it can be reached from here; it is tried again"
+        hint = "check that it can be reached from the service's machine; it is tried again"
         with self._lock:
-            if sum(self._urgent[left] == store for left in self._left) >= _MOST_LEFT:
+            if sum(self._urgent[abandoned] == store for abandoned in self._abandoned) >= _MOST_ABANDONED:
                 raise StoreError(f"store {store.url}: has not answered for a while", hint)
             self._urgent[thread] = store
             thread.start()
-        wait([came], seconds)
+        wait([future], seconds)
         with self._lock:
-            if came.cancel():
-                self._left.add(thread)
+            if future.cancel():
+                self._abandoned.add(thread)
                 raise StoreError(f"store {store.url}: no answer for {seconds:g} s", hint)
-        return came.result()
+        return future.result()
 
     def close(self) -> None:
-        """Wait for what is being asked; the client's timeouts end it."""
+        """Wait for calls in progress, which the client's timeouts end."""
         with self._lock:
             threads = [*self._busy.values(), *self._urgent]
         for thread in threads:
             thread.join()
 
     def _do(
-        self, store: StoreRegistration, work: Callable[[], _Came], seconds: float, came: Future[_Came]
+        self, store: StoreRegistration, work: Callable[[], _Result], seconds: float, future: Future[_Result]
     ) -> None:
         began = time.monotonic()
-        result: _Came | None = None
+        result: _Result | None = None
         failed: BaseException | None = None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
             failed = error
         with self._lock:
             if time.monotonic() - began <= seconds:
                 self._slow.discard(store)
-            if not came.cancelled():
+            if not future.cancelled():
                 del self._busy[store]
                 if failed is not None:
-                    came.set_exception(failed)
+                    future.set_exception(failed)
                 else:
-                    came.set_result(result)  # type: ignore[arg-type]
+                    future.set_result(result)  # type: ignore[arg-type]
                 return
         if failed is not None:
-            _log.warning("store %s: what was asked of it failed late: %s", store.url, failed)
+            _log.warning("store %s: a call failed after its caller had left: %s", store.url, failed)
         with self._lock:
             del self._busy[store]
 
-    def _do_now(self, store: StoreRegistration, work: Callable[[], _Came], came: Future[_Came]) -> None:
-        result: _Came | None = None
+    def _do_urgent(
+        self, store: StoreRegistration, work: Callable[[], _Result], future: Future[_Result]
+    ) -> None:
+        result: _Result | None = None
         failed: BaseException | None = None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
             failed = error
         with self._lock:
             thread = threading.current_thread()
             del self._urgent[thread]
-            self._left.discard(thread)
-            if not came.cancelled():
+            self._abandoned.discard(thread)
+            if not future.cancelled():
                 if failed is not None:
-                    came.set_exception(failed)
+                    future.set_exception(failed)
                 else:
-                    came.set_result(result)  # type: ignore[arg-type]
+                    future.set_result(result)  # type: ignore[arg-type]
             elif failed is not None:
-                _log.warning("store %s: what was asked of it failed late: %s", store.url, failed)
+                _log.warning("store %s: a call failed after its caller had left: %s", store.url, failed)

@@ -1,8 +1,8 @@
-"""A folder of this machine as a store for what others write there: no symbolic link below it is ever followed.
+"""A local folder as a store for untrusted writers: no symbolic link below it is followed.
 
-Each part of a key is opened by itself, within the folder before it, and never through a link. So nobody who may write below the
-folder can lead the service out of it, not even by exchanging a folder for a link between a check and a use. What is no plain
-file, as a pipe, is not opened either.
+Each part of a key is opened relative to the folder before it, without following links. So a user who may write below the
+folder cannot direct the service outside of it, even by replacing a folder with a link between a check and a use. Other file
+types, such as pipes, are not opened either.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from watchstep.store.store import ObjectEntry, Store, oversized
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _UNFINISHED = re.compile(r".*#[0-9]+", re.DOTALL)
-"""What is being written, by obstore as well as here."""
+"""Files that are being written, by obstore or this module."""
 
 _DEEPEST = 16
-"""Folders in each other that are looked into; Watchstep's keys have six."""
+"""Levels of folders that are listed; Watchstep's keys have six."""
 
 _log = logging.getLogger(__name__)
 
 
 class ConfinedFolder(Store):
-    """Objects in a folder, as `Store`. Links are in no listing; one that is asked for is told. Thread-safe."""
+    """Objects in a folder, as `Store`. Links are left out of listings, and raise an error if they are read. Thread-safe."""
 
     def __init__(self, folder: Path, prefix: str = "", identity: StoreIdentity | None = None) -> None:
-        """Nothing is opened yet.
+        """Create it without opening anything.
 
         Args:
-            folder: an absolute path; the links in it are its owner's, and are followed.
-            prefix: of all keys, with a slash at its end.
-            identity: of the folder; where it is given, another folder in its place, or none, is a `MissingStoreError`.
+            folder: an absolute path; links in it belong to its owner, and are followed.
+            prefix: prefix of all keys, with a slash at its end.
+            identity: identity of the folder; if it is given, a missing or different folder raises `MissingStoreError`.
         """
         super().__init__(folder.as_uri(), None, prefix, identity=identity)
         self._folder = folder
@@ -88,8 +88,8 @@ class ConfinedFolder(Store):
             if start < size:
                 return read_range(file, start, min(length, size - start))
         raise StoreError(
-            f"object {self._named(key)}: {size} bytes, none from {start} on",
-            "read it anew: it may have changed",
+            f"object {self._named(key)}: has {size} bytes, cannot be read from byte {start} on",
+            "read it again: it may have changed",
         )
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -128,8 +128,8 @@ class ConfinedFolder(Store):
             except (FileNotFoundError, NotADirectoryError):
                 return []
             try:
-                with os.scandir(folder) as found:
-                    entries = list(found)
+                with os.scandir(folder) as scanned:
+                    entries = list(scanned)
             finally:
                 os.close(folder)
             for entry in entries:
@@ -151,7 +151,7 @@ class ConfinedFolder(Store):
 
     @contextlib.contextmanager
     def _folder_of(self, key: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
-        """The folder that holds an object, and the object's name in it."""
+        """The folder of an object, opened, and the object's name in it."""
         *parts, name = _parts(self._prefix + key)
         folder = self._descend(parts, create=create)
         try:
@@ -161,14 +161,14 @@ class ConfinedFolder(Store):
 
     @contextlib.contextmanager
     def _file(self, key: str) -> Iterator[tuple[int, int]]:
-        """A plain file, and its size."""
+        """A regular file, opened, and its size."""
         with self._folder_of(key) as (folder, name):
             file = os.open(name, _FILE, dir_fd=folder)
         try:
-            held = os.fstat(file)
-            if not stat.S_ISREG(held.st_mode):
-                raise FileNotFoundError(errno.ENOENT, "no plain file", name)
-            yield file, held.st_size
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
+            yield file, status.st_size
         finally:
             os.close(file)
 
@@ -208,10 +208,10 @@ class ConfinedFolder(Store):
 
 
 def _parts(key: str) -> list[str]:
-    """The parts of a key.
+    """Split a key.
 
     Raises:
-        NotFoundError: it is no key: nothing can have it.
+        NotFoundError: it is not a valid key, so no object can have it.
     """
     parts = key.split("/")
     if any(part in {"", ".", ".."} or "\0" in part for part in parts):
@@ -220,9 +220,9 @@ def _parts(key: str) -> list[str]:
 
 
 def _walk(folder: int, prefix: str, deep: int = 0) -> Iterator[tuple[str, int]]:
-    """Key and size of every plain file below a folder, which is closed."""
+    """Key and size of every regular file below an open folder, which is closed."""
     inner: list[str] = []
-    found: list[tuple[str, int]] = []
+    files: list[tuple[str, int]] = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -231,13 +231,13 @@ def _walk(folder: int, prefix: str, deep: int = 0) -> Iterator[tuple[str, int]]:
                 if entry.is_dir(follow_symlinks=False):
                     inner.append(entry.name)
                 elif entry.is_file(follow_symlinks=False) and not _UNFINISHED.fullmatch(entry.name):
-                    found.append((prefix + entry.name, _size_of(entry)))
-        yield from ((key, size) for key, size in found if size >= 0)
+                    files.append((prefix + entry.name, _size_of(entry)))
+        yield from ((key, size) for key, size in files if size >= 0)
         for name in inner if deep < _DEEPEST else ():
             try:
                 below = os.open(name, _FOLDER, dir_fd=folder)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # removed, or exchanged for a link, meanwhile
+                continue  # removed or replaced with a link meanwhile
             yield from _walk(below, f"{prefix}{name}/", deep + 1)
     finally:
         os.close(folder)

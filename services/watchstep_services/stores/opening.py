@@ -1,4 +1,4 @@
-"""Stores of projects: opened by the service, and checked when an admin registers them."""
+"""Opening of projects' stores, and the check of a store that an admin registers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NEVER = tuple(
 
 @dataclass(frozen=True)
 class EndpointPolicy(EgressPolicy):
-    """Every address but link-local ones, those of credentials, and those that name no single host."""
+    """Allows every address except link-local ones, those of cloud credentials, and those that denote no single host."""
 
     def allows(self, host: str, address: IPAddress) -> bool:  # noqa: ARG002 - no host is an exception
         """Whether an address of an endpoint may be connected to."""
@@ -53,22 +53,22 @@ class EndpointPolicy(EgressPolicy):
         except AddressRefusedError as error:
             named = f"address {text}" if host == text else f"host {host}: an address of it"
             raise AddressRefusedError(
-                f"{named} is link-local or hands out a cloud's credentials",
+                f"{named} is link-local or serves a cloud's credentials",
                 "name the address of a store; the service never connects to this one",
             ) from error
 
 
 def check_endpoint(url: str, policy: EndpointPolicy | None = None, *, must_resolve: bool = False) -> None:
-    """Check where an endpoint leads to now; nothing where it is empty.
+    """Check the addresses of an endpoint; does nothing if it is empty.
 
     Args:
         url: an HTTP address.
-        policy: which addresses are allowed.
-        must_resolve: whether a name that has no address now is refused.
+        policy: the allowed addresses.
+        must_resolve: whether a host without an address is refused.
 
     Raises:
-        AddressRefusedError: the host is written as a number, or one of its addresses is never connected to.
-        StoreError: the name cannot be looked up now, and `must_resolve`.
+        AddressRefusedError: the host is written as a number, or one of its addresses is not allowed.
+        StoreError: the host cannot be resolved now, and `must_resolve` is set.
     """
     if not url:
         return
@@ -82,7 +82,7 @@ def check_endpoint(url: str, policy: EndpointPolicy | None = None, *, must_resol
     except OSError as error:
         if must_resolve:
             raise StoreError(
-                f"endpoint {url}: its host cannot be looked up ({error})", "check the name and the resolver"
+                f"endpoint {url}: its host cannot be resolved ({error})", "check the name and the resolver"
             ) from error
 
 
@@ -90,9 +90,9 @@ _MOST_OPEN = 4096
 
 
 class Stores:
-    """Opened stores. Thread-safe; of a bucket nothing is read when it is opened, of a folder its marker.
+    """Cache of opened stores. Thread-safe. Opening a bucket reads nothing, opening a folder reads its marker.
 
-    A folder that vanishes is missing until it is back, as long as this process lives: no store is made in its place.
+    A folder that vanishes is missing until it is back, for the life of this process: no store is created in its place.
     """
 
     def __init__(self) -> None:
@@ -101,28 +101,28 @@ class Stores:
         self._lock = threading.Lock()
 
     def open(self, url: str) -> Store:
-        """The service's own store. What belongs to a project is opened by `of`.
+        """The service's own store. Projects' stores are opened by `of`.
 
         Raises:
-            ConfigError, StoreError: as `Store.open`.
+            ConfigError, StoreError: as raised by `Store.open`.
         """
-        return self._held(url) or self._keep(url, _open(StoreRegistration(url), None, self._identity(url)))
+        return self._cached(url) or self._cache(url, _open(StoreRegistration(url), None, self._identity(url)))
 
     def of(self, place: StorePlace) -> Store:
-        """What holds ``<project>/<run>/`` of a project, by the role that is registered, and by no other credentials.
+        """The store at ``<project>/<run>/`` of a project, with the registered role and no other credentials.
 
         Raises:
-            ConfigError, StoreError: as `Store.open`.
+            ConfigError, StoreError: as raised by `Store.open`.
         """
-        held = self._held(place)
-        return held or self._keep(place, open_place(place, self._identity(place.registration.url)))
+        store = self._cached(place)
+        return store or self._cache(place, open_place(place, self._identity(place.registration.url)))
 
     def of_run(self, place: StorePlace, run: str) -> Store:
-        """The store seen from a run.
+        """The store of a run.
 
         Raises:
-            BadNameError: the run's name cannot be used.
-            ConfigError, StoreError: as `Store.open`.
+            BadNameError: the run's name is not valid.
+            ConfigError, StoreError: as raised by `Store.open`.
         """
         return self.of(place).child(run_prefix(place.project, run))
 
@@ -130,30 +130,30 @@ class Stores:
         with self._lock:
             return self._identities.setdefault(url, StoreIdentity())
 
-    def _held(self, key: StorePlace | str) -> Store | None:
+    def _cached(self, key: StorePlace | str) -> Store | None:
         with self._lock:
-            held = self._opened.get(key)
-            if held is not None:
+            store = self._opened.get(key)
+            if store is not None:
                 self._opened.move_to_end(key)
-            return held
+            return store
 
-    def _keep(self, key: StorePlace | str, store: Store) -> Store:
+    def _cache(self, key: StorePlace | str, store: Store) -> Store:
         with self._lock:
-            held = self._opened.setdefault(key, store)
+            opened = self._opened.setdefault(key, store)
             while len(self._opened) > _MOST_OPEN:
                 self._opened.popitem(last=False)
-            return held
+            return opened
 
 
 def open_place(place: StorePlace, identity: StoreIdentity | None = None) -> Store:
-    """Open what holds ``<project>/<run>/`` of a project.
+    """Open the store at ``<project>/<run>/`` of a project.
 
     Args:
-        place: of the project.
-        identity: of the store, where it is a folder.
+        place: the project's location.
+        identity: identity of the store, if it is a folder.
 
     Raises:
-        ConfigError, StoreError: as `Store.open`, or the endpoint is never connected to (`check_endpoint`).
+        ConfigError, StoreError: as raised by `Store.open`, or the endpoint is not allowed (`check_endpoint`).
     """
     registered = place.registration
     check_endpoint(registered.endpoint, must_resolve=True)
@@ -170,7 +170,7 @@ def _open(
 ) -> Store:
     access = None
     if registered.role_arn or registered.region or registered.endpoint:
-        # The session may list the project only: what is not there is refused, as if it were forbidden.
+        # The session may list only the project, so a missing object is refused as if it were forbidden.
         access = S3Access(
             credentials, registered.region, registered.endpoint, hides_missing=credentials is not None
         )
@@ -178,19 +178,19 @@ def _open(
     return ConfinedFolder(Path(opened.location), identity=identity) if opened.is_local else opened
 
 
-TRIED = ".watchstep-check"
-"""In place of a project: no project can have the name, so nothing of one is touched."""
+CHECK_PROJECT = ".watchstep-check"
+"""Used in place of a project's name. No project can have this name, so no project's objects are affected."""
 
 
 @dataclass(frozen=True)
-class TriedStep:
-    """One thing that was tried.
+class CheckedStep:
+    """The result of one step of a check.
 
     Attributes:
-        name: what: ``role``, ``list``, ``write``, ``read``, ``create_once`` or ``delete``.
-        ok: whether it can be done.
-        detail: what is wrong; empty where nothing is.
-        hint: what to do about it.
+        name: ``role``, ``list``, ``write``, ``read``, ``create_once`` or ``delete``.
+        ok: whether it succeeded.
+        detail: the problem; empty if it succeeded.
+        hint: how to correct it.
     """
 
     name: str
@@ -199,40 +199,42 @@ class TriedStep:
     hint: str = ""
 
 
-def check_store(registration: StoreRegistration, prefix: str = "", project: str = TRIED) -> list[TriedStep]:
-    """Try a store as a project would use it. What follows from a step that failed is not tried."""
+def check_store(
+    registration: StoreRegistration, prefix: str = "", project: str = CHECK_PROJECT
+) -> list[CheckedStep]:
+    """Check a store by the operations of a project. Steps that depend on a failed one are skipped."""
     place = StorePlace(0, 0, registration, prefix, project)
-    done: list[TriedStep] = []
+    steps: list[CheckedStep] = []
     opened: list[Store] = []
-    key = f"{project}/{TRIED}-{secrets.token_hex(4)}"
+    key = f"{project}/{CHECK_PROJECT}-{secrets.token_hex(4)}"
 
-    def tried(name: str, what: Callable[[], object]) -> bool:
+    def attempted(name: str, operation: Callable[[], object]) -> bool:
         try:
-            what()
+            operation()
         except WatchstepError as error:
-            done.append(TriedStep(name, False, error.what, error.hint))
+            steps.append(CheckedStep(name, False, error.what, error.hint))
             return False
-        done.append(TriedStep(name, True))
+        steps.append(CheckedStep(name, True))
         return True
 
-    if registration.role_arn and not tried(
+    if registration.role_arn and not attempted(
         "role", RoleCredentials(registration, project_policy(place), "watchstep-check")
     ):
-        return done
-    if not tried("list", lambda: opened.append(_listed(place))):
-        return done
+        return steps
+    if not attempted("list", lambda: opened.append(_listed(place))):
+        return steps
     (store,) = opened
-    if not tried("write", lambda: store.put(key, b"watchstep")):
-        return done
-    tried("read", lambda: _read(store, key))
-    tried("create_once", lambda: _create_once(store, key))
-    tried("delete", lambda: store.delete(key))
-    return done
+    if not attempted("write", lambda: store.put(key, b"watchstep")):
+        return steps
+    attempted("read", lambda: _read(store, key))
+    attempted("create_once", lambda: _create_once(store, key))
+    attempted("delete", lambda: store.delete(key))
+    return steps
 
 
-def failed(checked: list[TriedStep]) -> TriedStep | None:
-    """The first thing that cannot be done."""
-    return next((step for step in checked if not step.ok), None)
+def failed(steps: list[CheckedStep]) -> CheckedStep | None:
+    """The first failed step."""
+    return next((step for step in steps if not step.ok), None)
 
 
 def _listed(place: StorePlace) -> Store:
@@ -243,11 +245,12 @@ def _listed(place: StorePlace) -> Store:
 
 def _read(store: Store, key: str) -> None:
     if store.get(key, limit=100) != b"watchstep":
-        raise StoreError(f"object {key}: another than was written", "see what stands between, as a cache")
+        raise StoreError(f"object {key}: differs from the written one", "check for a cache in between")
 
 
 def _create_once(store: Store, key: str) -> None:
     if store.create(key, b"again"):
         raise StoreError(
-            f"store {store.url}: lets an object be created twice", "use a service that honours If-None-Match"
+            f"store {store.url}: allows an object to be created twice",
+            "use a service that honours If-None-Match",
         )

@@ -1,7 +1,7 @@
-"""The project's role on AWS, and session policies that narrow it to one project or one attempt.
+"""The project's role on AWS, and session policies that restrict it to one project or one attempt.
 
-AWS lets a session do what both the role's policies and the session's policy allow. Names that Watchstep accepts contain none of the
-characters that a policy gives a meaning (``*``, ``?``, ``$``).
+AWS allows a session what both the role's policies and the session's policy allow. Names that Watchstep accepts contain none of the
+characters with a meaning in policies (``*``, ``?``, ``$``).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from watchstep.format.layout import (
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 
 SESSION_SECONDS = 3600
-"""The longest that AWS gives to a role that takes another."""
+"""Limit of AWS for a role that is assumed by another role."""
 
 _NAME = re.compile(r"[^A-Za-z0-9_=,.@-]")
 
 
 class RoleCredentials:
-    """What obstore asks for credentials, some minutes before those that it has expire. Thread-safe.
+    """Credential provider for obstore, which calls it some minutes before the credentials expire. Thread-safe.
 
-    Nothing else is ever tried where the role is refused: not the service's own credentials.
+    If the role is refused, no other credentials are used, in particular not the service's own.
     """
 
     def __init__(self, registration: StoreRegistration, policy: str, session_name: str) -> None:
-        """Nothing is asked yet.
+        """Create it without a request.
 
         Args:
             registration: the store, with a role.
-            policy: the session's.
-            session_name: stands in AWS's log of who did what.
+            policy: the session policy.
+            session_name: the session's name in AWS's audit log.
         """
         self._registration = registration
         self._policy = policy
@@ -53,7 +53,7 @@ class RoleCredentials:
         self._client: Any = None
 
     def __call__(self) -> dict[str, Any]:
-        """Fresh credentials.
+        """Request new credentials.
 
         Raises:
             StoreError: the role is refused, or AWS does not answer.
@@ -61,23 +61,23 @@ class RoleCredentials:
         """
         with self._lock:
             self._client = self._client or _sts(self._registration)
-        given = _assume(self._client, self._registration, self._policy, self._session_name)
-        expires: datetime = given["Expiration"]
+        credentials = _assume(self._client, self._registration, self._policy, self._session_name)
+        expires: datetime = credentials["Expiration"]
         return {
-            "access_key_id": str(given["AccessKeyId"]),
-            "secret_access_key": str(given["SecretAccessKey"]),
-            "token": str(given["SessionToken"]),
-            "expires_at": expires.astimezone(timezone.utc),  # obstore takes this zone only
+            "access_key_id": str(credentials["AccessKeyId"]),
+            "secret_access_key": str(credentials["SecretAccessKey"]),
+            "token": str(credentials["SessionToken"]),
+            "expires_at": expires.astimezone(timezone.utc),  # the only time zone that obstore accepts
         }
 
 
 def _sts(registration: StoreRegistration) -> Any:
     try:
-        import boto3  # noqa: F401 - whether it is there
+        import boto3  # noqa: F401 - checks that it is installed
     except ImportError as error:
         raise ConfigError(
             f"store {registration.url}: has a role, and boto3 is not installed",
-            "install watchstep[aws] where the service runs",
+            "install watchstep[aws] on the service's machine",
         ) from error
     from botocore.exceptions import BotoCoreError
 
@@ -87,7 +87,7 @@ def _sts(registration: StoreRegistration) -> Any:
         raise _no_answer(registration, error) from error
 
 
-@functools.lru_cache(maxsize=64)  # one takes half a second of a processor to make
+@functools.lru_cache(maxsize=64)  # creating one takes half a second of processor time
 def _client(region: str, _endpoint: str) -> Any:
     import boto3
     from botocore.config import Config
@@ -95,7 +95,7 @@ def _client(region: str, _endpoint: str) -> Any:
 
     config = Config(connect_timeout=5, read_timeout=10, retries={"total_max_attempts": 3, "mode": "standard"})
     session = boto3.Session()
-    if session.get_credentials() is None:  # a client would have none for as long as it lives
+    if session.get_credentials() is None:  # the client would never get any
         raise NoCredentialsError
     return session.client("sts", region_name=region or session.region_name or "us-east-1", config=config)
 
@@ -105,43 +105,43 @@ def _assume(
 ) -> Mapping[str, Any]:
     from botocore.exceptions import BotoCoreError, ClientError
 
-    asked: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "RoleArn": registration.role_arn,
         "RoleSessionName": session_name,
         "Policy": policy,
         "DurationSeconds": SESSION_SECONDS,
     }
     if registration.external_id:
-        asked["ExternalId"] = registration.external_id
+        parameters["ExternalId"] = registration.external_id
     try:
-        given: Mapping[str, Any] = client.assume_role(**asked)["Credentials"]
+        credentials: Mapping[str, Any] = client.assume_role(**parameters)["Credentials"]
     except ClientError as error:
         code = str(error.response.get("Error", {}).get("Code", "refused"))
         raise StoreError(
-            f"store {registration.url}: role {registration.role_arn} cannot be taken ({code})",
-            "let the role trust the service's own identity, with the external id that is registered",
+            f"store {registration.url}: role {registration.role_arn} cannot be assumed ({code})",
+            "have the role trust the service's own identity, with the registered external id",
         ) from error
     except BotoCoreError as error:
         raise _no_answer(registration, error) from error
-    return given
+    return credentials
 
 
 def _no_answer(registration: StoreRegistration, error: Exception) -> StoreError:
     return StoreError(
-        f"store {registration.url}: role {registration.role_arn} cannot be taken ({type(error).__name__})",
-        "see that the service has AWS credentials of its own, and that it reaches STS",
+        f"store {registration.url}: role {registration.role_arn} cannot be assumed ({type(error).__name__})",
+        "check that the service has AWS credentials of its own, and that it can reach STS",
     )
 
 
 @dataclass(frozen=True)
 class ScopedCredentials:
-    """What a recorder reaches its attempt with.
+    """Credentials of a recorder for its attempt.
 
     Attributes:
-        access_key_id: of AWS.
-        secret_access_key: of AWS; in no log and no representation.
-        session_token: of AWS; as the secret.
-        expires_at: with a zone.
+        access_key_id: AWS access key id.
+        secret_access_key: AWS secret access key; never logged or represented.
+        session_token: AWS session token; never logged or represented.
+        expires_at: expiry, with a time zone.
     """
 
     access_key_id: str
@@ -151,38 +151,41 @@ class ScopedCredentials:
 
 
 def scoped_credentials(place: StorePlace, run: str, attempt: str) -> ScopedCredentials:
-    """Take the store's role for what one attempt writes.
+    """Assume the store's role, restricted to the objects of one attempt.
 
     Raises:
-        BadNameError: a name cannot be used.
+        BadNameError: a name is not valid.
         ConfigError: the store has no role, or the names are too long for a session policy.
         StoreError: the role is refused.
     """
     if not place.registration.role_arn:
         raise ConfigError(
-            f"project {place.project!r}: its store has no role that credentials could be taken of",
+            f"project {place.project!r}: its store has no role for credentials",
             "register the store with a role, or give the recorder credentials of its own",
         )
     policy = attempt_policy(place, run, attempt)
-    given = RoleCredentials(place.registration, policy, f"watchstep-{place.project}-{run}")()
+    credentials = RoleCredentials(place.registration, policy, f"watchstep-{place.project}-{run}")()
     return ScopedCredentials(
-        given["access_key_id"], given["secret_access_key"], given["token"], given["expires_at"]
+        credentials["access_key_id"],
+        credentials["secret_access_key"],
+        credentials["token"],
+        credentials["expires_at"],
     )
 
 
 MOST_CHARACTERS = 2048
-"""That AWS takes of a session policy."""
+"""Limit of AWS for a session policy."""
 
 _ADDED = "s????/"
-"""Segments (``stats/``), notes of checkpoints (``saved/``) and answers to stops (``stops/``) in one pattern, for a policy has no room for two: a ``?`` is one
-character, so that what follows can only be the attempt."""
+"""Segments (``stats/``), notes of checkpoints (``saved/``) and answers to stops (``stops/``) in one pattern, because a policy has no room
+for several. A ``?`` is one character, so the next part can only be the attempt."""
 
 _CREATES_ONLY = {"Null": {"s3:if-none-match": "false"}}
-"""The request says ``If-None-Match``, so that it replaces nothing."""
+"""Requires ``If-None-Match`` in the request, so that it replaces nothing."""
 
 
 def project_policy(place: StorePlace) -> str:
-    """What the service needs of a project: its objects, and no others.
+    """The permissions of the service on a project: on its objects only.
 
     Raises:
         ConfigError: its names are too long for a session policy, or its store is not on S3.
@@ -200,13 +203,13 @@ def project_policy(place: StorePlace) -> str:
 
 
 def attempt_policy(place: StorePlace, run: str, attempt: str) -> str:
-    """What a recorder needs of one attempt: it makes the run and the attempt, adds statistics, and writes snapshots and ends.
+    """The permissions of a recorder on one attempt: create the run and the attempt, add statistics, write snapshots and ends.
 
-    It reads and lists its own run, for its length's sake not only the attempt. What makes a run, an attempt or a segment
-    cannot be replaced by it, nor removed.
+    It may read and list its own run, not only the attempt, to keep the policy short. It cannot replace or delete documents of runs or
+    attempts, or segments.
 
     Raises:
-        BadNameError: a name cannot be used.
+        BadNameError: a name is not valid.
         ConfigError: the names are too long for a session policy, or the store is not on S3.
     """
     bucket = _arn(place)
@@ -214,13 +217,13 @@ def attempt_policy(place: StorePlace, run: str, attempt: str) -> str:
     within = f"{place.key}/{check_name('run', run)}"
     root = f"{bucket}/{within}"
     added, snapshots, ends = (f"{folder}{attempt}/*" for folder in (_ADDED, SNAPSHOTS, ENDS))
-    made = [f"{root}/{key}" for key in (RUN_DOCUMENT, attempt_document(attempt), added)]
+    created = [f"{root}/{key}" for key in (RUN_DOCUMENT, attempt_document(attempt), added)]
     changed = [f"{root}/{key}" for key in (snapshots, ends)]
     change = ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
     return _text(
         place,
         [
-            _allow("s3:PutObject", made, _CREATES_ONLY),
+            _allow("s3:PutObject", created, _CREATES_ONLY),
             _allow(change, changed),
             _allow("s3:GetObject", f"{root}/*"),
             _allow("s3:ListBucket", bucket, {"StringLike": {"s3:prefix": f"{within}/*"}}),
@@ -231,26 +234,26 @@ def attempt_policy(place: StorePlace, run: str, attempt: str) -> str:
 
 def _arn(place: StorePlace) -> str:
     bucket, _ = place.registration.bucket_and_key
-    named = place.registration.role_arn.split(":")
-    return f"arn:{named[1] if len(named) > 1 else 'aws'}:s3:::{bucket}"
+    arn = place.registration.role_arn.split(":")
+    return f"arn:{arn[1] if len(arn) > 1 else 'aws'}:s3:::{bucket}"
 
 
 def _allow(action: Any, resource: Any, condition: dict[str, Any] | None = None) -> dict[str, Any]:
-    held = {"Effect": "Allow", "Action": action, "Resource": resource}
-    return held if condition is None else {**held, "Condition": condition}
+    statement = {"Effect": "Allow", "Action": action, "Resource": resource}
+    return statement if condition is None else {**statement, "Condition": condition}
 
 
 _ENCRYPTION = _allow(
     ["kms:Decrypt", "kms:GenerateDataKey"], "*", {"StringLike": {"kms:ViaService": "s3.*.amazonaws.com*"}}
 )
-"""Of a bucket that is encrypted by a key of its own: what S3 does with it for the session, if the role may."""
+"""For a bucket with its own encryption key: what S3 does with the key for the session, if the role may."""
 
 
 def _text(place: StorePlace, statements: list[dict[str, Any]]) -> str:
     text = json.dumps({"Version": "2012-10-17", "Statement": statements}, separators=(",", ":"))
     if len(text) > MOST_CHARACTERS:
         raise ConfigError(
-            f"project {place.project!r}: a session policy of {len(text)} characters, {MOST_CHARACTERS} at the most",
+            f"project {place.project!r}: a session policy of {len(text)} characters; the limit is {MOST_CHARACTERS}",
             "use shorter names for the store's prefix, the project, the run or the attempt",
         )
     return text

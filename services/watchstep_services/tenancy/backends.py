@@ -1,6 +1,6 @@
-"""Backends that admins register, and the project that owns a job.
+"""Registered backends, and the project that owns a job.
 
-A job that one project has bound is never another's: otherwise one tenant could have another's job stopped.
+A job that one project has bound cannot be bound by another one, which could otherwise have it stopped.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
 def find_backend(session: Session, name: str) -> BackendRow:
-    """A registered backend.
+    """Find a registered backend.
 
     Raises:
-        NotFoundError: there is none of this name.
+        NotFoundError: it does not exist.
     """
     row = session.execute(select(BackendRow).filter_by(name=name)).scalar_one_or_none()
     if row is None:
-        raise NotFoundError(f"backend {name!r}: not registered", "see the backends for their names")
+        raise NotFoundError(f"backend {name!r}: not registered", "list the backends to see their names")
     return row
 
 
 def register_backend(session: Session, name: str, kind: str, settings: dict[str, Any]) -> BackendRow:
-    """Register a backend. No project may use it yet.
+    """Register a backend, which no project may use yet.
 
     Raises:
-        ConfigError: name, kind or settings cannot be used.
+        ConfigError: name, kind or settings are not valid.
         ConflictError: the name is taken.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"backend name {name!r} cannot be used", "use 1 to 32 of a-z, 0-9, '_' and '-'")
+        raise ConfigError(f"backend name {name!r}: not valid", "use 1 to 32 of a-z, 0-9, '_' and '-'")
     checked = _checked_settings(kind, settings)
     now = read_clock(session)
     values = {
         "name": name, "kind": kind, "settings": checked, "version": 1, "created_ns": now, "updated_ns": now,
     }  # fmt: skip
     if not insert_missing(session, BackendRow, values):
-        raise ConflictError(f"backend {name!r}: registered already", "change it, or choose another name")
+        raise ConflictError(f"backend {name!r}: already registered", "change it, or choose another name")
     return find_backend(session, name)
 
 
 def change_backend(session: Session, name: str, settings: dict[str, Any]) -> BackendRow:
-    """Give a backend other settings; its kind stays.
+    """Change the settings of a backend, but not its kind.
 
     Raises:
-        NotFoundError: there is none of this name.
-        ConfigError: the settings cannot be used.
+        NotFoundError: it does not exist.
+        ConfigError: the settings are not valid.
     """
     row = find_backend(session, name)
     checked = _checked_settings(row.kind, settings)
@@ -77,11 +77,11 @@ def change_backend(session: Session, name: str, settings: dict[str, Any]) -> Bac
 
 
 def remove_backend(session: Session, name: str) -> None:
-    """Forget a backend, and which projects may use it.
+    """Delete the registration of a backend, and the projects' permissions to use it.
 
     Raises:
-        NotFoundError: there is none of this name.
-        ConflictError: jobs that may still run are bound on it.
+        NotFoundError: it does not exist.
+        ConflictError: bound jobs on it may still run.
     """
     row = find_backend(session, name)
     running = session.execute(
@@ -89,7 +89,7 @@ def remove_backend(session: Session, name: str) -> None:
     ).first()
     if running is not None:
         raise ConflictError(
-            f"backend {name!r}: jobs on it may still run", "wait for them, or take it from its projects"
+            f"backend {name!r}: jobs on it may still run", "wait for them, or remove it from its projects"
         )
     session.execute(delete(ProjectBackend).filter_by(backend_id=row.id))
     session.delete(row)
@@ -104,7 +104,7 @@ def backends_of(session: Session, project: str) -> list[BackendRow]:
 
 
 def allow_backends(session: Session, project: str, names: list[str]) -> None:
-    """Say which backends a project may use, and no others. What is bound on others already can still be stopped.
+    """Set the backends that a project may use. Bound jobs on other backends can still be stopped.
 
     Raises:
         NotFoundError: one is not registered.
@@ -116,10 +116,10 @@ def allow_backends(session: Session, project: str, names: list[str]) -> None:
 
 
 def allowed_backend(session: Session, project: str, name: str) -> BackendRow:
-    """A backend that a project may use.
+    """Find a backend that a project may use.
 
     Raises:
-        ConfigError: it may not, or there is none of this name: which, is not told.
+        ConfigError: the project may not use it, or it does not exist; the message does not distinguish these.
     """
     allowed = {row.name: row for row in backends_of(session, project)}
     if name not in allowed:
@@ -131,7 +131,7 @@ def allowed_backend(session: Session, project: str, name: str) -> BackendRow:
 
 
 def allow_local(session: Session, project: str) -> None:
-    """Let a project's jobs be processes of this machine."""
+    """Allow processes of this machine as jobs of a project."""
     now = read_clock(session)
     values = {
         "name": local.NAME, "kind": local.NAME, "settings": {}, "version": 1, "created_ns": now, "updated_ns": now,
@@ -143,10 +143,10 @@ def allow_local(session: Session, project: str) -> None:
 
 
 def allow_owned(session: Session, project: str, file: Path, name: str) -> None:
-    """Let a project's jobs be on a backend that the owner's file holds; nothing where it holds none of this name.
+    """Allow a project to use a backend of the owner's file; does nothing if the file has none of this name.
 
     Raises:
-        ConfigError: the file, or what it says of the backend, cannot be used.
+        ConfigError: the file, or its entry for the backend, is not valid.
     """
     if (checked := backend_registry.read(file).get(name)) is None:
         return
@@ -164,7 +164,8 @@ def allow_owned(session: Session, project: str, file: Path, name: str) -> None:
 def _checked_settings(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     if kind not in IN_SERVICE:
         raise ConfigError(
-            f"backend kind {kind!r} is not known to a service", f"use one of: {', '.join(sorted(IN_SERVICE))}"
+            f"backend kind {kind!r}: not supported by a service",
+            f"use one of: {', '.join(sorted(IN_SERVICE))}",
         )
     checked = checked_settings(kind, settings)
     check_endpoint(str(checked.get("address", "")))  # of a Ray cluster
@@ -179,9 +180,9 @@ class BoundJob:
     """The job that is bound to an attempt.
 
     Attributes:
-        row: in the database.
-        kind: of its backend, whatever that is registered as; the backend's name where it is registered no more.
-        settings: of its backend; none where it is registered no more.
+        row: its row in the database.
+        kind: kind of its backend; the backend's name if it is no longer registered.
+        settings: settings of its backend; empty if it is no longer registered.
     """
 
     row: BoundJobRow
@@ -223,32 +224,32 @@ def _bound(session: Session, run_id: int, attempt: str) -> BoundJob | None:
     )
 
 
-def hold(session: Session, project: str, kind: str, job: JobHandle) -> None:
-    """Note that a job is a project's. Several attempts of a project may share one, as restarts under a launcher do.
+def claim_job(session: Session, project: str, kind: str, job: JobHandle) -> None:
+    """Record a project as the owner of a job. Several attempts of a project may share one, as restarts under a launcher do.
 
     Raises:
-        ConflictError: it is another project's; which, is not told.
+        ConflictError: another project owns it; the message does not name it.
     """
     digest = digest_of(kind, job)
     if insert_missing(session, JobOwner, {"job": digest, "project": project}):
         return
-    holder = session.execute(select(JobOwner.project).filter_by(job=digest)).scalar_one()
-    if holder != project:
+    owner = session.execute(select(JobOwner.project).filter_by(job=digest)).scalar_one()
+    if owner != project:
         raise ConflictError(
             f"job {job.backend}:{job.id} is bound in another project",
-            "bind the job that is this project's own",
+            "bind a job of this project",
         )
 
 
 def digest_of(kind: str, job: JobHandle) -> str:
-    """What a job is, whatever its backend is registered as.
+    """A hash of a job's identity, independent of its backend's name.
 
-    A process is known without what people call its host; a job of Slurm's without what a requeue changes.
+    A process is identified without its host's name, a Slurm job without what a requeue changes.
     """
     if kind == local.NAME:
-        what: Any = [kind, *(job.identity.get(name) for name in ("boot", "pid", "start_ticks"))]
+        identity: Any = [kind, *(job.identity.get(name) for name in ("boot", "pid", "start_ticks"))]
     elif kind == slurm.NAME:
-        what = [kind, job.id, *(job.identity.get(name) for name in ("cluster", "name"))]
+        identity = [kind, job.id, *(job.identity.get(name) for name in ("cluster", "name"))]
     else:
-        what = [kind, job.id, dict(job.identity)]
-    return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        identity = [kind, job.id, dict(job.identity)]
+    return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

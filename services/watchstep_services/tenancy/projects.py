@@ -1,4 +1,4 @@
-"""Projects, the stores that admins register for them, and locations on these."""
+"""Projects, registered stores, and the locations of projects on them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from watchstep_services.stores.opening import check_endpoint
 
 
 def find_project(session: Session, name: str) -> Project:
-    """A project.
+    """Find a project.
 
     Raises:
-        BadNameError: the name cannot be one.
-        NotFoundError: there is none of this name.
+        BadNameError: the name is not valid.
+        NotFoundError: it does not exist.
     """
     row = session.get(Project, check_name("project", name))
     if row is None:
-        raise NotFoundError(f"project {name!r}: not known", "an admin makes it first")
+        raise NotFoundError(f"project {name!r}: not found", "an admin creates it first")
     return row
 
 
 def open_project(session: Session, name: str) -> Project:
-    """A project that takes runs.
+    """Find a project that accepts runs.
 
     Raises:
-        BadNameError: the name cannot be one.
-        NotFoundError: there is none of this name.
+        BadNameError: the name is not valid.
+        NotFoundError: it does not exist.
         ConflictError: it is archived.
     """
     row = find_project(session, name)
@@ -49,18 +49,18 @@ def open_project(session: Session, name: str) -> Project:
 
 
 def archived(name: str) -> ConflictError:
-    """What to say of a project that takes nothing more."""
-    return ConflictError(f"project {name!r}: archived", "use another project, or have an admin take it back")
+    """The error for a project that accepts no more runs."""
+    return ConflictError(f"project {name!r}: archived", "use another project, or have an admin restore it")
 
 
-def make_project(
+def create_project(
     session: Session, name: str, store: StoreRow, prefix: str = "", description: str = ""
 ) -> bool:
-    """Make a project on a store; False where it is there already, as it is.
+    """Create a project on a store; return False if it exists, which leaves it unchanged.
 
     Raises:
-        BadNameError: the name or the prefix cannot be used.
-        ConflictError: its objects would lie within another project's, or the other's within its own.
+        BadNameError: the name or the prefix is not valid.
+        ConflictError: its location is inside another project's, or the other's inside its own.
     """
     check_name("project", name)
     _one_at_a_time(session)
@@ -68,18 +68,18 @@ def make_project(
     values = {"name": name, "listed_ns": 0, "description": description, "created_ns": now}
     if not insert_missing(session, Project, values):
         return False
-    held = {"project": name, "store_id": store.id, "prefix": checked_prefix(prefix)}
-    insert_missing(session, ProjectStore, held)
+    values = {"project": name, "store_id": store.id, "prefix": checked_prefix(prefix)}
+    insert_missing(session, ProjectStore, values)
     check_apart(session, find_project(session, name).place)
     return True
 
 
 def move_project(session: Session, project: Project, store: StoreRow, prefix: str) -> None:
-    """Give a project another store or prefix; its objects are not moved.
+    """Change a project's store or prefix; its objects are not moved.
 
     Raises:
-        BadNameError: the prefix cannot be used.
-        ConflictError: as of `make_project`.
+        BadNameError: the prefix is not valid.
+        ConflictError: as raised by `create_project`.
     """
     _one_at_a_time(session)
     project.placed.store_id, project.placed.prefix = store.id, checked_prefix(prefix)
@@ -90,63 +90,63 @@ def move_project(session: Session, project: Project, store: StoreRow, prefix: st
 
 
 def check_apart(session: Session, place: StorePlace) -> None:
-    """Refuse a place that is within another project's, or has one within itself: runs of one would be runs of the other.
+    """Refuse a location that overlaps another project's, because runs of one would be runs of the other.
 
     Raises:
-        ConflictError: with the other's name.
+        ConflictError: it overlaps; the message names the other project.
     """
     mine = location_of(place)
     others = select(Project).where(Project.name != place.project)
     for other in session.execute(others).unique().scalars():
         if overlap(mine, location_of(other.place)):
             raise ConflictError(
-                f"project {place.project!r} at {place.location}/{place.project}: its objects would lie among those of "
+                f"project {place.project!r} at {place.location}/{place.project}: its location overlaps that of "
                 f"project {other.name!r} at {other.place.location}/{other.name}",
                 "give it another prefix, or another store",
             )
 
 
 def _one_at_a_time(session: Session) -> None:
-    """Two that are made at once must see each other; on SQLite one transaction writes at a time anyway."""
+    """Serialize creations, so that concurrent ones see each other; SQLite does so anyway."""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(text("LOCK TABLE project_stores IN SHARE ROW EXCLUSIVE MODE"))
 
 
 OWN = "default"
-"""How the service's own store is called, unless the name is taken."""
+"""Name of the service's own store, unless it is taken."""
 
 
 def find_store(session: Session, name: str) -> StoreRow:
-    """A registered store.
+    """Find a registered store.
 
     Raises:
-        NotFoundError: there is none of this name.
+        NotFoundError: it does not exist.
     """
     row = session.execute(select(StoreRow).filter_by(name=name)).scalar_one_or_none()
     if row is None:
-        raise NotFoundError(f"store {name!r}: not registered", "see the stores for their names")
+        raise NotFoundError(f"store {name!r}: not registered", "list the stores to see their names")
     return row
 
 
 def register_store(session: Session, name: str, registration: StoreRegistration) -> StoreRow:
-    """Register a store; its parts were checked by `locations.checked`.
+    """Register a store that was checked by `checked`.
 
     Raises:
-        BadNameError: the name cannot be used.
+        BadNameError: the name is not valid.
         ConflictError: the name is taken.
     """
     check_name("store", name)
     if not _insert(session, name, registration):
-        raise ConflictError(f"store {name!r}: registered already", "change it, or choose another name")
+        raise ConflictError(f"store {name!r}: already registered", "change it, or choose another name")
     return find_store(session, name)
 
 
 def change_store(session: Session, name: str, registration: StoreRegistration) -> StoreRow:
-    """Change how a store is reached, for all processes from now on.
+    """Change the registration of a store, for all processes from now on.
 
     Raises:
-        NotFoundError: there is none of this name.
-        ConflictError: projects on it would lie within others.
+        NotFoundError: it does not exist.
+        ConflictError: locations of projects on it would overlap others.
     """
     row = find_store(session, name)
     if row.registration == registration:
@@ -163,10 +163,10 @@ def change_store(session: Session, name: str, registration: StoreRegistration) -
 
 
 def remove_store(session: Session, name: str) -> None:
-    """Forget a store. Nothing on it is touched.
+    """Delete the registration of a store. Its objects are not changed.
 
     Raises:
-        NotFoundError: there is none of this name.
+        NotFoundError: it does not exist.
         ConflictError: projects use it.
     """
     row = find_store(session, name)
@@ -174,12 +174,12 @@ def remove_store(session: Session, name: str) -> None:
         select(func.count()).select_from(ProjectStore).filter_by(store_id=row.id)
     ).scalar_one()
     if users:
-        raise ConflictError(f"store {name!r}: {users} projects use it", "give them another store first")
+        raise ConflictError(f"store {name!r}: in use by {users} projects", "move them to another store first")
     session.delete(row)
 
 
 def own_store(session: Session, url: str) -> StoreRow:
-    """The service's own store, registered where it is not: its owner names it, no token does."""
+    """The service's own store, registered if absent. Its owner names it, and no token can."""
     row = _by_url(session, url)
     if row is None:
         insert = StoreRegistration(url)
@@ -214,21 +214,21 @@ _ENDPOINT = re.compile(
     r"https?://[A-Za-z0-9][A-Za-z0-9.-]{0,252}(:[0-9]{1,5})?/?|https?://\[[0-9a-fA-F:]{2,45}\](:[0-9]{1,5})?/?"
 )
 _MOST_URL = 1024
-_MEND = "use s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, of letters, digits and . _ = @ + , -"
+_HINT = "use s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, of letters, digits and . _ = @ + , -"
 
 Location = tuple[str, str, tuple[str, ...]]
-"""Kind of store, bucket, and the parts of a prefix."""
+"""Kind of store, bucket, and the parts of the prefix."""
 
 
 def checked(registration: StoreRegistration, local_stores: Path | None) -> StoreRegistration:
-    """A registration that can be kept, with its URL in one spelling.
+    """Check a registration; return it with a normalized URL.
 
     Args:
-        registration: as an admin gives it.
+        registration: the registration.
         local_stores: the folder below which folders may be registered; None for no folders.
 
     Raises:
-        ConfigError: a part of it cannot be used.
+        ConfigError: a part of it is not valid.
     """
     scheme = checked_scheme(registration.url)
     if scheme in {"", "file"}:
@@ -241,20 +241,20 @@ def checked(registration: StoreRegistration, local_stores: Path | None) -> Store
 
 
 def checked_prefix(prefix: str) -> str:
-    """A project's prefix below its store, without slashes at its ends; empty for none.
+    """Check a project's prefix below its store; return it without slashes at its ends, empty for none.
 
     Raises:
-        BadNameError: a part of it cannot be one of a key.
+        BadNameError: a part of it is not valid in a key.
         ConfigError: it is too long.
     """
     parts = prefix.strip("/").split("/") if prefix.strip("/") else []
     if len(prefix) > _MOST_URL // 2:
-        raise ConfigError(f"prefix of {len(prefix)} characters", f"use {_MOST_URL // 2} at the most")
+        raise ConfigError(f"prefix of {len(prefix)} characters: too long", f"use at most {_MOST_URL // 2}")
     return "/".join(check_name("prefix", part) for part in parts)
 
 
 def location_of(place: StorePlace) -> Location:
-    """Where the objects of a project lie, so that two can be compared."""
+    """The location of a project's objects, in a form that can be compared."""
     below = (*place.prefix.split("/"), place.project) if place.prefix else (place.project,)
     if place.is_local:
         url = place.registration.url
@@ -266,41 +266,41 @@ def location_of(place: StorePlace) -> Location:
     return kind, parts.netloc, (*inner, *below)
 
 
-def overlap(one: Location, other: Location) -> bool:
-    """Whether one project's objects lie among the other's.
+def overlap(first: Location, second: Location) -> bool:
+    """Whether one location contains the other.
 
-    Two services that speak S3 may each have a bucket of one name; they are held for the same, to be safe.
+    Buckets of the same name at two services that speak S3 count as the same, to be safe.
     """
-    shared = min(len(one[2]), len(other[2]))
-    return one[:2] == other[:2] and one[2][:shared] == other[2][:shared]
+    shared = min(len(first[2]), len(second[2]))
+    return first[:2] == second[:2] and first[2][:shared] == second[2][:shared]
 
 
 def _checked_bucket(url: str, scheme: str) -> str:
     parts = urlsplit(url)
     if len(url) > _MOST_URL or parts.query or parts.fragment or any(mark in url for mark in "?#%\\"):
-        raise ConfigError(f"store {url[:200]!r}: not a plain URL", _MEND)
+        raise ConfigError(f"store {url[:200]!r}: not a plain URL", _HINT)
     named = _ACCOUNT if "@" in parts.netloc and scheme.startswith("abfs") else _BUCKET
     if not named.fullmatch(parts.netloc) or ".." in parts.netloc:
-        raise ConfigError(f"store {url!r}: no bucket named {parts.netloc!r} can be", _MEND)
+        raise ConfigError(f"store {url!r}: {parts.netloc!r} is not a valid bucket name", _HINT)
     inner = parts.path.strip("/")
     for part in inner.split("/") if inner else ():
         if not _PART.fullmatch(part):
-            raise ConfigError(f"store {url!r}: {part!r} cannot be part of its prefix", _MEND)
+            raise ConfigError(f"store {url!r}: {part!r} is not valid in a prefix", _HINT)
     return f"{scheme}://{parts.netloc}/{inner}".rstrip("/")
 
 
 def _checked_folder(url: str, local_stores: Path | None) -> str:
     if local_stores is None:
         raise ConfigError(
-            f"store {url!r}: a folder of the service's machine",
+            f"store {url!r}: folders of the service's machine are not allowed",
             "use a bucket; or name a folder below which stores may be registered, in WATCHSTEP_LOCAL_STORES",
         )
     parts = urlsplit(url)
     if parts.netloc or "%" in url or "\0" in url:
-        raise ConfigError(f"store {url!r}: no plain path", "give an absolute path")
+        raise ConfigError(f"store {url!r}: not a plain path", "give an absolute path")
     path = Path(parts.path if parts.scheme else url)
     if not path.is_absolute():
-        raise ConfigError(f"store {url!r}: no absolute path", "give an absolute path")
+        raise ConfigError(f"store {url!r}: not an absolute path", "give an absolute path")
     allowed, whole = local_stores.expanduser().resolve(), path.resolve()
     if not whole.is_relative_to(allowed):
         raise ConfigError(f"store {url!r}: not below {allowed}", "use a folder below it")
@@ -308,23 +308,21 @@ def _checked_folder(url: str, local_stores: Path | None) -> str:
 
 
 def _check_access(registration: StoreRegistration) -> None:
-    """Roles, regions and endpoints are S3's, and none of them can be read as anything else."""
-    given = {
+    """Check role, external id, region and endpoint, which are for S3, and against injection into other fields."""
+    fields = {
         "role": (registration.role_arn, _ROLE, "an ARN such as arn:aws:iam::123456789012:role/watchstep"),
         "external id": (registration.external_id, _EXTERNAL_ID, "2 to 1224 letters, digits and + = , . @ : / _ -"),
         "region": (registration.region, _REGION, "a region such as eu-central-1"),
         "endpoint": (registration.endpoint, _ENDPOINT, "a URL such as https://minio.example.com:9000"),
     }  # fmt: skip
-    for name, (value, pattern, example) in given.items():
+    for name, (value, pattern, example) in fields.items():
         if value and not registration.is_s3:
-            raise ConfigError(
-                f"store {registration.url!r}: has no {name}", f"leave the {name} out: it is for S3"
-            )
+            raise ConfigError(f"store {registration.url!r}: has no {name}", f"omit the {name}: it is for S3")
         if value and not pattern.fullmatch(value):
-            raise ConfigError(f"{name} {value[:200]!r}: cannot be used", f"give {example}")
+            raise ConfigError(f"{name} {value[:200]!r}: not valid", f"give {example}")
     if registration.external_id and not registration.role_arn:
-        raise ConfigError("external id: given without a role", "give the role's ARN, or leave it out")
+        raise ConfigError("external id: given without a role", "give the role's ARN, or omit the external id")
 
 
 class ConflictError(ConfigError):
-    """Something else is in the way: a name that is taken, a thing that is in use, a project that is archived."""
+    """Another object prevents the change: a name is taken, an object is in use, or a project is archived."""

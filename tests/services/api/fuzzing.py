@@ -1,4 +1,4 @@
-"""Requests made from the OpenAPI document, at random: what any of them is answered must be what the document says."""
+"""Random requests from the OpenAPI document; all responses must conform to the document."""
 
 from __future__ import annotations
 

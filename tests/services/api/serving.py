@@ -1,4 +1,4 @@
-"""The API behind a socket, for what needs a connection that lasts."""
+"""The API behind a socket, for tests that need a lasting connection."""
 
 from __future__ import annotations
 

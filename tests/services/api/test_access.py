@@ -1,4 +1,4 @@
-"""Who may do what. All of it follows from the OpenAPI document, so that a new route is held to it as it comes."""
+"""Access control. All cases follow from the OpenAPI document, so that new routes are covered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.services.api.conftest import Api
 from tests.services.api.walking import Operation, ask, operations
 from watchstep_services.api import app as app_module
 from watchstep_services.api.app import create_app
-from watchstep_services.api.middleware.policies import PERMISSION, REACH, describe
+from watchstep_services.api.middleware.policies import PERMISSION, SCOPE, describe
+from watchstep_services.api.openapi.document import ASSETS
 from watchstep_services.auth.tokens import PERMISSIONS, Role
 
 RUNS = "/v1/projects/vision/runs"
@@ -33,10 +34,10 @@ def test_every_operation_has_a_policy(api: Api) -> None:
             assert operation.permission in known, (
                 f"{operation.method} {operation.path}: mark it with @permits(…)"
             )
-            assert operation.said["security"], operation.path
+            assert operation.definition["security"], operation.path
         assert ("/projects/{" in operation.path) == ("/projects/{project}" in operation.path)
         if operation.permission not in {"none", "read"} and "{project}" not in operation.path:
-            assert operation.said[REACH] == "all projects", operation.path
+            assert operation.definition[SCOPE] == "all projects", operation.path
 
 
 def may(operation: Operation, role: Role, project: str | None) -> bool:
@@ -44,10 +45,10 @@ def may(operation: Operation, role: Role, project: str | None) -> bool:
         return False
     if "{project}" in operation.path:
         return project in {None, PROJECT}
-    return project is None or operation.said.get(REACH) != "all projects"
+    return project is None or operation.definition.get(SCOPE) != "all projects"
 
 
-def test_every_route_for_every_role_and_reach(api: Api) -> None:
+def test_every_route_for_every_role_and_scope(api: Api) -> None:
     tokens = {
         (role, project): api.token(role, project)
         for role, project in itertools.product(ROLES, (None, PROJECT, "language"))
@@ -62,13 +63,14 @@ def test_every_route_for_every_role_and_reach(api: Api) -> None:
             assert allowed == may(operation, role, project), (operation.method, place, role, project, answer)
 
 
-def test_nobody_gets_in_without_a_token(api: Api) -> None:
+def test_a_request_without_a_token_is_refused(api: Api) -> None:
     asked = [(o.method, o.at({"project": PROJECT}), o.permission) for o in walked(api)]
     asked += [
         ("GET", "/v1/nothing", "read"),
         ("DELETE", RUNS, "read"),
         ("GET", "/", "read"),
         ("GET", "/docs", "none"),
+        *(("GET", path, "none") for path in ASSETS),
     ]
     app = create_app(api.driven.with_settings(failures_per_minute=0).service)
     for method, place, permission in asked:
@@ -78,7 +80,7 @@ def test_nobody_gets_in_without_a_token(api: Api) -> None:
             assert permission == "none" or answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_what_is_asked_is_not_read_for_somebody_who_may_not_ask(api: Api) -> None:
+def test_a_body_is_not_read_without_permission(api: Api) -> None:
     """Where it were, a broken body would be told before the token."""
     broken = api.client.request("POST", RUNS, content="{", headers={"content-type": "application/json"})
     assert broken.status_code == 401
@@ -87,7 +89,9 @@ def test_what_is_asked_is_not_read_for_somebody_who_may_not_ask(api: Api) -> Non
     assert api.client.request("POST", RUNS, content="{", headers=headers).status_code == 403
 
 
-def test_a_route_without_a_policy_is_refused_to_everybody(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_route_without_a_policy_is_refused_for_every_token(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     router = APIRouter(prefix="/v1/projects/{project}/forgotten")
 
     @router.get("")
@@ -99,10 +103,10 @@ def test_a_route_without_a_policy_is_refused_to_everybody(api: Api, monkeypatch:
     assert PERMISSION not in app.openapi()["paths"]["/v1/projects/{project}/forgotten"]["get"]
     for role in ROLES:
         answer = ask(app, "GET", "/v1/projects/vision/forgotten", api.token(role))
-        assert (answer.status, "no policy" in answer.text) == (403, True)
+        assert (answer.status, "no access policy" in answer.text) == (403, True)
 
 
-def test_a_router_within_a_router_is_told_at_the_start() -> None:
+def test_a_nested_router_is_an_error_at_the_start() -> None:
     router = APIRouter()
     router.mount("/files", APIRouter())
     with pytest.raises(TypeError, match="only plain routes"):
@@ -110,14 +114,14 @@ def test_a_router_within_a_router_is_told_at_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "project", "said"),
+    ("role", "project", "message"),
     [
         ("viewer", None, "a token of role viewer may not record"),
         ("operator", "language", "belongs to project 'language', not 'vision'"),
     ],
 )
-def test_a_refusal_says_why(api: Api, role: Role, project: str | None, said: str) -> None:
+def test_a_refusal_states_its_reason(api: Api, role: Role, project: str | None, message: str) -> None:
     answer = api.call("POST", RUNS, {"run": "run-1"}, role=role, project=project)
     assert answer.status_code == 403
-    assert said in answer.json()["detail"]
+    assert message in answer.json()["detail"]
     assert answer.json()["hint"]

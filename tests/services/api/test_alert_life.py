@@ -38,7 +38,7 @@ def fingerprint(api: Api, name: str = "mine") -> str:
     return str(found)
 
 
-def test_a_silence_is_previewed_begun_listed_and_ended(api: Api, folder_store: Store) -> None:
+def test_a_silence_is_previewed_created_listed_and_expired(api: Api, folder_store: Store) -> None:
     fired(api, folder_store)
     body = {"matchers": ["team=vision", "run=~run-.*"]}
     (held,) = api.call("POST", f"{PROJECT}/silences/preview", body).json()["alerts"]
@@ -46,7 +46,7 @@ def test_a_silence_is_previewed_begun_listed_and_ended(api: Api, folder_store: S
     asked = {**body, "reason": "a sweep", "duration_seconds": 3600}
     assert api.call("POST", f"{PROJECT}/silences", asked, role="viewer").status_code == 403
     made = api.call("POST", f"{PROJECT}/silences", asked).json()
-    assert (made["state"], made["holds_stop"], "operator" in made["author"]) == ("active", False, True)
+    assert (made["state"], made["suppresses_stop"], "operator" in made["author"]) == ("active", False, True)
     assert made["ends_ns"] - made["starts_ns"] == 3600 * 10**9
     assert [one["id"] for one in api.call("GET", f"{PROJECT}/silences?state=active").json()["silences"]] == [
         1
@@ -55,7 +55,7 @@ def test_a_silence_is_previewed_begun_listed_and_ended(api: Api, folder_store: S
     assert api.call("DELETE", "/v1/projects/other/silences/1").status_code == 404
     standing = f"{RUN}/alerts/{fingerprint(api)}"
     covering = api.call("GET", standing).json()["silence"]
-    assert (covering["id"], covering["reason"], covering["holds_stop"]) == (1, "a sweep", False)
+    assert (covering["id"], covering["reason"], covering["suppresses_stop"]) == (1, "a sweep", False)
     ended = api.call("DELETE", f"{PROJECT}/silences/1").json()
     assert api.call("GET", standing).json()["silence"] is None
     assert (ended["state"], bool(ended["expired_by"])) == ("expired", True)
@@ -77,14 +77,14 @@ def test_a_silence_is_previewed_begun_listed_and_ended(api: Api, folder_store: S
         ({"starts": "yesterday"}, "yesterday"),
     ],
 )
-def test_a_silence_that_cannot_be_is_refused(api: Api, change: dict[str, Any], said: str) -> None:
+def test_an_invalid_silence_is_refused(api: Api, change: dict[str, Any], said: str) -> None:
     api.driven.register()
     body = {"matchers": ["run=run-1"], "reason": "why", "duration_seconds": 60, **change}
     answer = api.call("POST", f"{PROJECT}/silences", body)
     assert (answer.status_code, said in answer.json()["detail"]) == (422, True), answer.text
 
 
-def test_an_alert_is_acknowledged_and_that_is_taken_back(api: Api, folder_store: Store) -> None:
+def test_an_alert_is_acknowledged_and_the_acknowledgement_withdrawn(api: Api, folder_store: Store) -> None:
     run_id = fired(api, folder_store)
     place = f"{RUN}/alerts/{fingerprint(api)}"
     assert api.call("GET", place).json()["acknowledgement"] is None
@@ -97,10 +97,12 @@ def test_an_alert_is_acknowledged_and_that_is_taken_back(api: Api, folder_store:
     assert api.call("GET", f"{RUN}/alerts/none").status_code == 422
 
 
-def test_a_rule_stops_once_an_operator_allows_it_and_no_longer(api: Api, folder_store: Store) -> None:
+def test_a_rule_stops_while_an_operator_allows_it(api: Api, folder_store: Store) -> None:
     run_id = fired(api, folder_store)
     (would_have,) = [
-        event["data"] for event in api.driven.events(run_id) if event["type"] == "watchstep.stop.would_have"
+        event["data"]
+        for event in api.driven.events(run_id)
+        if event["type"] == "io.watchstep.stop.would_have"
     ]
     assert would_have["because"] == "not_allowed"
     assert "watchstep rules allow-stop mine --project vision" in would_have["hint"]
@@ -140,22 +142,20 @@ def test_a_rule_stops_once_an_operator_allows_it_and_no_longer(api: Api, folder_
     )
 
 
-def test_rules_that_judge_differently_are_told_apart_by_run_or_digest(api: Api) -> None:
+def test_rules_with_different_parameters_are_distinguished_by_run_or_digest(api: Api) -> None:
     for run, share in (("run-1", 1), ("run-2", 2)):
         rules = [{**MINE, "params": {"max_elements": share}}]
         api.call("POST", f"{PROJECT}/runs", {"run": run, "rules": rules})
     body = {"rule": "mine", "reason": "tried"}
     several = api.call("POST", f"{PROJECT}/stop-grants", body)
-    assert (several.status_code, "2 different ones" in several.json()["detail"]) == (422, True)
+    assert (several.status_code, "2 different configs" in several.json()["detail"]) == (422, True)
     one = api.call("POST", f"{PROJECT}/stop-grants", {**body, "run": "run-2"}).json()
     assert one["judges"]["params"]["max_elements"] == 2
     again = api.call("POST", f"{PROJECT}/stop-grants", {**body, "digest": one["digest"][:12]}).json()
     assert again["id"] == one["id"]
 
 
-def test_an_operator_may_allow_with_the_registration_and_a_recorder_may_not(
-    api: Api, folder_store: Store
-) -> None:
+def test_an_operator_but_no_recorder_may_allow_stops_at_registration(api: Api, folder_store: Store) -> None:
     refused = api.call(
         "POST",
         f"{PROJECT}/runs",
@@ -169,11 +169,11 @@ def test_an_operator_may_allow_with_the_registration_and_a_recorder_may_not(
         for line in api.call("GET", f"{PROJECT}/audit").json()["entries"]
         if line["kind"] in ("requested", "repeated")
     }
-    assert told == {"rule mine": "my own launch", "rule non_finite_values": "it says 'stop'"}
+    assert told == {"rule mine": "my own launch", "rule non_finite_values": "it contains 'stop'"}
     assert len(api.driven.actions(run_id)) == 1
 
 
-def test_the_audit_log_tells_a_stop_from_the_word_to_the_end(api: Api, folder_store: Store) -> None:
+def test_the_audit_log_contains_a_stop_from_the_grant_to_the_end(api: Api, folder_store: Store) -> None:
     run_id = fired(api, folder_store)
     (action,) = api.driven.actions(run_id)
     # The next attempt has begun, and nothing of this one was found since: nothing is there to stop any more.
@@ -196,7 +196,7 @@ def test_the_audit_log_tells_a_stop_from_the_word_to_the_end(api: Api, folder_st
     assert api.call("GET", "/v1/projects/other/audit").json()["entries"] == []
 
 
-def test_lines_of_the_audit_log_can_neither_be_changed_nor_deleted(driven: Driven) -> None:
+def test_entries_of_the_audit_log_cannot_be_changed_or_deleted(driven: Driven) -> None:
     from sqlalchemy import text
     from sqlalchemy.exc import DatabaseError
 

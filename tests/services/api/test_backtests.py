@@ -41,7 +41,7 @@ def asked(api: Api, **body: Any) -> dict[str, Any]:
     return held
 
 
-def test_runs_are_judged_one_by_one_and_nothing_is_stopped(recorded: Api) -> None:
+def test_runs_are_evaluated_one_by_one_and_nothing_is_stopped(recorded: Api) -> None:
     held = asked(
         recorded, runs=["a*", "b"], rules=[NAN, {"rule": "exploding_gradient"}], sweep=["growth=1e8"]
     )
@@ -67,7 +67,7 @@ def test_runs_are_judged_one_by_one_and_nothing_is_stopped(recorded: Api) -> Non
     assert recorded.driven.actions(1) == []
 
 
-def test_the_default_rules_judge_where_none_are_named(recorded: Api) -> None:
+def test_the_default_rules_apply_if_none_are_specified(recorded: Api) -> None:
     held = asked(recorded, runs=["b"])
     judge_next(recorded.driven.service, held["id"])
     (run,) = recorded.call("GET", f"{PLACE}/{held['id']}").json()["report"]["runs"]
@@ -75,7 +75,7 @@ def test_the_default_rules_judge_where_none_are_named(recorded: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ({"runs": ["c"]}, 404, "vision/c"),
         ({"runs": ["../b"]}, 404, "vision/../b"),
@@ -85,14 +85,15 @@ def test_the_default_rules_judge_where_none_are_named(recorded: Api) -> None:
         ({"runs": ["b"], "store": "s3://other"}, 422, "store"),
     ],
 )
-def test_what_cannot_be_judged_is_refused(recorded: Api, body: Any, status: int, said: str) -> None:
+def test_an_invalid_backtest_is_refused(recorded: Api, body: Any, status: int, message: str) -> None:
     answer = recorded.call("POST", PLACE, body)
-    assert (answer.status_code, said in answer.text) == (status, True), answer.text
+    assert (answer.status_code, message in answer.text) == (status, True), answer.text
 
 
 def test_a_backtest_belongs_to_its_project(recorded: Api) -> None:
     held = asked(recorded, runs=["b"])
     assert recorded.call("GET", f"/v1/projects/other/backtests/{held['id']}").status_code == 404
+    assert recorded.call("GET", f"/v1/projects/vision/backtests/{2**63}").status_code == 422
     assert recorded.call("GET", f"{PLACE}/{held['id']}", project="other").status_code == 403
 
 
@@ -120,7 +121,7 @@ def test_a_backtest_leaves_no_webhook_address_in_the_database(folder_store: Stor
         assert b"SECRET" not in path.read_bytes(), path
 
 
-def test_a_run_that_is_gone_is_told_and_the_others_are_judged(recorded: Api, folder_store: Store) -> None:
+def test_a_missing_run_is_reported_and_the_others_are_evaluated(recorded: Api, folder_store: Store) -> None:
     folder_store.delete(f"{PROJECT}/a1/run.json")
     held = asked(recorded, runs=["a1", "b"])
     while judge_next(recorded.driven.service, held["id"]):
@@ -132,7 +133,7 @@ def test_a_run_that_is_gone_is_told_and_the_others_are_judged(recorded: Api, fol
     assert [run["run"] for run in done["runs"]] == ["b"]
 
 
-def test_a_worker_that_dies_costs_its_lease_and_a_run_that_kills_them_is_left_out(
+def test_a_dead_worker_costs_its_lease_and_a_run_that_kills_workers_is_skipped(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = asked(recorded, runs=["b"], rules=[NAN])
@@ -159,9 +160,7 @@ def test_a_worker_that_dies_costs_its_lease_and_a_run_that_kills_them_is_left_ou
     assert "3 workers died" in failed["what"]
 
 
-def test_what_a_worker_found_after_another_took_over_is_discarded(
-    recorded: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_after_a_takeover_are_discarded(recorded: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     held = asked(recorded, runs=["b"], rules=[NAN])
     service = recorded.driven.service
 
@@ -179,7 +178,7 @@ def test_what_a_worker_found_after_another_took_over_is_discarded(
     assert "what" not in row.result
 
 
-def test_results_read_back(folder_store: Store) -> None:
+def test_results_survive_a_round_trip(folder_store: Store) -> None:
     Recording(folder_store).begin().write_all([9, 19, 29], nan_from(12))
     configs = (
         RuleConfig(rule="non_finite_values", inhibits=("exploding_gradient",)),

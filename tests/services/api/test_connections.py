@@ -46,7 +46,7 @@ def connected(address: tuple[str, int]) -> Iterator[socket.socket]:
         yield made
 
 
-def said(connection: socket.socket) -> bytes:
+def received(connection: socket.socket) -> bytes:
     """All until the server closes the connection."""
     held = b""
     try:
@@ -76,12 +76,10 @@ def test_a_head_that_is_not_complete_in_time_is_refused(
 ) -> None:
     with served(driven_sqlite, protocol, header_seconds=0.3) as (address, _), connected(address) as half:
         half.sendall(sent)
-        assert said(half).startswith(b"HTTP/1.1 408 ")
+        assert received(half).startswith(b"HTTP/1.1 408 ")
 
 
-def test_bytes_that_drip_lengthen_no_deadline(
-    driven_sqlite: Driven, protocol: type[asyncio.Protocol]
-) -> None:
+def test_slow_bytes_do_not_extend_a_deadline(driven_sqlite: Driven, protocol: type[asyncio.Protocol]) -> None:
     with served(driven_sqlite, protocol, header_seconds=0.3) as (address, _), connected(address) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nX: ")
         slow.settimeout(0.02)
@@ -102,7 +100,7 @@ def test_a_body_that_is_not_complete_in_time_is_refused(
     limits = {"header_seconds": WAIT, "body_seconds": 0.3}
     with served(driven_sqlite, protocol, **limits) as (address, token), connected(address) as half:
         half.sendall(head(token, len(BODY)) + part)
-        assert said(half).startswith(b"HTTP/1.1 408 ")
+        assert received(half).startswith(b"HTTP/1.1 408 ")
 
 
 def test_the_second_request_of_a_connection_has_a_deadline_of_its_own(
@@ -113,7 +111,7 @@ def test_the_second_request_of_a_connection_has_a_deadline_of_its_own(
             kept.sendall(head(token, len(BODY)) + BODY)
             assert kept.recv(65536).startswith(b"HTTP/1.1 200 ")
         kept.sendall(b"GET /healthz HT")
-        assert said(kept).endswith(b"connection: close\r\n\r\n")
+        assert received(kept).endswith(b"connection: close\r\n\r\n")
 
 
 def test_an_anonymous_request_with_half_a_body_is_closed(
@@ -122,7 +120,7 @@ def test_an_anonymous_request_with_half_a_body_is_closed(
     """It is answered before its body is read."""
     with served(driven_sqlite, protocol, **QUICK) as (address, _), connected(address) as half:
         half.sendall(head("wst_none", 1000) + b"{")
-        assert said(half).startswith(b"HTTP/1.1 401 ")
+        assert received(half).startswith(b"HTTP/1.1 401 ")
 
 
 def test_an_event_stream_has_no_deadline(driven_sqlite: Driven, protocol: type[asyncio.Protocol]) -> None:
@@ -133,13 +131,13 @@ def test_an_event_stream_has_no_deadline(driven_sqlite: Driven, protocol: type[a
         with httpx.stream("GET", place, headers=headers, timeout=WAIT) as followed:
             assert followed.status_code == 200
             with connected(address) as half:
-                said(half)  # so much later
+                received(half)  # so much later
             with connected(address) as half:
-                said(half)
+                received(half)
             assert next(followed.iter_lines()).startswith("retry:")
 
 
-def test_connections_of_an_address_are_bounded_and_those_that_end_make_room(
+def test_connections_of_an_address_are_limited_and_closed_ones_make_room(
     driven_sqlite: Driven, protocol: type[asyncio.Protocol]
 ) -> None:
     with (
@@ -150,7 +148,7 @@ def test_connections_of_an_address_are_bounded_and_those_that_end_make_room(
         for _ in range(2):
             stack.enter_context(connected(address))
         with connected(address) as fourth:
-            answer = said(fourth)
+            answer = received(fourth)
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"retry-after: 5" in answer
         first.sendall(head(token, len(BODY)) + BODY)
@@ -180,7 +178,7 @@ def test_a_proxy_is_not_limited(
             assert made.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_many_half_sent_requests_leave_the_service_answering(
+def test_the_service_responds_despite_many_incomplete_requests(
     driven_sqlite: Driven, protocol: type[asyncio.Protocol]
 ) -> None:
     limits = {"header_seconds": 2, "address_connections": 200}
@@ -191,10 +189,10 @@ def test_many_half_sent_requests_leave_the_service_answering(
         with connected(address) as good:
             good.sendall(head(token, len(BODY)) + BODY)
             assert good.recv(65536).startswith(b"HTTP/1.1 200 ")
-        assert {said(half)[:13] for half in halves} == {b"HTTP/1.1 408 "}
+        assert {received(half)[:13] for half in halves} == {b"HTTP/1.1 408 "}
 
 
-def test_the_embedded_service_has_them(tmp_path: Path) -> None:
+def test_the_embedded_service_has_the_limits(tmp_path: Path) -> None:
     settings = load_settings(
         store=f"{tmp_path}/store", home=f"{tmp_path}/home", header_seconds=0.3, address_connections=2
     )
@@ -202,8 +200,8 @@ def test_the_embedded_service_has_them(tmp_path: Path) -> None:
         parts = urlsplit(service.url)
         address = (str(parts.hostname), int(parts.port or 0))
         with connected(address) as one, connected(address) as two:
-            assert said(one).startswith(b"HTTP/1.1 408 ")
-            assert said(two).startswith(b"HTTP/1.1 408 ")
+            assert received(one).startswith(b"HTTP/1.1 408 ")
+            assert received(two).startswith(b"HTTP/1.1 408 ")
 
 
 LARGE = 80 * 1024
@@ -223,13 +221,13 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     ],
     ids=["lines", "line", "url", "empty lines", "trailers", "chunk extension"],
 )
-def test_a_head_without_end_is_refused(
+def test_an_endless_head_is_refused(
     driven_sqlite: Driven, protocol: type[asyncio.Protocol], begin: bytes, more: bytes
 ) -> None:
     with served(driven_sqlite, protocol, **PATIENT) as (address, token), connected(address) as endless:
         begun = begin % (PLACE.encode(), token.encode()) if b"%s" in begin else begin
         endless.sendall(begun + more * (LARGE // len(more)))
-        answer = said(endless)
+        answer = received(endless)
         assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ") if not begin else b"HTTP/1.1 431 ")
 
 
@@ -241,7 +239,7 @@ def test_many_header_lines_are_refused_before_the_head_is_complete(
         endless.sendall(
             b"GET /healthz HTTP/1.1\r\n" + b"a:b\r\n" * 202
         )  # the parser gives a line once the next begins
-        assert said(endless).startswith(b"HTTP/1.1 431 ")
+        assert received(endless).startswith(b"HTTP/1.1 431 ")
 
 
 def test_a_head_within_the_limits_is_read_in_any_pieces(
@@ -254,9 +252,7 @@ def test_a_head_within_the_limits_is_read_in_any_pieces(
             assert made.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_body_may_come_in_chunks_of_one_byte(
-    driven_sqlite: Driven, protocol: type[asyncio.Protocol]
-) -> None:
+def test_a_body_may_have_chunks_of_one_byte(driven_sqlite: Driven, protocol: type[asyncio.Protocol]) -> None:
     body = BODY + b" " * 20_000
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     with served(driven_sqlite, protocol, **PATIENT) as (address, token), connected(address) as made:
@@ -264,19 +260,17 @@ def test_a_body_may_come_in_chunks_of_one_byte(
         assert made.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_trailer_is_no_header(driven_sqlite: Driven, protocol: type[asyncio.Protocol]) -> None:
+def test_a_trailer_is_not_a_header(driven_sqlite: Driven, protocol: type[asyncio.Protocol]) -> None:
     with served(driven_sqlite, protocol, **PATIENT) as (address, token), connected(address) as made:
         chunk = b"%x\r\n%s\r\n0\r\nAuthorization: Bearer %s\r\n\r\n" % (len(BODY), BODY, token.encode())
         made.sendall(CHUNKED.replace(b"Authorization: Bearer %s\r\n", b"") % PLACE.encode() + chunk)
         assert made.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
-def test_requests_may_be_sent_before_the_first_is_answered(
-    driven_sqlite: Driven, protocol: type[asyncio.Protocol]
-) -> None:
+def test_pipelined_requests_are_answered(driven_sqlite: Driven, protocol: type[asyncio.Protocol]) -> None:
     with served(driven_sqlite, protocol, **PATIENT) as (address, _), connected(address) as made:
         made.sendall(GET_HEALTH * 9 + GET_HEALTH.replace(b"x", b"x\r\nConnection: close", 1))
-        assert said(made).count(b"HTTP/1.1 200 ") == 10
+        assert received(made).count(b"HTTP/1.1 200 ") == 10
 
 
 def followed(token: str) -> bytes:
@@ -288,7 +282,7 @@ def followed(token: str) -> bytes:
 
 @httptools_only
 @pytest.mark.parametrize("sent", [b"GET /healthz HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 30])
-def test_neither_half_a_head_nor_many_requests_wait_behind_an_answer(
+def test_incomplete_heads_and_many_requests_behind_a_response_are_refused(
     driven_sqlite: Driven,
     protocol: type[asyncio.Protocol],
     caplog: pytest.LogCaptureFixture,
@@ -298,11 +292,11 @@ def test_neither_half_a_head_nor_many_requests_wait_behind_an_answer(
         made.sendall(followed(token))
         assert made.recv(100).startswith(b"HTTP/1.1 200 ")
         made.sendall(sent)
-        assert b"HTTP/1.1 " not in said(made)
+        assert b"HTTP/1.1 " not in received(made)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_a_stream_ends_with_its_connection_though_another_request_waits(
+def test_a_stream_ends_with_its_connection_despite_a_queued_request(
     driven_sqlite: Driven, protocol: type[asyncio.Protocol], caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(driven_sqlite, protocol, token_event_streams=1, **PATIENT) as (address, token):
@@ -321,7 +315,7 @@ def test_a_stream_ends_with_its_connection_though_another_request_waits(
 
 
 @pytest.mark.parametrize(("proxies", "last"), [(None, b"429"), ("127.0.0.1", b"401")])
-def test_a_forwarded_address_is_believed_of_named_proxies_alone(
+def test_a_forwarded_address_is_accepted_from_configured_proxies_only(
     driven_sqlite: Driven,
     protocol: type[asyncio.Protocol],
     monkeypatch: pytest.MonkeyPatch,
@@ -351,7 +345,7 @@ class _Idle:
     def is_idle(self) -> bool:
         return self.idle
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         self.closed = True
         self.counted.exit(self.address, self)
 
@@ -366,7 +360,7 @@ def test_an_ipv6_network_counts_as_one_address() -> None:
     assert counted.enter("2001:db8::2", _Idle("2001:db8::2", counted))
 
 
-def test_a_full_process_closes_an_idle_connection_of_the_address_that_has_the_most() -> None:
+def test_a_full_process_closes_an_idle_connection_of_the_address_with_the_most() -> None:
     counted = connections.Connections(load_settings(), most=4)
     busy = _Idle("10.0.0.1", counted, idle=False)
     many = [busy, *(_Idle("10.0.0.1", counted) for _ in range(3))]
@@ -377,7 +371,7 @@ def test_a_full_process_closes_an_idle_connection_of_the_address_that_has_the_mo
     assert sum(map(len, counted.open.values())) == 4
 
 
-def test_connections_of_many_addresses_leave_the_service_answering(
+def test_the_service_responds_despite_connections_of_many_addresses(
     driven_sqlite: Driven, protocol: type[asyncio.Protocol], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "most_connections", lambda: 20)

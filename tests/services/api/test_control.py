@@ -34,7 +34,7 @@ def recording(api: Api, folder_store: Store) -> Recording:
     return held
 
 
-def test_full_tensors_are_asked_for_in_the_document_and_on_the_store(api: Api, recording: Recording) -> None:
+def test_a_snapshot_request_is_in_the_document_and_on_the_store(api: Api, recording: Recording) -> None:
     first = api.call("POST", f"{RUN}/control/snapshots", {})
     assert first.status_code == 202
     told = first.json()
@@ -47,7 +47,7 @@ def test_full_tensors_are_asked_for_in_the_document_and_on_the_store(api: Api, r
     )
 
 
-def test_a_cadence_is_set_and_taken_back(api: Api, recording: Recording) -> None:
+def test_a_cadence_is_set_and_reset(api: Api, recording: Recording) -> None:
     told = api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 50}}).json()
     assert told["cadence"] == [["weights", 50]]
     assert api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 50}}).json() == told
@@ -57,7 +57,7 @@ def test_a_cadence_is_set_and_taken_back(api: Api, recording: Recording) -> None
     assert api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 0}}).status_code == 422
 
 
-def test_a_stopped_run_starts_again_only_when_it_is_allowed(api: Api, recording: Recording) -> None:
+def test_a_stopped_run_restarts_only_if_allowed(api: Api, recording: Recording) -> None:
     assert api.call("POST", f"{RUN}/stop", {"reason": "no progress"}).status_code == 202
     act(api)
     assert on_store(recording.store).tombstone == "no progress"
@@ -73,13 +73,13 @@ def test_a_stopped_run_starts_again_only_when_it_is_allowed(api: Api, recording:
     events = [
         event
         for event in api.call("GET", f"{RUN}/events").json()["events"]
-        if event["type"] == "watchstep.run.restart_allowed"
+        if event["type"] == "io.watchstep.run.restart_allowed"
     ]
     assert [event["data"]["reason"] for event in events] == ["learning rate lowered"]
     assert events[0]["data"]["was_stopped"] == "no progress"
 
 
-def test_one_attempt_alone_may_start_again(api: Api, recording: Recording) -> None:
+def test_only_one_attempt_may_start(api: Api, recording: Recording) -> None:
     api.call("POST", f"{RUN}/stop", {"reason": "no progress"})
     let = {"reason": "requeue 1 of 1", "attempt": "a2"}
     assert api.call("POST", f"{RUN}/control/restart", {**let, "attempt": "../a"}).status_code == 422
@@ -94,7 +94,7 @@ def test_one_attempt_alone_may_start_again(api: Api, recording: Recording) -> No
     assert (line["attempt"], line["who"], line["data"]["admitted"]) == ("a1", "operator", "a2")
 
 
-def test_a_document_is_told_by_its_version(api: Api, recording: Recording) -> None:
+def test_the_etag_is_the_version_of_the_document(api: Api, recording: Recording) -> None:
     answer = api.call("GET", f"{RUN}/control", role="viewer")
     assert (answer.headers["etag"], answer.json()["version"]) == ('"0"', 0)
     api.call("POST", f"{RUN}/control/snapshots", {"step": 3})
@@ -102,7 +102,7 @@ def test_a_document_is_told_by_its_version(api: Api, recording: Recording) -> No
     assert api.call("GET", f"{RUN}x/control").status_code == 404
 
 
-def test_the_store_ends_with_the_newest_document_whoever_writes_last(
+def test_the_store_has_the_newest_document_independent_of_the_order_of_writes(
     api: Api, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 2}})
@@ -125,7 +125,7 @@ def test_the_store_ends_with_the_newest_document_whoever_writes_last(
     assert on_store(recording.store).cadence == (("weights", 3),)
 
 
-def test_a_store_that_refuses_is_told_later(
+def test_a_failed_write_to_the_store_is_repeated(
     api: Api, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(store: ConfinedFolder, key: str, data: bytes) -> None:
@@ -142,7 +142,7 @@ def test_a_store_that_refuses_is_told_later(
     assert on_store(recording.store).cadence == (("weights", 2),)
 
 
-def test_a_request_that_is_sent_again_asks_once(api: Api, recording: Recording) -> None:
+def test_a_repeated_request_has_one_effect(api: Api, recording: Recording) -> None:
     headers = {
         "authorization": f"Bearer {api.token('operator')}",
         "content-type": "application/json",

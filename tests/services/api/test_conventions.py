@@ -1,4 +1,4 @@
-"""What lists, changes and creations have in common."""
+"""Common behavior of lists, changes and creations."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def post(client: Client, n: int, key: str, token: str = "t") -> httpx.Response:
     return client.request("POST", "/v1/things", content=json.dumps({"n": n}), headers=headers)
 
 
-def test_a_request_with_a_key_is_done_once_and_answered_again(client: Client) -> None:
+def test_a_request_with_a_key_is_executed_once_and_its_response_repeated(client: Client) -> None:
     first, again = post(client, 7, "a"), post(client, 7, "a")
     assert (first.status_code, first.json()) == (again.status_code, again.json()) == (201, {"n": 1})
     assert "idempotency-replayed" not in first.headers
@@ -101,13 +101,13 @@ def test_a_request_with_a_key_is_done_once_and_answered_again(client: Client) ->
     assert CREATED == ["7", "7", "7"]
 
 
-def test_a_refused_or_failed_request_leaves_its_key_free(client: Client) -> None:
+def test_a_refused_or_failed_request_releases_its_key(client: Client) -> None:
     assert post(client, -1, "a").status_code == 422
     assert post(client, 0, "a").status_code == 500
     assert post(client, 5, "a").status_code == 201
 
 
-def test_an_answer_with_a_secret_is_not_kept(api: Api) -> None:
+def test_a_response_with_a_secret_is_not_stored(api: Api) -> None:
     token = api.token("admin")
 
     def made(key: str, place: str = "/v1/tokens") -> httpx.Response:
@@ -132,7 +132,7 @@ def test_an_answer_with_a_secret_is_not_kept(api: Api) -> None:
     assert [made("c", of_project).status_code, made("c", of_project).status_code] == [201, 409]
 
 
-def test_of_many_at_once_one_is_done(client: Client) -> None:
+def test_one_of_many_concurrent_requests_is_executed(client: Client) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: post(client, 3, "same").status_code, range(16)))
     assert set(answers) <= {201, 409}
@@ -140,7 +140,7 @@ def test_of_many_at_once_one_is_done(client: Client) -> None:
     assert CREATED == ["3"]
 
 
-def test_a_key_is_forgotten_after_its_time(client: Client, driven: Driven) -> None:
+def test_a_key_expires(client: Client, driven: Driven) -> None:
     post(client, 1, "a")
     with driven.service.database.write() as session:
         session.execute(update(ApiRequest).values(expires_ns=0))
@@ -148,7 +148,7 @@ def test_a_key_is_forgotten_after_its_time(client: Client, driven: Driven) -> No
     assert CREATED == ["1", "2"]
 
 
-def test_what_has_not_changed_is_not_sent_again(client: Client) -> None:
+def test_an_unchanged_response_is_not_sent_again(client: Client) -> None:
     first = client.get("/v1/thing")
     known = first.headers["etag"]
     for condition in (known, f'"x", W/{known}', "*"):
@@ -157,7 +157,7 @@ def test_what_has_not_changed_is_not_sent_again(client: Client) -> None:
     assert client.request("GET", "/v1/thing", headers={"if-none-match": '"x"'}).json() == {"n": 1}
 
 
-def test_what_has_changed_meanwhile_is_not_overwritten(client: Client) -> None:
+def test_a_concurrent_change_is_not_overwritten(client: Client) -> None:
     def put(n: int, **headers: str) -> int:
         headers["content-type"] = "application/json"
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -181,9 +181,7 @@ def add_runs(driven: Driven, names: list[str], state: str = "created") -> None:
 
 
 @pytest.mark.parametrize("descending", [False, True])
-def test_pages_neither_skip_nor_double_what_was_there(
-    client: Client, driven: Driven, descending: bool
-) -> None:
+def test_pages_neither_skip_nor_repeat_items(client: Client, driven: Driven, descending: bool) -> None:
     add_runs(driven, [f"a{n}" for n in range(7)], "running")
     add_runs(driven, [f"b{n}" for n in range(6)], "created")
     seen: list[str] = []
@@ -228,12 +226,12 @@ def test_a_token_of_another_list_is_refused(client: Client, token: str) -> None:
         ("1969-12-31T23:59:59Z", -(10**9)),
     ],
 )
-def test_times_are_read(text: str, at: int) -> None:
+def test_times_are_parsed(text: str, at: int) -> None:
     assert time_ns("since", text) == at
 
 
 @given(st.text(max_size=40))
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_an_invalid_time_is_refused(text: str) -> None:
     with suppress(ConfigError):
         assert -(2**63) <= time_ns("since", text) < 2**63
 
@@ -247,12 +245,12 @@ def test_the_real_lists_have_etags(api: Api) -> None:
     assert api.client.request("GET", "/v1/rules", headers=headers).status_code == 304
 
 
-def test_a_name_in_a_query_that_is_not_known_is_refused(api: Api) -> None:
+def test_an_unknown_query_parameter_is_refused(api: Api) -> None:
     asked: tuple[tuple[Role, str, str], ...] = (
         ("viewer", "/v1/projects/vision/runs?stat=running", "state"),
         ("viewer", "/v1/projects/vision/runs?limit=3&Limit=3", "limit"),
         ("admin", "/v1/tokens?active=true&activ=", "active"),
-        ("viewer", "/v1/rules?x=1", "takes none"),
+        ("viewer", "/v1/rules?x=1", "accepts no query parameters"),
     )
     for role, path, known in asked:
         refused = api.call("GET", path, role=role)

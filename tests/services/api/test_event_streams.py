@@ -1,4 +1,4 @@
-"""Events as they come, over real sockets and from several processes' worth of servers."""
+"""Event streams over real sockets, with several servers on one database."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROJECT = "/v1/projects/vision"
 WAIT = 60.0
 
 
-def publish(driven: Driven, run_id: int, name: str, kind: Any = "watchstep.run.started") -> None:
+def publish(driven: Driven, run_id: int, name: str, kind: Any = "io.watchstep.run.started") -> None:
     with driven.service.database.write() as session:
         add_event(session, run_id, make_event(kind, "http://s", ("vision", "r"), 1, {"name": name}), 1)
 
@@ -63,7 +63,7 @@ def token(driven: Driven) -> str:
     return create_token(driven.service.database, "viewer", "vision")
 
 
-def test_events_come_and_are_resumed_with_no_gap_and_no_double(driven: Driven, token: str) -> None:
+def test_a_stream_resumes_without_gaps_or_duplicates(driven: Driven, token: str) -> None:
     runs = [driven.register(f"run-{n}") for n in range(3)]
     with serving(driven.service) as url:
         seen: list[str] = []
@@ -96,7 +96,7 @@ def _some(url: str, token: str, last: int, seen: list[str]) -> int:
     return last
 
 
-def test_every_process_tells_what_any_process_did(driven_sqlite: Driven) -> None:
+def test_every_process_streams_the_events_of_all_processes(driven_sqlite: Driven) -> None:
     driven = driven_sqlite
     token = create_token(driven.service.database, "viewer", "vision")
     run_id = driven.register()
@@ -115,29 +115,31 @@ def test_every_process_tells_what_any_process_did(driven_sqlite: Driven) -> None
         other.close()
 
 
-def test_a_stream_has_only_what_was_asked_for(driven_sqlite: Driven) -> None:
+def test_a_stream_contains_the_selected_events_only(driven_sqlite: Driven) -> None:
     driven = driven_sqlite
     token = create_token(driven.service.database, "viewer", "vision")
     mine, other = driven.register("run-1"), driven.register("run-2")
     for run_id in (other, mine):
         publish(driven, run_id, "started")
-        publish(driven, run_id, "ended", "watchstep.run.ended")
+        publish(driven, run_id, "ended", "io.watchstep.run.ended")
     publish(driven, mine, "last")
     with serving(driven.service) as url:
         with following(f"{url}{PROJECT}/runs/run-1/events/stream", token, 0) as events:
             assert [name for _, _, name in take(events, 4)] == ["", "started", "ended", "last"]
-        with following(f"{url}{PROJECT}/events/stream?type=watchstep.run.ended", token, 0) as events:
+        with following(f"{url}{PROJECT}/events/stream?type=io.watchstep.run.ended", token, 0) as events:
             assert [kind for _, kind, _ in take(events, 3)] == [
                 "",
-                "watchstep.run.ended",
-                "watchstep.run.ended",
+                "io.watchstep.run.ended",
+                "io.watchstep.run.ended",
             ]
             for n in range(300):  # more than a process holds
-                publish(driven, other, f"{n}", "watchstep.run.ended")
+                publish(driven, other, f"{n}", "io.watchstep.run.ended")
             assert [name for _, _, name in take(events, 300)] == [str(n) for n in range(300)]
 
 
-def test_who_may_no_more_is_told_no_more(driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_ends_when_its_token_is_revoked(
+    driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sqlalchemy import delete
 
     from watchstep_services.db.models import Token
@@ -153,7 +155,7 @@ def test_who_may_no_more_is_told_no_more(driven_sqlite: Driven, monkeypatch: pyt
         list(events)  # ends
 
 
-def test_a_client_that_takes_nothing_is_dropped_and_costs_nothing(
+def test_a_client_that_reads_nothing_is_disconnected(
     driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "SEND_SECONDS", 0.2)
@@ -182,7 +184,7 @@ def test_a_client_that_takes_nothing_is_dropped_and_costs_nothing(
             assert len(take(events, 5)) == 5
 
 
-def test_streams_are_bounded_and_those_who_went_make_room(driven_sqlite: Driven) -> None:
+def test_streams_are_limited_and_closed_ones_make_room(driven_sqlite: Driven) -> None:
     driven = driven_sqlite.with_settings(event_streams=1)
     driven.register()
     token = create_token(driven.service.database, "viewer", "vision")
@@ -245,7 +247,7 @@ def test_the_server_ends_while_clients_follow(driven_sqlite: Driven) -> None:
     assert ended.wait(WAIT)
 
 
-def test_a_place_that_no_event_has_come_to_is_now(driven: Driven, token: str) -> None:
+def test_a_position_beyond_the_newest_event_is_the_current_one(driven: Driven, token: str) -> None:
     run_id = driven.register()
     publish(driven, run_id, "before")
     with (

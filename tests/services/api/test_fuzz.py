@@ -1,4 +1,4 @@
-"""A short run of the fuzz over the whole API; ``python -m benchmarks.fuzz_api`` makes a long one."""
+"""A short fuzz run over the whole API; ``python -m benchmarks.fuzz_api`` runs a long one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = 1
 
 
-def test_nothing_is_answered_that_the_document_does_not_say(
-    driven_sqlite: Driven, folder_store: Store
-) -> None:
+def test_all_responses_conform_to_the_document(driven_sqlite: Driven, folder_store: Store) -> None:
     driven = driven_sqlite.with_settings(
         requests_per_minute=0, recordings_per_minute=0, failures_per_minute=0
     )

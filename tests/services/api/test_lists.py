@@ -1,4 +1,4 @@
-"""Lists of runs, alerts, actions, attempts and events: filters and pages; nothing of another project by any id."""
+"""Lists of runs, alerts, actions, attempts and events: filters and pages, without objects of other projects."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_runs_are_filtered(judged: Api) -> None:
     }
 
 
-def test_alerts_are_filtered_and_of_the_whole_project(judged: Api) -> None:
+def test_alerts_of_a_project_are_filtered(judged: Api) -> None:
     def alerts(query: str) -> list[tuple[str, str]]:
         return [(alert["run"], alert["name"]) for alert in get(judged, query)["alerts"]]
 
@@ -99,19 +99,19 @@ def test_actions_and_attempts(judged: Api) -> None:
 def test_events_of_a_run_and_of_the_project(judged: Api) -> None:
     of_run = get(judged, "/runs/run-1/events")
     assert [event["type"] for event in of_run["events"]][-2:] == [
-        "watchstep.alert.firing",
-        "watchstep.stop.requested",
+        "io.watchstep.alert.firing",
+        "io.watchstep.stop.requested",
     ]
     every = get(judged, "/events")["events"]
     assert [event for event in every if event["subject"] == "vision/run-1"] == of_run["events"]
-    assert len(get(judged, "/events?type=watchstep.alert.firing")["events"]) == 1
+    assert len(get(judged, "/events?type=io.watchstep.alert.firing")["events"]) == 1
     first = get(judged, "/events?limit=1")
     rest = get(judged, f"/events?page_token={first['next_page_token']}")
     assert [*first["events"], *rest["events"]] == every
     assert get(judged, f"/events?after={rest['after']}")["events"] == []
 
 
-def test_a_stranger_sees_nothing_by_any_id(judged: Api) -> None:
+def test_another_project_sees_nothing_by_any_id(judged: Api) -> None:
     (action,) = get(judged, "/runs/run-1/actions?kind=stop")["actions"]
     for path in (
         "/runs/run-1/alerts",
@@ -159,7 +159,7 @@ def test_an_evaluation_under_other_rules_writes_nothing(judged: Api) -> None:
     assert (run.epoch, run.lease_until_ns) == (before + 1, 0)
 
 
-def test_rules_that_cannot_be_are_refused(judged: Api) -> None:
+def test_invalid_rules_are_refused(judged: Api) -> None:
     for body, said in (
         ({"rule": "nothing"}, "nothing"),
         ({"rule": "non_finite_values", "params": {"x": 1}}, "x"),
@@ -180,7 +180,7 @@ def conditional(api: Api, method: str, path: str, tag: str, body: str | None = N
     return api.client.request(method, path, content=body, headers=headers).status_code
 
 
-def test_what_another_changed_is_not_overwritten(judged: Api) -> None:
+def test_changes_of_another_operator_are_not_overwritten(judged: Api) -> None:
     seen = judged.call("GET", f"{RULES}/exploding_gradient").headers["etag"]
     assert (
         conditional(judged, "PUT", f"{RULES}/exploding_gradient", seen, '{"rule": "exploding_gradient"}')
@@ -195,7 +195,7 @@ def test_what_another_changed_is_not_overwritten(judged: Api) -> None:
     assert conditional(judged, "DELETE", f"{RULES}/exploding_gradient", "*") == 204
 
 
-def test_a_projects_rules_judge_its_next_runs(judged: Api) -> None:
+def test_the_rules_of_a_project_evaluate_its_next_runs(judged: Api) -> None:
     place = f"{PROJECT}/rules/exploding_gradient"
     assert judged.call("PUT", place, MINE).json()["origin"] == "project"
     assert [rule["name"] for rule in get(judged, "/rules")["rules"]] == ["exploding_gradient"]

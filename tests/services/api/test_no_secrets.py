@@ -1,4 +1,4 @@
-"""No secret is in an answer or in the log of the API, whatever is asked and whatever fails."""
+"""No secret is in a response or in the log of the API, for any request and any failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written() -> Iterator[io.StringIO]:
     root.setLevel(level)
 
 
-def test_the_api_and_its_log_tell_no_secret(
+def test_the_api_and_its_log_contain_no_secret(
     api: Api, written: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every operation, good and bad requests, with secrets in the header, the path, the query and the body."""

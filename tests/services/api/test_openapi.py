@@ -1,7 +1,8 @@
-"""The document is valid and complete: whoever makes a client from it needs nothing else."""
+"""The OpenAPI document is valid and complete, so that clients can be generated from it."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jsonschema
@@ -11,7 +12,7 @@ from openapi_spec_validator import validate
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
 from watchstep_services.api.app import create_app
-from watchstep_services.api.openapi.document import operations
+from watchstep_services.api.openapi.document import ASSETS, operations
 from watchstep_services.api.schemas.problems import PREFIX, TYPES
 
 JSON = "application/json"
@@ -37,7 +38,7 @@ def test_the_document_is_valid_and_complete(api: Api) -> None:
     assert {tag["name"] for tag in document["tags"]} >= {"runs", "events", "statistics"}
 
 
-def test_the_document_is_made_once_and_sent_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_is_generated_and_sent_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = api.client.request("GET", "/openapi.json", headers={"accept-encoding": "identity"})
     packed = api.client.request("GET", "/openapi.json", headers={"accept-encoding": "br, gzip;q=0.5"})
     refused = api.client.request("GET", "/openapi.json", headers={"accept-encoding": "gzip;q=0"})
@@ -57,7 +58,31 @@ def test_the_document_is_made_once_and_sent_once(api: Api, monkeypatch: pytest.M
     assert api.client.get("/openapi.json").json() == plain.json()
 
 
-def test_one_address_may_ask_for_it_so_often(api: Api) -> None:
+def test_the_page_loads_nothing_from_other_hosts(api: Api) -> None:
+    page = api.client.get("/docs").text
+    assert set(re.findall(r"""(?:src|href|url)(?:=|: )["']([^"']+)""", page)) == {"/openapi.json", *ASSETS}
+    assert "//" not in re.sub(r"<!--.*?-->", "", page)
+
+
+@pytest.mark.parametrize("path", ASSETS)
+def test_assets_of_the_page_are_served_and_not_sent_again(api: Api, path: str) -> None:
+    plain = api.client.request("GET", path, headers={"accept-encoding": "identity"})
+    packed = api.client.request("GET", path, headers={"accept-encoding": "gzip"})
+    assert plain.headers["content-type"].partition(";")[0] == ASSETS[path]
+    assert packed.headers["content-encoding"] == "gzip"
+    assert plain.content == packed.content
+    again = api.client.request("GET", path, headers={"if-none-match": packed.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_schemas_have_different_names_in_generated_clients(api: Api) -> None:
+    """Generators drop what is no letter and no digit, and the suffixes of a pair `X-Input` and `X-Output`."""
+    names = [*api.client.get("/openapi.json").json()["components"]["schemas"]]
+    assert [name for name in names if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name)] == []
+    assert len({name.lower() for name in names}) == len(names)
+
+
+def test_requests_for_the_document_are_limited_by_address(api: Api) -> None:
     app = create_app(api.driven.with_settings(failures_per_minute=3).service)
     for place in ("/docs", "/openapi.json", "/docs"):
         assert ask(app, "GET", place).status == 200
@@ -68,7 +93,7 @@ def test_one_address_may_ask_for_it_so_often(api: Api) -> None:
     assert ask(app, "GET", "/v1/rules", api.token("viewer")).status == 200
 
 
-def test_every_example_is_one(api: Api) -> None:
+def test_every_example_is_valid(api: Api) -> None:
     document = api.client.get("/openapi.json").json()
     shown = 0
     for path, method, operation in operations(document):
@@ -98,7 +123,7 @@ def check(
     return len(given)
 
 
-def test_problems_tell_their_types(api: Api) -> None:
+def test_problems_have_types(api: Api) -> None:
     for path, status in (("/v1/nothing", 404), ("/v1/projects/vision/runs?limit=0", 422)):
         answer = api.call("GET", path).json()
         assert answer["type"].removeprefix(PREFIX) in TYPES
@@ -106,7 +131,7 @@ def test_problems_tell_their_types(api: Api) -> None:
     assert api.client.get("/v1/projects/vision/runs").json()["type"] == f"{PREFIX}no-token"
 
 
-def test_rules_tell_their_parameters(api: Api) -> None:
+def test_rules_have_parameter_schemas(api: Api) -> None:
     names = [rule["name"] for rule in api.call("GET", "/v1/rules").json()["rules"]]
     assert "non_finite_values" in names
     for name in names:
@@ -116,7 +141,7 @@ def test_rules_tell_their_parameters(api: Api) -> None:
         assert rule["parameters"]["additionalProperties"] is False
 
 
-def test_what_makes_something_takes_an_idempotency_key(api: Api) -> None:
+def test_every_operation_that_creates_accepts_an_idempotency_key(api: Api) -> None:
     for path, held in api.client.get("/openapi.json").json()["paths"].items():
         said = held.get("post", {})
         if {"201", "202"} & set(said.get("responses", {})):

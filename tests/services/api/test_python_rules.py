@@ -1,4 +1,4 @@
-"""Python rules in the service: an operator may bring them, who records may not, and how far they are shut in is shown."""
+"""Python rules in the service: only operators may add them, and their isolation is shown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDS = {
 }
 
 
-def test_an_operators_rule_judges_and_one_that_ends_its_process_stops_no_other(api: Api) -> None:
+def test_an_operators_rule_is_evaluated_and_one_that_ends_its_process_affects_no_other(api: Api) -> None:
     recording = Recording(api.driven.service.stores.open(api.driven.service.settings.store)).begin()
     assert api.call("POST", RUNS, {"run": "run-1", "attempt": "a1", "rules": [ENDS, RULE]}).status_code == 200
     api.driven.announce(1, recording.write(0, 0, 9, exploding_from(5)))
@@ -41,10 +41,10 @@ def test_an_operators_rule_judges_and_one_that_ends_its_process_stops_no_other(a
     assert rules["exploding_gradient"]["isolation"] is None
 
 
-def test_who_records_may_not_bring_one(api: Api) -> None:
+def test_a_recorder_may_not_add_a_python_rule(api: Api) -> None:
     refused = api.call("POST", RUNS, {"run": "run-1", "rules": [RULE]}, role="recorder")
     assert refused.status_code == 422
-    assert "a recorder may not bring one" in refused.text
+    assert "a recorder may not upload one" in refused.text
 
 
 def test_a_file_of_the_services_machine_is_not_read(api: Api) -> None:
@@ -53,9 +53,9 @@ def test_a_file_of_the_services_machine_is_not_read(api: Api) -> None:
     assert "root:" not in refused.text
 
 
-def test_one_that_lies_on_the_store_is_refused_and_said(api: Api) -> None:
+def test_a_python_rule_on_the_store_is_refused_and_reported(api: Api) -> None:
     Recording(api.driven.service.stores.open(api.driven.service.settings.store)).begin(rules=[RULE])
     (run_id,) = discover_runs(api.driven.service)
     run = api.driven.run(run_id)
     assert (run.project, run.run) == (PROJECT, "run-1")
-    assert "a recorder may not bring one" in run.health["run_document"]
+    assert "a recorder may not upload one" in run.health["run_document"]

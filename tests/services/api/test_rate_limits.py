@@ -1,4 +1,4 @@
-"""How often may be asked; and that nothing of it ever stands in the way of a recorder's data."""
+"""Rate limits, which never affect the data of a recorder."""
 
 from __future__ import annotations
 
@@ -77,26 +77,28 @@ def test_each_token_has_its_own_limit(storage: Storage) -> None:
     held.take(identity("b" * 16), "read")
 
 
-def test_recording_is_counted_apart_and_says_that_nothing_is_lost(storage: Storage) -> None:
+def test_recordings_are_counted_separately_and_a_refusal_states_that_no_data_is_lost(
+    storage: Storage,
+) -> None:
     held = limits(storage)
     refused(lambda: held.take(identity(), "read"), 5)
     error = refused(lambda: held.take(identity(), "record"), 8)
-    assert "nothing is lost" in error.hint
+    assert "no data is lost" in error.hint
 
 
-def test_a_limit_of_nought_is_none(storage: Storage) -> None:
+def test_a_limit_of_zero_is_unlimited(storage: Storage) -> None:
     held = limits(storage, requests_per_minute=0, failures_per_minute=0)
     for _ in range(100):
         held.take(identity(), "read")
-        held.note_failure(HERE)
+        held.count_failure(HERE)
         held.check_address(HERE, "")
 
 
-def test_an_address_that_fails_is_locked_out_and_a_token_that_was_good_goes_on(storage: Storage) -> None:
+def test_an_address_is_locked_out_but_recently_valid_tokens_pass(storage: Storage) -> None:
     clock = Clock()
     held = limits(storage, clock)
-    held.note_success("good")
-    refused(lambda: held.note_failure(HERE), 3)
+    held.record_success("good")
+    refused(lambda: held.count_failure(HERE), 3)
     with pytest.raises(TooOftenError, match="without a valid token"):
         held.check_address(HERE, "unknown")
     held.check_address(HERE, "good")
@@ -106,10 +108,10 @@ def test_an_address_that_fails_is_locked_out_and_a_token_that_was_good_goes_on(s
         held.check_address(HERE, "good")
 
 
-def test_one_network_is_one_address(storage: Storage) -> None:
+def test_an_ipv6_network_is_one_address(storage: Storage) -> None:
     held = limits(storage)
     numbers = iter(range(100))
-    refused(lambda: held.note_failure(f"2001:db8::{next(numbers):x}"), 3)
+    refused(lambda: held.count_failure(f"2001:db8::{next(numbers):x}"), 3)
     with pytest.raises(TooOftenError):
         held.check_address("2001:db8::ffff:1", "")
     held.check_address("2001:db8:0:1::1", "")
@@ -129,31 +131,31 @@ def opened() -> float:
     return value
 
 
-def test_where_redis_does_not_answer_requests_go_through(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_pass_if_redis_does_not_respond(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     held = limits(redis_storage(f"redis://:hunter2@127.0.0.1:{free_port()}/0"), clock)
     before = opened()
     for _ in range(20):
         held.take(identity(), "record")
-        held.note_failure(HERE)
+        held.count_failure(HERE)
         held.check_address(HERE, "unknown")
     assert opened() == before + 60
     (line,) = caplog.messages  # and no more of them, until it is asked again
-    assert "go through uncounted" in line
+    assert "pass without being counted" in line
     assert "hunter2" not in line
     clock.now = 6
     held.take(identity(), "record")
     assert len(caplog.messages) == 2
 
 
-def test_it_counts_again_when_redis_is_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_counting_resumes_with_redis(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     with running_redis() as broker:
         held = limits(redis_storage(broker.url), clock)
         held.take(identity(), "read")
         broker.client.config_set("maxmemory", "1")  # refuses to write, as a full one does
         held.take(identity(), "read")
-        assert "go through uncounted" in caplog.text
+        assert "pass without being counted" in caplog.text
         broker.client.config_set("maxmemory", "0")
         clock.now = 6
         refused(lambda: held.take(identity(), "read"), 4)
@@ -185,39 +187,39 @@ def limited(api: Api) -> Limited:
     return Limited(api)
 
 
-def test_the_api_says_when_to_come_again(limited: Limited) -> None:
+def test_a_refusal_states_when_to_retry(limited: Limited) -> None:
     answer = limited.until(429, "GET", RUNS, limited.api.token("viewer"))
     assert answer.headers["content-type"] == "application/problem+json"
     assert 1 <= int(answer.headers["retry-after"]) <= 60
     assert ask(limited.app, "GET", RUNS, limited.api.token("viewer")).status == 200
 
 
-def test_a_recorder_that_is_refused_is_told_that_nothing_is_lost(limited: Limited) -> None:
+def test_a_refused_recorder_gets_the_hint_that_no_data_is_lost(limited: Limited) -> None:
     token = limited.api.token("recorder")
-    assert "nothing is lost" in limited.until(429, "POST", RUNS, token, {"run": "run-1"}).text
+    assert "no data is lost" in limited.until(429, "POST", RUNS, token, {"run": "run-1"}).text
 
 
 def asks(held: RateLimits, times: int) -> int:
     """How many requests were told to the storage."""
     told = 0
     for _ in range(times):
-        if not held.spared(identity(), "read"):
+        if not held.count_locally(identity(), "read"):
             held.take(identity(), "read")
             told += 1
     return told
 
 
-def test_what_is_counted_in_memory_first_is_counted_all_the_same(storage: Storage) -> None:
+def test_requests_counted_in_memory_count_toward_the_limit(storage: Storage) -> None:
     clock = Clock()
     held = limits(storage, clock, requests_per_minute=1800)
     assert asks(held, 1790) < 1790 / 2
     clock.now += 1.0
     with pytest.raises(TooOftenError):
         asks(held, 900)  # far less than that is left, even where a window ends meanwhile
-    assert not held.spared(identity(), "read"), "who is refused is counted one by one"
+    assert not held.count_locally(identity(), "read"), "who is refused is counted one by one"
 
 
-def test_guessing_ends_and_who_is_in_stays_in(limited: Limited) -> None:
+def test_guessing_tokens_is_limited_and_valid_tokens_pass(limited: Limited) -> None:
     token, unused = limited.api.token("viewer"), limited.api.token("viewer")
     admin = limited.api.token("admin")
     assert ask(limited.app, "GET", RUNS, admin).status == 200

@@ -48,7 +48,7 @@ def put(api: Api, body: dict[str, Any], **who: Any) -> Any:
     return api.call("PUT", f"{AT}/{body['name']}", body, **who)
 
 
-def test_a_secret_goes_in_and_does_not_come_out(keyed: Api) -> None:
+def test_a_secret_is_written_but_never_returned(keyed: Api) -> None:
     secret = new_secret()
     first = put(keyed, webhook(secret=secret))
     assert first.status_code == 200, first.text
@@ -68,17 +68,17 @@ def test_a_secret_goes_in_and_does_not_come_out(keyed: Api) -> None:
         assert session.execute(select(ReceiverSecret)).scalars().all() == []
 
 
-def test_a_kept_secret_is_not_sent_to_another_address(keyed: Api) -> None:
+def test_a_stored_secret_is_not_sent_to_another_address(keyed: Api) -> None:
     put(keyed, webhook(secret=new_secret()))
     stolen = put(keyed, webhook(url="https://evil.example/", secret={"set": True}))
     assert (stolen.status_code, "another address" in stolen.json()["detail"]) == (422, True)
     assert put(keyed, webhook("new", secret={"set": True})).status_code == 422
 
 
-def test_without_a_key_no_secret_is_kept(api: Api) -> None:
+def test_no_secret_is_stored_without_a_key(api: Api) -> None:
     secret = new_secret()
     answer = put(api, webhook(secret=secret))
-    assert (answer.status_code, "WATCHSTEP_SECRET_KEY is not set" in answer.text) == (422, True)
+    assert (answer.status_code, "WATCHSTEP_SECRET_KEY: not set" in answer.text) == (422, True)
     assert "watchstep receivers new-key" in answer.json()["hint"]
     assert secret not in answer.text
     assert put(api, webhook()).status_code == 200
@@ -119,7 +119,7 @@ def test_projects_do_not_see_each_others_receivers(keyed: Api) -> None:
     assert [one["name"] for one in keyed.call("GET", other).json()["receivers"]] == ["owned"]
 
 
-def test_what_the_owner_wrote_is_the_owners(keyed: Api) -> None:
+def test_receivers_of_the_owner_cannot_be_changed(keyed: Api) -> None:
     assert keyed.call("GET", f"{AT}/owned").json()["origin"] == "owner"
     assert put(keyed, webhook("owned"), role="admin").status_code == 409
     assert keyed.call("DELETE", f"{AT}/owned", role="admin").status_code == 404
@@ -156,7 +156,7 @@ def test_a_test_is_really_sent_and_signed(keyed: Api) -> None:
         sent = keyed.call("POST", f"{AT}/hook/test", {"status": "resolved"}).json()
         assert (sent["result"], len(server.bodies)) == ("done", 1)
         event = json.loads(server.bodies[0])
-        assert (event["id"], event["type"]) == (sent["notification"], "watchstep.notification.resolved")
+        assert (event["id"], event["type"]) == (sent["notification"], "io.watchstep.notification.resolved")
         assert "webhook-signature" in server.headers[0]
         server.answers = [status(500)]
         failed = keyed.call("POST", f"{AT}/hook/test", {}).json()
@@ -176,7 +176,7 @@ def fire(api: Api, store: Store) -> None:
     api.driven.settle(run_id)
 
 
-def test_templates_are_seen_before_they_are_sent(keyed: Api, folder_store: Store) -> None:
+def test_templates_are_previewed(keyed: Api, folder_store: Store) -> None:
     put(keyed, webhook(title="{name} of {run}"))
     fire(keyed, folder_store)
     preview = f"{AT}/hook/preview"
@@ -220,7 +220,7 @@ def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api, folder_s
     assert keyed.call("DELETE", ROUTING).json()["origin"] == "owner"
 
 
-def test_a_rule_says_which_of_its_receivers_are_not_there(keyed: Api, folder_store: Store) -> None:
+def test_a_rule_reports_its_unknown_receivers(keyed: Api, folder_store: Store) -> None:
     put(keyed, webhook())
     fire(keyed, folder_store)
     rules = keyed.call("GET", f"/v1/projects/{PROJECT}/runs/run-1").json()["rules"]
@@ -228,7 +228,7 @@ def test_a_rule_says_which_of_its_receivers_are_not_there(keyed: Api, folder_sto
     assert "'gone'" in warning
 
 
-def test_an_alertmanager_is_told_at_its_own_pace(keyed: Api) -> None:
+def test_an_alertmanager_is_notified_at_its_own_interval(keyed: Api) -> None:
     put(
         keyed, {"name": "hook", "kind": "alertmanager", "url": "http://am.example:9093", "resend_seconds": 30}
     )
@@ -237,7 +237,7 @@ def test_an_alertmanager_is_told_at_its_own_pace(keyed: Api) -> None:
     assert (route["group_wait"], route["repeat_interval"], route["send_resolved"]) == (0, 30, True)
 
 
-def test_one_that_a_later_version_wrote_is_told_and_keeps_nobody_else_from_being_told(keyed: Api) -> None:
+def test_a_receiver_of_a_later_version_is_reported_and_blocks_no_other(keyed: Api) -> None:
     put(keyed, webhook("good"))
     put(keyed, webhook("later"))
     with keyed.driven.service.database.write() as session:
@@ -260,7 +260,7 @@ def test_one_that_a_later_version_wrote_is_told_and_keeps_nobody_else_from_being
     assert keyed.call("GET", f"{AT}/later").status_code == 404
 
 
-def test_a_secret_that_was_opened_is_in_no_log(keyed: Api) -> None:
+def test_a_decrypted_secret_is_in_no_log(keyed: Api) -> None:
     secret = "correct horse battery staple"  # of no form that the log knows
     service = keyed.driven.service
     put(keyed, webhook(secret=new_secret()))

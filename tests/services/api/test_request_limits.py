@@ -1,4 +1,4 @@
-"""What is too large or too deep is refused, whatever it says of itself."""
+"""Too large or too deep requests are refused, whatever their headers state."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def body_of(size: int) -> bytes:
     return held + b" " * (size - len(held))
 
 
-def is_problem(answer: httpx.Response, status: int, said: str) -> None:
+def is_problem(answer: httpx.Response, status: int, message: str) -> None:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
-    assert said in answer.json()["detail"]
+    assert message in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -62,13 +62,13 @@ def test_a_body_over_the_limit(api: Api, chunked: bool) -> None:
     is_problem(send(api, body_of(MOST_BODY + 1), chunked=chunked), 413, "over the limit")
 
 
-def test_a_length_that_is_said_too_small_or_is_none(api: Api) -> None:
+def test_a_content_length_that_is_too_small_or_invalid(api: Api) -> None:
     is_problem(send(api, body_of(MOST_BODY + 1), length="10"), 413, "over the limit")
     is_problem(send(api, body_of(10), length="9" * 40), 413, "over the limit")
     assert send(api, body_of(20), length="-1").status_code == 200
 
 
-def test_nothing_of_a_body_is_read_that_says_that_it_is_too_large(api: Api) -> None:
+def test_a_body_with_a_too_large_content_length_is_not_read(api: Api) -> None:
     read: list[int] = []
 
     async def chunks() -> Any:
@@ -86,7 +86,7 @@ def test_nothing_of_a_body_is_read_that_says_that_it_is_too_large(api: Api) -> N
 
 @pytest.mark.parametrize("kind", ["[", '{"a":', '[{"a":'])
 @pytest.mark.parametrize("depth", [MOST_DEPTH + 1, 990, 5000, 200_000])
-def test_a_bomb_of_depth_is_the_callers_fault_for_every_route(api: Api, kind: str, depth: int) -> None:
+def test_a_too_deep_body_is_refused_by_every_route(api: Api, kind: str, depth: int) -> None:
     closing = {"[": "]", '{"a":': "}", '[{"a":': "}]"}[kind]
     bomb = (kind * depth + "1" + closing * depth).encode()
     whole = b'{"run": "run-1", "rules": [%s]}' % bomb
@@ -105,12 +105,12 @@ def test_a_bomb_is_refused_by_every_route(api: Api) -> None:
     bomb = b'{"a":' * 2000 + b"1" + b"}" * 2000
     document = api.client.get("/openapi.json").json()
     for operation in operations(document):
-        if "requestBody" in operation.said and operation.method == "POST":
+        if "requestBody" in operation.definition and operation.method == "POST":
             answer = send(api, bomb, path=operation.at({"project": "vision"}))
             assert 400 <= answer.status_code < 500, operation.path
 
 
-def test_what_is_as_deep_as_is_allowed_is_judged_by_what_it_says(api: Api) -> None:
+def test_a_body_of_the_maximum_depth_is_parsed(api: Api) -> None:
     content = b"[" * MOST_DEPTH + b"]" * MOST_DEPTH
     answer = send(api, content)
     assert answer.status_code == 422
@@ -120,7 +120,7 @@ def test_what_is_as_deep_as_is_allowed_is_judged_by_what_it_says(api: Api) -> No
 @pytest.mark.parametrize(
     "content", [b"1" * 100_000, b'"\\ud800"', b"\xff\xfe", b"nul", b'{"run": 1e999999}', b""]
 )
-def test_what_is_no_json_of_ours_is_the_callers_fault(api: Api, content: bytes) -> None:
+def test_an_invalid_body_is_a_client_error(api: Api, content: bytes) -> None:
     assert 400 <= send(api, content).status_code < 500
 
 
@@ -159,6 +159,6 @@ def test_depth_is_that_of_the_document(document: Any, ascii_only: bool) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_whatever_comes_has_a_depth(content: bytes) -> None:
+def test_any_bytes_have_a_depth(content: bytes) -> None:
     padded = content + b"[]" * MOST_DEPTH
     assert 0 <= depth_of(padded) <= len(padded)

@@ -27,7 +27,7 @@ def end(api: Api) -> None:
         run.state, run.ended_ns = "completed", 1
 
 
-def test_a_policy_is_the_admins(api: Api, recording: Recording) -> None:
+def test_only_an_admin_sets_the_policy(api: Api, recording: Recording) -> None:
     nothing = {"compact_after_s": None, "originals_s": None, "keep_tensors_s": None, "keep_runs_s": None}
     assert api.call("GET", f"{PROJECT}/retention", role="viewer").json() == nothing
     month = {"keep_runs_s": 30 * 86400}
@@ -51,11 +51,11 @@ def test_a_run_that_has_ended_is_deleted(api: Api, recording: Recording) -> None
     assert api.call("GET", RUN).status_code == 404
 
 
-def test_a_run_that_is_held_is_not_deleted(api: Api, recording: Recording) -> None:
+def test_a_run_on_hold_is_not_deleted(api: Api, recording: Recording) -> None:
     end(api)
     held = api.call("PUT", f"{RUN}/hold", {"reason": "for the paper"}).json()
     assert (held["on_hold"], held["hold_reason"]) == (True, "for the paper")
     assert api.call("DELETE", RUN, role="admin").status_code == 409
-    assert api.call("GET", f"{RUN}/keeping", role="viewer").json() == held
+    assert api.call("GET", f"{RUN}/retention", role="viewer").json() == held
     api.call("DELETE", f"{RUN}/hold")
     assert api.call("DELETE", RUN, role="admin").status_code == 202

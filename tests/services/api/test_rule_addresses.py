@@ -1,4 +1,4 @@
-"""Addresses of webhooks are secrets: who may not operate sees their hosts, and events and the audit log hold no more."""
+"""Webhook addresses are secrets: only operators see more than their hosts, and events and the audit log contain hosts only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ READ = (
 )
 
 
-def test_only_who_may_operate_sees_them(api: Api, folder_store: Store) -> None:
+def test_only_operators_see_webhook_addresses(api: Api, folder_store: Store) -> None:
     ran(api, folder_store)
     of_rules = READ[:5]
     for path in READ:
@@ -69,7 +69,7 @@ def test_only_who_may_operate_sees_them(api: Api, folder_store: Store) -> None:
     assert SECRET not in json.dumps([row.payload["event"] for row in posted])
 
 
-def test_who_may_operate_still_changes_only_what_they_have_seen(api: Api, folder_store: Store) -> None:
+def test_operators_change_only_what_they_have_read(api: Api, folder_store: Store) -> None:
     ran(api, folder_store)
     seen = api.call("GET", f"{PROJECT}/rules/own")
 
@@ -82,9 +82,9 @@ def test_who_may_operate_still_changes_only_what_they_have_seen(api: Api, folder
     assert [changed(seen.headers["etag"]), changed(seen.headers["etag"])] == [200, 412]
 
 
-def test_what_earlier_versions_kept_is_not_shown_either() -> None:
+def test_addresses_that_earlier_versions_stored_are_not_shown() -> None:
     event = {"data": {"rule_config": {"actions": [{"kind": "webhook", "url": HOOK}, {"webhook": HOOK}]}}}
-    assert SECRET.encode() not in encode(7, "watchstep.alert.firing", event)
+    assert SECRET.encode() not in encode(7, "io.watchstep.alert.firing", event)
     assert shown_key(f"webhook:e1:{HOOK}") == action_key("e1", HOOK)
     assert shown_key("stop:1:a1") == "stop:1:a1"
 
@@ -99,10 +99,10 @@ def test_what_earlier_versions_kept_is_not_shown_either() -> None:
         (7, ":///…"),
     ],
 )
-def test_of_an_address_the_host_is_told(address: object, host: str) -> None:
+def test_only_the_host_of_an_address_is_shown(address: object, host: str) -> None:
     assert host_of(address) == host
 
 
-def test_other_data_stays_as_it_is() -> None:
+def test_other_data_is_unchanged() -> None:
     data = {"kind": "notify", "url": HOOK, "list": [1, None, {"webhook": 1, "more": 2}]}
     assert without_addresses(data) == data

@@ -1,4 +1,4 @@
-"""Of rule configs of one name one judges and tells, whoever came first; the other is shown as overridden."""
+"""Of several rule configs with the same name, one is evaluated; the others are shown as overridden."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEANT = RuleConfig.model_validate(
 
 
 @pytest.mark.parametrize("first", ["recorder", "operator"])
-def test_an_operators_rule_stands_for_a_recorders_of_its_name(
+def test_an_operators_rule_overrides_a_recorders_of_the_same_name(
     driven: Driven, folder_store: Store, first: str
 ) -> None:
     recording = Recording(folder_store).begin()
@@ -33,12 +33,12 @@ def test_an_operators_rule_stands_for_a_recorders_of_its_name(
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
     posts = [action for action in driven.actions(run_id) if action.kind == "webhook"]
-    fired = [event for event in driven.events(run_id) if event["type"] == "watchstep.alert.firing"]
+    fired = [event for event in driven.events(run_id) if event["type"] == "io.watchstep.alert.firing"]
     assert len(posts) == 1
     assert [event["data"]["rule_config"]["name"] for event in fired].count("mine") == 1
 
 
-def test_a_recorders_rule_that_fires_ends_when_an_operators_stands_for_it(
+def test_a_firing_recorders_rule_ends_when_an_operators_overrides_it(
     driven: Driven, folder_store: Store
 ) -> None:
     recording = Recording(folder_store).begin()
@@ -49,12 +49,14 @@ def test_a_recorders_rule_that_fires_ends_when_an_operators_stands_for_it(
         rule_configs.put_one(session, session.get_one(RunRow, run_id), MEANT)
     driven.announce(run_id, recording.write(1, 8, 12, nan_from(0)))
     driven.settle(run_id)
-    ends = [event["data"] for event in driven.events(run_id) if event["type"] == "watchstep.alert.resolved"]
+    ends = [
+        event["data"] for event in driven.events(run_id) if event["type"] == "io.watchstep.alert.resolved"
+    ]
     assert [one["rule_config"]["name"] for one in ends] == ["mine"]
     assert [action.kind for action in driven.actions(run_id)].count("webhook") in {2, 3}
 
 
-def test_the_runs_rules_show_what_is_overridden_and_it_comes_back(api: Api) -> None:
+def test_overridden_rules_are_shown_and_return(api: Api) -> None:
     asks = {"run": "run-1", "rules": [ASKED.as_data()]}
     told = api.call("POST", "/v1/projects/vision/runs", {"run": "run-1", "rules": [MEANT.as_data()]}).json()
     assert {rule["name"]: rule["overrides"] for rule in told["rules"]}["mine"] == []

@@ -57,7 +57,7 @@ class Asked:
 
     def works(self, token: str, run: str = "mine") -> bool:
         """Whether a token announces for a run, asked of a process that does not remember it."""
-        self.api.client.app.state.known_tokens.forget(id_of(token))
+        self.api.client.app.state.token_cache.discard(id_of(token))
         answer = self.ask("POST", f"{RUNS}/{run}/announcements", token, SEGMENT)
         assert answer.status in {200, 401}, answer
         return answer.status == 200
@@ -87,7 +87,7 @@ def asked(driven: Driven) -> Iterator[Asked]:
         yield Asked(Api(Client(app), quick), ask)
 
 
-def test_an_operator_makes_it_and_it_records_its_run(asked: Asked) -> None:
+def test_an_operator_creates_a_token_that_records_its_run(asked: Asked) -> None:
     asked.data("POST", RUNS, asked.operator, {"run": "mine"})
     made = asked.ask("POST", MINE, asked.operator, {"name": "job of run mine"})
     assert (made.status, made.headers["cache-control"]) == (201, "no-store")
@@ -110,7 +110,7 @@ def test_an_operator_makes_it_and_it_records_its_run(asked: Asked) -> None:
     assert again.status == 200
 
 
-def test_of_another_run_it_is_told_what_it_is_told_of_none(asked: Asked) -> None:
+def test_another_run_looks_like_a_missing_one(asked: Asked) -> None:
     token = asked.made()
     asked.data("POST", RUNS, asked.operator, {"run": "hers"})
     document = asked.api.client.app.openapi()
@@ -140,7 +140,7 @@ def test_of_another_run_it_is_told_what_it_is_told_of_none(asked: Asked) -> None
         assert asked("POST", f"{RUNS}/{odd}/announcements", token, SEGMENT).status >= 400, odd
 
 
-def test_it_can_neither_bind_nor_allow_nor_make_another(asked: Asked) -> None:
+def test_a_run_token_cannot_bind_allow_or_create_another(asked: Asked) -> None:
     token = asked.made()
     job = {"backend": "local", "id": "1", "identity": {}}
     assert asked("POST", RUNS, token, {"run": "mine", "attempt": "a1", "job": job}).status == 403
@@ -149,14 +149,14 @@ def test_it_can_neither_bind_nor_allow_nor_make_another(asked: Asked) -> None:
     assert asked("POST", f"{RUNS}/mine/stop", token, {}).status == 403
 
 
-def test_who_may_not_operate_there_makes_none(asked: Asked) -> None:
+def test_only_operators_of_the_project_create_run_tokens(asked: Asked) -> None:
     asked.data("POST", RUNS, asked.operator, {"run": "mine"})
     others: list[tuple[Role, str | None]] = [("viewer", None), ("recorder", None), ("operator", "other")]
     for role, project in others:
         assert asked("POST", MINE, asked.api.token(role, project), {}).status == 403
 
 
-def test_another_operators_run_is_not_ones_own(asked: Asked) -> None:
+def test_an_operator_cannot_create_tokens_of_another_operators_run(asked: Asked) -> None:
     bob = asked.api.token("operator", PROJECT)
     asked.data("POST", RUNS, asked.operator, {"run": "mine"})
     asked.data("POST", RUNS, bob, {"run": "mine"})  # a second word changes nothing
@@ -166,13 +166,13 @@ def test_another_operators_run_is_not_ones_own(asked: Asked) -> None:
     assert asked("POST", f"{RUNS}/nobodys/tokens", bob, {}).status == 404
     asked.data("DELETE", f"/v1/tokens/{id_of(asked.operator)}", asked.admin)
     asked.change(attempt="a1")
-    assert "goes on" in asked("POST", MINE, bob, {}).text
+    assert "is running" in asked("POST", MINE, bob, {}).text
     asked.change(state="failed", ended_ns=asked.now())
     assert asked("POST", MINE, bob, {}).status == 201
     assert asked("POST", MINE, asked.api.token("operator", PROJECT), {}).status == 403
 
 
-def test_a_run_that_no_operator_registered_is_taken_where_nobody_records_it(asked: Asked) -> None:
+def test_a_run_without_an_owner_is_taken_over_if_it_is_not_running(asked: Asked) -> None:
     recorder = asked.api.token("recorder", PROJECT)
     asked.data("POST", RUNS, recorder, {"run": "mine"})
     asked.change(attempt="a1")
@@ -183,7 +183,7 @@ def test_a_run_that_no_operator_registered_is_taken_where_nobody_records_it(aske
     assert asked("POST", MINE, asked.operator, {}).status == 201
 
 
-def test_it_ends_two_weeks_after_its_run_unless_that_goes_on(asked: Asked) -> None:
+def test_a_run_token_expires_two_weeks_after_the_end_of_its_run(asked: Asked) -> None:
     token = asked.made()
     ended = asked.now() - OVER_SECONDS * NANOSECONDS
     for state in ("completed", "failed", "stopped"):
@@ -201,7 +201,7 @@ def test_it_ends_two_weeks_after_its_run_unless_that_goes_on(asked: Asked) -> No
     assert len(asked.data("GET", f"{MINE}?active=true", asked.operator)["tokens"]) == 1
 
 
-def test_it_ends_with_its_time(asked: Asked) -> None:
+def test_a_run_token_expires_after_its_lifetime(asked: Asked) -> None:
     token = asked.made()
     asked.age(token, 89 * DAY)
     assert asked.works(token)
@@ -211,7 +211,7 @@ def test_it_ends_with_its_time(asked: Asked) -> None:
         assert asked("POST", MINE, asked.operator, {"lifetime_seconds": seconds}).status == status
 
 
-def test_it_ends_with_its_run(asked: Asked) -> None:
+def test_a_run_token_is_deleted_with_its_run(asked: Asked) -> None:
     token = asked.made()
     with asked.api.driven.service.database.write() as session:
         delete_rows(session, session.execute(select(RunRow.id)).scalar_one())
@@ -220,14 +220,14 @@ def test_it_ends_with_its_run(asked: Asked) -> None:
     assert not asked.works(token), "the name is not the run"
 
 
-def test_it_outlives_the_end_of_its_maker_and_not_that_it_is_revoked(asked: Asked) -> None:
+def test_a_run_token_outlives_the_expiry_but_not_the_revocation_of_its_creator(asked: Asked) -> None:
     short = asked.data(
         "POST", "/v1/tokens", asked.admin, {"role": "admin", "name": "short", "lifetime_seconds": 3600}
     )
     token = asked.made(by=short["token"])
     asked.age(short["token"], 3600 * NANOSECONDS)
     assert asked.works(token)
-    kept = asked.data("DELETE", f"/v1/tokens/{short['id']}?keep_made=true", asked.admin)
+    kept = asked.data("DELETE", f"/v1/tokens/{short['id']}?keep_created=true", asked.admin)
     assert (kept["state"], kept["made"]) == ("revoked", [])
     assert asked.works(token)
     gone = asked.data("DELETE", f"/v1/tokens/{short['id']}", asked.admin)
@@ -237,7 +237,7 @@ def test_it_outlives_the_end_of_its_maker_and_not_that_it_is_revoked(asked: Aske
     assert (seen["state"], short["id"] in seen["revoked_by"]) == ("revoked", True)
 
 
-def test_a_revoked_token_makes_none_though_it_is_still_remembered(asked: Asked) -> None:
+def test_a_revoked_but_cached_token_creates_no_run_token(asked: Asked) -> None:
     asked.made()
     revoke(asked.api.driven.service.database, id_of(asked.operator), None, "of another process")
     refused = asked("POST", MINE, asked.operator, {})
@@ -245,7 +245,7 @@ def test_a_revoked_token_makes_none_though_it_is_still_remembered(asked: Asked) 
     assert not asked.data("GET", f"{MINE}?active=true", asked.admin)["tokens"]
 
 
-def test_it_is_listed_and_revoked_as_others(asked: Asked) -> None:
+def test_a_run_token_is_listed_and_revoked(asked: Asked) -> None:
     first, second = asked.made(), asked.made()
     asked.made("hers")
     for place in ("/v1/tokens", f"/v1/projects/{PROJECT}/tokens"):
@@ -264,13 +264,13 @@ def test_it_is_listed_and_revoked_as_others(asked: Asked) -> None:
     assert asked("DELETE", f"{MINE}/{id_of(asked.operator)}", asked.operator).status == 404
 
 
-def test_an_archived_project_gets_none(asked: Asked) -> None:
+def test_an_archived_project_gets_no_run_tokens(asked: Asked) -> None:
     asked.data("POST", RUNS, asked.operator, {"run": "mine"})
     asked.data("PATCH", f"/v1/projects/{PROJECT}", asked.admin, {"archived": True})
     assert asked("POST", MINE, asked.operator, {}).status == 409
 
 
-def test_it_is_nowhere_shown_again(asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_token_is_shown_once(asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         token = asked.made()
         asked.works(token)

@@ -71,16 +71,16 @@ def test_an_operator_replaces_the_owners_rule_of_the_same_name(api: Api) -> None
     assert [rule["name"] for rule in again] == [rule["name"] for rule in told]
 
 
-def test_a_receiver_that_the_service_does_not_know_is_told(api: Api) -> None:
+def test_an_unknown_receiver_is_reported(api: Api) -> None:
     rules = [{"rule": "overfit", "actions": [{"notify": "ml-oncall"}]}, {"rule": "dead_relu"}]
     told = api.call("POST", RUNS, {"run": "run-1", "rules": rules}).json()["rules"]
     assert {rule["name"]: rule["warnings"] for rule in told if rule["origin"] == "operator"} == {
-        "overfit": ["receiver 'ml-oncall' is not known to this service: nobody is told"],
+        "overfit": ["receiver 'ml-oncall' does not exist in this service: it is not notified"],
         "dead_relu": [],
     }
 
 
-def test_a_recorder_binds_no_job_and_an_operator_does(api: Api, process: JobHandle) -> None:
+def test_an_operator_but_no_recorder_binds_a_job(api: Api, process: JobHandle) -> None:
     body = {"run": "run-1", "attempt": "a1", "job": body_of(process)}
     refused = api.call("POST", RUNS, body, role="recorder")
     assert (refused.status_code, "job" in refused.json()["detail"]) == (403, True)
@@ -143,14 +143,14 @@ def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_
     assert [made["outcome"] for made in told["tries"]] == ["advanced"]
     events = api.call("GET", f"{RUNS}/run-1/events").json()
     assert [event["type"] for event in events["events"]] == [
-        "watchstep.run.started",
-        "watchstep.alert.firing",
-        "watchstep.stop.requested",
+        "io.watchstep.run.started",
+        "io.watchstep.alert.firing",
+        "io.watchstep.stop.requested",
     ]
     assert api.call("GET", f"{RUNS}/run-1/events?after={events['after']}").json()["events"] == []
 
 
-def test_that_something_is_urgent_is_believed_once_a_minute(api: Api, folder_store: Store) -> None:
+def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
     minute = 60 * NANOSECONDS
@@ -170,7 +170,7 @@ def test_that_something_is_urgent_is_believed_once_a_minute(api: Api, folder_sto
     assert announced(4, urgent=True) >= first
 
 
-def test_an_operators_stop_is_made_once(api: Api, folder_store: Store) -> None:
+def test_an_operators_stop_is_requested_once(api: Api, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     api.call("POST", RUNS, {"run": "run-1"})
     assert api.call("POST", f"{RUNS}/run-1/stop", {}).status_code == 422
@@ -217,31 +217,33 @@ BAD = [
         422,
         "identity",
     ),
-    ("POST", "/v1/projects/..%2Fx/runs", {"run": "r"}, 404, "Not Found"),
+    ("POST", "/v1/projects/..%2Fx/runs", {"run": "r"}, 404, "not found"),
     ("POST", "/v1/projects/a..b/runs", {"run": "r"}, 422, "a..b"),
     ("GET", f"{RUNS}/none", None, 404, "none"),
     ("GET", f"{RUNS}/a..b", None, 422, "a..b"),
     ("GET", f"{RUNS}?limit=0", None, 422, "limit"),
     ("GET", "/v1/rules/none", None, 404, "none"),
-    ("GET", "/v1/nothing", None, 404, "Not Found"),
-    ("DELETE", RUNS, None, 405, "Method"),
+    ("GET", "/v1/nothing", None, 404, "not found"),
+    ("DELETE", RUNS, None, 405, "method DELETE: not allowed"),
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "body", "status", "said"), BAD)
-def test_bad_input_is_told(api: Api, method: str, path: str, body: Any, status: int, said: str) -> None:
+@pytest.mark.parametrize(("method", "path", "body", "status", "message"), BAD)
+def test_invalid_input_is_reported(
+    api: Api, method: str, path: str, body: Any, status: int, message: str
+) -> None:
     answer = api.call(method, path, body)
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     problem = answer.json()
     assert problem["status"] == status
-    assert said in problem["detail"]
+    assert message in problem["detail"]
     assert problem["hint"]
     assert "Traceback" not in answer.text
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"attempt": "../a2"}, "../a2"),
         ({"node": ""}, "node name ''"),
@@ -254,12 +256,12 @@ def test_bad_input_is_told(api: Api, method: str, path: str, body: Any, status: 
         ({"health": {"much": "x" * 70_000}}, "health"),
     ],
 )
-def test_a_bad_announcement_is_told(api: Api, changes: dict[str, Any], said: str) -> None:
+def test_an_invalid_announcement_is_reported(api: Api, changes: dict[str, Any], message: str) -> None:
     api.call("POST", RUNS, {"run": "run-1"})
     key = Recording(Store("file:///none", None)).key(0, 0, 3)
     answer = api.call("POST", f"{RUNS}/run-1/announcements", announcement(key, **changes))
     assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
-    assert said in answer.json()["detail"]
+    assert message in answer.json()["detail"]
     assert api.driven.segments(1) == {}
 
 
@@ -279,13 +281,13 @@ def test_a_fault_of_the_service_shows_no_stack_trace(
 
 
 @pytest.mark.parametrize("rule", BAD_RULES)
-def test_rules_that_cannot_be_used_are_refused(api: Api, rule: dict[str, Any]) -> None:
+def test_unusable_rules_are_refused(api: Api, rule: dict[str, Any]) -> None:
     refused = api.call("POST", RUNS, {"run": "run-1", "rules": [rule]})
     assert refused.status_code == 422
     assert "rules.0" in refused.text
 
 
-def test_what_recorders_say_of_themselves_does_not_grow_without_bound(api: Api) -> None:
+def test_the_health_of_recorders_is_limited_in_size(api: Api) -> None:
     run = "/v1/projects/vision/runs/run-1"
     api.driven.register()
     for number in range(20):

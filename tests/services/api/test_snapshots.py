@@ -1,4 +1,4 @@
-"""Snapshots through the API: listed, looked at, and read in pieces."""
+"""Snapshots through the API: lists, contents, and tensors in parts."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def ask(api: Api, path: str, **headers: str) -> httpx.Response:
     return api.client.request("GET", f"{PLACE}{path}", headers=sent)
 
 
-def test_they_are_listed_in_pages(kept: Api) -> None:
+def test_snapshots_are_listed_in_pages(kept: Api) -> None:
     first = ask(kept, "?limit=2").json()
     assert [entry["step"] for entry in first["snapshots"]] == [5, 10]
     rest = ask(kept, f"?limit=2&page_token={first['next_page_token']}").json()
     assert ([entry["step"] for entry in rest["snapshots"]], rest["next_page_token"]) == ([15], None)
 
 
-def test_one_says_what_is_in_it(kept: Api) -> None:
+def test_a_snapshot_lists_its_tensors(kept: Api) -> None:
     held = ask(kept, "/a1/0/5/train").json()
     tensors = {entry["name"]: (entry["dtype"], entry["shape"], entry["bytes"]) for entry in held["tensors"]}
     assert tensors == {"conv/1.weight": ("F32", [4, 6], 96), "bias": ("F16", [4], 8)}
     assert held["bytes"] > 104
 
 
-def test_a_tensor_comes_whole_or_in_pieces(kept: Api) -> None:
+def test_a_tensor_is_read_whole_or_in_parts(kept: Api) -> None:
     place = f"/a1/0/10/train/tensor?name={quote('conv/1.weight', safe='')}"
     whole = ask(kept, place)
     assert (whole.headers["x-watchstep-dtype"], whole.headers["x-watchstep-shape"]) == ("F32", "4,6")
@@ -76,7 +76,7 @@ def test_a_summary_has_its_figures(kept: Api) -> None:
     assert (figures["min"], figures["max"], figures["mean"]) == (0.0, 1.5, 0.75)
 
 
-def test_what_is_too_large_is_refused_with_the_mend(kept: Api, folder_store: Store) -> None:
+def test_a_too_large_response_is_refused_with_a_hint(kept: Api, folder_store: Store) -> None:
     from safetensors.numpy import save
 
     driven = kept.driven.with_settings(tensor_mb=1)
@@ -110,7 +110,7 @@ def test_what_is_not_there_is_told(kept: Api) -> None:
 DAMAGED = [b"", b"\xff" * 7, b"\xff" * 64, b"\x02" + bytes(7) + b"{}x", b"\x04" + bytes(7) + b'{"a"']
 
 
-def test_a_damaged_one_is_told_as_the_stores(kept: Api, folder_store: Store) -> None:
+def test_a_damaged_snapshot_is_reported(kept: Api, folder_store: Store) -> None:
     for content in DAMAGED:
         Recording(folder_store).store.put(key(5).path, content)
         for path in ("", "/tensor?name=bias", "/summary?name=bias"):

@@ -1,4 +1,4 @@
-"""Queries over what a run recorded: the SDK's answers, in no more points than a screen has, within bounds."""
+"""Queries over recorded statistics: the SDK's results, with a limited number of points and limited resources."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def names(api: Api) -> list[str]:
     return [entry["name"] for entry in get(api, "tensors")["tensors"]]
 
 
-def test_the_tensors_are_listed_in_pages(recorded: Api) -> None:
+def test_tensors_are_listed_in_pages(recorded: Api) -> None:
     whole = names(recorded)
     assert len(whole) == 3
     page = get(recorded, "tensors", limit=2)
@@ -70,7 +70,7 @@ def test_the_tensors_are_listed_in_pages(recorded: Api) -> None:
     assert [entry["name"] for entry in get(recorded, "tensors", collection="losses")["tensors"]] == ["loss"]
 
 
-def test_a_series_that_fits_is_each_row(recorded: Api, folder_store: Store) -> None:
+def test_a_short_series_has_a_point_per_row(recorded: Api, folder_store: Store) -> None:
     tensor = next(name for name in names(recorded) if name.startswith("second"))
     (line,) = get(recorded, "series", tensor=tensor, figure="l2", points=STEPS)["lines"]
     table = open_run(f"{folder_store.location}/vision/run-1").series(tensor, "l2")
@@ -99,7 +99,7 @@ def binned(recorded: Api, folder_store: Store, points: int) -> None:
         assert mean == pytest.approx(held.mean())
 
 
-def test_what_is_not_finite_is_counted_and_null(api: Api, folder_store: Store) -> None:
+def test_non_finite_values_are_counted_and_null(api: Api, folder_store: Store) -> None:
     Recording(folder_store).begin().write(0, 0, 9, nan_from(5))
     api.driven.register()
     (line,) = get(api, "series", tensor="loss", figure="mean", points=2)["lines"]
@@ -174,7 +174,7 @@ REFUSED = [
 ]
 
 
-def test_sql_that_may_not_be_run_is_refused(recorded: Api) -> None:
+def test_disallowed_sql_is_refused(recorded: Api) -> None:
     for query in REFUSED:
         answer = sql(recorded, query)
         assert (answer.status_code, answer.json()["type"]) == (422, "urn:watchstep:problem:invalid"), query
@@ -186,7 +186,7 @@ def with_settings(api: Api, **settings: Any) -> Api:
     return Api(Client(create_app(driven.service)), driven)
 
 
-def test_a_query_that_takes_too_long_is_ended(recorded: Api) -> None:
+def test_a_too_slow_query_is_killed(recorded: Api) -> None:
     bounded = with_settings(recorded, query_seconds=0.5)
     many = "SELECT count(*) FROM statistics a, statistics b, statistics c, statistics d WHERE a.mean + b.mean < c.mean * d.mean"
     answer = sql(bounded, many)
@@ -196,7 +196,7 @@ def test_a_query_that_takes_too_long_is_ended(recorded: Api) -> None:
     assert sql(recorded, "SELECT count(*) FROM statistics").status_code == 200
 
 
-def test_a_query_that_takes_too_much_memory_is_ended(recorded: Api) -> None:
+def test_a_query_with_too_much_memory_is_killed(recorded: Api) -> None:
     many = "SELECT median(a.mean + b.step) FROM statistics a, statistics b, (SELECT step FROM statistics LIMIT 5) c"
     answer = sql(with_settings(recorded, query_mb=16, query_seconds=60.0), many)
     assert answer.status_code == 413, answer.text[:300]
@@ -236,7 +236,7 @@ def hostile(first: str) -> str:
 
 
 @pytest.mark.parametrize("first", ["tensor", "'abcdefgh'"])
-def test_a_query_that_takes_any_amount_of_memory_is_ended_and_costs_the_service_none(
+def test_a_query_with_unlimited_memory_is_killed_and_does_not_affect_the_service(
     recorded: Api, first: str
 ) -> None:
     assert sql(recorded, "SELECT count(*) FROM statistics").status_code == 200
@@ -262,9 +262,7 @@ def stopped_children(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[int]:
     return stopped
 
 
-def test_while_a_query_is_run_the_service_answers_everything_else(
-    recorded: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_service_responds_during_a_query(recorded: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api = with_settings(recorded, query_seconds=60.0)
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
         stopped = stopped_children(patch)
@@ -283,7 +281,7 @@ def test_while_a_query_is_run_the_service_answers_everything_else(
     assert sql(api, "SELECT 1").status_code == 200
 
 
-def test_a_query_that_hears_no_interrupt_is_ended_with_its_process(
+def test_a_query_that_ignores_interrupts_is_killed_with_its_process(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("watchstep_rules.custom.sql.process._GRACE_SECONDS", 0.0)
@@ -295,7 +293,7 @@ def test_a_query_that_hears_no_interrupt_is_ended_with_its_process(
     assert sql(recorded, "SELECT 1 AS one").json()["rows"] == [[1]]
 
 
-def test_where_no_process_can_be_started_a_query_is_to_be_sent_again(
+def test_a_query_gets_503_if_no_process_can_be_started(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused() -> None:
@@ -315,7 +313,7 @@ UNWRITABLE = [
 ]
 
 
-def test_a_value_that_json_does_not_hold_is_told_with_its_column(recorded: Api) -> None:
+def test_a_value_without_a_json_form_is_reported_with_its_column(recorded: Api) -> None:
     for query in UNWRITABLE:
         answer = sql(recorded, query)
         assert answer.status_code == 422, (query, answer.text)
@@ -340,7 +338,7 @@ def test_a_value_that_json_does_not_hold_is_told_with_its_column(recorded: Api) 
     assert zoned.json()["rows"] == [[at, [at]]]
 
 
-def test_an_answer_that_is_too_large_is_refused_before_it_is_read(recorded: Api) -> None:
+def test_a_too_large_response_is_refused_before_it_is_read(recorded: Api) -> None:
     wide = f"SELECT {','.join(['1'] * 4900)} FROM statistics, (SELECT 1 FROM statistics LIMIT 12)"
     joined = " || ".join(["s"] * 60)
     long = f"SELECT {joined} AS s FROM (SELECT {joined} AS s FROM (SELECT tensor AS s FROM statistics))"
@@ -356,9 +354,7 @@ def test_a_series_over_its_budget_is_refused(recorded: Api) -> None:
     assert answer.status_code in {413, 429}
 
 
-def test_of_one_project_only_some_are_answered_at_once(
-    recorded: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_queries_of_a_project_are_limited(recorded: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api = with_settings(recorded, project_queries=1)
     entered, go = threading.Event(), threading.Event()
     real: Callable[..., Any] = opened_module.OpenedRuns._entry
@@ -383,18 +379,18 @@ def test_of_one_project_only_some_are_answered_at_once(
     assert api.call("GET", place).status_code == 200
 
 
-def test_all_projects_together_leave_threads_for_what_is_no_query() -> None:
+def test_queries_of_all_projects_leave_threads_for_other_requests() -> None:
     slots = Slots(per_project=4, total=8)
     with ExitStack() as held:
         for project in ("a", "a", "a", "a", "b", "b", "b", "b"):
-            held.enter_context(slots.taken(project))
-        with pytest.raises(RequestRefusedError, match="of all projects"), slots.taken("c"):
+            held.enter_context(slots.acquire(project))
+        with pytest.raises(RequestRefusedError, match="of all projects"), slots.acquire("c"):
             pass
-    with slots.taken("c"):
+    with slots.acquire("c"):
         pass
 
 
-def test_what_is_new_is_seen(recorded: Api, folder_store: Store) -> None:
+def test_new_data_is_visible(recorded: Api, folder_store: Store) -> None:
     assert get(recorded, "series", tensor="loss", figure="mean")["lines"][0]["last_step"][-1] == STEPS - 1
     Recording(folder_store).write(3, STEPS, STEPS + 9)
     assert get(recorded, "series", tensor="loss", figure="mean")["lines"][0]["last_step"][-1] == STEPS + 9
@@ -419,13 +415,13 @@ def test_what_is_not_there_is_told(recorded: Api) -> None:
         assert answer.status_code == status, (place, answer.text)
 
 
-def test_a_run_of_which_nothing_is_recorded_is_not_there(api: Api) -> None:
+def test_a_run_without_data_is_not_found(api: Api) -> None:
     api.driven.register()
     assert api.call("GET", f"{RUN}/series?tensor=loss&figure=mean").status_code == 404
     assert api.call("GET", f"{RUN}/snapshots").json() == {"next_page_token": None, "snapshots": []}
 
 
-def test_a_damaged_segment_is_left_out_and_a_damaged_document_is_told(
+def test_a_damaged_segment_is_skipped_and_a_damaged_document_is_reported(
     recorded: Api, folder_store: Store
 ) -> None:
     (key,) = [
@@ -456,7 +452,7 @@ def misnamed(recording: Recording, seq: int) -> SegmentKey:
 
 
 @pytest.mark.parametrize("damage", [damaged_counts, misnamed])
-def test_what_the_evaluator_rejects_is_in_no_answer(
+def test_segments_that_the_evaluator_rejects_are_in_no_response(
     api: Api, folder_store: Store, damage: Callable[[Recording, int], SegmentKey]
 ) -> None:
     recording = Recording(folder_store).begin()
@@ -476,12 +472,12 @@ def test_what_the_evaluator_rejects_is_in_no_answer(
     assert line["last_step"] == [99]
 
 
-def test_others_projects_are_out_of_reach(recorded: Api) -> None:
+def test_other_projects_are_not_accessible(recorded: Api) -> None:
     for place in ("series?tensor=loss&figure=mean", "tensors", "snapshots"):
         assert recorded.call("GET", f"{RUN}/{place}", project="language").status_code in {403, 404}
 
 
-def test_the_tensors_that_deviate_at_an_onset_are_evidence(recorded: Api) -> None:
+def test_tensors_that_deviate_at_an_onset_are_evidence(recorded: Api) -> None:
     found = get(recorded, "deviations", attempt="a1", step=200)
     (one,) = found["deviations"]
     assert (one["tensor"], one["step"], one["value"], found["superseded"]) == (GRADIENT, 200, 1e6, False)
@@ -490,7 +486,7 @@ def test_the_tensors_that_deviate_at_an_onset_are_evidence(recorded: Api) -> Non
     assert get(recorded, "deviations", attempt="a1", step=150)["deviations"] == []
 
 
-def test_steps_that_a_later_attempt_did_again_are_no_evidence(recorded: Api, folder_store: Store) -> None:
+def test_steps_that_a_later_attempt_repeated_are_no_evidence(recorded: Api, folder_store: Store) -> None:
     again = Recording(folder_store, attempt="a2")
     again.write(0, 150, 250, taken_ns=10**12)
     found = get(recorded, "deviations", attempt="a1", step=200)

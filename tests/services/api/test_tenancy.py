@@ -1,4 +1,4 @@
-"""What a token can cause, and what it cannot: stores, projects, backends, jobs."""
+"""What a token can and cannot change: stores, projects, backends, jobs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def begun(api: Api, run: str) -> int:
     return run_id
 
 
-def test_stores_are_registered_tried_changed_and_forgotten(shared: Api, tmp_path: Path) -> None:
+def test_stores_are_registered_checked_changed_and_deleted(shared: Api, tmp_path: Path) -> None:
     listed = shared.call("GET", "/v1/stores", role="admin").json()["stores"]
     assert [store["name"] for store in listed] == ["store-a", "store-b"]
     tried = shared.call("POST", "/v1/stores/store-a/check", role="admin").json()
@@ -79,7 +79,7 @@ def test_stores_are_registered_tried_changed_and_forgotten(shared: Api, tmp_path
     assert not any(path.is_file() for path in (tmp_path / "tenants" / "a").rglob("*"))
     missing = {"name": "c", "url": str(tmp_path / "tenants" / "c")}
     refused = shared.call("POST", "/v1/stores", missing, role="admin")
-    assert (refused.status_code, "no such folder" in refused.json()["detail"]) == (422, True)
+    assert (refused.status_code, "does not exist" in refused.json()["detail"]) == (422, True)
     assert shared.call("POST", "/v1/stores", {**missing, "check": False}, role="admin").status_code == 201
     taken = shared.call("POST", "/v1/stores", {**missing, "check": False}, role="admin")
     assert taken.status_code == 409
@@ -101,7 +101,7 @@ def test_stores_are_registered_tried_changed_and_forgotten(shared: Api, tmp_path
         "s3://key:secret@b/c", "s3://b/a#b", "http://169.254.169.254/", "s3://b\\c",
     ],
 )  # fmt: skip
-def test_what_is_no_plain_place_is_not_registered(shared: Api, tmp_path: Path, url: str) -> None:
+def test_an_invalid_location_is_not_registered(shared: Api, tmp_path: Path, url: str) -> None:
     body = {"name": "x", "url": url.format(below=tmp_path / "tenants"), "check": False}
     assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
 
@@ -113,12 +113,12 @@ def test_what_is_no_plain_place_is_not_registered(shared: Api, tmp_path: Path, u
         {"endpoint": "http://169.254.169.254/latest?x"}, {"endpoint": "file:///etc"}, {"region": "a b"},
     ],
 )  # fmt: skip
-def test_roles_and_endpoints_are_what_they_say(shared: Api, more: dict[str, str]) -> None:
+def test_roles_and_endpoints_are_validated(shared: Api, more: dict[str, str]) -> None:
     body = {"name": "x", "url": "s3://bucket/runs", "check": False, **more}
     assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
 
 
-def test_a_link_in_a_store_that_is_registered_leads_nowhere(shared: Api, tmp_path: Path) -> None:
+def test_a_link_in_a_registered_store_is_not_followed(shared: Api, tmp_path: Path) -> None:
     (tmp_path / "tenants" / "out").symlink_to(tmp_path)
     body = {"name": "x", "url": str(tmp_path / "tenants" / "out"), "check": False}
     assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
@@ -165,14 +165,14 @@ def test_an_endpoint_that_has_no_address_is_checked_when_it_is_opened(shared: Ap
         "name": "x", "url": "s3://bucket/runs", "check": False, "endpoint": "http://later.invalid:9000",
     }  # fmt: skip
     assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 201
-    with pytest.raises(StoreError, match=r"later\.invalid.* cannot be looked up"):
+    with pytest.raises(StoreError, match=r"later\.invalid.* cannot be resolved"):
         open_place(
             StorePlace(0, 0, StoreRegistration("s3://bucket/runs", endpoint=str(body["endpoint"])), "", "a")
         )
 
 
 @pytest.mark.parametrize("role", ["viewer", "recorder", "operator"])
-def test_stores_and_backends_are_the_admins(shared: Api, role: Any) -> None:
+def test_only_admins_change_stores_and_backends(shared: Api, role: Any) -> None:
     for path in ("/v1/stores", "/v1/stores/store-a", "/v1/backends"):
         assert shared.call("GET", path, role=role).status_code == 403
     assert (
@@ -180,7 +180,7 @@ def test_stores_and_backends_are_the_admins(shared: Api, role: Any) -> None:
     )
 
 
-def test_an_admin_of_one_project_reaches_no_store(shared: Api) -> None:
+def test_an_admin_of_one_project_cannot_access_stores(shared: Api) -> None:
     own: dict[str, Any] = {"role": "admin", "project": "a"}
     assert shared.call("GET", "/v1/stores", **own).status_code == 403
     assert shared.call("POST", "/v1/projects", {"name": "x", "store": "store-b"}, **own).status_code == 403
@@ -197,7 +197,7 @@ def test_an_admin_of_one_project_reaches_no_store(shared: Api) -> None:
     assert shared.call("GET", "/v1/projects/b", **own).status_code == 403
 
 
-def test_projects_lie_apart(shared: Api, tmp_path: Path) -> None:
+def test_projects_have_separate_locations(shared: Api, tmp_path: Path) -> None:
     wide = {"name": "wide", "url": str(tmp_path / "tenants"), "check": False}
     assert shared.call("POST", "/v1/stores", wide, role="admin").status_code == 201
     within = shared.call(
@@ -214,13 +214,13 @@ def test_projects_lie_apart(shared: Api, tmp_path: Path) -> None:
         )
 
 
-def test_only_admins_make_projects_where_it_is_said_so(shared: Api) -> None:
+def test_only_admins_create_projects_if_configured(shared: Api) -> None:
     refused = shared.call("POST", "/v1/projects/new/runs", {"run": "r"})
     assert refused.status_code == 404
     assert shared.call("POST", "/v1/projects/a/runs", {"run": "r"}, role="recorder").status_code == 200
 
 
-def test_an_archived_project_takes_no_runs_and_is_read(shared: Api) -> None:
+def test_an_archived_project_accepts_no_runs_and_is_readable(shared: Api) -> None:
     shared.call("POST", "/v1/projects/a/runs", {"run": "r"})
     assert shared.call("PATCH", "/v1/projects/a", {"archived": True}, role="admin").json()["archived_ns"]
     assert shared.call("POST", "/v1/projects/a/runs", {"run": "s"}).status_code == 409
@@ -229,7 +229,7 @@ def test_an_archived_project_takes_no_runs_and_is_read(shared: Api) -> None:
     assert shared.call("POST", "/v1/projects/a/runs", {"run": "s"}).status_code == 200
 
 
-def test_an_archived_project_takes_no_announcements(shared: Api) -> None:
+def test_an_archived_project_accepts_no_announcements(shared: Api) -> None:
     path, said = (
         "/v1/projects/a/runs/r/announcements",
         {"attempt": "a1", "node": "n", "writer": "w0", "seq": 0, "first": 0, "last": 3},
@@ -302,7 +302,7 @@ NASTY = st.one_of(
 
 @settings(max_examples=60)
 @given(run=NASTY, attempt=NASTY, node=NASTY, writer=NASTY)
-def test_names_in_requests_reach_nothing_outside(
+def test_names_in_requests_cannot_leave_the_store(
     shared: Api, tmp_path: Path, run: str, attempt: str, node: str, writer: str
 ) -> None:
     before = {path for path in tmp_path.rglob("*") if "sqlite" not in path.name}
@@ -350,7 +350,9 @@ def test_links_in_a_store_show_nothing_of_another_project(shared: Api, tmp_path:
     assert (tmp_path / "tenants" / "b" / "b" / "run-1" / "run.json").read_bytes() == before
 
 
-def test_a_document_that_names_another_project_is_its_folders_own(shared: Api, tmp_path: Path) -> None:
+def test_a_document_belongs_to_its_folder_not_to_the_project_that_it_names(
+    shared: Api, tmp_path: Path
+) -> None:
     root = Store.open(tmp_path / "tenants" / "a")
     document = b'{"project": "b", "run": "../../b/secret", "created_ns": 1, "rules": [{"rule": "non_finite_values", "actions": ["stop"]}]}'
     root.put("a/mine/run.json", document)
@@ -374,7 +376,7 @@ def test_a_rule_of_a_request_reads_no_file(shared: Api, params: dict[str, str]) 
         assert (refused.status_code, "root:" in refused.text) == (422, False)
 
 
-def test_a_backtest_judges_runs_of_its_project_only(shared: Api) -> None:
+def test_a_backtest_evaluates_runs_of_its_project_only(shared: Api) -> None:
     shared.call("POST", "/v1/projects/b/runs", {"run": "secret"})
     for name in ("secret", "../b/secret", "*", "/etc", "s3://b/r"):
         refused = shared.call("POST", "/v1/projects/a/backtests", {"runs": [name]}, project="a")
@@ -394,7 +396,7 @@ def test_a_registration_that_changes_takes_effect_without_a_restart(shared: Api,
     assert [run["run"] for run in shared.call("GET", "/v1/projects/a/runs").json()["runs"]] == ["moved"]
 
 
-def test_first_runs_make_projects_on_the_services_own_store(api: Api) -> None:
+def test_first_runs_create_projects_on_the_services_own_store(api: Api) -> None:
     assert api.call("POST", "/v1/projects/new/runs", {"run": "r"}, role="recorder").status_code == 200
     made = api.call("GET", "/v1/projects/new").json()
     assert (made["store"], made["backends"]) == ("default", ["local"])

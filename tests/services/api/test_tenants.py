@@ -129,7 +129,7 @@ def sample(schema: dict[str, Any], document: dict[str, Any], text: str) -> Any:
 
 
 def bodies(operation: Operation, document: dict[str, Any], text: str) -> Iterator[Any]:
-    content = operation.said.get("requestBody", {}).get("content", {}).get("application/json")
+    content = operation.definition.get("requestBody", {}).get("content", {}).get("application/json")
     if content is None:
         yield None
         return
@@ -214,7 +214,7 @@ class Walk:
         assert (refused.status, refused.text) == (403, unknown.text.replace("nobodys", THEIRS))
 
 
-def test_what_is_anothers_does_not_exist(api: Api, folder_store: Store) -> None:
+def test_objects_of_other_projects_do_not_exist(api: Api, folder_store: Store) -> None:
     api.call("POST", f"/v1/projects/{MINE}/runs", {"run": RUN})
     api.driven.announce(1, Recording(folder_store, run=RUN).begin().write(0, 0, 9, nan_from(5)))
     planted = plant(api.driven.service.database)
@@ -244,7 +244,7 @@ def test_every_table_is_planted(api: Api) -> None:
     assert {THEIRS} <= {row.get("project") for row in planted.rows.values()}
 
 
-def test_lists_hold_what_is_ones_own(api: Api) -> None:
+def test_lists_contain_own_objects_only(api: Api) -> None:
     roles: tuple[Role, ...] = ("viewer", "recorder", "operator")
     planted = plant(api.driven.service.database)
     assert planted.rows

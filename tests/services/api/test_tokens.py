@@ -24,7 +24,7 @@ def make(api: Api, place: str, body: dict[str, Any], **by: Any) -> dict[str, Any
     return made
 
 
-def test_an_admin_makes_lists_and_revokes(api: Api) -> None:
+def test_an_admin_creates_lists_and_revokes_tokens(api: Api) -> None:
     made = make(api, ALL, {**BODY, "project": "vision", "lifetime_seconds": 600})
     assert (made["state"], made["role"], made["project"], made["name"]) == (
         "active",
@@ -48,7 +48,7 @@ def test_an_admin_makes_lists_and_revokes(api: Api) -> None:
     assert made["id"] not in {token["id"] for token in active}
 
 
-def test_the_list_comes_in_pages(api: Api) -> None:
+def test_tokens_are_listed_in_pages(api: Api) -> None:
     made = [make(api, VISION, {**BODY, "name": f"number {place}"})["id"] for place in range(5)]
     found: list[str] = []
     rest = "?limit=2"
@@ -59,7 +59,7 @@ def test_the_list_comes_in_pages(api: Api) -> None:
     assert sorted(found) == sorted(made)
 
 
-def test_an_admin_of_a_project_rules_there_and_nowhere_else(api: Api) -> None:
+def test_an_admin_of_a_project_manages_its_tokens_only(api: Api) -> None:
     made = make(api, VISION, BODY, project="vision")
     assert made["project"] == "vision"
     foreign = make(api, ALL, {**BODY, "project": "language"})
@@ -85,11 +85,11 @@ def test_an_admin_of_a_project_rules_there_and_nowhere_else(api: Api) -> None:
         assert identify(api.driven.service.database, token["token"]) is not None
 
 
-def test_a_token_that_ends_makes_none_that_lives_longer(api: Api) -> None:
+def test_an_expiring_token_creates_none_with_a_later_expiry(api: Api) -> None:
     short = make(api, ALL, {"role": "admin", "name": "for an hour", "lifetime_seconds": 3600})["token"]
     for body in (BODY, {**BODY, "lifetime_seconds": 7200}):
         refused = ask(api.client.app, "POST", ALL, short, body)
-        assert (refused.status, "your own token ends" in refused.text) == (403, True)
+        assert (refused.status, "your own token expires" in refused.text) == (403, True)
     assert ask(api.client.app, "POST", ALL, short, {**BODY, "lifetime_seconds": 60}).status == 201
 
 
@@ -106,7 +106,7 @@ def test_only_admins(api: Api, role: Role) -> None:
         {"lifetime_seconds": 10**12}, {"project": "../x"}, {"secret": "mine"},
     ],
 )  # fmt: skip
-def test_what_cannot_be_made_is_told(api: Api, changes: dict[str, Any]) -> None:
+def test_an_invalid_token_request_is_reported(api: Api, changes: dict[str, Any]) -> None:
     answer = api.call("POST", ALL, {**BODY, **changes}, role="admin")
     assert (answer.status_code, answer.json()["hint"] != "") == (422, True)
 

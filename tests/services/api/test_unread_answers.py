@@ -1,4 +1,4 @@
-"""Answers that clients do not read, over real sockets: they lose their connection, and hold a bounded number of bytes."""
+"""Unread responses over real sockets: clients are disconnected, and unread bytes are limited."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def reset(connection: socket.socket) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(WAIT * 1000))
 
 
-def test_who_reads_nothing_of_an_answer_loses_the_connection(
+def test_a_client_that_reads_nothing_is_disconnected(
     recorded: Driven, protocol: type[asyncio.Protocol], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -69,7 +69,7 @@ def test_who_reads_nothing_of_an_answer_loses_the_connection(
     assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
 
 
-def test_who_reads_on_gets_the_whole_answer(recorded: Driven, protocol: type[asyncio.Protocol]) -> None:
+def test_a_slow_client_gets_the_whole_response(recorded: Driven, protocol: type[asyncio.Protocol]) -> None:
     with served(recorded, protocol) as (address, token):
         url = f"http://{address[0]}:{address[1]}{PLACE}"
         headers = {"authorization": f"Bearer {token}"}
@@ -82,7 +82,7 @@ def test_who_reads_on_gets_the_whole_answer(recorded: Driven, protocol: type[asy
         assert piece.content == VALUES.tobytes()[first : last + 1]
 
 
-def test_what_one_token_has_not_read_is_bounded_and_others_go_on(
+def test_unread_bytes_of_a_token_are_limited_and_others_continue(
     recorded: Driven, protocol: type[asyncio.Protocol]
 ) -> None:
     other = create_token(recorded.service.database, "viewer", "vision")
@@ -93,7 +93,7 @@ def test_what_one_token_has_not_read_is_bounded_and_others_go_on(
             refused = httpx.get(url, headers={"authorization": f"Bearer {token}"}, timeout=WAIT)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
             # A part of it, not all of it, is what the slow one holds.
-            assert f"{4 * MEGABYTE} bytes of answers are not read yet" in refused.json()["detail"]
+            assert f"{4 * MEGABYTE} bytes of responses are unread" in refused.json()["detail"]
             with asked(address, other) as second:
                 assert second.recv(12) == b"HTTP/1.1 200"
 
@@ -106,15 +106,15 @@ def test_what_one_token_has_not_read_is_bounded_and_others_go_on(
 
 def test_shares_of_tokens_projects_and_the_process() -> None:
     unread = UnreadBytes(8)
-    unread.take(3 * MEGABYTE, "vision", "first")  # more than its share, but its only one
+    unread.reserve(3 * MEGABYTE, "vision", "first")  # more than its share, but its only one
     with pytest.raises(RequestRefusedError, match="token first: 3145728 bytes"):
-        unread.take(1, "vision", "first")
-    unread.take(MEGABYTE, "vision", "second")
+        unread.reserve(1, "vision", "first")
+    unread.reserve(MEGABYTE, "vision", "second")
     with pytest.raises(RequestRefusedError, match="project vision"):
-        unread.take(MEGABYTE, "vision", "third")
-    unread.take(4 * MEGABYTE, "text", "fourth")
+        unread.reserve(MEGABYTE, "vision", "third")
+    unread.reserve(4 * MEGABYTE, "text", "fourth")
     with pytest.raises(RequestRefusedError, match="the process"):
-        unread.take(MEGABYTE, None, "fifth")
-    unread.give_back(3 * MEGABYTE, "vision", "first")
-    unread.take(MEGABYTE, None, "fifth")
-    unread.take(MEGABYTE, "vision", "first")
+        unread.reserve(MEGABYTE, None, "fifth")
+    unread.release(3 * MEGABYTE, "vision", "first")
+    unread.reserve(MEGABYTE, None, "fifth")
+    unread.reserve(MEGABYTE, "vision", "first")

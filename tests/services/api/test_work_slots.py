@@ -1,4 +1,4 @@
-"""Requests that wait for a process, a receiver or a store: how many may, and that the others are answered meanwhile."""
+"""Limits of requests that wait for a process, a receiver or a store, while others are answered."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def blocked_check(monkeypatch: pytest.MonkeyPatch, api: Api) -> Iterator[None]:
         assert first.result(60).status_code == 200
 
 
-def test_a_project_whose_rules_are_being_checked_keeps_no_other_request_from_an_answer(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rule_checks_of_a_project_block_no_other_request(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (
         ("POST", RUNS, {"run": "second", "rules": [RULE]}),
         ("PUT", "/v1/projects/vision/rules/mine", RULE),
@@ -66,7 +64,7 @@ def test_a_project_whose_rules_are_being_checked_keeps_no_other_request_from_an_
                 path,
                 refused.text,
             )
-            assert "too many checks of rules of project vision" in refused.text
+            assert "too many rule checks of project vision" in refused.text
         assert api.call("POST", RUNS, {"run": "plain", "rules": [{"rule": "overfit"}]}).status_code == 200
         assert api.call("GET", RUNS).status_code == 200
         assert api.client.get("/healthz").status_code == 200
@@ -85,7 +83,7 @@ def test_a_recorders_rules_are_counted_before_one_is_checked(
     assert asked == []
 
 
-def test_a_rule_that_cannot_be_checked_now_is_refused_and_not_kept(
+def test_a_rule_that_cannot_be_checked_now_is_refused_and_not_stored(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -141,7 +139,7 @@ def test_reading_a_rule_config_checks_no_query(api: Api, monkeypatch: pytest.Mon
     assert api.call("GET", f"{RUNS}/run-1/rules/mine").status_code == 200
 
 
-def test_health_and_readiness_are_answered_while_all_threads_of_requests_are_taken(api: Api) -> None:
+def test_health_and_readiness_respond_while_all_request_threads_are_busy(api: Api) -> None:
     async def ask() -> list[int]:
         threads = to_thread.current_default_thread_limiter()
         for _ in range(int(threads.total_tokens)):
@@ -156,7 +154,7 @@ def test_health_and_readiness_are_answered_while_all_threads_of_requests_are_tak
     assert asyncio.run(ask_in_time()) == [200, 200]
 
 
-def test_tests_of_a_receiver_that_does_not_answer_take_few_threads(api: Api) -> None:
+def test_tests_of_an_unresponsive_receiver_occupy_few_threads(api: Api) -> None:
     at = "/v1/projects/vision/receivers/slow"
     taken = threading.Semaphore(0)
     with http_server() as server, ThreadPoolExecutor(2) as threads:
@@ -181,7 +179,7 @@ def test_tests_of_a_receiver_that_does_not_answer_take_few_threads(api: Api) -> 
         assert api.call("POST", f"{at}/test", {}).json()["result"] == "done"
 
 
-def test_checks_of_a_store_take_few_threads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_checks_occupy_few_threads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api.driven.register()
     entered, released = threading.Semaphore(0), threading.Event()
 

@@ -44,9 +44,9 @@ def maker(database: Database, tmp_path: Path) -> AuthenticatedCaller:
     driven = Driven(make_service(database, Store.open(tmp_path / "store")))
     token = create_token(database, "operator", "vision")
     register(driven.service, "vision", "mine", (), "operator", id_of(token))
-    found = identify(database, token)
-    assert found is not None
-    return found
+    caller = identify(database, token)
+    assert caller is not None
+    return caller
 
 
 def until_it_waits(database: Database, done: Future[Any]) -> None:
@@ -66,7 +66,7 @@ def test_none_is_made_once_the_maker_is_revoked(database: Database, maker: Authe
             session.flush()
             making = threads.submit(create_for_run, database, ASKED, maker)
             until_it_waits(database, making)
-        with pytest.raises(TooMuchError, match="has ended"):
+        with pytest.raises(TooMuchError, match="no longer valid"):
             making.result(60)
 
 
@@ -82,7 +82,7 @@ def test_one_that_was_being_made_is_revoked_with_its_maker(
             session.flush()
             revoking = threads.submit(revoke, database, maker.token, None, "ann")
             until_it_waits(database, revoking)
-        assert revoking.result(60).made == (id_of(token),)
+        assert revoking.result(60).run_tokens == (id_of(token),)
     assert identify(database, token) is None
 
 

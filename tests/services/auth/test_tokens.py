@@ -50,8 +50,8 @@ def test_a_token_is_found_by_its_id_and_opens_by_its_secret(database: Database) 
         None,
         None,
     )
-    held = " ".join(str(getattr(row, column.key)) for column in Token.__table__.columns)
-    assert token.split("_", 2)[2] not in held
+    stored = " ".join(str(getattr(row, column.key)) for column in Token.__table__.columns)
+    assert token.split("_", 2)[2] not in stored
     other = f"{token[:-1]}{'A' if token[-1] != 'A' else 'B'}"
     assert id_of(other) == id_of(token)
     for wrong in (
@@ -96,7 +96,7 @@ def test_it_ends_when_it_is_revoked_and_the_first_time_counts(database: Database
 def test_it_is_revoked_only_where_it_is(database: Database) -> None:
     token = create_token(database, "viewer", "vision")
     for public, project in ((id_of(token), "language"), ("0" * 16, None), ("", None)):
-        with pytest.raises(NotFoundError, match="not known"):
+        with pytest.raises(NotFoundError, match="not found"):
             revoke(database, public, project, "bob")
     assert identify(database, token) is not None
 
@@ -144,24 +144,27 @@ requests = st.builds(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mine=requests, asked=requests)
 def test_nobody_makes_a_token_that_may_more(
-    sqlite: Database, mine: TokenRequest, asked: TokenRequest
+    sqlite: Database, mine: TokenRequest, request: TokenRequest
 ) -> None:
     lifetime = mine.lifetime_seconds
     maker = identify(sqlite, create_token(sqlite, mine.role, mine.project, lifetime_seconds=lifetime))
     assert maker is not None
     fits = (
-        PERMISSIONS[asked.role] <= PERMISSIONS[mine.role]
-        and mine.project in {None, asked.project}
-        and (lifetime is None or (asked.lifetime_seconds is not None and asked.lifetime_seconds < lifetime))
+        PERMISSIONS[request.role] <= PERMISSIONS[mine.role]
+        and mine.project in {None, request.project}
+        and (
+            lifetime is None or (request.lifetime_seconds is not None and request.lifetime_seconds < lifetime)
+        )
     )
     if not fits:
         with pytest.raises(TooMuchError):
-            create_for(sqlite, asked, maker)
+            create_for(sqlite, request, maker)
         return
-    made = identify(sqlite, create_for(sqlite, asked, maker))
-    assert made is not None
-    assert (made.role, made.project) == (asked.role, asked.project)
+    caller = identify(sqlite, create_for(sqlite, request, maker))
+    assert caller is not None
+    assert (caller.role, caller.project) == (request.role, request.project)
     with sqlite.read() as session:
         assert (
-            session.execute(select(Token.created_by).where(Token.id == made.token)).scalar_one() == maker.who
+            session.execute(select(Token.created_by).where(Token.id == caller.token)).scalar_one()
+            == maker.who
         )

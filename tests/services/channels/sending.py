@@ -1,4 +1,4 @@
-"""Ways out for tests, and short ways to send."""
+"""Delivery contexts for tests, and a helper to send."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from watchstep_services.notify.flush import deliver
 LOOPBACK = EgressPolicy(networks=(ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
 
 
-def outside(reach: EgressPolicy = LOOPBACK, seconds: float = 30.0, **secrets: str) -> DeliveryContext:
-    return DeliveryContext(reach, seconds, NOW, secrets)
+def delivery_context(
+    policy: EgressPolicy = LOOPBACK, seconds: float = 30.0, **secrets: str
+) -> DeliveryContext:
+    return DeliveryContext(policy, seconds, NOW, secrets)
 
 
 def send(
-    config: dict[str, Any], way: DeliveryContext, notification: Notification | None = None
+    config: dict[str, Any], delivery: DeliveryContext, notification: Notification | None = None
 ) -> AttemptResult:
-    """Send to a receiver that is written so."""
+    """Send to a receiver with this config."""
     receiver = RECEIVER.validate_python({"name": "r", **config})
-    return deliver(receiver, notification or sample(), way)
+    return deliver(receiver, notification or sample(), delivery)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.services.channels.samples import sample
-from tests.services.channels.sending import outside, send
+from tests.services.channels.sending import delivery_context, send
 from watchstep_services.channels.aws import (
     MOST_SMS,
     EventBridgeReceiver,
@@ -69,7 +69,7 @@ def received(aws: Any, url: str) -> list[dict[str, Any]]:
 
 def test_a_queue_gets_the_event(aws: Any) -> None:
     url, arn = queue(aws, "alerts")
-    assert send({"kind": "sqs", "queue_arn": arn}, outside()).result == "done"
+    assert send({"kind": "sqs", "queue_arn": arn}, delivery_context()).result == "done"
     (message,) = received(aws, url)
     assert json.loads(message["Body"])["id"] == sample().id
     assert message["MessageAttributes"]["severity"]["StringValue"] == "critical"
@@ -78,7 +78,7 @@ def test_a_queue_gets_the_event(aws: Any) -> None:
 def test_a_fifo_queue_drops_what_comes_twice(aws: Any) -> None:
     url, arn = queue(aws, "alerts.fifo", FifoQueue="true")
     for _ in range(2):
-        assert send({"kind": "sqs", "queue_arn": arn}, outside()).result == "done"
+        assert send({"kind": "sqs", "queue_arn": arn}, delivery_context()).result == "done"
     assert len(received(aws, url)) == 1
 
 
@@ -86,17 +86,20 @@ def test_a_topic_tells_its_subscribers(aws: Any) -> None:
     url, arn = queue(aws, "subscriber")
     topic = aws("sns").create_topic(Name="alerts")["TopicArn"]
     aws("sns").subscribe(TopicArn=topic, Protocol="sqs", Endpoint=arn)
-    assert send({"kind": "sns", "topic_arn": topic, "title": "n\u00e4n\n{name}"}, outside()).result == "done"
-    assert send({"kind": "sns", "topic_arn": topic, "content": "event"}, outside()).result == "done"
+    assert (
+        send({"kind": "sns", "topic_arn": topic, "title": "n\u00e4n\n{name}"}, delivery_context()).result
+        == "done"
+    )
+    assert send({"kind": "sns", "topic_arn": topic, "content": "event"}, delivery_context()).result == "done"
     first, second = (json.loads(message["Body"]) for message in received(aws, url))
     assert first["Subject"] == "nan no-nans"
     assert "where   gradient/conv1.weight" in first["Message"]
-    assert json.loads(second["Message"])["type"] == "watchstep.notification.firing"
+    assert json.loads(second["Message"])["type"] == "io.watchstep.notification.firing"
 
 
 def test_a_phone_gets_one_sms(aws: Any) -> None:
     config = {"kind": "sns", "phone_number": "+491701234567", "region": REGION, "title": "{message}"}
-    assert send(config, outside(), sample(message="\u00e9" + "[" * 300)).result == "done"
+    assert send(config, delivery_context(), sample(message="\u00e9" + "[" * 300)).result == "done"
 
 
 def test_the_length_of_an_sms() -> None:
@@ -115,10 +118,10 @@ def test_a_bus_gets_an_event_for_each_alert(aws: Any) -> None:
     pattern = {"detail": {"alert": {"severity": ["critical"]}}}
     events.put_rule(Name="all", EventBusName="ml", EventPattern=json.dumps(pattern))
     events.put_targets(Rule="all", EventBusName="ml", Targets=[{"Id": "q", "Arn": arn}])
-    tried = send({"kind": "eventbridge", "bus_arn": bus}, outside(), sample(alerts=12))
-    assert (tried.result, tried.detail) == ("done", "events: 12 taken")
+    tried = send({"kind": "eventbridge", "bus_arn": bus}, delivery_context(), sample(alerts=12))
+    assert (tried.result, tried.detail) == ("done", "events: 12 accepted")
     first = json.loads(received(aws, url)[0]["Body"])
-    assert (first["source"], first["detail-type"]) == ("watchstep", "watchstep.alert.firing")
+    assert (first["source"], first["detail-type"]) == ("watchstep", "io.watchstep.alert.firing")
     assert first["detail"]["alert"]["labels"]["team"] == "vision"
     assert first["detail"]["id"] == "n-0001/f0"
 
@@ -152,7 +155,7 @@ def test_a_bus_that_takes_some(
     bus = Bus(*codes)
     monkeypatch.setattr("watchstep_services.channels.aws._client", lambda *_: bus)
     receiver = {"kind": "eventbridge", "bus_arn": f"arn:aws:events:{REGION}:{ACCOUNT}:event-bus/ml"}
-    assert send(receiver, outside(), sample(alerts=3)).result == result
+    assert send(receiver, delivery_context(), sample(alerts=3)).result == result
     assert bus.sent == sent
 
 
@@ -169,13 +172,13 @@ def test_entries_are_small_enough() -> None:
 def test_a_role_is_assumed(aws: Any) -> None:
     url, arn = queue(aws, "theirs")
     role = {"role_arn": f"arn:aws:iam::{ACCOUNT}:role/watchstep", "external_id": "ext-1"}
-    assert send({"kind": "sqs", "queue_arn": arn, **role}, outside()).result == "done"
+    assert send({"kind": "sqs", "queue_arn": arn, **role}, delivery_context()).result == "done"
     assert len(received(aws, url)) == 1
 
 
 def test_which_errors_are_final(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"kind": "sqs", "queue_arn": f"arn:aws:sqs:{REGION}:{ACCOUNT}:missing"}
-    tried = send(missing, outside())
+    tried = send(missing, delivery_context())
     assert (tried.result, "NonExistentQueue" in tried.detail) == ("failed", True)
     for code, status, result in [
         ("Throttling", 400, "error"), ("InternalError", 500, "error"), ("Other", 503, "error"),
@@ -184,7 +187,7 @@ def test_which_errors_are_final(aws: Any, monkeypatch: pytest.MonkeyPatch) -> No
         response = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
         assert failure("sns", response).result == result
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    assert send(missing, outside(seconds=3)).result == "error"
+    assert send(missing, delivery_context(seconds=3)).result == "error"
 
 
 @pytest.mark.parametrize(

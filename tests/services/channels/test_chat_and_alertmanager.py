@@ -7,7 +7,7 @@ import pytest
 
 from tests.services.channels.http_server import HttpServer, status
 from tests.services.channels.samples import NOW, sample
-from tests.services.channels.sending import outside, send
+from tests.services.channels.sending import delivery_context, send
 from watchstep.errors import ConfigError
 
 SLACK = {"kind": "slack", "url": {"env": "WATCHSTEP_RECEIVER_SLACK"}}
@@ -15,7 +15,7 @@ SLACK = {"kind": "slack", "url": {"env": "WATCHSTEP_RECEIVER_SLACK"}}
 
 def test_a_message_says_what_where_why_and_leads_to_the_evidence(server: HttpServer) -> None:
     told = sample(alerts=12, message="<!channel> & <https://evil.example|here>")
-    assert send(SLACK, outside(url=server.url), told).result == "done"
+    assert send(SLACK, delivery_context(url=server.url), told).result == "done"
     message = json.loads(server.bodies[0])
     (attachment,) = message["attachments"]
     header, *sections, more, context = attachment["blocks"]
@@ -35,13 +35,13 @@ def test_a_message_says_what_where_why_and_leads_to_the_evidence(server: HttpSer
     assert f"`{told.command}` · <{told.run_url}|in the API>" in context["elements"][0]["text"]
     for block in attachment["blocks"][1:-1]:
         assert len(block["text"]["text"]) <= 3000
-    send(SLACK, outside(url=server.url), sample("resolved"))
+    send(SLACK, delivery_context(url=server.url), sample("resolved"))
     assert json.loads(server.bodies[1])["attachments"][0]["color"] != attachment["color"]
 
 
 def test_a_message_in_the_receivers_own_words(server: HttpServer) -> None:
     own = {**SLACK, "title": "{label.team}: {name}", "text": "{alerts}", "alert": "{message} <{step}>"}
-    assert send(own, outside(url=server.url), sample(alerts=2)).result == "done"
+    assert send(own, delivery_context(url=server.url), sample(alerts=2)).result == "done"
     message = json.loads(server.bodies[0])
     assert message["text"] == "vision: no-nans"
     text = message["attachments"][0]["blocks"][1]["text"]["text"]
@@ -50,19 +50,19 @@ def test_a_message_in_the_receivers_own_words(server: HttpServer) -> None:
 
 def test_neither_what_slack_answers_nor_its_address_is_shown(server: HttpServer) -> None:
     server.answers = [status(403, b"invalid_token"), status(429, retry_after="7")]
-    tried = send(SLACK, outside(url=server.url))
+    tried = send(SLACK, delivery_context(url=server.url))
     assert (tried.result, "answered 403" in tried.detail) == ("failed", True)
     assert not any(text in tried.detail for text in ("invalid_token", "secret-path"))
-    assert send(SLACK, outside(url=server.url)).after_ns == NOW + 7_000_000_000
+    assert send(SLACK, delivery_context(url=server.url)).after_ns == NOW + 7_000_000_000
     with pytest.raises(ConfigError) as raised:
-        send(SLACK, outside(url="ftp://secret-place/"))
+        send(SLACK, delivery_context(url="ftp://secret-place/"))
     assert "secret-place" not in str(raised.value)
 
 
 def test_alerts_of_an_alertmanager(server: HttpServer) -> None:
     url = server.url.removesuffix("/hook/secret-path")
     receiver = {"kind": "alertmanager", "url": url, "resend_seconds": 60}
-    assert send(receiver, outside(authorization="Basic eDp5"), sample(alerts=2)).result == "done"
+    assert send(receiver, delivery_context(authorization="Basic eDp5"), sample(alerts=2)).result == "done"
     assert server.paths == ["/api/v2/alerts"]
     assert server.headers[0]["authorization"] == "Basic eDp5"
     first, second = json.loads(server.bodies[0])
@@ -79,7 +79,7 @@ def test_alerts_of_an_alertmanager(server: HttpServer) -> None:
     )
     assert starts.timestamp() == NOW // 10**9 - 1
     assert ends.timestamp() == NOW // 10**9 + 4 * 60
-    send(receiver, outside(), sample("resolved"))
+    send(receiver, delivery_context(), sample("resolved"))
     (over,) = json.loads(server.bodies[1])
     assert over["labels"] == first["labels"]
     assert datetime.fromisoformat(over["endsAt"].replace("Z", "+00:00")).timestamp() == NOW // 10**9

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tests.services.channels.certificates import Certificate
 from tests.services.channels.samples import sample
-from tests.services.channels.sending import LOOPBACK, outside, send
+from tests.services.channels.sending import LOOPBACK, delivery_context, send
 from tests.services.channels.smtp_server import PASSWORD, USER, SmtpServer, smtp_server
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.mail import EmailReceiver, render_email
@@ -37,7 +37,7 @@ def test_a_message_is_text_and_html_and_keeps_its_id() -> None:
     with smtp_server() as server:
         two = ["a@ml.example", "b@ml.example"]
         for told in (sample(), sample(), sample("resolved")):
-            assert send(to(server, to=two), outside(), told).result == "done"
+            assert send(to(server, to=two), delivery_context(), told).result == "done"
     first, again, resolved = server.messages
     assert server.recipients == [two, two, two]
     assert first["subject"] == "[FIRING] no-nans (critical) vision/run-1"
@@ -55,24 +55,24 @@ def test_a_message_is_text_and_html_and_keeps_its_id() -> None:
 
 def test_starttls_and_login(trusted: Certificate) -> None:
     with smtp_server(trusted) as server:
-        assert send(to(server, LOGIN, host="localhost"), outside(password=PASSWORD)).result == "done"
+        assert send(to(server, LOGIN, host="localhost"), delivery_context(password=PASSWORD)).result == "done"
         assert server.encrypted == [True]
-        wrong = send(to(server, LOGIN), outside(password="other"))
+        wrong = send(to(server, LOGIN), delivery_context(password="other"))
         assert (wrong.result, "535" in wrong.detail, "other" in wrong.detail) == ("failed", True, False)
 
 
 def test_tls_from_the_start(trusted: Certificate) -> None:
     with smtp_server(trusted, at_once=True) as server:
-        assert send(to(server, security="tls"), outside()).result == "done"
+        assert send(to(server, security="tls"), delivery_context()).result == "done"
         assert server.encrypted == [True]
 
 
 def test_a_server_that_cannot_show_who_it_is_gets_nothing(certificate: Certificate) -> None:
     with smtp_server(certificate) as server:
-        tried = send(to(server, LOGIN), outside(password=PASSWORD))
+        tried = send(to(server, LOGIN), delivery_context(password=PASSWORD))
         assert (tried.result, "certificate verify failed" in tried.detail) == ("error", True)
     with smtp_server() as server:
-        tried = send(to(server, LOGIN), outside(password=PASSWORD))
+        tried = send(to(server, LOGIN), delivery_context(password=PASSWORD))
         assert (tried.result, "STARTTLS" in tried.detail) == ("failed", True)
 
 
@@ -88,30 +88,30 @@ def test_a_server_that_cannot_show_who_it_is_gets_nothing(certificate: Certifica
 def test_which_answers_are_final_and_only_their_codes_are_shown(answer: str, result: str, shown: str) -> None:
     with smtp_server() as server:
         server.to_messages = [answer]
-        tried = send(to(server), outside())
+        tried = send(to(server), delivery_context())
         assert (tried.result, tried.detail.partition(";")[0]) == (result, f"127.0.0.1: {shown}")
-        assert send(to(server), outside()).result == "done"
+        assert send(to(server), delivery_context()).result == "done"
 
 
 def test_recipients_that_are_not_taken() -> None:
     two = ["a@ml.example", "b@ml.example"]
     with smtp_server() as server:
         server.to_recipients = {"b@ml.example": "550 unknown"}
-        tried = send(to(server, to=two), outside())
+        tried = send(to(server, to=two), delivery_context())
         assert (tried.result, "b@ml.example: answered 550" in tried.detail) == ("done", True)
         assert server.recipients == [["a@ml.example"]]
         server.to_recipients = {"b@ml.example": "450 greylisted"}
-        assert send(to(server, to=two), outside()).result == "error"
+        assert send(to(server, to=two), delivery_context()).result == "error"
         server.to_recipients = dict.fromkeys(two, "550 unknown")
-        assert send(to(server, to=two), outside()).result == "failed"
+        assert send(to(server, to=two), delivery_context()).result == "failed"
 
 
 def test_servers_that_do_not_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = {**PLAIN, "port": silent.getsockname()[1]}
-        tried = send(config, outside(seconds=0.3))
+        tried = send(config, delivery_context(seconds=0.3))
         assert (tried.result, tried.detail) == ("error", "127.0.0.1: no answer within 0.3 s")
-    assert send(config, outside()).result == "error"
+    assert send(config, delivery_context()).result == "error"
 
 
 def test_a_server_that_talks_without_end_is_cut_off() -> None:
@@ -129,7 +129,7 @@ def test_a_server_that_talks_without_end_is_cut_off() -> None:
 
         thread = threading.Thread(target=talk)
         thread.start()
-        tried = send({**PLAIN, "port": listener.getsockname()[1]}, outside(seconds=0.3))
+        tried = send({**PLAIN, "port": listener.getsockname()[1]}, delivery_context(seconds=0.3))
         over.set()
         thread.join()
     assert (tried.result, tried.detail) == ("error", "127.0.0.1: no answer within 0.3 s")
@@ -137,9 +137,9 @@ def test_a_server_that_talks_without_end_is_cut_off() -> None:
 
 def test_a_server_that_is_not_public_is_not_connected_to() -> None:
     with smtp_server() as server:
-        assert send(to(server), outside(EgressPolicy())).result == "failed"
+        assert send(to(server), delivery_context(EgressPolicy())).result == "failed"
         named = EgressPolicy(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.1"])
-        assert send(to(server, host="mail.example"), outside(named)).result == "done"
+        assert send(to(server, host="mail.example"), delivery_context(named)).result == "done"
 
 
 @pytest.mark.parametrize(

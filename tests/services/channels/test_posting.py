@@ -18,7 +18,7 @@ from tests.services.channels.http_server import (
     status,
 )
 from tests.services.channels.samples import NOW
-from tests.services.channels.sending import LOOPBACK, outside
+from tests.services.channels.sending import LOOPBACK, delivery_context
 from watchstep_services.channels.delivery import LONGEST_PAUSE, DeliveryContext, try_post
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import AddressRefusedError, EgressPolicy, parse_address
@@ -33,7 +33,7 @@ SECOND = 1_000_000_000
 
 
 def posted(url: str, way: DeliveryContext | None = None) -> AttemptResult:
-    return try_post(way or outside(), parse_address(url), {"Content-Type": "text/plain"}, b"hello")
+    return try_post(way or delivery_context(), parse_address(url), {"Content-Type": "text/plain"}, b"hello")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_is_no_http_is_not_shown(server: HttpServer) -> None:
     """An SSH or database server shows its version in the first line."""
     server.answers = [banner]
     tried = posted(server.url)
-    assert tried == AttemptResult("error", "127.0.0.1: its answer is not HTTP")
+    assert tried == AttemptResult("error", "127.0.0.1: the response is not HTTP")
 
 
 def test_redirects_are_not_followed(server: HttpServer) -> None:
@@ -99,7 +99,7 @@ def test_a_body_without_end_is_left(server: HttpServer) -> None:
 def test_a_slow_server_is_cut_off(server: HttpServer, slow: object) -> None:
     assert callable(slow)
     server.answers = [slow(server)]
-    tried = posted(server.url, outside(seconds=0.5))
+    tried = posted(server.url, delivery_context(seconds=0.5))
     assert (tried.result, tried.detail) == ("error", "127.0.0.1: no answer within 0.5 s")
 
 
@@ -108,7 +108,7 @@ def test_a_resolver_that_hangs_is_not_waited_for(server: HttpServer) -> None:
         server.released.wait(60)
         return ["127.0.0.1"]
 
-    way = outside(EgressPolicy(LOOPBACK.networks, resolve=hangs), seconds=0.2)
+    way = delivery_context(EgressPolicy(LOOPBACK.networks, resolve=hangs), seconds=0.2)
     tried = posted(f"http://{NAME}:{server.port}/", way)
     assert tried.result == "error"
     server.released.set()
@@ -123,7 +123,8 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(server: Ht
         return ["127.0.0.1"] if len(asked) == 1 else ["169.254.169.254"]
 
     tried = posted(
-        f"http://{NAME}:{server.port}/a?b=c", outside(EgressPolicy(LOOPBACK.networks, resolve=rebinding))
+        f"http://{NAME}:{server.port}/a?b=c",
+        delivery_context(EgressPolicy(LOOPBACK.networks, resolve=rebinding)),
     )
     assert (tried.result, asked) == ("done", [NAME])
     assert (server.headers[0]["host"], server.paths) == (f"{NAME}:{server.port}", ["/a?b=c"])
@@ -132,20 +133,20 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(server: Ht
 def test_a_name_with_one_bad_address_among_good_ones_is_refused(server: HttpServer) -> None:
     mixed = EgressPolicy(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.1", "10.0.0.1"])
     with pytest.raises(AddressRefusedError, match=r"host hooks\.example: an address of it is not public"):
-        posted(f"http://{NAME}:{server.port}/", outside(mixed))
+        posted(f"http://{NAME}:{server.port}/", delivery_context(mixed))
     assert server.bodies == []
 
 
 def test_the_next_address_is_tried_where_one_does_not_answer(server: HttpServer) -> None:
     two = EgressPolicy(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.9", "127.0.0.1"])
-    assert posted(f"http://{NAME}:{server.port}/", outside(two)).result == "done"
+    assert posted(f"http://{NAME}:{server.port}/", delivery_context(two)).result == "done"
 
 
 def test_tls_asks_for_the_name_and_not_for_the_address(trusted: Certificate) -> None:
     here = EgressPolicy((ipaddress.ip_network("127.0.0.1/32"),), resolve=lambda *_: ["127.0.0.1"])
     with http_server(trusted.server_context()) as secure:
-        assert posted(f"https://{NAME}:{secure.port}/", outside(here)).result == "done"
-        wrong = posted(f"https://other.example:{secure.port}/", outside(here))
+        assert posted(f"https://{NAME}:{secure.port}/", delivery_context(here)).result == "done"
+        wrong = posted(f"https://other.example:{secure.port}/", delivery_context(here))
         assert (wrong.result, "certificate verify failed" in wrong.detail) == ("error", True)
         assert len(secure.bodies) == 1
 

@@ -66,13 +66,13 @@ def test_a_good_file_fits_its_schema() -> None:
             "url: {env: WATCHSTEP_RECEIVER_SLACK}",
             "url: https://hooks.slack.test/hunter2",
             5,
-            "does not stand in a file",
+            "must not be in the file",
         ),
         ("url: https://hooks.example/a", "url: https://u:hunter2@hooks.example/a", 8, "credentials"),
         ("url: https://hooks.example/a", "url: https://hooks.example/a\n    uri: x", 9, "Extra inputs"),
-        ("name: hook", "name: chat", 6, "two receivers are called 'chat'"),
+        ("name: hook", "name: chat", 6, "duplicate receiver name 'chat'"),
         ("    - receiver: hook", "    - receiver: nobody", 13, "nobody"),
-        ("continue: true", "matchers: []", 15, "stands twice"),
+        ("continue: true", "matchers: []", 15, "duplicate key"),
         ('severity="critical"', "severity", 14, "not a matcher"),
         ("receivers:", "receivers: [", 3, "not YAML"),
     ],
@@ -123,7 +123,7 @@ def test_a_key_that_is_none_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WATCHSTEP_SECRET_KEY", "hunter2")
     settings: Any = load_settings()
     assert "hunter2" not in repr(settings)
-    with pytest.raises(ConfigError, match="WATCHSTEP_SECRET_KEY: not a key") as raised:
+    with pytest.raises(ConfigError, match="WATCHSTEP_SECRET_KEY: not a valid key") as raised:
         SecretBox(settings)
     assert "hunter2" not in str(raised.value)
 

@@ -74,7 +74,7 @@ def test_two_routes_to_one_receiver_have_places_of_their_own() -> None:
     [
         ({"matchers": ["a=b"]}, "the root takes every alert"),
         ({"routes": [{"matchers": ["a"]}]}, "not a matcher"),
-        ({"routes": [{"matchers": ['a=~"("']}]}, "not a regular expression"),
+        ({"routes": [{"matchers": ['a=~"("']}]}, "not a valid regular expression"),
         ({"group_wait": "soon"}, "not a duration"),
         ({"repeat_interval": 0}, "greater than 0"),
         ({"receiver": "a b"}, "pattern"),
@@ -99,8 +99,8 @@ def test_a_tree_has_a_bound_on_its_depth() -> None:
 def test_a_matcher_is_read_as_it_is_written(value: str, operator: Any) -> None:
     matcher = Matcher("team", operator, value)
     assert parse_matcher(str(matcher)) == matcher
-    assert matcher.holds({"team": value}) == (operator == "=")
-    assert matcher.holds({}) == ((value == "") == (operator == "="))
+    assert matcher.matches({"team": value}) == (operator == "=")
+    assert matcher.matches({}) == ((value == "") == (operator == "="))
 
 
 def test_a_tree_is_read_as_it_is_written() -> None:

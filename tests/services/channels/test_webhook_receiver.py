@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tests.services.channels.http_server import HttpServer
 from tests.services.channels.samples import NOW, sample
-from tests.services.channels.sending import outside, send
+from tests.services.channels.sending import delivery_context, send
 from watchstep.errors import ConfigError
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.webhook import MOST_BYTES, new_secret, signature, signing_key
@@ -35,7 +35,7 @@ def test_the_example_of_the_standard() -> None:
 
 def test_an_event_is_signed_with_both_secrets_while_one_replaces_the_other(server: HttpServer) -> None:
     old, new = new_secret(), new_secret()
-    tried = send({"kind": "webhook", "url": server.url}, outside(secret=new, previous_secret=old))
+    tried = send({"kind": "webhook", "url": server.url}, delivery_context(secret=new, previous_secret=old))
     assert tried.result == "done"
     (headers,), (body,) = server.headers, server.bodies
     assert verified(old, headers, body)
@@ -45,20 +45,23 @@ def test_an_event_is_signed_with_both_secrets_while_one_replaces_the_other(serve
     event = json.loads(body)
     assert headers["content-type"] == "application/cloudevents+json"
     assert headers["webhook-id"] == event["id"] == sample().id
-    assert (event["specversion"], event["type"]) == ("1.0", "watchstep.notification.firing")
+    assert (event["specversion"], event["type"]) == ("1.0", "io.watchstep.notification.firing")
     assert event["data"]["alerts"] == sample().as_data()["alerts"]
     assert event["data"]["title"].startswith("[FIRING] no-nans (critical) vision/run-1")
 
 
 def test_without_secrets_it_is_not_signed_and_a_header_may_authorize(server: HttpServer) -> None:
-    assert send({"kind": "webhook", "url": server.url}, outside(authorization="Bearer t")).result == "done"
+    assert (
+        send({"kind": "webhook", "url": server.url}, delivery_context(authorization="Bearer t")).result
+        == "done"
+    )
     assert "webhook-signature" not in server.headers[0]
     assert server.headers[0]["authorization"] == "Bearer t"
 
 
 def test_what_is_sent_has_a_bound(server: HttpServer) -> None:
     large = sample(alerts=3000)
-    assert send({"kind": "webhook", "url": server.url}, outside(), large).result == "done"
+    assert send({"kind": "webhook", "url": server.url}, delivery_context(), large).result == "done"
     (body,) = server.bodies
     assert len(body) <= MOST_BYTES
     data = json.loads(body)["data"]
@@ -66,7 +69,7 @@ def test_what_is_sent_has_a_bound(server: HttpServer) -> None:
 
 
 def test_an_address_that_is_not_public_is_given_up(server: HttpServer) -> None:
-    tried = send({"kind": "webhook", "url": server.url}, outside(EgressPolicy()))
+    tried = send({"kind": "webhook", "url": server.url}, delivery_context(EgressPolicy()))
     assert (tried.result, server.bodies) == ("failed", [])
     assert "not public" in tried.detail
 
@@ -82,7 +85,7 @@ def test_a_secret_that_cannot_sign_is_not_repeated(secret: str) -> None:
 
 def test_a_header_cannot_be_smuggled_in(server: HttpServer) -> None:
     with pytest.raises(ConfigError) as raised:
-        send({"kind": "webhook", "url": server.url}, outside(authorization="a\r\nX-Evil: 1"))
+        send({"kind": "webhook", "url": server.url}, delivery_context(authorization="a\r\nX-Evil: 1"))
     assert "X-Evil" not in str(raised.value)
     assert server.bodies == []
 

@@ -13,12 +13,12 @@ from watchstep_services.channels.wording import (
     MOST_TITLE,
     TEXT_FIELDS,
     Templates,
-    word,
+    render,
 )
 
 
 def test_what_is_told_by_default() -> None:
-    title, text = word(sample(alerts=2), Templates())
+    title, text = render(sample(alerts=2), Templates())
     assert title == "[FIRING] no-nans (critical) vision/run-1, and 1 more"
     assert text.count("seen    3 of 64 elements are NaN") == 2
     shown = "watchstep runs alerts vision/run-1 --service http://watch.example"
@@ -28,7 +28,7 @@ def test_what_is_told_by_default() -> None:
 def test_every_field_has_a_value() -> None:
     every = " ".join(f"{{{name}}}" for name in TEXT_FIELDS)
     one = " ".join(f"{{{name}}}" for name in ALERT_FIELDS)
-    _, text = word(sample(), Templates(text=f"{every} {{label.team}} {{label.none}} {{{{x}}}}", alert=one))
+    _, text = render(sample(), Templates(text=f"{every} {{label.team}} {{label.none}} {{{{x}}}}", alert=one))
     assert text.endswith("vision - {x}")
     assert (
         text.count(" - ") == 3
@@ -45,7 +45,7 @@ def test_a_template_reaches_no_further_than_its_fields(template: str) -> None:
 
 @given(st.text(max_size=200))
 def test_words_are_bounded_and_have_no_control_characters(message: str) -> None:
-    title, text = word(
+    title, text = render(
         sample(alerts=3, message=message * 100), Templates(title="{message}" * 50, text="{alerts}" * 100)
     )
     assert len(title) <= MOST_TITLE
@@ -56,5 +56,5 @@ def test_words_are_bounded_and_have_no_control_characters(message: str) -> None:
 
 
 def test_many_alerts_are_counted() -> None:
-    _, text = word(sample(alerts=1000), Templates(alert="{step}"))
+    _, text = render(sample(alerts=1000), Templates(alert="{step}"))
     assert "and 950 more" in text

@@ -1,4 +1,4 @@
-"""What ``watchstep check-config`` and ``watchstep database`` say, with real databases and a real Redis."""
+"""``watchstep check-config`` and ``watchstep database``, with real databases and a real Redis."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, folder_store: Store, tmp_path: 
     return monkeypatch
 
 
-def test_all_is_well(
+def test_a_valid_configuration(
     environment: pytest.MonkeyPatch, postgres: Postgres, broker: Broker, folder_store: Store,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -62,15 +62,15 @@ def test_all_is_well(
         environment.setenv("WATCHSTEP_BROKER_URL", broker.url)
         code, found = checks(capsys)
         assert (code, {each["state"] for each in found.values()}) == (0, {"ok"})
-        assert found["database rights"]["detail"] == "reads, writes, makes tables"
+        assert found["database rights"]["detail"] == "read, write, create tables"
         assert f"store {folder_store.location}" in found
         assert not [entry.key for entry in folder_store.entries()]
         assert not broker.client.keys("watchstep-probe-*")
         assert ran("check-config") == 0
-        assert "puts, reads, lists, deletes" in capsys.readouterr().out
+        assert "put, get, list and delete succeeded" in capsys.readouterr().out
 
 
-def test_the_own_store_is_tried_once_and_others_by_project(
+def test_the_own_store_is_checked_once_and_others_by_project(
     environment: pytest.MonkeyPatch, sqlite: Database, folder_store: Store, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -88,7 +88,7 @@ def test_the_own_store_is_tried_once_and_others_by_project(
     assert stores == [f"store {folder_store.location}", f"store {other} of project vision"]
 
 
-def test_everything_that_is_wrong_is_told_at_once(
+def test_all_problems_are_reported_together(
     environment: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment.setenv("WATCHSTEP_DATABASE_URL", "postgresql://me:hunter2@127.0.0.1:1/none")
@@ -106,7 +106,7 @@ def test_everything_that_is_wrong_is_told_at_once(
     assert "hunter2" not in json.dumps(found)
 
 
-def test_rights_that_are_missing(
+def test_missing_rights_are_reported(
     environment: pytest.MonkeyPatch, postgres: Postgres, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with postgres.new_database() as url:
@@ -128,7 +128,7 @@ def test_rights_that_are_missing(
         assert "CREATE" in checks(capsys)[1]["database rights"]["hint"]
 
 
-def test_the_schema_is_told_upgraded_and_taken_back(
+def test_the_schema_is_shown_upgraded_and_downgraded(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ran("database", "status") == 1
@@ -147,7 +147,7 @@ def test_the_schema_is_told_upgraded_and_taken_back(
         app(["database", "upgrade", "9999"])
 
 
-def test_processes_bring_the_schema_up_to_date_or_refuse(empty_database: Database) -> None:
+def test_processes_upgrade_the_schema_or_refuse_to_start(empty_database: Database) -> None:
     with pytest.raises(ConfigError, match="watchstep database upgrade"):
         prepare(empty_database, load_settings(migrate="never"))
     prepare(empty_database, load_settings())
@@ -164,7 +164,7 @@ def test_processes_bring_the_schema_up_to_date_or_refuse(empty_database: Databas
     assert not status(empty_database).is_current
 
 
-def test_variables_that_look_like_settings() -> None:
+def test_unknown_settings_are_reported() -> None:
     names = [
         "WATCHSTEP_SORE", "WATCHSTEP_STORE", "watchstep_home", "PATH", "WATCHSTEP_SOMETHING_ELSE", "WATCHSTEP_RECEIVER_X",
         "WATCHSTEP_API_SERVICE_HOST", "WATCHSTEP_API_PORT_80_TCP_ADDR", "WATCHSTEP_TOKEN",
@@ -181,7 +181,7 @@ def test_every_variable_of_the_recorder_is_known() -> None:
     assert set(recorder_variables()) <= known_variables()
 
 
-def test_production_processes_say_what_they_lack(environment: pytest.MonkeyPatch) -> None:
+def test_production_processes_report_missing_settings(environment: pytest.MonkeyPatch) -> None:
     for command in ("api", "worker", "scheduler"):
         with pytest.raises(ConfigError, match="WATCHSTEP_BROKER_URL is not set"):
             app([command])

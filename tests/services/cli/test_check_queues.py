@@ -1,4 +1,4 @@
-"""That nobody takes from a queue is told, with a real Redis and a real worker."""
+"""A queue without workers is reported, with a real Redis and a real worker."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ def eventually(broker: Broker, expected: dict[str, tuple[str, str]]) -> dict[str
     return seen
 
 
-def test_a_queue_that_no_worker_takes_from_is_told(broker: Broker, tmp_path: Path) -> None:
+def test_a_queue_without_workers_is_reported(broker: Broker, tmp_path: Path) -> None:
     assert list(check_queues(load_settings(broker_url=""))) == []
     assert found(broker) == {
-        f"queue {QUEUE}": ("ok", "empty; no worker answers"),
-        f"queue {URGENT}": ("ok", "empty; no worker answers"),
+        f"queue {QUEUE}": ("ok", "empty; no worker responds"),
+        f"queue {URGENT}": ("ok", "empty; no worker responds"),
     }
     broker.client.lpush(URGENT, "stop", "stop")
-    assert found(broker)[f"queue {URGENT}"] == ("warning", "2 wait, and no worker answers")
+    assert found(broker)[f"queue {URGENT}"] == ("warning", "2 waiting, and no worker responds")
     with worker_of_one_queue(broker, tmp_path):
         expected = {
-            f"queue {QUEUE}": ("ok", "0 wait, 1 worker takes"),
-            f"queue {URGENT}": ("warning", "2 wait, and no worker takes from it"),
+            f"queue {QUEUE}": ("ok", "0 waiting, 1 worker"),
+            f"queue {URGENT}": ("warning", "2 waiting, and no worker consumes the queue"),
         }
         assert eventually(broker, expected) == expected
         broker.client.delete(URGENT)
         with Celery(broker=broker.url) as celery:
             celery.control.add_consumer(URGENT)
-        expected[f"queue {URGENT}"] = ("ok", "0 wait, 1 worker takes")
+        expected[f"queue {URGENT}"] = ("ok", "0 waiting, 1 worker")
         assert eventually(broker, expected) == expected
 
 
-def test_a_broker_that_is_gone_is_told() -> None:
+def test_an_unreachable_broker_is_reported() -> None:
     (seen,) = check_queues(load_settings(broker_url="redis://127.0.0.1:1/0"))
     assert (seen.what, seen.state) == ("queues", "failed")
     assert seen.hint

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.cli.typed import typed
+from tests.services.cli.command_line import run_command
 from watchstep import Hook
 from watchstep_rules.config.defaults import DEFAULT_RULES
 
@@ -54,7 +54,7 @@ def test_list(store: Path) -> None:
     assert "completed" in done.stdout
 
 
-def test_bad_input_ends_a_process_with_2_and_two_lines(store: Path) -> None:
+def test_invalid_input_exits_with_2_and_two_lines(store: Path) -> None:
     done = started_anew("runs", "show", "nope", "--store", store)
     assert (done.returncode, done.stdout) == (2, "")
     assert "run 'nope'" in done.stderr
@@ -64,38 +64,38 @@ def test_bad_input_ends_a_process_with_2_and_two_lines(store: Path) -> None:
 
 @pytest.mark.parametrize("name", ["night", "vision/night", "{store}/vision/night"])
 def test_show(store: Path, name: str) -> None:
-    done = typed("runs", "show", name.format(store=store), "--store", store)
+    done = run_command("runs", "show", name.format(store=store), "--store", store)
     assert done.returncode == 0, done.stderr
     assert "0 to 29 (30 recorded)" in done.stdout
     assert "3 at first, 0.1 at last" in done.stdout
 
 
-def test_show_of_a_run_that_recorded_its_steps_again_without_a_loss(tmp_path: Path) -> None:
+def test_show_of_a_run_that_repeated_its_steps_without_a_loss(tmp_path: Path) -> None:
     for name, value in (("first_loss", 1.0), ("second_loss", -math.inf)):
         with Hook(tmp_path, run="night", project="vision") as hook:
             for _ in range(3):
                 hook.log({name: value})
                 hook.step()
-    done = typed("runs", "show", "night", "--store", tmp_path)
+    done = run_command("runs", "show", "night", "--store", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "first_loss only in earlier attempts" in done.stdout
     assert "second_loss -inf at first, -inf at last" in done.stdout
 
 
 def test_stats(store: Path) -> None:
-    done = typed("runs", "stats", "night", "loss", "--store", store, "--last", "2")
+    done = run_command("runs", "stats", "night", "loss", "--store", store, "--last", "2")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["STEP", "28", "29"]
 
 
 def test_rules() -> None:
-    assert "non_finite_values" in typed("rules", "list").stdout
-    shown = typed("rules", "show", "vanishing_gradient").stdout
+    assert "non_finite_values" in run_command("rules", "list").stdout
+    shown = run_command("rules", "show", "vanishing_gradient").stdout
     assert "threshold" in shown
     assert "1e-07" in shown
 
 
 def test_version() -> None:
-    assert typed("--version").stdout.strip() == "0.1.0"
+    assert run_command("--version").stdout.strip() == "0.1.0"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_version() -> None:
         (["runs", "show", "nope"], "run 'nope'"),
         (["runs", "show", "../night"], "name '..' cannot be used"),
         (["runs", "stats", "night", "nope"], "tensor 'nope'"),
-        (["runs", "list", "--store", "/no/such/folder"], "no such folder"),
+        (["runs", "list", "--store", "/no/such/folder"], "does not exist"),
         (["runs", "alerts", "vision/night"], "no service runs for"),
         (["rules", "show", "nope"], "unknown rule 'nope'"),
         (["serve", "--rules", "/no/rules.yaml"], "rule file /no/rules.yaml"),
@@ -113,9 +113,9 @@ def test_version() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_input_is_told_in_two_lines(store: Path, arguments: list[str], says: str) -> None:
+def test_invalid_input_is_reported_in_two_lines(store: Path, arguments: list[str], says: str) -> None:
     extra = [] if "--store" in arguments or arguments[0] == "rules" else ["--store", str(store)]
-    done = typed(*arguments, *extra)
+    done = run_command(*arguments, *extra)
     assert done.returncode == 2
     assert says in done.stderr
     assert "hint: " in done.stderr
@@ -132,11 +132,11 @@ def test_bad_input_is_told_in_two_lines(store: Path, arguments: list[str], says:
         ("WATCHSTEP_HOME", "/dev/null/home", "home /dev/null/home"),
     ],
 )
-def test_serve_takes_its_settings_from_the_environment(
+def test_serve_reads_its_settings_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    done = typed("serve", "--store", tmp_path / "runs")
+    done = run_command("serve", "--store", tmp_path / "runs")
     assert done.returncode == 2
     assert says in done.stderr
 
@@ -181,7 +181,7 @@ def started(
         process.stdout.close()
 
 
-def test_serve_is_found_by_run_refuses_another_in_its_home_and_ends_clean(tmp_path: Path) -> None:
+def test_serve_is_detected_by_run_refuses_another_in_its_home_and_exits_cleanly(tmp_path: Path) -> None:
     with serving(tmp_path):
         note = json.loads((tmp_path / ".watchstep" / "service.json").read_text())
         assert (tmp_path / ".watchstep" / "service.json").stat().st_mode & 0o777 == 0o600
@@ -190,13 +190,13 @@ def test_serve_is_found_by_run_refuses_another_in_its_home_and_ends_clean(tmp_pa
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [note["url"], note["recorder_token"]]
-        another = typed("serve", "--store", tmp_path, "--port", "0")
+        another = run_command("serve", "--store", tmp_path, "--port", "0")
         assert another.returncode == 2
         assert "another watchstep service runs there" in another.stderr
     assert not (tmp_path / ".watchstep" / "service.json").exists()
 
 
-def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
+def test_serve_prints_alerts_with_explanations(tmp_path: Path) -> None:
     with serving(tmp_path) as process:
         with Hook(tmp_path, run="ill", project="vision") as hook:
             for step in range(4):
@@ -206,7 +206,7 @@ def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
         block = [line_of(process) for _ in range(6)]
         assert block[0] == "watchstep: vision/ill: non_finite_values (warning) firing at step 3\n"
         assert [line.split()[0] for line in block[1:]] == ["seen", "where", "against", "since", "usually"]
-        shown = typed("runs", "alerts", "vision/ill", "--store", tmp_path)
+        shown = run_command("runs", "alerts", "vision/ill", "--store", tmp_path)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.startswith("non_finite_values (warning) firing at step 3 (attempt ")
         assert "  seen    1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
@@ -214,11 +214,11 @@ def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
         # Which others have no data depends on how much of the run was read by then.
         [without] = [line for line in shown.stdout.splitlines() if line.startswith("no data: ")]
         assert "class_imbalance" in without.removeprefix("no data: ").split(", ")
-        missing = typed("runs", "alerts", "vision/well", "--store", tmp_path)
+        missing = run_command("runs", "alerts", "vision/well", "--store", tmp_path)
         assert (missing.returncode, "hint: " in missing.stderr) == (2, True)
 
 
-def test_serve_says_what_each_rule_does_and_which_cannot_be_evaluated(tmp_path: Path) -> None:
+def test_serve_prints_the_actions_of_rules_and_failed_rules(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     query = "SELECT tensor FROM losses JOIN statistics USING (step) WHERE tensor::INTEGER > 0"
     rules.write_text(
@@ -240,17 +240,17 @@ def test_serve_says_what_each_rule_does_and_which_cannot_be_evaluated(tmp_path: 
                 hook.step()
         assert process.stdout is not None
         assert line_of(process).startswith("watchstep: vision/well: rule mine cannot be evaluated: ")
-        shown = typed("runs", "alerts", "vision/well", "--store", tmp_path / "runs")
+        shown = run_command("runs", "alerts", "vision/well", "--store", tmp_path / "runs")
     assert shown.stdout.startswith("vision/well: no alert has fired\nerror: rule mine cannot be evaluated: ")
 
 
 @pytest.mark.slow
-def test_serve_says_that_nothing_judges(tmp_path: Path) -> None:
+def test_serve_reports_an_empty_rule_file(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules: []")
     with started(tmp_path / "runs", 2, "--rules", rules) as (_, told):
         assert told == [
-            "the rule file has no rules: nothing judges but rules of runs and projects",
+            "the rule file has no rules: only rules of runs and projects are evaluated",
             "may stop jobs: no rule",
         ]
 

@@ -1,4 +1,4 @@
-"""Commands about stops, silences and acknowledgements, of a service that runs."""
+"""Commands for stops, silences and acknowledgements, with a running service."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_operators_do_with_an_alert(folder: Path) -> None:
     of = ("--project", PROJECT)
     stops = told("runs", "stops", f"{PROJECT}/run-1")
     assert "would have been stopped by rule mine" in stops
-    assert "it was not: the rule is not allowed to stop jobs" in stops
+    assert "it was not stopped: the rule is not allowed to stop jobs" in stops
     assert "stop requested by rule nan_or_inf" in stops
     assert "allowed by the owner's rule file" in stops
     assert "mine may stop jobs of vision" in told("rules", "allow-stop", "mine", "--reason", "tried", *of)
@@ -95,7 +95,7 @@ def test_the_list_of_runs_shows_alerts_of_a_local_store_without_a_token(
     assert {row.split()[1]: row.split()[-1] for row in rows}["run-1"] == "3"
 
 
-def test_the_list_of_runs_without_an_answer_of_the_service(folder: Path) -> None:
+def test_the_list_of_runs_if_the_service_does_not_respond(folder: Path) -> None:
     note = folder / ".watchstep" / "service.json"
     for content in (json.dumps(json.loads(note.read_text()) | {"url": "http://127.0.0.1:9"}), "damaged"):
         note.write_text(content)
@@ -108,22 +108,22 @@ def test_the_list_of_runs_without_an_answer_of_the_service(folder: Path) -> None
         assert "COLLECTION" in shown
 
 
-def test_what_is_asked_of_a_run(folder: Path) -> None:
+def test_requests_to_a_run(folder: Path) -> None:
     run = f"{PROJECT}/run-1"
-    assert "of its next step" in watchstep(folder, "runs", "snapshot", run)
+    assert "of the next step" in watchstep(folder, "runs", "snapshot", run)
     assert "of step 90" in watchstep(folder, "runs", "snapshot", run, "--step", "90")
     assert "weights every 50 steps" in watchstep(folder, "runs", "cadence", run, "weights=50")
     assert "the workers choose the cadence" in watchstep(folder, "runs", "cadence", run)
     assert "new attempts may start" in watchstep(folder, "runs", "allow-restart", run, "--reason", "mended")
-    assert "held" in watchstep(folder, "runs", "hold", run, "--reason", "for the paper")
+    assert "on hold" in watchstep(folder, "runs", "hold", run, "--reason", "for the paper")
     assert "released" in watchstep(folder, "runs", "release", run)
-    with pytest.raises(ConfigError, match="not COLLECTION=STEPS"):
+    with pytest.raises(ConfigError, match="not of the form COLLECTION=STEPS"):
         watchstep(folder, "runs", "cadence", run, "weights=often")
     with pytest.raises(ServiceRefusedError, match="administer"):  # the token of `serve` is an operator's
         watchstep(folder, "runs", "delete", run, "--yes")
 
 
-def test_the_tensors_that_deviate_where_an_incident_begins_are_shown(tmp_path: Path) -> None:
+def test_tensors_that_deviate_at_an_incident_are_shown(tmp_path: Path) -> None:
     place = tmp_path / "store"
     store = Store.open(place, create=True)
     settings = load_settings(store=str(place), home=place / ".watchstep", sweep_seconds=0.05)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.cli.typed import typed
+from tests.services.cli.command_line import run_command
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
 from watchstep.store.store import Store
 from watchstep_services.core.settings import settings_for
@@ -39,10 +39,10 @@ def rules(tmp_path: Path) -> Path:
 
 
 def test_one_run(store: Path, rules: Path) -> None:
-    done = typed("rules", "backtest", "nan", "--store", store, "--rules", rules)
+    done = run_command("rules", "backtest", "nan", "--store", store, "--rules", rules)
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert lines[0] == "vision/nan 90 rows, by steps: no service judged it"
+    assert lines[0] == "vision/nan 90 rows, by step: no service evaluated it"
     assert lines[1] == "RULE SEVERITY STEP SINCE TENSOR MESSAGE"
     assert lines[2].startswith("non_finite_values critical, stops 4 4 loss 1 NaN among 1 elements")
     assert "silent: exploding_gradient" in lines
@@ -55,12 +55,12 @@ def test_many_runs_and_a_sweep(store: Path, rules: Path, tmp_path: Path, jobs: s
     found = tmp_path / "found.json"
     options = ["--rules", str(rules), "--jobs", jobs, "--json", str(found)]
     sweep = ["--sweep", "growth=10:1e8:3", "--sweep", "exploding_gradient.for=1"]
-    done = typed("rules", "backtest", f"{store}/{PROJECT}/*", *options, *sweep)
+    done = run_command("rules", "backtest", f"{store}/{PROJECT}/*", *options, *sweep)
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "exploding_gradient 2 3 22 vision/explosion" in lines
     assert "10 1 2 3 20 vision/explosion" in lines
-    assert "100 3 2 3 22 vision/explosion <- now" in lines
+    assert "100 3 2 3 22 vision/explosion <- current" in lines
     assert "1e+08 1 0 3 - -" in lines
     held = json.loads(found.read_text())
     assert [run["run"] for run in held["runs"]] == ["explosion", "late", "nan"]
@@ -73,13 +73,13 @@ def test_many_runs_and_a_sweep(store: Path, rules: Path, tmp_path: Path, jobs: s
     assert told["exploding_gradient"]["found"] == len(told["exploding_gradient"]["findings"]) > 0
 
 
-def test_a_dry_run_and_a_message_of_its_own_are_shown(store: Path, tmp_path: Path) -> None:
+def test_a_dry_run_and_a_custom_message_are_shown(store: Path, tmp_path: Path) -> None:
     rules = tmp_path / "dry.yaml"
     message = "{label.team}: {run} is lost at {step}"
     rules.write_text(
         f"rules: [{{rule: non_finite_values, dry_run: true, actions: [stop], labels: {{team: red}}, message: '{message}'}}]"
     )
-    done = typed("rules", "backtest", "nan", "--store", store, "--rules", rules, "--json", "-")
+    done = run_command("rules", "backtest", "nan", "--store", store, "--rules", rules, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert "non_finite_values warning, dry run 4 4 loss red: nan is lost at 4" in " ".join(
         done.stderr.split()
@@ -88,27 +88,27 @@ def test_a_dry_run_and_a_message_of_its_own_are_shown(store: Path, tmp_path: Pat
     assert attempt["rules"][0]["transitions"][-1]["message"] == "red: nan is lost at 4"
 
 
-def test_a_rule_that_cannot_be_evaluated_is_told_by_the_exit_code(store: Path, tmp_path: Path) -> None:
+def test_a_failed_rule_sets_the_exit_code(store: Path, tmp_path: Path) -> None:
     rules = tmp_path / "ill.yaml"
     query = "SELECT tensor FROM statistics WHERE CAST(tensor AS INTEGER) > 0"
     rules.write_text(
         f"rules: [{{rule: non_finite_values}}, {{rule: sql, name: mine, params: {{query: '{query}'}}}}]"
     )
-    done = typed("rules", "backtest", "nan", "late", "--store", store, "--rules", rules)
+    done = run_command("rules", "backtest", "nan", "late", "--store", store, "--rules", rules)
     assert done.returncode == 1
     assert "vision/nan" in done.stdout
     assert "rule mine cannot be evaluated (2 runs): " in done.stderr
     assert "Conversion Error" in done.stderr
 
 
-def test_a_run_that_fails_stops_no_other(store: Path, rules: Path) -> None:
+def test_a_failed_run_affects_no_other(store: Path, rules: Path) -> None:
     (store / PROJECT / "late" / "run.json").write_text("{")
     named = ["nan", f"{PROJECT}/", "nothere", "x*"]
-    done = typed("rules", "backtest", *named, "--store", store, "--rules", rules)
+    done = run_command("rules", "backtest", *named, "--store", store, "--rules", rules)
     assert done.returncode == 1
     assert "vision/nan" in done.stdout
     assert "vision/explosion" in done.stdout
-    assert done.stderr.count("not judged:") == 3
+    assert done.stderr.count("not evaluated:") == 3
     assert "late/run.json: not a document" in done.stderr
     assert "runs 'x*'" in done.stderr
 
@@ -116,44 +116,44 @@ def test_a_run_that_fails_stops_no_other(store: Path, rules: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nan", "--sweep", "nothing=1"], "no parameter 'nothing'"),
+        (["nan", "--sweep", "nothing=1"], "no rule has a parameter 'nothing'"),
         (["nan", "--json", "/nowhere/found.json"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_told(store: Path, rules: Path, arguments: list[str], said: str) -> None:
-    done = typed("rules", "backtest", *arguments, "--store", store, "--rules", rules)
+def test_invalid_arguments_are_reported(store: Path, rules: Path, arguments: list[str], said: str) -> None:
+    done = run_command("rules", "backtest", *arguments, "--store", store, "--rules", rules)
     assert done.returncode == 2
     assert said in done.stderr
     assert "hint:" in done.stderr
 
 
-def test_a_service_judges_its_own_runs(store: Path, rules: Path) -> None:
+def test_a_service_evaluates_its_own_runs(store: Path, rules: Path) -> None:
     with EmbeddedService(settings_for(str(store), None, sweep_seconds=0.05, listing_seconds=0.05)) as service:
         for run in ("nan", "late"):
             register(service.service, PROJECT, run, (), "operator")
         options = ["--rules", str(rules), "--service", "", "--sweep", "growth=1e8"]
         named = [f"{PROJECT}/nan", f"{PROJECT}/lat?"]
-        done = typed("rules", "backtest", *named, "--store", store, *options)
-        other = typed("rules", "backtest", f"{PROJECT}/x", "--store", store, "--service", "")
-        plain = typed("rules", "backtest", "nan", "--store", store, "--service", "")
+        done = run_command("rules", "backtest", *named, "--store", store, *options)
+        other = run_command("rules", "backtest", f"{PROJECT}/x", "--store", store, "--service", "")
+        plain = run_command("rules", "backtest", "nan", "--store", store, "--service", "")
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert "vision/late 90 rows, by steps: no service judged it" in lines
+    assert "vision/late 90 rows, by step: no service evaluated it" in lines
     assert any(line.startswith("non_finite_values critical, stops 4 4 loss") for line in lines)
-    assert "100 1 2 25 vision/late <- now" in lines
+    assert "100 1 2 25 vision/late <- current" in lines
     assert other.returncode == 2
-    assert "vision/x: not known" in other.stderr
-    assert "name it <project>/<run>" in plain.stderr
+    assert "vision/x: not found" in other.stderr
+    assert "use <project>/<run>" in plain.stderr
 
 
-def test_a_folder_with_an_evil_name_is_left_out_and_garbage_is_no_success(store: Path, rules: Path) -> None:
+def test_a_malicious_folder_name_is_skipped_and_damaged_runs_are_an_error(store: Path, rules: Path) -> None:
     (store / PROJECT / "\x1b[2Jevil").mkdir()
-    done = typed("rules", "backtest", f"{PROJECT}/", "--store", store, "--rules", rules)
+    done = run_command("rules", "backtest", f"{PROJECT}/", "--store", store, "--rules", rules)
     assert done.returncode == 0, done.stderr
     assert "vision/nan" in done.stdout
     assert "'\\x1b[2Jevil'" in done.stderr
     for segment in (store / PROJECT / "late").rglob("*.parquet"):
         segment.write_bytes(b"garbage")
-    done = typed("rules", "backtest", "late", "--store", store, "--rules", rules)
+    done = run_command("rules", "backtest", "late", "--store", store, "--rules", rules)
     assert done.returncode == 1
     assert "none of its 3 segments can be read" in done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sdk.reading.stored import small_run
-from tests.services.cli.typed import typed
+from tests.services.cli.command_line import run_command
 
 pytestmark = pytest.mark.slow
 
@@ -20,25 +20,25 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_compact(store: Path) -> None:
-    done = typed("runs", "compact", "a", "--store", store, "--delete-after", "0")
+    done = run_command("runs", "compact", "a", "--store", store, "--delete-after", "0")
     assert done.returncode == 0, done.stderr
     assert "generation 1: 3 written, 3 deleted" in done.stdout
-    assert "(12 recorded)" in typed("runs", "show", "a", "--store", store).stdout
+    assert "(12 recorded)" in run_command("runs", "show", "a", "--store", store).stdout
 
 
 def test_diff(store: Path) -> None:
-    done = typed("runs", "diff", "a", "b", "--store", store, "--most", "3")
+    done = run_command("runs", "diff", "a", "b", "--store", store, "--most", "3")
     assert done.returncode == 1, done.stderr
     assert "first difference: step 0, loss" in done.stdout
-    same = typed("runs", "diff", "a", "a", "--store", store)
+    same = run_command("runs", "diff", "a", "a", "--store", store)
     assert same.returncode == 0
     assert "no difference in 36 rows" in same.stdout
 
 
 def test_export(store: Path) -> None:
-    done = typed("export", "--tensorboard", store / "events", "a", "--store", store)
+    done = run_command("export", "--tensorboard", store / "events", "a", "--store", store)
     assert done.returncode == 0, done.stderr
     assert list((store / "events").rglob("events.out.tfevents.*"))
-    again = typed("export", "--tensorboard", store / "events", "a", "--store", store)
+    again = run_command("export", "--tensorboard", store / "events", "a", "--store", store)
     assert again.returncode == 2
     assert "hint:" in again.stderr

@@ -1,17 +1,34 @@
-"""A command is loaded by itself, when it is called; help and completion load none."""
+"""A command is imported when it is called; help and completion import none."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.testing import CliRunner
 
 from watchstep_services.cli.commands import COMMANDS, RULES, RUNS, CommandEntry, GroupEntry
 from watchstep_services.cli.main import app, load
+
+WITHOUT_JSON = {
+    "starts a process": ("api", "run", "scheduler", "serve", "worker"),
+    "changes something, and reports it in one line": (
+        "attach", "backends add", "backends remove", "projects archive", "projects create", "receivers test", "rules allow-stop",
+        "rules revoke-stop", "runs acknowledge", "runs allow-restart", "runs cadence", "runs delete", "runs hold", "runs release",
+        "runs snapshot", "runs stop", "silences create", "silences expire", "stores add", "stores remove", "tokens create",
+        "tokens revoke",
+    ),
+    "changes or writes what is stored": (
+        "database downgrade", "database upgrade", "export", "migrate-store", "runs compact", "sync",
+    ),
+    "prints a schema, which is JSON, or a single key": (
+        "receivers new-key", "receivers new-secret", "receivers schema", "rules schema",
+    ),
+}  # fmt: skip
+"""Commands without --json, by reason. Every other command shows something, and programs read it."""
 
 LISTS = """
 import sys
@@ -32,7 +49,7 @@ def table_of(group: str) -> Mapping[str, CommandEntry | GroupEntry]:
 
 
 @pytest.mark.parametrize(("group", "name"), ENTRIES)
-def test_the_table_says_of_a_command_what_its_own_help_says(group: str, name: str) -> None:
+def test_the_table_has_the_help_of_each_command(group: str, name: str) -> None:
     text = load(name, table_of(group)).help or ""
     assert " ".join(text.split("\n\n")[0].split()) == table_of(group)[name].summary
 
@@ -44,13 +61,13 @@ def test_every_command_has_help(group: str, name: str) -> None:
     assert name in done.output
 
 
-def test_a_word_that_is_no_command_is_an_error() -> None:
+def test_an_unknown_command_is_an_error() -> None:
     done = CliRunner().invoke(app, ["run-s"], prog_name="watchstep")
     assert done.exit_code == 2
     assert "No such command" in done.output
 
 
-def test_listing_the_commands_loads_none() -> None:
+def test_listing_the_commands_imports_none() -> None:
     done = subprocess.run([sys.executable, "-c", LISTS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
         "watchstep_services.cli.commands",
@@ -78,11 +95,32 @@ def test_names_in_a_group_and_options_are_completed() -> None:
     assert done.output.split() == ["--service"]
 
 
-def test_to_list_runs_imports_little() -> None:
+def test_listing_runs_imports_little() -> None:
     heavy = {"fastapi", "sqlalchemy", "alembic", "numpy", "pyarrow", "pydantic", "watchstep_rules.registry"}
     program = f"import sys, watchstep.client, watchstep_services.cli.runs.listing; print(*sorted({heavy} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+def commands() -> Iterator[tuple[str, TyperCommand]]:
+    """All commands with their words, without `watchstep`."""
+    for group, name in ENTRIES:
+        if isinstance(table_of(group)[name], GroupEntry):
+            continue  # its commands are entries of their own
+        loaded = load(name, table_of(group))
+        below = loaded.commands if isinstance(loaded, TyperGroup) else {"": loaded}
+        for last, command in below.items():
+            assert isinstance(command, TyperCommand)
+            yield " ".join(filter(None, (group, name, last))), command
+
+
+def test_every_command_that_shows_something_has_json() -> None:
+    without = {
+        words
+        for words, command in commands()
+        if "--json" not in {option for parameter in command.params for option in parameter.opts}
+    }
+    assert without == {words for several in WITHOUT_JSON.values() for words in several}
 
 
 @pytest.mark.parametrize(("group", "name"), ENTRIES)

@@ -1,4 +1,4 @@
-"""Text of runs, recorders and other users never acts on a terminal, whichever command shows it."""
+"""Text of runs, recorders and other users never controls a terminal, in any command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.cli.typed import typed
+from tests.services.cli.command_line import run_command
 from tests.services.jobs import eventually
 from watchstep import Client, Hook
 from watchstep.platform.terminal_text import (
@@ -105,13 +105,13 @@ SHOW_TEXT = {
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_writes_what_a_terminal_acts_on(
+def test_no_command_writes_terminal_control_sequences(
     store: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, terminal: bool
 ) -> None:
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", "200")
-    done = typed(*(word.format(store=store) if word == "{store}" else word for word in COMMANDS[name]))
+    done = run_command(*(word.format(store=store) if word == "{store}" else word for word in COMMANDS[name]))
     assert "Traceback" not in done.stderr
     assert not done.returncode or done.returncode == 1 or "hint: " in done.stderr
     shown = _COLOURS.sub("", done.stdout) + _COLOURS.sub("", done.stderr)
@@ -124,8 +124,8 @@ def test_no_command_writes_what_a_terminal_acts_on(
         assert "[link=http://evil]x" in re.sub(r"\s+", " ", shown)
 
 
-def test_json_is_read_back_as_it_was(store: Path) -> None:
-    done = typed("rules", "backtest", "p/r", "--json", "-", "--store", store)
+def test_json_output_is_lossless(store: Path) -> None:
+    done = run_command("rules", "backtest", "p/r", "--json", "-", "--store", store)
     texts: list[str] = []
     json.loads(done.stdout, object_hook=lambda held: texts.extend(map(str, held.values())))
     assert any(HOSTILE in text for text in texts)
@@ -142,7 +142,7 @@ def test_text_is_made_printable() -> None:
     assert "ä" in shown
 
 
-def test_a_long_text_is_cut_and_what_was_cut_is_told() -> None:
+def test_a_long_text_is_truncated_with_the_truncated_length() -> None:
     fits = "x" * MOST_CHARACTERS
     assert printable(fits) == fits
     assert printable(fits + "\x1by") == f"{fits} … (2 more characters)"
@@ -158,13 +158,13 @@ def test_a_reason_of_megabytes_is_shown_in_part(tmp_path: Path) -> None:
     hook.close()
     (end,) = (tmp_path / "p" / "r" / "end").rglob("*.json")
     end.write_text(json.dumps(json.loads(end.read_text()) | {"state": "failed", "reason": "x" * 3_900_000}))
-    done = typed("runs", "show", "p/r", "--store", tmp_path)
+    done = run_command("runs", "show", "p/r", "--store", tmp_path)
     assert done.returncode == 0, done.stderr[-1000:]
     assert "more characters)" in re.sub(r"\s+", " ", done.stdout)
     assert len(done.stdout) < 20_000
 
 
-def test_all_output_of_commands_passes_one_place() -> None:
+def test_all_output_of_commands_uses_one_module() -> None:
     """A new command that writes by itself would not be safe, whatever is tested above."""
     allowed = {"jobs.py", "main.py", "terminal.py"}
     writes = {"typer.echo", "print", "Console", "sys.stdout.write", "click.echo"}

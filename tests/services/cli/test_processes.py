@@ -1,4 +1,4 @@
-"""``watchstep api`` with several processes, and what production's processes load."""
+"""``watchstep api`` with several processes, and the imports of production processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def asked(client: httpx.Client, url: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(ASKED))
 
 
-def test_the_figures_of_two_processes_are_added_up(tmp_path: Path) -> None:
+def test_the_metrics_of_two_processes_are_summed(tmp_path: Path) -> None:
     database = open_database(f"sqlite:///{tmp_path / 'service.sqlite'}")
     upgrade(database)
     token = create_token(database, "operator")
@@ -104,6 +104,6 @@ assert not {"sqlalchemy", "fastapi", "pyarrow", "watchstep_services.service.cont
 """
 
 
-def test_processes_load_nothing_of_the_other_commands() -> None:
+def test_processes_import_nothing_of_other_commands() -> None:
     done = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Profiles: which one is active, what takes precedence over it, and who may read its token."""
+"""Profiles: selection, precedence, and protection of tokens."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_link_to_a_token_is_refused(file: Path) -> None:
         ("default: lab\nprofiles: {lab: {url: http://a, token_file: none}}", "cannot be read"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_reported(file: Path, text: str, what: str) -> None:
+def test_problems_of_a_file_are_reported(file: Path, text: str, what: str) -> None:
     write(file, text)
     with pytest.raises(ConfigError, match=what):
         active_profile()

@@ -27,13 +27,13 @@ def written(folder: Path, url: str = "https://hooks.example/a") -> Path:
     return path
 
 
-def test_a_file_is_checked_before_it_counts(tmp_path: Path) -> None:
+def test_a_file_is_checked(tmp_path: Path) -> None:
     path = written(tmp_path)
     done = CliRunner().invoke(app, ["receivers", "check", str(path)])
     assert done.exit_code == 0, done.output
     assert "environment variable WATCHSTEP_RECEIVER_SECRET is not set" in done.output
     assert "all alerts -> hook" in done.output
-    assert "by rules alone" in done.output
+    assert "by rules only" in done.output
     assert f"{path}:3: warning: hook: " in done.output
     path.write_text(path.read_text(encoding="utf-8").replace("sns", "sms"), encoding="utf-8")
     done = CliRunner().invoke(app, ["receivers", "check", str(path)])
@@ -43,17 +43,17 @@ def test_a_file_is_checked_before_it_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written_as", "instead", "line", "words"),
     [
-        ("name: pager", "name: hook", 4, "two receivers are called 'hook'"),
+        ("name: pager", "name: hook", 4, "duplicate receiver name 'hook'"),
         (
             "receiver: hook",
             "routes: [{matchers: ['a=b'], receiver: nobody}]",
             6,
-            "that are not there: nobody",
+            "that do not exist: nobody",
         ),
-        ("{env: WATCHSTEP_RECEIVER_SECRET}", "whsec_abc", 3, "which does not stand in a file"),
+        ("{env: WATCHSTEP_RECEIVER_SECRET}", "whsec_abc", 3, "which must not be in the file"),
     ],
 )
-def test_what_only_the_whole_file_shows_has_a_line_too(
+def test_problems_of_the_whole_file_have_a_line(
     tmp_path: Path, written_as: str, instead: str, line: int, words: str
 ) -> None:
     path = written(tmp_path)
@@ -82,7 +82,7 @@ def test_a_running_service_sends_a_test(tmp_path: Path, monkeypatch: pytest.Monk
     assert [answer.exit_code for answer in answers] == [0, 1]
     assert answers[0].output == "hook: done: 127.0.0.1: answered 204\n"
     assert "hook: failed: 127.0.0.1: answered 410" in answers[1].output
-    assert "'nobody' of project default: not known" in str(unknown.exception)
+    assert "'nobody' of project default: not found" in str(unknown.exception)
 
 
 def _failing(server: HttpServer, asked: list[str]) -> list[Result]:

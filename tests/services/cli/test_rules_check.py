@@ -38,7 +38,7 @@ def good(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_good_file_is_told_in_a_line_a_rule(good: Path) -> None:
+def test_a_valid_file_has_a_line_per_rule(good: Path) -> None:
     code, said = run("check", good)
     assert code == 0
     assert "2 rules" in said
@@ -54,7 +54,7 @@ def test_a_good_file_is_told_in_a_line_a_rule(good: Path) -> None:
     assert "secret" not in said
 
 
-def test_each_fault_is_told_with_its_line_and_the_exit_code_is_1(good: Path, tmp_path: Path) -> None:
+def test_each_error_is_reported_with_its_line_and_exit_code_1(good: Path, tmp_path: Path) -> None:
     bad, broken = tmp_path / "bad.yaml", tmp_path / "broken.yaml"
     bad.write_text("rules:\n- {rule: nan}\n- {rule: overfit, severity: fatal}\n", encoding="utf-8")
     broken.write_text("rules:\n  - [", encoding="utf-8")
@@ -80,7 +80,7 @@ def test_a_rule_shows_its_causes() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "rules: []\n"])
-def test_a_file_without_rules_is_warned_of(tmp_path: Path, text: str) -> None:
+def test_a_file_without_rules_gets_a_warning(tmp_path: Path, text: str) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text(text, encoding="utf-8")
     code, said = run("check", path)
@@ -93,12 +93,15 @@ def test_a_file_without_rules_is_warned_of(tmp_path: Path, text: str) -> None:
     [
         (
             "nan_or_inf",
-            "By default: critical; fires after 1 step; over after 1 step without; stops the job.",
+            "By default: critical; fires after 1 step; resolved after 1 step without findings; stops the job.",
         ),
         ("nan_or_inf", "Inhibits while it fires: non_finite_values, "),
-        ("exploding_gradient", "By default: warning; fires after 2 steps; over after 2 steps without."),
+        (
+            "exploding_gradient",
+            "By default: warning; fires after 2 steps; resolved after 2 steps without findings.",
+        ),
         ("stalled_training", "Off by default: a healthy program may pause for any time."),
-        ("stalled_training", "; by the clock, also where no row comes."),
+        ("stalled_training", "; by the clock, also without rows."),
         ("sql", "query string required"),
         ("class_imbalance", "misprediction number or null None"),
     ],
@@ -107,7 +110,7 @@ def test_a_rule_shows_what_it_does_by_default(name: str, words: str) -> None:
     assert words in run("show", name)[1]
 
 
-def test_of_an_unknown_rule_what_was_meant_comes_first() -> None:
+def test_the_hint_for_an_unknown_rule_lists_similar_names_first() -> None:
     done = CliRunner().invoke(app, ["rules", "show", "nan_or_if"])
     assert isinstance(done.exception, RuleError)
     first, *rest = done.exception.hint.splitlines()

@@ -1,4 +1,4 @@
-"""``watchstep stores``, ``backends`` and ``projects``, against a service that runs."""
+"""``watchstep stores``, ``backends`` and ``projects``, with a running service."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refused(*arguments: str) -> WatchstepError:
     return told.value
 
 
-def test_the_services_own_store_is_there_before_the_first_run(service: EmbeddedService) -> None:
+def test_the_services_own_store_exists_before_the_first_run(service: EmbeddedService) -> None:
     (line,) = [line for line in said("stores", "list").splitlines() if service.settings.store in line]
     assert "default" in line
 
@@ -71,7 +71,7 @@ def test_from_a_store_to_an_archived_project(tenants: Path) -> None:
     assert made.strip() == f"project vision is created: {tenants / 'a'}/x/vision"
     (line,) = [line for line in said("projects", "list").splitlines() if "vision" in line]
     assert {"team-a", "box"} <= set(line.split())
-    assert "use it" in str(refused("stores", "remove", "team-a"))
+    assert "in use by" in str(refused("stores", "remove", "team-a"))
     said("projects", "archive", "vision")
     (line,) = [line for line in said("projects", "list").splitlines() if "vision" in line]
     assert any(part.isdecimal() for part in line.split())
@@ -79,7 +79,7 @@ def test_from_a_store_to_an_archived_project(tenants: Path) -> None:
     assert "box" not in said("backends", "list")
 
 
-def test_a_store_that_fails_is_told_by_its_step(tenants: Path) -> None:
+def test_a_failing_store_is_reported_with_the_failed_step(tenants: Path) -> None:
     (tenants / "gone").mkdir()
     said("stores", "add", "gone", str(tenants / "gone"))
     shutil.rmtree(tenants / "gone")

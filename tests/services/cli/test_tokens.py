@@ -1,4 +1,4 @@
-"""Tokens from the command line: the first of a service, and the others."""
+"""Tokens on the command line, in the database and through the API."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def tokens(*arguments: str) -> str:
     return done.stdout
 
 
-def test_a_token_of_every_project(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_all_projects(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     url = database.engine.url.render_as_string(hide_password=False)
     monkeypatch.setenv("WATCHSTEP_DATABASE_URL", url)
     assert seen(database, created("--role", "operator")) == ("operator", None)
 
 
-def test_a_store_names_its_service(tmp_path: Path) -> None:
+def test_a_store_selects_its_service(tmp_path: Path) -> None:
     store = tmp_path / "runs"
     with EmbeddedService(load_settings(store=str(store), home=store / ".watchstep")) as service:
         token = created("--role", "viewer", "--store", str(store))
@@ -84,7 +84,7 @@ def test_a_token_of_one_project(sqlite: Database, monkeypatch: pytest.MonkeyPatc
     assert seen(sqlite, token) == ("recorder", "vision")
 
 
-def test_the_first_process_may_be_this_one(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_token_may_precede_the_service(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
     with postgres.new_database() as url:
         monkeypatch.setenv("WATCHSTEP_DATABASE_URL", url)
         token = created("--role", "viewer")
@@ -101,14 +101,14 @@ def test_the_password_is_not_shown(postgres: Postgres, monkeypatch: pytest.Monke
         assert "hunter2" not in done.output
 
 
-def test_no_token_of_a_service_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_is_created_for_a_missing_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_HOME", str(tmp_path / "home"))
     with pytest.raises(ConfigError, match="no such file"):
         created("--role", "operator")
     assert not (tmp_path / "home" / "watchstep.sqlite").exists()
 
 
-def test_a_project_that_is_no_name(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_project_name(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_DATABASE_URL", str(sqlite.engine.url))
     with pytest.raises(BadNameError):
         created("--role", "recorder", "--project", "../other")
@@ -120,7 +120,7 @@ def test_an_unknown_role() -> None:
     assert "viewer, recorder, operator, admin" in done.stderr
 
 
-def test_listed_and_revoked(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_listed_and_revoked(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_DATABASE_URL", database.engine.url.render_as_string(hide_password=False))
     first = created("--role", "recorder", "--project", "vision", "--name", "cluster a", "--expires-in", "90d")
     second = created("--role", "admin")
@@ -143,20 +143,20 @@ def test_listed_and_revoked(database: Database, monkeypatch: pytest.MonkeyPatch)
     assert {held["state"] for held in json.loads(tokens("list", "--json"))} == {"revoked"}
 
 
-def test_one_that_is_not_there(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_token_is_reported(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_DATABASE_URL", str(sqlite.engine.url))
-    with pytest.raises(NotFoundError, match="not known"):
+    with pytest.raises(NotFoundError, match="not found"):
         tokens("revoke", "0123456789abcdef")
 
 
 @pytest.mark.parametrize("expires", ["0d", "90", "1y", "-3d", "99999999d"])
-def test_a_lifetime_that_is_none(expires: str) -> None:
+def test_an_invalid_lifetime(expires: str) -> None:
     done = CliRunner().invoke(app, ["tokens", "create", "--role", "viewer", "--expires-in", expires])
     assert done.exit_code == 2
     assert "90d" in done.stderr
 
 
-def test_through_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_through_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedService(load_settings(home=tmp_path / "home", store=str(tmp_path / "runs"))) as service:
         monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(service.database, "admin", "vision"))
         there = ("--service", service.url, "--project", "vision")
@@ -185,18 +185,18 @@ def test_a_token_of_one_run(database: Database, folder_store: Store, monkeypatch
     assert f"{PROJECT}/r1" in tokens("list")
     tokens("revoke", token, *there)
     assert identify(database, token) is None
-    with pytest.raises(NotFoundError, match="not known"):
+    with pytest.raises(NotFoundError, match="not found"):
         created("--project", PROJECT, "--run", "r2")
     with pytest.raises(ConfigError, match="lifetime"):
         created(*there, "--expires-in", "400d")
 
 
-def test_a_token_of_one_run_is_a_recorders() -> None:
+def test_a_token_of_one_run_has_the_role_recorder() -> None:
     done = CliRunner().invoke(app, ["tokens", "create", "--role", "operator", "--run", "r1"])
     assert (done.exit_code, "recorder" in done.stderr) == (2, True)
 
 
-def test_an_operator_makes_one_for_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_creates_a_token_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedService(load_settings(home=tmp_path / "home", store=str(tmp_path / "runs"))) as service:
         operator = create_token(service.database, "operator", "vision")
         monkeypatch.setenv("WATCHSTEP_TOKEN", operator)
@@ -205,14 +205,14 @@ def test_an_operator_makes_one_for_its_run(tmp_path: Path, monkeypatch: pytest.M
         ).raise_for_status()  # fmt: skip
         there = ("--service", service.url, "--project", "vision", "--run", "r1")
         first, second = created(*there), created(*there, "--name", "ann's")
-        assert [row["name"] for row in json.loads(tokens("list", "--json", *there))] == ["ann's", "made by command line"]  # fmt: skip
+        assert [row["name"] for row in json.loads(tokens("list", "--json", *there))] == ["ann's", "created by command line"]  # fmt: skip
         assert "is revoked" in tokens("revoke", first, *there)
         with pytest.raises(ServiceError, match="lifetime_seconds"):
             created(*there, "--expires-in", "400d")
         monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(service.database, "admin"))
-        kept = tokens("revoke", operator, "--keep-made", "--service", service.url)
+        kept = tokens("revoke", operator, "--keep-created", "--service", service.url)
         assert kept == f"token {id_of(operator)} is revoked\n"
         assert seen(service.database, second) == ("recorder", "vision")
         gone = tokens("revoke", operator, "--service", service.url)
-        assert gone == f"token {id_of(operator)} is revoked, and 1 of runs that it made\n"
+        assert gone == f"token {id_of(operator)} is revoked; run tokens revoked with it: 1\n"
         assert seen(service.database, second) is None

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+ANNOUNCEMENT = "POST /v1/projects/{project}/runs/{run}/announcements"
+"""The span of a recorder's announcement."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class Received:
     """A span as it came."""
 
     name: str
+    kind: str
     trace: str
     span: str
     parent: str
@@ -24,6 +29,7 @@ class Received:
     attributes: dict[str, str]
     links: frozenset[str]
     failed: bool
+    text: str
 
 
 @dataclass
@@ -51,9 +57,9 @@ class Collector:
                         for each in span.attributes
                     }
                     received = Received(
-                        span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(),
+                        span.name, Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower(), span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(),
                         of["service.name"], attributes, frozenset(link.trace_id.hex() for link in span.links),
-                        span.status.code == 2,
+                        span.status.code == 2, str(span),
                     )  # fmt: skip
                     with self.lock:
                         self.spans.append(received)

@@ -236,7 +236,7 @@ def test_whoever_dies_at_a_point_loses_and_doubles_nothing(place: Place, point: 
 def _somebody_was_told(mortal: Mortal, receiver: Receiver) -> None:
     """Of the alert with a webhook at least once, however often; of the other never."""
     firing = [
-        event for event in mortal.driven.events(mortal.run_id) if event["type"] == "watchstep.alert.firing"
+        event for event in mortal.driven.events(mortal.run_id) if event["type"] == "io.watchstep.alert.firing"
     ]
     told = {event["id"] for event in receiver.events}
     assert [event["id"] in told for event in firing] == [
@@ -345,7 +345,7 @@ def test_a_signal_of_a_process_that_died_is_sent_again_or_counts(
             if not mortal._pending():
                 break
     assert mortal.died >= 1
-    (done,) = [event for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"]
+    (done,) = [event for event in driven.events(run_id) if event["type"] == "io.watchstep.stop.done"]
     assert done["data"]["how"] == ("terminated" if stage == "asked to end" else "killed")
     assert job.gone
     assert [row.state for row in driven.actions(run_id) if row.kind == "stop"] == ["done"]

@@ -84,12 +84,12 @@ def test_what_stands_in_the_database(database: Database, folder_store: Store) ->
     run_id = driven.register()
     recording = Recording(folder_store).begin()
     driven.announce(run_id, recording.write(0, 0, 3), recording.write(1, 4, 7))
-    found = read(figures)
-    assert found["watchstep_database_up"] == 1
-    assert found["watchstep_runs{state=created}"] == 1
-    assert found["watchstep_queue_length{queue=runs}"] == 1
-    assert found["watchstep_queue_age_seconds{queue=runs}"] >= 0
-    assert found["watchstep_segments_waiting"] == 2
+    values = read(figures)
+    assert values["watchstep_database_up"] == 1
+    assert values["watchstep_runs{state=created}"] == 1
+    assert values["watchstep_queue_length{queue=runs}"] == 1
+    assert values["watchstep_queue_age_seconds{queue=runs}"] >= 0
+    assert values["watchstep_segments_waiting"] == 2
     assert read(figures) == {**read(figures), "watchstep_segments_waiting": 2}
     driven.settle(run_id)
     settled = read(DatabaseFigures(database))
@@ -100,21 +100,43 @@ def test_what_stands_in_the_database(database: Database, folder_store: Store) ->
 def test_a_database_that_does_not_answer_is_told(sqlite: Database) -> None:
     with sqlite.write() as session:
         session.connection().exec_driver_sql("DROP TABLE actions")
-    found = read(DatabaseFigures(sqlite))
-    assert found["watchstep_database_up"] == 0
-    assert not [name for name in found if name.startswith("watchstep_queue")]
+    values = read(DatabaseFigures(sqlite))
+    assert values["watchstep_database_up"] == 0
+    assert not [name for name in values if name.startswith("watchstep_queue")]
+
+
+def test_connections_are_in_use_or_idle(sqlite: Database) -> None:
+    def connections() -> tuple[float, float]:
+        values = read()
+        in_use, idle = (
+            values[f"watchstep_database_connections{{state={state}}}"] for state in ("in_use", "idle")
+        )
+        return in_use - before[0], in_use + idle - sum(before)
+
+    before = (0.0, 0.0)
+    used, opened = connections()
+    before = (used, opened - used)
+    with sqlite.engine.connect() as first, sqlite.engine.connect():
+        assert connections()[0] == 2
+        first.invalidate()
+    assert connections()[0] == 0
+    sqlite.engine.dispose()
+    assert connections()[1] <= 0
 
 
 def test_what_recorders_say_grows_and_takes_no_name_from_them() -> None:
     before = read()
-    metrics.recorder_said({}, {"counts": {"rows": 10, "dropped_rows": 2, "mine": 5}})
-    metrics.recorder_said({"counts": {"rows": 10}}, {"counts": {"rows": 15}})
-    metrics.recorder_said({"counts": {"rows": 15}}, {"counts": {"rows": 4}})  # begun anew
-    metrics.recorder_said({"counts": "x"}, {"counts": {"rows": "many", "spilled_rows": -3, "faults": True}})
-    assert grown(before, "watchstep_recorder_total{kind=rows}") == 19
-    assert grown(before, "watchstep_recorder_total{kind=dropped_rows}") == 2
-    assert grown(before, "watchstep_recorder_total{kind=faults}") == 0
-    assert "watchstep_recorder_total{kind=mine}" not in read()
+    metrics.count_recorder_report({}, {"counts": {"rows": 10, "dropped_rows": 2, "mine": 5}})
+    metrics.count_recorder_report({"counts": {"rows": 10}}, {"counts": {"rows": 15}})
+    metrics.count_recorder_report({"counts": {"rows": 15}}, {"counts": {"rows": 4}})  # begun anew
+    metrics.count_recorder_report(
+        {"counts": "x"}, {"counts": {"rows": "many", "spilled_rows": -3, "faults": True}}
+    )
+    assert grown(before, "watchstep_recorder_rows_total{outcome=written}") == 19
+    assert grown(before, "watchstep_recorder_rows_total{outcome=dropped}") == 2
+    assert grown(before, "watchstep_recorder_rows_total{outcome=spilled}") == 0
+    assert grown(before, "watchstep_recorder_faults_total") == 0
+    assert not [name for name in read() if "mine" in name]
 
 
 def test_a_port_of_their_own(sqlite: Database) -> None:
@@ -135,12 +157,12 @@ from watchstep_services.core.telemetry import metrics
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.core.telemetry.exposition import registry, written
 if os.fork() == 0:
-    metrics.CONNECTIONS.labels("open").inc(3)
+    metrics.CONNECTIONS.labels("idle").inc(3)
     metrics.EVALUATIONS.labels("committed").inc(2)
     os._exit(0)
 os.wait()
 metrics.EVALUATIONS.labels("committed").inc()
-metrics.CONNECTIONS.labels("open").inc()
+metrics.CONNECTIONS.labels("idle").inc()
 sys.stdout.write(written(registry(), "")[0].decode())
 """
 
@@ -155,12 +177,12 @@ def test_processes_that_share_a_folder_are_added_up(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = shown(done.stdout)
-    assert found["watchstep_evaluations_total{outcome=committed}"] == 3
+    values = shown(done.stdout)
+    assert values["watchstep_evaluations_total{outcome=committed}"] == 3
     assert (
-        found["watchstep_database_connections{state=open}"] == 1
+        values["watchstep_database_connections{state=idle}"] == 1
     )  # the child is gone, and its connections with it
-    assert found["watchstep_build_info{version=0.1.0}"] == 1
+    assert values["watchstep_build_info{version=0.1.0}"] == 1
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])

@@ -97,7 +97,7 @@ def written() -> Iterator[io.StringIO]:
 def test_a_record_whose_arguments_do_not_fit_is_no_way_round() -> None:
     record = logging.LogRecord("x", logging.INFO, __file__, 1, "two %s", ("many", "password=hunter2-x"), None)
     assert Redacted().filter(record)
-    assert (record.getMessage(), record.args) == ("two %s (its arguments do not fit)", None)
+    assert (record.getMessage(), record.args) == ("two %s (its arguments do not match)", None)
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
@@ -125,11 +125,11 @@ def test_a_value_of_a_statement_is_in_no_error_of_the_database(sqlite: Database)
 
 
 def test_settings_tell_no_secret() -> None:
-    held = load_settings(
+    settings = load_settings(
         database_url="postgresql://watchstep:hunter2-a@db/x", broker_url="redis://:hunter2-b@redis/0"
     )
-    assert "hunter2" not in f"{held!r} {held} {held.model_dump()} {held.model_dump_json()}"
-    assert held.resolved_database_url == "postgresql://watchstep:hunter2-a@db/x"
+    assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
+    assert settings.resolved_database_url == "postgresql://watchstep:hunter2-a@db/x"
     assert "hunter2" not in redact("FATAL: password hunter2-a of watchstep; hunter2-b")
     with pytest.raises(ConfigError) as caught:
         load_settings(database_url=["hunter2-c"])
@@ -153,15 +153,15 @@ def test_a_password_in_a_url_that_cannot_be_used_is_not_told() -> None:
 def test_the_commands_tell_no_secret(arguments: list[str], tmp_path: Path) -> None:
     secret = secrets.token_urlsafe(32)
     token = f"wst_0123456789abcdef_{secret}"
-    held = {name: value for name, value in os.environ.items() if not name.startswith("WATCHSTEP_")}
-    held |= {
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WATCHSTEP_")}
+    environment |= {
         "WATCHSTEP_DATABASE_URL": f"postgresql://watchstep:{secret}@127.0.0.1:9/none?connect_timeout=1",
         "WATCHSTEP_BROKER_URL": f"redis://:{secret}@127.0.0.1:9/0",
         "WATCHSTEP_TOKEN": token,
     }
     named = [each.format(token=token, secret=secret, home=tmp_path) for each in arguments]
     done = subprocess.run(
-        [WATCHSTEP, *named], env=held, capture_output=True, text=True, check=False, timeout=120
+        [WATCHSTEP, *named], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode != 0
     assert done.stderr

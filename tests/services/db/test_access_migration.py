@@ -21,8 +21,8 @@ def digest(token: str) -> str:
 
 def rows(database: Database) -> dict[str, tuple[str, str | None, int]]:
     with database.engine.connect() as connection:
-        held = connection.exec_driver_sql("SELECT sha256, role, project, created_ns FROM tokens").all()
-        return {sha256: (role, project, created) for sha256, role, project, created in held}
+        tokens = connection.exec_driver_sql("SELECT sha256, role, project, created_ns FROM tokens").all()
+        return {sha256: (role, project, created) for sha256, role, project, created in tokens}
 
 
 def test_there_and_back(empty_database: Database) -> None:
@@ -35,18 +35,18 @@ def test_there_and_back(empty_database: Database) -> None:
                 statement, {"sha256": digest(token), "role": role, "project": project, "created": 7}
             )
     upgrade(database)
-    found = identify(database, OLD)
-    assert found is not None
-    assert (found.role, found.project, found.token) == ("recorder", "vision", digest(OLD)[:16])
-    made = create_token(database, "admin", name="new")
+    caller = identify(database, OLD)
+    assert caller is not None
+    assert (caller.role, caller.project, caller.token) == ("recorder", "vision", digest(OLD)[:16])
+    token = create_token(database, "admin", name="new")
     ended = [create_token(database, "admin", lifetime_seconds=60), create_token(database, "admin")]
     revoke(database, id_of(ended[1]), None, "ann")
 
     downgrade(database, BEFORE)
-    held = rows(database)
-    assert held[digest(OLD)] == ("recorder", "vision", 7)
-    assert held[digest(OLD + "b")] == ("operator", None, 7)
-    assert set(held) == {digest(OLD), digest(OLD + "b"), digest(made)}
+    tokens = rows(database)
+    assert tokens[digest(OLD)] == ("recorder", "vision", 7)
+    assert tokens[digest(OLD + "b")] == ("operator", None, 7)
+    assert set(tokens) == {digest(OLD), digest(OLD + "b"), digest(token)}
 
     upgrade(database)
     again = identify(database, OLD)

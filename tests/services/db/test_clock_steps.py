@@ -28,7 +28,7 @@ from watchstep_services.db.models import (
     Segment,
     Upkeep,
 )
-from watchstep_services.evaluation.inbox import Gap, GapPatience
+from watchstep_services.evaluation.inbox import Gap, GapTimeout
 from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress, decide
 from watchstep_services.runs.claim import claim
 from watchstep_services.scheduler.sweep import sweep
@@ -172,6 +172,6 @@ def test_a_rank_that_was_heard_in_the_future_is_not_waited_for() -> None:
 
 
 def test_a_gap_that_was_found_in_the_future_is_not_waited_for() -> None:
-    patience = GapPatience(0, SECOND, listed=True)
+    patience = GapTimeout(0, SECOND, listed=True)
     assert patience.over(Gap(WriterId("a1", "n", "w"), 0, 1, HOUR))
     assert not patience.over(Gap(WriterId("a1", "n", "w"), 0, 1, SECOND))

@@ -60,7 +60,7 @@ def raw(database: Database) -> str:
             connection.execute(sa.text(f"SELECT CAST({column} AS TEXT) FROM {table}")).scalars().all()
             for table, column in (("rule_configs", "data"), ("receivers", "config"))
         ]
-    return json.dumps([list(found) for found in rows])
+    return json.dumps([list(row) for row in rows])
 
 
 def test_the_database_of_a_service_holds_no_address(settings: Settings) -> None:
@@ -151,5 +151,5 @@ def test_a_key_of_the_settings_seals_and_that_of_the_home_still_opens(settings: 
 
 def test_a_key_that_is_none_is_refused(settings: Settings) -> None:
     (settings.home_folder / KEY_FILE).write_text("x")
-    with pytest.raises(ConfigError, match="not a key"):
+    with pytest.raises(ConfigError, match="not a valid key"):
         open_encrypted_database(settings)

@@ -19,7 +19,9 @@ WAIT = 60.0
 
 def publish(database: Database, run_id: int, project: str = "vision") -> None:
     with database.write() as session:
-        add_event(session, run_id, make_event("watchstep.run.started", "http://s", (project, "r"), 1, {}), 1)
+        add_event(
+            session, run_id, make_event("io.watchstep.run.started", "http://s", (project, "r"), 1, {}), 1
+        )
 
 
 def numbers(database: Database) -> list[int]:
@@ -52,9 +54,9 @@ def test_who_follows_misses_nothing_of_writers_that_cross(driven: Driven) -> Non
                 new = session.execute(
                     select(EventRow.number).where(EventRow.number > last).order_by(EventRow.number)
                 )
-                found = list(new.scalars())
-            seen.extend(found)
-            last = max([last, *found])
+                numbers = list(new.scalars())
+            seen.extend(numbers)
+            last = max([last, *numbers])
 
     follower = threading.Thread(target=follow, daemon=True)
     for thread in (follower, *writers):
@@ -69,7 +71,7 @@ def test_who_follows_misses_nothing_of_writers_that_cross(driven: Driven) -> Non
 def _many(database: Database, run_id: int) -> None:
     for _ in range(10):
         with database.write() as session:
-            event = make_event("watchstep.run.started", "http://s", ("vision", "r"), 1, {})
+            event = make_event("io.watchstep.run.started", "http://s", ("vision", "r"), 1, {})
             add_event(session, run_id, event, 1)
             # What a transaction does after it has said what it will publish.
             session.execute(update(RunRow).where(RunRow.id == run_id).values(hints=RunRow.hints + 1))
@@ -88,7 +90,7 @@ def test_a_transaction_that_is_open_holds_up_no_other_of_another_project(driven:
 
         with database.write() as session:
             add_event(
-                session, ours, make_event("watchstep.run.started", "http://s", ("vision", "r"), 1, {}), 1
+                session, ours, make_event("io.watchstep.run.started", "http://s", ("vision", "r"), 1, {}), 1
             )
             write_events(session)
             written.set()

@@ -55,9 +55,9 @@ def test_connections_have_the_limits_of_the_settings(postgres: Postgres) -> None
         assert shown(database, "idle_in_transaction_session_timeout") == "9s"
         with database.engine.connect() as connection:
             driver: Any = connection.connection.dbapi_connection
-            told = driver.info.get_parameters()
+            parameters = driver.info.get_parameters()
         wanted = {"keepalives_idle": "30", "keepalives_interval": "10", "keepalives_count": "3"}
-        assert told.items() >= {**wanted, "tcp_user_timeout": "60000", "connect_timeout": "10"}.items()
+        assert parameters.items() >= {**wanted, "tcp_user_timeout": "60000", "connect_timeout": "10"}.items()
 
 
 def test_the_servers_own_limits_hold_where_a_setting_is_0(postgres: Postgres) -> None:
@@ -69,9 +69,11 @@ def test_the_servers_own_limits_hold_where_a_setting_is_0(postgres: Postgres) ->
 
 
 def test_what_the_address_says_holds() -> None:
-    said = DatabaseTimeouts(lock=3).connect_args({"connect_timeout": "4", "options": "-c lock_timeout=5s"})
-    assert "connect_timeout" not in said
-    assert said["options"].index("lock_timeout=3000") < said["options"].index("lock_timeout=5s")
+    arguments = DatabaseTimeouts(lock=3).connect_args(
+        {"connect_timeout": "4", "options": "-c lock_timeout=5s"}
+    )
+    assert "connect_timeout" not in arguments
+    assert arguments["options"].index("lock_timeout=3000") < arguments["options"].index("lock_timeout=5s")
 
 
 def test_migrations_and_large_deletions_take_the_time_that_they_need(postgres: Postgres) -> None:

@@ -14,6 +14,8 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.schema import downgrade, upgrade
 
 VERSIONS = "alembic_version"
+BEFORE_STANDARD_TERMS, STANDARD_TERMS = "0024", "0025"
+TITLE = 'a title that quotes "type": "watchstep.alert.firing"'
 # What a migration reads of a row has to be what the service would have written there.
 WRITTEN: dict[str, Any] = {
     "store_url": "/data/runs",
@@ -39,9 +41,9 @@ def revisions() -> list[str]:
 
 def reflected(connection: sa.Connection) -> list[sa.Table]:
     """The tables as they are, those that others refer to first."""
-    found = sa.MetaData()
-    found.reflect(connection)
-    return [table for table in found.sorted_tables if table.name != VERSIONS]
+    metadata = sa.MetaData()
+    metadata.reflect(connection)
+    return [table for table in metadata.sorted_tables if table.name != VERSIONS]
 
 
 def counts(database: Database) -> dict[str, int]:
@@ -92,11 +94,11 @@ def plain_value(kind: Any, number: int) -> Any:
 
 
 def test_rows_outlive_every_migration_and_the_way_back(empty_database: Database) -> None:
-    known = revisions()
-    assert len(known) > 10
-    for revision in known:
+    order = revisions()
+    assert len(order) > 10
+    for revision in order:
         before = {}
-        if revision != known[0]:
+        if revision != order[0]:
             before = counts(empty_database)
         upgrade(empty_database, revision)
         after = counts(empty_database)
@@ -107,7 +109,7 @@ def test_rows_outlive_every_migration_and_the_way_back(empty_database: Database)
     full = counts(empty_database)
     assert all(full.values()), full
     before = full
-    for revision in reversed(known[:-1]):
+    for revision in reversed(order[:-1]):
         downgrade(empty_database, revision)
         after = counts(empty_database)
         assert after == {name: before[name] for name in after}, revision
@@ -116,3 +118,29 @@ def test_rows_outlive_every_migration_and_the_way_back(empty_database: Database)
     assert set(counts(empty_database)) == set(full)
     downgrade(empty_database)
     assert counts(empty_database) == {}
+
+
+def event_types(database: Database) -> list[str]:
+    """The type of the only event: of its row, of its JSON, and of the webhook that is due."""
+    events = sa.table("events", sa.column("type", sa.String), sa.column("event", sa.JSON))
+    actions = sa.table("actions", sa.column("payload", sa.JSON))
+    with database.engine.connect() as connection:
+        kind, event = connection.execute(sa.select(events.c.type, events.c.event)).one()
+        payload = connection.execute(sa.select(actions.c.payload)).scalar_one()
+    assert event["data"]["title"] == payload["event"]["data"]["title"] == TITLE
+    return [kind, event["type"], payload["event"]["type"]]
+
+
+def test_stored_events_get_the_types_of_their_schema(empty_database: Database) -> None:
+    upgrade(empty_database, BEFORE_STANDARD_TERMS)
+    fill(empty_database)
+    kind = "watchstep.alert.firing"
+    event = {"specversion": "1.0", "type": kind, "data": {"title": TITLE}}
+    with empty_database.engine.begin() as connection:
+        tables = {table.name: table for table in reflected(connection)}
+        connection.execute(tables["events"].update().values(type=kind, event=event))
+        connection.execute(tables["actions"].update().values(payload={"url": "https://x", "event": event}))
+    upgrade(empty_database, STANDARD_TERMS)
+    assert event_types(empty_database) == [f"io.{kind}"] * 3
+    downgrade(empty_database, BEFORE_STANDARD_TERMS)
+    assert event_types(empty_database) == [kind] * 3

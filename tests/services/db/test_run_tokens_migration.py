@@ -24,12 +24,12 @@ def test_there_and_back(empty_database: Database, folder_store: Store) -> None:
     database = empty_database
     upgrade(database, BEFORE)
     with database.engine.begin() as connection:
-        said = {"id": "0" * 16, "sha256": "0" * 64, "name": "", "role": "viewer", "created_ns": 7, "created_by": "", "revoked_by": ""}  # fmt: skip
+        row = {"id": "0" * 16, "sha256": "0" * 64, "name": "", "role": "viewer", "created_ns": 7, "created_by": "", "revoked_by": ""}  # fmt: skip
         connection.execute(
             sa.text(
-                f"INSERT INTO tokens ({', '.join(said)}) VALUES ({', '.join(f':{name}' for name in said)})"
+                f"INSERT INTO tokens ({', '.join(row)}) VALUES ({', '.join(f':{name}' for name in row)})"
             ),
-            said,
+            row,
         )
     upgrade(database)
     driven = Driven(make_service(database, folder_store))

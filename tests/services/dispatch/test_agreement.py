@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from watchstep.capture.stop import CommonStop
+from watchstep.capture.stop import BarrierStop
 from watchstep.format.control import StopAnswer, StopRequest
 from watchstep_services.dispatch.barrier import AttemptPace, SegmentArrival, following
 
@@ -28,12 +28,12 @@ class Rank:
     heard: int = 0  # how many of the documents
 
     def __post_init__(self) -> None:
-        self.stops = CommonStop(self.number, lambda: self.finished, takes_part=self.takes_part)
-        self.stops.left = self.says.append
+        self.stops = BarrierStop(self.number, lambda: self.finished, takes_part=self.takes_part)
+        self.stops.on_left = self.says.append
 
     def look(self) -> None:
         """The end of a step, as far as it can go now."""
-        found = self.stops.look(self.finished)
+        found = self.stops.check(self.finished)
         if found == "wait":
             return
         self.asked = True
@@ -173,7 +173,7 @@ def test_where_one_never_hears_none_stops(
     play(world, moves, together=together, margin=margin)
     assert all(rank.stopped_at is None for rank in world.ranks)
     for rank in world.ranks:  # their patience ends
-        rank.stops.leave()
+        rank.stops.stop_waiting()
         if not rank.asked:
             rank.look()
         world.carry(rank)
@@ -196,8 +196,8 @@ def test_one_that_takes_no_part_leaves_it_to_the_backend() -> None:
 def test_a_rank_that_waits_goes_on_when_another_step_is_named_or_its_patience_ends() -> None:
     said: list[StopAnswer] = []
     finished = [0]
-    stops = CommonStop(0, lambda: finished[0], takes_part=True, patience=60.0)
-    stops.left = said.append
+    stops = BarrierStop(0, lambda: finished[0], takes_part=True, wait_seconds=60.0)
+    stops.on_left = said.append
     asked = StopRequest("a1", 1, "it is over", agreed=False)
     stops.receive(asked)
     finished[0] = 1
@@ -208,8 +208,8 @@ def test_a_rank_that_waits_goes_on_when_another_step_is_named_or_its_patience_en
     waiting.join(60)
     assert found == [None]
     finished[0] = 9
-    impatient = CommonStop(1, lambda: finished[0] - 1, takes_part=True, patience=0.0)
-    impatient.left = said.append
+    impatient = BarrierStop(1, lambda: finished[0] - 1, takes_part=True, wait_seconds=0.0)
+    impatient.on_left = said.append
     impatient.receive(StopRequest("a1", 9, "it is over", agreed=False))
     assert impatient.due(9) is None
     assert [(one.worker, one.state) for one in said] == [(1, "left")]
@@ -228,7 +228,7 @@ def announced(*segments: tuple[int, int, float], writer: str = "n/w0") -> list[S
 
 def test_the_margin_covers_what_ranks_do_until_they_hear() -> None:
     steady = AttemptPace.of(announced((0, 9, 0.0), (10, 19, 1.0), (20, 29, 2.0)), -1, 2 * SECOND)
-    assert (steady.largest, steady.steps_per_second, steady.hearing_seconds) == (29, 10.0, 2.0)
+    assert (steady.largest, steady.steps_per_second, steady.response_seconds) == (29, 10.0, 2.0)
     assert steady.margin(2 * SECOND) == 30  # one and a half times two seconds
     assert steady.margin(3 * SECOND) == 45  # seen a second ago
     assert steady.seconds_to(49) == 2.0

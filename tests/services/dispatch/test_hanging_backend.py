@@ -215,7 +215,7 @@ class FarAndHanging(Hanging):
 def test_no_evaluation_waits_for_a_backend_for_long(
     driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("watchstep_services.runs.lifecycle._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("watchstep_services.runs.lifecycle._STATUS_SECONDS", 0.05)
     far = FarAndHanging()
     driven, _, run_id, _ = stopping(driven, folder_store, far)
     for _ in range(3):

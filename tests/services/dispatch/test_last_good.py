@@ -17,8 +17,8 @@ def test_a_stop_names_step_tensor_job_and_the_last_good_checkpoint(
 ) -> None:
     recording = Recording(folder_store).begin(on_stop="ignore")
     saved = [Checkpoint(f"/c/{step}.pt", step, recording.attempt, 0, 1000 + step) for step in (1, 3, 6)]
-    for one in saved:
-        recording.store.put(one.key, one.encode())
+    for checkpoint in saved:
+        recording.store.put(checkpoint.key, checkpoint.encode())
     job = launch(backend_of(driven), tmp_path, WILLING)
     run_id, action = fired(driven, recording, job)
     driven.finish(action.id)

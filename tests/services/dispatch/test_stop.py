@@ -52,7 +52,7 @@ def control_of(recording: Recording) -> ControlDocument:
 
 
 def done_event(driven: Driven, run_id: int) -> dict[str, object]:
-    (event,) = [event for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"]
+    (event,) = [event for event in driven.events(run_id) if event["type"] == "io.watchstep.stop.done"]
     data: dict[str, object] = event["data"]
     return data
 
@@ -148,10 +148,10 @@ def test_a_program_that_trained_to_its_end_was_not_stopped(driven: Driven, folde
     recording.end("completed", 899)
     action = driven.finish(action.id)
     assert (action.state, "ended by itself" in action.outcome) == ("done", True)
-    assert done_event(driven, run_id)["how"] == "asked"
+    assert done_event(driven, run_id)["how"] == "requested"
 
 
-@pytest.mark.parametrize(("ends", "says"), [(("failed",), "failed by itself"), ((), "no worker has said")])
+@pytest.mark.parametrize(("ends", "says"), [(("failed",), "failed by itself"), ((), "no worker reported")])
 def test_a_job_that_crashes_after_it_was_asked_has_failed(
     driven: Driven, folder_store: Store, tmp_path: Path, ends: tuple[EndState, ...], says: str
 ) -> None:
@@ -167,12 +167,12 @@ def test_a_job_that_crashes_after_it_was_asked_has_failed(
     eventually(lambda: backend_of(driven).status(job).exit_code == 1)
     action = driven.finish(action.id)
     assert (action.state, says in action.outcome) == ("done", True)
-    assert done_event(driven, run_id)["how"] == "asked"
+    assert done_event(driven, run_id)["how"] == "requested"
     assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "failed"
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["exit-code-alone", "last-words"])
-def test_a_job_that_ends_by_the_code_of_a_stop_has_obeyed(
+def test_a_job_that_ends_by_the_code_of_a_stop_has_applied_it(
     driven: Driven, folder_store: Store, tmp_path: Path, *, written: bool
 ) -> None:
     recording = Recording(folder_store).begin(on_stop="raise")
@@ -194,7 +194,7 @@ def test_without_a_job_and_without_an_answer(driven: Driven, folder_store: Store
     _, action = fired(driven.with_settings(silent_seconds=1e-9), recording)
     action = driven.with_settings(silent_seconds=1e-9).finish(action.id)
     assert action.state == "done"
-    assert action.outcome.startswith("no job bound: asked cooperatively")
+    assert action.outcome.startswith("no job bound: requested from the workers")
 
 
 def test_a_job_out_of_reach_is_asked_and_then_given_up(driven: Driven, folder_store: Store) -> None:
@@ -350,13 +350,13 @@ def test_an_action_that_fails_blocks_no_other(
 def test_an_action_whose_worker_died_is_done_by_another(driven: Driven, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     _, action = fired(driven, recording)
-    held = dispatching._claim(driven.service, action.id)
-    assert held is not None
+    claim = dispatching._claim(driven.service, action.id)
+    assert claim is not None
     assert dispatch(driven.service, action.id) is None
     with driven.service.database.write() as session:  # its lease ends
         session.get_one(ActionRow, action.id).next_ns = 0
     assert dispatch(driven.service, action.id) is not None
-    dispatching._record(driven.service, held, AttemptResult("done", "too late"))
+    dispatching._record(driven.service, claim, AttemptResult("done", "too late"))
     assert driven.tries(action.id) == [("advanced", "asked all workers to stop at step 8")]
 
 

@@ -153,7 +153,7 @@ def test_workers_are_asked_while_the_backend_does_not_answer(driven: Driven, fol
     recording.end("stopped", 7)
     discover(driven.service, run_id)
     assert tried(driven, action_id) == "done"
-    (done,) = [event["data"] for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"]
+    (done,) = [event["data"] for event in driven.events(run_id) if event["type"] == "io.watchstep.stop.done"]
     assert done["how"] == "cooperative"
 
 

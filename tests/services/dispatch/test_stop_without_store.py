@@ -28,10 +28,10 @@ from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.runs import attempts
 from watchstep_services.runs.control import MIRROR
 from watchstep_services.runs.registration import register
-from watchstep_services.runs.stops import ASK, ASKED, TERMINATED, request_stop
+from watchstep_services.runs.stops import StopStage, request_stop
 from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.projects import make_project, register_store
+from watchstep_services.tenancy.projects import create_project, register_store
 
 FAR = "far"
 BUCKET = "s3://bucket/runs"
@@ -89,7 +89,7 @@ class Stopping:
             return [(row.kind, row.data.get("outcome", "")) for row in rows]
 
     def how(self) -> str:
-        (done,) = [one for one in self.driven.events(self.run_id) if one["type"] == "watchstep.stop.done"]
+        (done,) = [one for one in self.driven.events(self.run_id) if one["type"] == "io.watchstep.stop.done"]
         return str(done["data"]["how"])
 
 
@@ -100,7 +100,7 @@ def open_bucket(s3: FaultyS3) -> Store:
 def with_project(service: Service, s3: FaultyS3) -> None:
     with service.database.write() as session:
         placed = StoreRegistration(BUCKET, region=REGION, endpoint=s3.endpoint)
-        make_project(session, FAR, register_store(session, "bucket", placed))
+        create_project(session, FAR, register_store(session, "bucket", placed))
 
 
 def bind(service: Service, run_id: int, job: JobHandle) -> None:
@@ -145,9 +145,9 @@ def test_a_job_is_terminated_after_its_grace_time_and_the_tombstone_follows(
     s3.fault = fault
 
     outcome, detail, stage = stop.try_once()
-    assert (outcome, stage) == ("error", ASKED)
+    assert (outcome, stage) == ("error", StopStage.REQUESTED)
     assert detail.startswith("store s3://bucket/runs: ")
-    assert "asked by the answers to their announcements alone" in detail
+    assert "receive the request only in answers to their announcements" in detail
     assert (stop.asked().stop is not None, bool(stop.asked().tombstone)) == (True, True)
     assert backend.status(job).state == "running"
     action = driven.finish(stop.action_id)
@@ -164,7 +164,7 @@ def test_a_job_is_terminated_after_its_grace_time_and_the_tombstone_follows(
     assert stop.on_store() is None
     s3.fault = "none"
     s3.released.set()
-    driven.service.patience.close()
+    driven.service.bulkhead.close()
     assert driven.with_settings(store_wait_seconds=WAIT).finish(mirror.id).state == "done"
     assert stop.on_store() == stop.asked()
 
@@ -196,7 +196,7 @@ def test_a_program_that_does_not_listen_is_terminated_at_the_first_try(
     stop = stopping(driven, s3, job, on_stop="ignore")
     s3.fault = "denied"
     outcome, _, stage = stop.try_once()
-    assert outcome == "done" or (outcome, stage) == ("advanced", TERMINATED)
+    assert outcome == "done" or (outcome, stage) == ("advanced", StopStage.TERMINATED)
     assert driven.finish(stop.action_id).state == "done"
     assert stop.asked().tombstone
     assert len(stop.mirrors()) == 1
@@ -207,9 +207,9 @@ def test_without_a_job_it_is_tried_until_the_store_answers(driven: Driven, s3: F
     stop = stopping(driven, s3, None)
     s3.fault = "denied"
     for _ in range(5):
-        assert stop.try_once()[::2] == ("error", ASK)
+        assert stop.try_once()[::2] == ("error", StopStage.PENDING)
     s3.fault = "none"
-    assert stop.try_once() == ("advanced", "asked all workers to stop at step 8", ASKED)
+    assert stop.try_once() == ("advanced", "asked all workers to stop at step 8", StopStage.REQUESTED)
     assert stop.on_store() == stop.asked()
 
 
@@ -219,7 +219,7 @@ def test_workers_that_are_reached_within_the_grace_time_stop_by_themselves(
     job = launch(local(driven), tmp_path, WILLING)
     stop = stopping(driven, s3, job)
     s3.fault = "denied"
-    assert stop.try_once()[::2] == ("error", ASKED)
+    assert stop.try_once()[::2] == ("error", StopStage.REQUESTED)
     s3.fault = "none"
     (mirror,) = stop.mirrors()
     assert driven.finish(mirror.id).state == "done"
@@ -240,16 +240,16 @@ def test_a_store_that_refuses_once_several_are_asked_holds_up_nothing(
     driven = driven.with_settings(grace_seconds=grace)
     job = launch(local(driven), tmp_path, WILLING)
     stop = stopping(driven, s3, job, world_size=2)
-    assert stop.try_once()[::2] == ("advanced", ASKED)
+    assert stop.try_once()[::2] == ("advanced", StopStage.REQUESTED)
     s3.fault = "denied"
     outcome, detail, stage = stop.try_once()
     if grace > 1:
-        assert (outcome, stage) == ("waiting", ASKED)
+        assert (outcome, stage) == ("waiting", StopStage.REQUESTED)
         local(driven).kill(job)
         return
     while outcome == "waiting":
         outcome, detail, stage = stop.try_once()
-    assert outcome == "done" or (outcome, stage) == ("advanced", TERMINATED)
+    assert outcome == "done" or (outcome, stage) == ("advanced", StopStage.TERMINATED)
     assert "cannot list 'stops/a1/23/'; job local:" in detail, "why no agreement was waited for"
     assert driven.finish(stop.action_id).state == "done"
     assert stop.how() == "terminated"
@@ -269,7 +269,7 @@ def test_workers_that_nobody_could_count_are_not_told_that_they_have_agreed(
     assert action_id is not None
     stop = Stopping(driven, s3, recording, run_id, action_id)
     s3.fault = "denied"
-    assert stop.try_once()[::2] == ("error", ASKED), "it may listen: its grace time is its own"
+    assert stop.try_once()[::2] == ("error", StopStage.REQUESTED), "it may listen: its grace time is its own"
     held = stop.asked().stop
     assert held is not None
     assert not held.agreed

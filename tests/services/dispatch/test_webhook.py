@@ -40,7 +40,7 @@ def test_an_event_is_delivered_once(driven: Driven, folder_store: Store, receive
     assert (event["id"], event["specversion"], event["type"]) == (
         action.event_id,
         "1.0",
-        "watchstep.alert.firing",
+        "io.watchstep.alert.firing",
     )
     assert event["data"]["finding"]["step"] == 5
     assert event["data"]["rule_config"]["name"] == "told"

@@ -259,7 +259,7 @@ def test_without_a_journal_rows_are_taken_by_their_steps(live_service: LiveServi
     late_worker(live, recording)
     (attempt,) = backtest_run(location(recording), RULES).attempts
     assert attempt.order is JudgingOrder.STEPS
-    assert "no service has left a journal" in attempt.notes[0]
+    assert "the attempt has no journal of a service" in attempt.notes[0]
     assert attempt.outcomes == backtest(open_run(location(recording)).rows("a1"), RULES)
     assert attempt.rows == len(open_run(location(recording)).rows("a1"))
 
@@ -271,7 +271,7 @@ def test_a_damaged_journal_is_told(live_service: LiveService) -> None:
     recording.store.put(layout.journal_part("a1", 0), b"{}")
     (attempt,) = backtest_run(location(recording), RULES).attempts
     assert attempt.order is JudgingOrder.STEPS
-    assert "journal/a1/0000000000.json: not a part of a journal" in attempt.notes[0]
+    assert "journal/a1/0000000000.json is not a part of a journal" in attempt.notes[0]
 
 
 def test_rows_that_no_service_judged_come_last(live_service: LiveService) -> None:
@@ -282,7 +282,7 @@ def test_rows_that_no_service_judged_come_last(live_service: LiveService) -> Non
     (attempt,) = backtest_run(location(recording), RULES).attempts
     assert attempt.order is JudgingOrder.JOURNAL
     assert attempt.notes == (
-        "9 rows after the journal's end, not judged by the service, are taken by their steps",
+        "9 rows after the end of the journal, which the service did not evaluate, are evaluated in the order of their steps",
     )
     assert attempt.outcomes[0].findings[-1].step == 12
 
@@ -296,7 +296,7 @@ def test_rows_that_are_gone_lose_the_order(live_service: LiveService) -> None:
     (attempt,) = backtest_run(location(recording), RULES).attempts
     assert attempt.order is JudgingOrder.STEPS
     assert attempt.notes == (
-        f"segment {gone} is gone, and 0 of its 30 rows of rank 0 are found; rows are taken by their steps",
+        f"segment {gone} is missing, and only 0 of its 30 rows of rank 0 were found; rows are evaluated in the order of their steps",
     )
 
 
@@ -314,7 +314,7 @@ def test_an_attempt_that_wrote_nothing_has_its_silence_replayed(live_service: Li
 def test_a_long_journal_has_parts_and_each_is_written_once(
     live_service: LiveService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "MOST_EVALUATIONS", 2)
+    monkeypatch.setattr(journal, "MAX_EVALUATIONS", 2)
     live, recording = live_service(0)
     service = live.driven.service
     late_worker(live, recording)

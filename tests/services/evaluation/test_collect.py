@@ -88,7 +88,7 @@ def test_a_segment_is_read_again_after_memory_was_short(
 
     with monkeypatch.context() as patched:
         patched.setattr(ParquetFile, "read", short)
-        with pytest.raises(StoreError, match="memory is short"):
+        with pytest.raises(StoreError, match="out of memory"):
             driven.settle(run_id)
     assert driven.segments(run_id) == {("w0", 0): "announced"}
     driven.settle(run_id)

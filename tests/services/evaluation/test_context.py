@@ -92,7 +92,7 @@ def test_a_run_is_judged_without_context_that_is_lost(
     health = cold.run(run_id).health
     assert health["lost_context"] >= 1
     assert recording.written["w0"][4].path in health["last_lost_context"]
-    (error,) = [event for event in cold.events(run_id) if event["type"] == "watchstep.rule.error"]
+    (error,) = [event for event in cold.events(run_id) if event["type"] == "io.watchstep.rule.error"]
     assert error["data"]["name"] == "exploding_gradient"
     assert "earlier rows" in error["data"]["problem"]
 
@@ -118,8 +118,8 @@ def test_a_rule_that_waits_for_all_workers_reports_steps_that_it_could_not_judge
     cold.settle(run_id)
     assert cold.segments(run_id) == {("w0", 0): "read", ("w1", 0): "read"}
     assert cold.run(run_id).health["lost_context"] == 1
-    (error,) = [event for event in cold.events(run_id) if event["type"] == "watchstep.rule.error"]
-    assert "steps after -1 among them were not judged" in error["data"]["problem"]
+    (error,) = [event for event in cold.events(run_id) if event["type"] == "io.watchstep.rule.error"]
+    assert "steps after -1 among them were not evaluated" in error["data"]["problem"]
 
 
 def test_a_store_that_is_away_loses_no_context(driven: Driven, folder_store: Store) -> None:
@@ -134,7 +134,7 @@ def test_a_store_that_is_away_loses_no_context(driven: Driven, folder_store: Sto
             for key in saved:
                 recording.store.delete(key)
 
-    with listening(unmount), pytest.raises(StoreError, match="holds nothing of the run"):
+    with listening(unmount), pytest.raises(StoreError, match="has no object of the run"):
         cold.evaluate(run_id)
     for key, data in saved.items():
         recording.store.put(key, data)

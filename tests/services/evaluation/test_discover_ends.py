@@ -16,7 +16,7 @@ from watchstep.format.documents import EndDocument
 from watchstep.format.layout import WriterId
 from watchstep.store.store import Store
 from watchstep_services.db.models import Attempt
-from watchstep_services.evaluation.inbox import GapPatience, ended_ranks, make_plan
+from watchstep_services.evaluation.inbox import GapTimeout, ended_ranks, make_plan
 from watchstep_services.runs import attempts, discovery
 
 
@@ -139,5 +139,5 @@ def test_ended_ranks_are_found_without_a_look_at_all_writers_for_each() -> None:
     ends = {str(rank): {"writer": f"w{rank}", "segments": 1 + rank % 2, "found_ns": 1} for rank in range(50)}
     assert ended_ranks(cursor, "a1", ends, 0) == frozenset(range(0, 50, 2))
     assert cursor.walks == 1
-    plan = make_plan(dict(cursor), [], {"a1": ends}, GapPatience(0, 10, listed=True))
+    plan = make_plan(dict(cursor), [], {"a1": ends}, GapTimeout(0, 10, listed=True))
     assert [gap.writer.writer for gap in plan.waiting] == [f"w{rank}" for rank in range(1, 50, 2)]

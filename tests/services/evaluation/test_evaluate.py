@@ -36,7 +36,7 @@ def test_segments_are_judged_and_an_alert_fires(driven: Driven, folder_store: St
     assert finding["tensor"] == "loss"
     assert driven.run(run_id).last_step == 7
     assert driven.run(run_id).cursor == '{"a1/node/w0":2}'
-    fired = next(event for event in driven.events(run_id) if event["type"] == "watchstep.alert.firing")
+    fired = next(event for event in driven.events(run_id) if event["type"] == "io.watchstep.alert.firing")
     assert fired["data"]["evidence"]["segments"] == [recording.written["w0"][1].path]
     assert fired["data"]["finding"]["value"] == 1.0
     assert [action.id for action in driven.actions(run_id)] == list(result.actions)

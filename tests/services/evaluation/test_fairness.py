@@ -11,13 +11,13 @@ from watchstep.store.store import Store
 from watchstep_services.db.models import RunRow
 from watchstep_services.db.records import hint, put_segment
 from watchstep_services.scheduler.work import evaluate_longest_due
-from watchstep_services.service.context import Silent
+from watchstep_services.service.context import NullNotifier
 
 SEGMENTS, SLICE = 60, 6
 
 
 @dataclass
-class Line(Silent):
+class Line(NullNotifier):
     """Messages as the broker keeps them: first come, first served."""
 
     waiting: deque[int] = field(default_factory=deque)
@@ -71,7 +71,7 @@ def test_a_hint_while_a_run_is_held_is_told_to_its_holder(driven: Driven, folder
     driven.announce(run_id, recording.write(0, 0, 3))
     later = recording.write(1, 4, 7)
 
-    class Announces(Silent):
+    class Announces(NullNotifier):
         """Somebody announces while the rules are judging, and the message finds the run held."""
 
     judged = driven.service.histories
@@ -80,7 +80,7 @@ def test_a_hint_while_a_run_is_held_is_told_to_its_holder(driven: Driven, folder
         def get(self, *asked: object) -> object:
             with driven.service.database.write() as session:
                 put_segment(session, run_id, later, 1)
-                hint(session, run_id, asked=True)
+                hint(session, run_id, requested=True)
             return super().get(*asked)
 
     meanwhile = Driven(replace(driven.service, histories=Late(), notifier=Announces()))
@@ -94,5 +94,5 @@ def test_a_run_that_is_due_keeps_its_place(driven: Driven) -> None:
     with driven.service.database.write() as session:
         session.get_one(RunRow, run_id).due_ns = 5
     with driven.service.database.write() as session:
-        hint(session, run_id, asked=True)
+        hint(session, run_id, requested=True)
     assert (driven.run(run_id).due_ns, driven.run(run_id).requested_ns) == (5, 0)

@@ -10,7 +10,7 @@ from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import Facts, advance_run, next_state
 
 NEW = Facts(
-    heard=False,
+    has_rows=False,
     world_size=2,
     ends=(),
     unread=False,
@@ -28,7 +28,7 @@ def state(**changes: object) -> str:
 
 
 def test_what_a_stop_comes_to_is_waited_for() -> None:
-    gone = {"heard": True, "job": JobStatus("ended", -15), "gone_for_ns": GRACE}
+    gone = {"has_rows": True, "job": JobStatus("ended", -15), "gone_for_ns": GRACE}
     assert state(**gone, stopping=True) == "running"
     assert state(**gone, stopped=True) == "stopped"
     assert (
@@ -41,27 +41,27 @@ def test_the_life_of_a_run() -> None:
     assert state() == "created"
     assert state(job=JobStatus("running")) == "running"
     assert state(job=JobStatus("queued"), silent_ns=SILENT) == "created"
-    assert state(heard=True, job=JobStatus("unknown"), silent_ns=SILENT) == "lost"
-    assert state(heard=True, job=JobStatus("vanished"), gone_for_ns=GRACE) == "failed"
-    assert state(heard=True) == "running"
-    assert state(heard=True, ends=("completed",)) == "running"
-    assert state(heard=True, ends=("completed", "completed")) == "completed"
-    assert state(heard=True, ends=("completed", "completed"), unread=True) == "running"
-    assert state(heard=True, ends=("completed", "failed")) == "failed"
-    assert state(heard=True, ends=("failed", "stopped")) == "stopped"
-    assert state(heard=True, silent_ns=SILENT) == "lost"
-    assert state(heard=True, silent_ns=SILENT, job=JobStatus("running")) == "running"
-    assert state(heard=True, job=gone, gone_for_ns=GRACE - 1) == "running"
-    assert state(heard=True, job=gone, gone_for_ns=GRACE) == "completed"
-    assert state(heard=True, job=failed, gone_for_ns=GRACE) == "failed"
-    assert state(heard=True, job=failed, gone_for_ns=GRACE, stopped=True) == "stopped"
-    obeyed = JobStatus("ended", 86)
-    assert state(heard=True, job=obeyed, gone_for_ns=GRACE) == "stopped"
-    assert state(heard=True, job=obeyed, gone_for_ns=GRACE, ends=("failed",)) == "failed"
+    assert state(has_rows=True, job=JobStatus("unknown"), silent_ns=SILENT) == "lost"
+    assert state(has_rows=True, job=JobStatus("vanished"), gone_for_ns=GRACE) == "failed"
+    assert state(has_rows=True) == "running"
+    assert state(has_rows=True, ends=("completed",)) == "running"
+    assert state(has_rows=True, ends=("completed", "completed")) == "completed"
+    assert state(has_rows=True, ends=("completed", "completed"), unread=True) == "running"
+    assert state(has_rows=True, ends=("completed", "failed")) == "failed"
+    assert state(has_rows=True, ends=("failed", "stopped")) == "stopped"
+    assert state(has_rows=True, silent_ns=SILENT) == "lost"
+    assert state(has_rows=True, silent_ns=SILENT, job=JobStatus("running")) == "running"
+    assert state(has_rows=True, job=gone, gone_for_ns=GRACE - 1) == "running"
+    assert state(has_rows=True, job=gone, gone_for_ns=GRACE) == "completed"
+    assert state(has_rows=True, job=failed, gone_for_ns=GRACE) == "failed"
+    assert state(has_rows=True, job=failed, gone_for_ns=GRACE, stopped=True) == "stopped"
+    applied = JobStatus("ended", 86)
+    assert state(has_rows=True, job=applied, gone_for_ns=GRACE) == "stopped"
+    assert state(has_rows=True, job=applied, gone_for_ns=GRACE, ends=("failed",)) == "failed"
 
 
 def test_what_has_ended_goes_on_only_where_its_end_was_none() -> None:
-    ended = {"heard": True, "before": "completed"}
+    ended = {"has_rows": True, "before": "completed"}
     complete = {**ended, "ends": ("completed", "completed")}
     gone = {**ended, "job": JobStatus("ended", 0), "gone_for_ns": GRACE}
     for over in (complete, gone, {**complete, "job": JobStatus("running")}):
@@ -72,13 +72,13 @@ def test_what_has_ended_goes_on_only_where_its_end_was_none() -> None:
 
 
 def test_the_exit_code_of_a_job_says_more_than_an_end_in_good_order() -> None:
-    ended = {"heard": True, "ends": ("completed", "completed")}
+    ended = {"has_rows": True, "ends": ("completed", "completed")}
     assert state(**ended, job=JobStatus("ended", 0)) == "completed"
     assert state(**ended, job=JobStatus("ended")) == "completed"
     assert state(**ended, job=JobStatus("ended", 1)) == "failed"
     assert state(**ended, job=JobStatus("ended", 7), stopped=True) == "stopped"
     assert state(**ended, job=JobStatus("ended", 86)) == "completed"  # asked to stop, and trained to its end
-    assert state(heard=True, ends=("completed", "stopped"), job=JobStatus("ended", 1)) == "stopped"
+    assert state(has_rows=True, ends=("completed", "stopped"), job=JobStatus("ended", 1)) == "stopped"
     # The process that wrote the last end is waited for, as long as a job's last words are.
     assert state(**ended, job=JobStatus("running"), silent_ns=GRACE - 1) == "running"
     assert state(**ended, job=JobStatus("running"), silent_ns=GRACE) == "completed"

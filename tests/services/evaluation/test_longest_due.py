@@ -26,7 +26,7 @@ from watchstep_services.runs.claim import (
     claim,
     claim_longest_due,
 )
-from watchstep_services.scheduler.sweep import find_due, note_asked
+from watchstep_services.scheduler.sweep import find_due, note_requested
 
 LEASE_NS = nanoseconds(60.0)
 NOW_NS = 1_700_000_000 * NANOSECONDS
@@ -165,7 +165,7 @@ def test_a_run_that_is_being_written_keeps_nobody_from_the_others(
         with database.write() as paused:
             paused.execute(select(RunRow.id).where(RunRow.id == written).with_for_update()).one()
             assert set(find_due(driven.service).runs) == {written, other}
-            note_asked(driven.service, [written, other])
+            note_requested(driven.service, [written, other])
             assert find_due(driven.service).runs == (written,)
             assert taken(driven, written) == other
             assert taken(driven, written) is None

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.format.layout import SegmentKey, WriterId
-from watchstep_services.evaluation.inbox import GapPatience, InboxEntry, make_plan
+from watchstep_services.evaluation.inbox import GapTimeout, InboxEntry, make_plan
 
 WRITERS = [WriterId("a1", "node", name) for name in ("w0", "w1")]
 NOW = 1000
@@ -25,7 +25,7 @@ def test_what_is_read_is_contiguous_unless_a_gap_is_over(
     found: list[tuple[int, int, int]], start: int, listed: bool
 ) -> None:
     cursor = {WRITERS[0]: start}
-    plan = make_plan(cursor, [entry(*row) for row in found], {}, GapPatience(NOW, 500, listed))
+    plan = make_plan(cursor, [entry(*row) for row in found], {}, GapTimeout(NOW, 500, listed))
     for writer in WRITERS:
         following = cursor.get(writer, 0)
         for held in plan.readable:
@@ -43,7 +43,7 @@ def test_what_is_read_is_contiguous_unless_a_gap_is_over(
 
 def test_a_segment_follows_its_writers_earlier_ones() -> None:
     plan = make_plan(
-        {}, [entry(0, 0, 9), entry(0, 1, 3), entry(1, 0, 5)], {}, GapPatience(NOW, 500, listed=False)
+        {}, [entry(0, 0, 9), entry(0, 1, 3), entry(1, 0, 5)], {}, GapTimeout(NOW, 500, listed=False)
     )
     assert [(held.key.writer.writer, held.key.seq) for held in plan.readable] == [
         ("w1", 0),

@@ -18,7 +18,7 @@ from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert import as_told
+from watchstep_rules.engine.alert import coalesce
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.cli.serve import ConsoleOutput
 from watchstep_services.db.engine import Database
@@ -74,7 +74,7 @@ def one_after_the_other(driven: Driven, store: Store) -> tuple[Recording, int]:
 
 
 def alerts_events(driven: Driven, run_id: int) -> list[dict[str, Any]]:
-    return [event for event in driven.events(run_id) if event["type"].startswith("watchstep.alert.")]
+    return [event for event in driven.events(run_id) if event["type"].startswith("io.watchstep.alert.")]
 
 
 def standing(driven: Driven) -> AlertInstanceRow:
@@ -101,7 +101,7 @@ def test_what_comes_in_one_evaluation_is_one_event_that_names_the_cause(
     driven.announce(run_id, keys[1 - first])
     driven.settle(run_id)
     (event,) = alerts_events(driven, run_id)
-    assert (event["type"], about(event["data"])) == ("watchstep.alert.firing", LOSS_OF_RANK_1)
+    assert (event["type"], about(event["data"])) == ("io.watchstep.alert.firing", LOSS_OF_RANK_1)
     assert (event["data"]["step"], event["data"]["explanation"]["where"]) == (
         5,
         "loss: a loss; worker 1, mode train",
@@ -128,9 +128,9 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     driven.settle(run_id)
 
     firing, revised = alerts_events(driven, run_id)
-    assert firing["type"] == "watchstep.alert.firing"
+    assert firing["type"] == "io.watchstep.alert.firing"
     assert about(firing["data"]) == (5, 0, "second.weight:gradient")
-    assert (revised["type"], about(revised["data"])) == ("watchstep.alert.revised", LOSS_OF_RANK_1)
+    assert (revised["type"], about(revised["data"])) == ("io.watchstep.alert.revised", LOSS_OF_RANK_1)
     data = revised["data"]
     assert (data["phase"], data["step"], data["episode"], data["silenced_by"]) == ("firing", 5, 1, None)
     assert set(firing["data"]) == set(data)
@@ -156,7 +156,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     assert "gradient" in stop.payload["reason"]  # what was known when it was asked for
     lines = teller.new_lines()
     assert lines[0] == (
-        "watchstep: vision/run-1: non_finite_values (critical) firing at step 5; rows that came later show a likelier cause"
+        "watchstep: vision/run-1: non_finite_values (critical) firing at step 5; later rows show a likelier cause"
     )
     assert lines[2] == "  where   loss: a loss; worker 1, mode train"
 
@@ -184,5 +184,5 @@ def test_a_backtest_names_what_was_named_in_the_end(driven: Driven, folder_store
     (attempt,) = backtest_run(open_run(recording.store), [RULE]).attempts
     (fired,) = attempt.outcomes[0].fired
     assert fired.finding is not None
-    assert as_told(attempt.outcomes[0].transitions) == [fired]
+    assert coalesce(attempt.outcomes[0].transitions) == [fired]
     assert fired.finding.model_dump(mode="json") == standing(driven).finding

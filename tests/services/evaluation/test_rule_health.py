@@ -25,9 +25,9 @@ MINE = RuleConfig.model_validate(
 def told(driven: Driven, run_id: int) -> list[tuple[str, str]]:
     """(kind, rule config) of each event about a rule, in order."""
     return [
-        (event["type"].removeprefix("watchstep.rule."), event["data"]["name"])
+        (event["type"].removeprefix("io.watchstep.rule."), event["data"]["name"])
         for event in driven.events(run_id)
-        if event["type"].startswith("watchstep.rule.")
+        if event["type"].startswith("io.watchstep.rule.")
     ]
 
 
@@ -49,7 +49,7 @@ def test_an_error_is_told_once_and_that_it_is_over(sqlite: Database, folder_stor
     for seq in (3, 4):
         judged_with(mine.as_data(), seq)
     assert told(driven, run_id) == [("error", "mine"), ("ok", "mine")]
-    (error,) = [event for event in driven.events(run_id) if event["type"] == "watchstep.rule.error"]
+    (error,) = [event for event in driven.events(run_id) if event["type"] == "io.watchstep.rule.error"]
     assert "of_another_version" in error["data"]["problem"]
 
 

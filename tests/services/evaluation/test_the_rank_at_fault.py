@@ -110,5 +110,5 @@ def test_the_rank_at_fault_is_named(
     assert (last["finding"]["step"], last["finding"]["worker"]) == (BAD, 1)
     assert last["finding"]["role"] == "output"
     assert last["finding"]["upstream"] == ["model:input"]
-    assert "; the input held 1 NaN among 128 elements of model:input" in last["message"]
+    assert "; the input contained 1 NaN among 128 elements of model:input" in last["message"]
     assert last["explanation"]["usual_causes"][0].startswith("The batch of this step was bad, as measured")

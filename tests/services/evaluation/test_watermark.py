@@ -155,8 +155,10 @@ def test_what_was_heard_of_very_many_ranks_is_taken_in_at_once(monkeypatch: pyte
         return dataclasses.replace(before, **changes)
 
     monkeypatch.setattr(watermarks, "replace", replaced)
-    heard = [(f"node/w0/{rank % 300}", WriterProgress(rank, 50 + rank, (rank % 300,))) for rank in range(600)]
-    after = progress(300).heard(heard)
+    segments = [
+        (f"node/w0/{rank % 300}", WriterProgress(rank, 50 + rank, (rank % 300,))) for rank in range(600)
+    ]
+    after = progress(300).with_segments(segments)
     assert len(copies) == 1
     assert after.first_seen_ns == 50
     assert after.writers == {
@@ -173,7 +175,7 @@ def test_a_segment_of_a_rank_that_is_not_followed_counts_as_damaged(
     driven.announce(run_id, of_a_node(recording, 1, (0, 8, 9), (MOST_RANKS - 1, 8, 9)))
     driven.settle(run_id)
     assert set(driven.segments(run_id).values()) == {"corrupt", "read"}
-    assert f"holds rank {MOST_RANKS}" in driven.run(run_id).health["last_corrupt"]
+    assert f"contains rank {MOST_RANKS}" in driven.run(run_id).health["last_corrupt"]
 
 
 def test_of_ranks_of_one_writer_one_ends_before_the_others(driven: Driven, folder_store: Store) -> None:
@@ -228,5 +230,5 @@ def test_a_rank_that_stays_behind_holds_up_so_many_rows_only(
         driven.announce(run_id, recording.write(seq, 10 * seq, 10 * seq + 9))
         driven.announce(run_id, recording.write(seq, 0, 0, worker=1))
         driven.settle(run_id)
-    (_, _, history), *_ = driven.service.histories._held.values()
+    (_, _, history), *_ = driven.service.histories._entries.values()
     assert len(history.block) < 150

@@ -106,7 +106,7 @@ class Mute:
 
     name: str
     ends_ns: int
-    holds_stop: bool
+    suppresses_stop: bool
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Life:
         if not self.allowed:
             return "not_allowed"
         held = self._silences("loss")
-        if held and max(held, key=lambda one: one.ends_ns).holds_stop:
+        if held and max(held, key=lambda one: one.ends_ns).suppresses_stop:
             return "silenced"
         asked = (self.attempt, "requested") in self.stops
         return "repeated" if asked else "requested"

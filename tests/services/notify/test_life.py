@@ -197,8 +197,8 @@ class Lives(RuleBasedStateMachine):
             put_one(session, session.get_one(RunRow, self.run_id), asked)
         self.driven.settle(self.run_id)
 
-    @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([5, 90, 900]), holds_stop=st.booleans())
-    def silence(self, name: str, seconds: int, holds_stop: bool) -> None:
+    @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([5, 90, 900]), suppresses_stop=st.booleans())
+    def silence(self, name: str, seconds: int, suppresses_stop: bool) -> None:
         now = self.clock.now_ns
         asked = silences.SilenceRequest(
             silences.read_matchers([f"name={name}"]),
@@ -206,11 +206,11 @@ class Lives(RuleBasedStateMachine):
             "why",
             now,
             now + seconds * 10**9,
-            holds_stop,
+            suppresses_stop,
         )
         with self.database.write() as session:
             silences.create(session, PROJECT, asked, now)
-        self.life.silences.append(Mute(name, asked.ends_ns, holds_stop))
+        self.life.silences.append(Mute(name, asked.ends_ns, suppresses_stop))
 
     @rule(name=st.sampled_from(TOLD))
     def expire_silences(self, name: str) -> None:

@@ -126,8 +126,8 @@ def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(
     driven.settle(run_id)
     end = driven.events(run_id)[-1]
     assert (end["type"], end["data"]["ended_by"]) == (
-        "watchstep.alert.resolved",
-        "attempt a3 came past step 5 without it",
+        "io.watchstep.alert.resolved",
+        "attempt a3 passed step 5 without it",
     )
     assert [action.kind for action in driven.actions(run_id)] == ["webhook", "notify", "webhook"]
     flush_due(driven.service)

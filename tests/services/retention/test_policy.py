@@ -34,20 +34,20 @@ def test_each_step_is_done_once_in_order_of_time(policy: RetentionTimes, ended: 
     names = [name for name, _ in done]
     assert len(names) == len(set(names))
     assert [at for _, at in done] == sorted(at for _, at in done)
-    asked = dict(done)
+    steps = dict(done)
     if policy.runs is not None:
         assert done[-1] == ("delete_run", ended + policy.runs)
     else:
-        assert asked.get("delete_tensors") == (None if policy.tensors is None else ended + policy.tensors)
-        assert ("compact" in asked) == (policy.compact_after is not None)
-        assert ("delete_originals" in asked) == (
+        assert steps.get("delete_tensors") == (None if policy.tensors is None else ended + policy.tensors)
+        assert ("compact" in steps) == (policy.compact_after is not None)
+        assert ("delete_originals" in steps) == (
             policy.compact_after is not None and policy.originals is not None
         )
 
 
 @given(policies, st.integers(0, 1000), st.booleans())
 def test_a_run_that_is_held_loses_nothing(policy: RetentionTimes, ended: int, deleting: bool) -> None:
-    names = {name for name, _ in lived(policy, UpkeepProgress(ended, held=True, deleting=deleting))}
+    names = {name for name, _ in lived(policy, UpkeepProgress(ended, on_hold=True, deleting=deleting))}
     assert names <= {"summarize", "compact", "delete_originals"}
 
 

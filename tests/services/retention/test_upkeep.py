@@ -210,10 +210,10 @@ def test_a_run_that_begins_anew_is_not_deleted(
         row.ended_ns = session.get_one(RunRow, run_id).ended_ns or 0
     place = upkeeping._store
 
-    def begins_anew(service: Service, held: upkeeping.UpkeepClaim) -> Store:
+    def begins_anew(service: Service, claim: upkeeping.UpkeepClaim) -> Store:
         with service.database.write() as session:
             session.get_one(RunRow, run_id).state = "running"
-        return place(service, held)
+        return place(service, claim)
 
     monkeypatch.setattr(upkeeping, "_store", begins_anew)  # after it was claimed
     assert upkeep(driven.service) == 1
@@ -256,7 +256,7 @@ def test_a_compaction_waits_for_what_is_not_judged(
     if is_announced:
         driven.announce(run_id, key)
     assert upkeep(soon.service) == 1
-    assert "wait to be judged" in kept(driven, run_id).problem
+    assert "wait to be evaluated" in kept(driven, run_id).problem
 
 
 def numbers(driven: Driven, table: type[TickRow | WatermarkRow], run_id: int) -> list[int]:
@@ -301,7 +301,7 @@ def test_upkeep_that_ends_its_process_is_put_off(
 def test_ticks_and_seals_go_when_the_journal_has_them(
     driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "MOST_EVALUATIONS", 4)
+    monkeypatch.setattr(journal, "MAX_EVALUATIONS", 4)
     recording = Recording(folder_store).begin()
     run_id = driven.register()
     for seq in range(10):
@@ -316,12 +316,12 @@ def test_ticks_and_seals_go_when_the_journal_has_them(
     driven.announce(run_id, recording.write(10, 10, 10, nan_from(10)))
     driven.settle(run_id)
     assert write_journal(driven.service, due) == 1
-    told = list(read_journal(recording.store, "a1"))
-    assert [evaluation.tick for evaluation in told] == list(range(last + 2))
-    assert [evaluation.watermark for evaluation in told] == sorted(
-        evaluation.watermark for evaluation in told
+    parts = list(read_journal(recording.store, "a1"))
+    assert [evaluation.tick for evaluation in parts] == list(range(last + 2))
+    assert [evaluation.watermark for evaluation in parts] == sorted(
+        evaluation.watermark for evaluation in parts
     )
-    assert [len(evaluation.segments) for evaluation in told] == [1] * (last + 2)
+    assert [len(evaluation.segments) for evaluation in parts] == [1] * (last + 2)
 
 
 def told_of(driven: Driven, store: Store, run: str) -> int:
@@ -408,11 +408,11 @@ def test_a_segment_that_comes_while_originals_are_deleted_stays_and_is_judged(
     policy(driven, originals_s=0)
     late = Recording(folder_store, attempt="a2")
 
-    def meanwhile(*given: Any, **named: Any) -> Any:
+    def meanwhile(*arguments: Any, **named: Any) -> Any:
         if "delete_after" in named:
             late.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
             late.write(0, 0, 9, nan_from(5))
-        return compact(*given, **named)
+        return compact(*arguments, **named)
 
     monkeypatch.setattr(upkeeping, "compact", meanwhile)
     upkeep(driven.with_settings(compact_after_seconds=1e-9).service)

@@ -23,10 +23,10 @@ def sql(name: str, **params: Any) -> RuleConfig:
     [
         ([sql("slow", seconds=60)], "seconds = 60"),
         ([sql("large", memory_mb=4096)], "memory_mb = 4096"),
-        ([sql(f"q{number}") for number in range(4)], "4 SQL rules: a recorder may ask for 3"),
+        ([sql(f"q{number}") for number in range(4)], "4 SQL rules; a recorder may request 3"),
         (
             [RuleConfig(rule="overfit", name=f"r{n}") for n in range(101)],
-            "101 rules: a recorder may ask for 100",
+            "101 rules; a recorder may request 100",
         ),
     ],
 )

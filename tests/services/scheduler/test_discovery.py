@@ -68,7 +68,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_its_turn(
         sweep(driven.service)
         sweep(driven.service)
     assert driven.run(1).run == "open"
-    assert len([record for record in caplog.records if "cannot be taken in" in record.message]) == 1
+    assert len([record for record in caplog.records if "cannot be registered" in record.message]) == 1
     document.unlink()
     Recording(folder_store, run="closed").begin()
     sweep(driven.service)

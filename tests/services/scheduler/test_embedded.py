@@ -23,7 +23,7 @@ from watchstep_services.db.clock import read_clock
 from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.models import ActionRow, EventRow, RunRow
 from watchstep_services.runs.claim import claim
-from watchstep_services.serve.embedded import EmbeddedService, end_leases, pause_before
+from watchstep_services.serve.embedded import EmbeddedService, expire_leases, pause_before
 
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
 WAIT = 60.0
@@ -55,7 +55,7 @@ def call(service: EmbeddedService, method: str, path: str, body: Any = None) -> 
 
 def happened(service: EmbeddedService, kind: str) -> bool:
     with service.database.read() as session:
-        return session.execute(select(EventRow).filter_by(type=f"watchstep.{kind}")).first() is not None
+        return session.execute(select(EventRow).filter_by(type=f"io.watchstep.{kind}")).first() is not None
 
 
 def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: Store, tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: S
     assert (run["state"], run["job"]["state"], run["job"]["exit_code"]) == ("stopped", "ended", -9)
     events = call(embedded, "GET", f"{RUN}/events")["events"]
     # That it runs is for a sweep to see, which judging does not wait for.
-    events = [event for event in events if event["type"] != "watchstep.run.started"]
+    events = [event for event in events if event["type"] != "io.watchstep.run.started"]
     events = [event for event in events if not event["data"].get("inhibited_by")]
-    assert [event["type"].removeprefix("watchstep.") for event in events] == [
+    assert [event["type"].removeprefix("io.watchstep.") for event in events] == [
         "alert.firing",
         "stop.requested",
         "stop.done",
@@ -146,7 +146,7 @@ def test_what_a_killed_service_had_claimed_waits_for_no_lease(
             update(RunRow).values(lease_until_ns=later).returning(RunRow.id)
         ).scalars()
         session.execute(update(ActionRow).values(state="pending", next_ns=later))
-    end_leases(database)
+    expire_leases(database)
     assert claim(database, run_id, NANOSECONDS) is not None
     with database.read() as session:
         (due_ns,) = session.execute(select(ActionRow.next_ns).filter_by(kind="stop")).scalars()
@@ -232,9 +232,7 @@ def test_a_store_that_its_home_remembers_is_not_made_anew(settings: Settings, tm
         if mount_point:
             store.mkdir()
         with (
-            pytest.raises(
-                MissingStoreError, match=r"hint: bring the folder back; .* remove .*store-identity"
-            ),
+            pytest.raises(MissingStoreError, match=r"hint: restore the folder; .* remove .*store-identity"),
             EmbeddedService(settings),
         ):
             pass

@@ -20,7 +20,7 @@ from watchstep_services.runs.registration import register
 from watchstep_services.scheduler.polling import poll_due_runs
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.stores.bulkhead import Bulkhead
-from watchstep_services.tenancy.projects import make_project, register_store
+from watchstep_services.tenancy.projects import create_project, register_store
 
 BUCKET = StoreRegistration("s3://bucket/runs")
 OTHER = StoreRegistration("s3://other/runs")
@@ -80,7 +80,7 @@ def with_hanging_project(driven: Driven, server: Hanging) -> tuple[Driven, int]:
         store = register_store(
             session, "hung", StoreRegistration("s3://bucket/runs", region="us-east-1", endpoint=server.url)
         )
-        make_project(session, "a-hung", store)
+        create_project(session, "a-hung", store)
     return quick, register(quick.service, "a-hung", "run-1", (), "recorder")
 
 
@@ -103,7 +103,7 @@ def test_looks_at_other_projects_runs_do_not_wait_for_it(driven: Driven, hanging
     assert quick.run(good).listed_ns
     assert faults() == before + 1, "it is told once, and not waited for again"
     hanging.released.set()
-    quick.service.patience.close()
+    quick.service.bulkhead.close()
     assert "store" in quick.run(hung).health, "the look went on, and told its end"
 
 
@@ -116,65 +116,65 @@ def test_a_sweep_finds_and_hands_out_what_others_need(
     assert sweep(quick.service).runs == (good,)
     assert quick.run(good).listed_ns
     assert hanging.asked.wait(60)
-    assert "others are asked meanwhile" in caplog.text
+    assert "other stores are used meanwhile" in caplog.text
     hanging.released.set()
-    quick.service.patience.close()
+    quick.service.bulkhead.close()
     set_run(quick, hung, poll_ns=0)
     poll_due_runs(quick.with_settings(store_wait_seconds=60.0).service, 1e9)
-    quick.service.patience.close()
+    quick.service.bulkhead.close()
     assert "store" in quick.run(hung).health
 
 
 def test_work_is_awaited_and_its_errors_are_raised_where_it_was_asked_for() -> None:
-    patience = Bulkhead()
+    bulkhead = Bulkhead()
 
     def fails() -> None:
         raise StoreError("bucket: refused", "look at it")
 
-    assert patience.ask(BUCKET, lambda: 7, 60, None) == 7
+    assert bulkhead.call(BUCKET, lambda: 7, 60, None) == 7
     with pytest.raises(StoreError):
-        patience.ask(BUCKET, fails, 60, None)
-    assert patience.ask(BUCKET, lambda: 8, 60, None) == 8
+        bulkhead.call(BUCKET, fails, 60, None)
+    assert bulkhead.call(BUCKET, lambda: 8, 60, None) == 8
 
 
 def test_a_store_is_asked_one_thing_at_a_time_and_waited_for_again_once_it_answers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    patience, release = Bulkhead(), threading.Event()
+    bulkhead, release = Bulkhead(), threading.Event()
 
     def hangs() -> str:
         release.wait(120)
         raise StoreError("bucket: gone", "look at it")
 
-    assert patience.ask(BUCKET, hangs, 0.05, "later") == "later"
-    assert patience.ask(BUCKET, lambda: "asked", 60, "busy") == "busy"
-    assert patience.ask(OTHER, lambda: "other", 60, "busy") == "other"
+    assert bulkhead.call(BUCKET, hangs, 0.05, "later") == "later"
+    assert bulkhead.call(BUCKET, lambda: "asked", 60, "busy") == "busy"
+    assert bulkhead.call(OTHER, lambda: "other", 60, "busy") == "other"
     release.set()
-    patience.close()
-    assert "failed late" in caplog.text
+    bulkhead.close()
+    assert "failed after its caller had left" in caplog.text
     done = threading.Event()
-    patience.ask(BUCKET, done.set, 60, None)  # nobody need wait for this one, and it is quick
-    patience.close()
+    bulkhead.call(BUCKET, done.set, 60, None)  # nobody need wait for this one, and it is quick
+    bulkhead.close()
     assert done.is_set()
-    assert patience.ask(BUCKET, lambda: "again", 60, "busy") == "again"
+    assert bulkhead.call(BUCKET, lambda: "again", 60, "busy") == "again"
 
 
 def test_urgent_work_waits_for_no_other_and_is_not_begun_where_much_of_it_hangs() -> None:
-    patience, release = Bulkhead(), threading.Event()
-    assert patience.ask(BUCKET, lambda: release.wait(120), 0.05, "later") == "later"
-    assert patience.ask_now(BUCKET, lambda: 7, 60) == 7
+    bulkhead, release = Bulkhead(), threading.Event()
+    assert bulkhead.call(BUCKET, lambda: release.wait(120), 0.05, "later") == "later"
+    assert bulkhead.call_urgent(BUCKET, lambda: 7, 60) == 7
     for _ in range(8):
         with pytest.raises(StoreError, match="no answer for"):
-            patience.ask_now(BUCKET, lambda: release.wait(120), 0.01)
+            bulkhead.call_urgent(BUCKET, lambda: release.wait(120), 0.01)
     with pytest.raises(StoreError, match="not answered for a while"):
-        patience.ask_now(BUCKET, lambda: 7, 60)
-    assert patience.ask_now(OTHER, lambda: 7, 60) == 7
+        bulkhead.call_urgent(BUCKET, lambda: 7, 60)
+    assert bulkhead.call_urgent(OTHER, lambda: 7, 60) == 7
     release.set()
-    patience.close()
-    assert patience.ask_now(BUCKET, lambda: 7, 60) == 7
+    bulkhead.close()
+    assert bulkhead.call_urgent(BUCKET, lambda: 7, 60) == 7
 
 
 def test_a_folder_is_asked_at_once() -> None:
-    asked_in = Bulkhead().ask(StoreRegistration("/tmp/runs"), threading.current_thread, 0.0, None)
+    asked_in = Bulkhead().call(StoreRegistration("/tmp/runs"), threading.current_thread, 0.0, None)
     assert asked_in is threading.current_thread()
-    assert Bulkhead().ask_now(StoreRegistration("/tmp/runs"), threading.current_thread, 0.0) is asked_in
+    assert Bulkhead().call_urgent(StoreRegistration("/tmp/runs"), threading.current_thread, 0.0) is asked_in

@@ -23,7 +23,7 @@ from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler.polling import MOST_POLLS, claim_polls, poll_due_runs, poll_run
-from watchstep_services.scheduler.sweep import find_due, note_asked, sweep
+from watchstep_services.scheduler.sweep import find_due, note_requested, sweep
 from watchstep_services.service.context import Service
 
 
@@ -93,7 +93,7 @@ def announced(driven: Driven, run_id: int, recording: Recording, seq: int) -> No
     key = recording.write(seq, 4 * seq, 4 * seq + 3)
     with driven.service.database.write() as session:
         put_segment(session, run_id, key, read_clock(session))
-        hint(session, run_id, asked=True)
+        hint(session, run_id, requested=True)
     driven.settle(run_id)
 
 
@@ -141,7 +141,7 @@ def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_s
     assert find_due(driven.service).runs == ()
     set_run(driven, run_id, requested_ns=now - 60 * NANOSECONDS)  # the broker has lost it
     assert find_due(driven.service).runs == (run_id,)
-    note_asked(driven.service, find_due(driven.service).runs)
+    note_requested(driven.service, find_due(driven.service).runs)
     assert find_due(driven.service).runs == ()
 
 
@@ -191,7 +191,7 @@ def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
     assert "KeyError" in driven.run(bad).health["store"]
     assert driven.run(good).listed_ns
     assert driven.run(bad).poll_ns, "it has its next turn"
-    assert "bad cannot be looked at" in caplog.text
+    assert "bad cannot be polled" in caplog.text
 
 
 def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven, folder_store: Store) -> None:

@@ -89,8 +89,8 @@ def test_mail_and_webhook_tell_that_it_fires_and_that_it_is_over(
     firing, resolved = events()
     assert len({json.loads(body)["id"] for body in web.bodies[:3]}) == 1
     assert [event["type"] for event in (firing, resolved)] == [
-        "watchstep.notification.firing",
-        "watchstep.notification.resolved",
+        "io.watchstep.notification.firing",
+        "io.watchstep.notification.resolved",
     ]
     assert firing["data"]["group_key"] == resolved["data"]["group_key"]
     (alert,) = firing["data"]["alerts"]

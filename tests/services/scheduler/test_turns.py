@@ -10,7 +10,7 @@ from tests.services.redis import Broker, free_port, running_redis
 from watchstep_services.core.settings import load_settings
 from watchstep_services.scheduler.celery_client import EVALUATE, QUEUE, URGENT, make_celery
 from watchstep_services.scheduler.production import CeleryNotifier
-from watchstep_services.scheduler.work import enough_wait, take_turn
+from watchstep_services.scheduler.work import is_full, take_turn
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_without_the_broker_it_is_done_and_nobody_sleeps_until_it_is_back(
     monkeypatch.setattr("kombu.utils.functional.sleep", slept.append)  # between the tries to connect
     celery = make_celery(load_settings(broker_url=f"redis://127.0.0.1:{free_port()}/0"))
     assert take_turn(celery, "sweep", 3600.0)
-    assert not enough_wait(celery, QUEUE)
+    assert not is_full(celery, QUEUE)
     assert not any(slept)
     celery.close()
 
@@ -45,7 +45,7 @@ def test_a_broker_that_takes_connections_and_says_nothing_is_not_waited_for() ->
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         celery = make_celery(load_settings(broker_url=f"redis://127.0.0.1:{silent.getsockname()[1]}/0"))
         assert take_turn(celery, "sweep", 3600.0)
-        assert not enough_wait(celery, QUEUE)
+        assert not is_full(celery, QUEUE)
         celery.close()
 
 
@@ -65,7 +65,7 @@ def test_where_many_messages_wait_no_more_are_wanted(broker: Broker) -> None:
     celery = make_celery(load_settings(broker_url=broker.url))
     broker.client.flushall()
     for number in range(150):
-        assert enough_wait(celery, QUEUE) is (number >= 100)
+        assert is_full(celery, QUEUE) is (number >= 100)
         celery.send_task(EVALUATE, args=[number])
     celery.close()
 

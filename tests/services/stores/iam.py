@@ -27,9 +27,9 @@ def allowed(request: Request, role: str, session: str | None = None) -> bool:
     effects = [
         [_effect(statement, request) for statement in _list(policy["Statement"])] for policy in policies
     ]
-    if any("Deny" in found for found in effects):
+    if any("Deny" in effect for effect in effects):
         return False
-    return all("Allow" in found for found in effects)
+    return all("Allow" in effect for effect in effects)
 
 
 def _effect(statement: Mapping[str, Any], request: Request) -> str:
@@ -62,23 +62,23 @@ def _named(statement: Mapping[str, Any], name: str, value: str, spelled: Any) ->
 
 
 def _condition(operator: str, key: str, values: Sequence[str], context: Mapping[str, str]) -> bool:
-    held = {name.lower(): value for name, value in context.items()}.get(key.lower())
+    actual = {name.lower(): value for name, value in context.items()}.get(key.lower())
     if operator == "Null":
-        return any((held is None) == (value == "true") for value in values)
+        return any((actual is None) == (value == "true") for value in values)
     if operator.endswith("IfExists"):
-        if held is None:
+        if actual is None:
             return True
         operator = operator.removesuffix("IfExists")
     if operator in {"StringNotEquals", "StringNotLike"}:
-        return held is None or not _condition(operator.replace("Not", ""), key, values, context)
-    if held is None:
+        return actual is None or not _condition(operator.replace("Not", ""), key, values, context)
+    if actual is None:
         return False
     if operator in {"StringEquals", "ArnEquals"}:
-        return held in values
+        return actual in values
     if operator in {"StringLike", "ArnLike"}:
-        return any(like(held, value) for value in values)
+        return any(like(actual, value) for value in values)
     if operator == "Bool":
-        return held.lower() in {value.lower() for value in values}
+        return actual.lower() in {value.lower() for value in values}
     raise NotImplementedError(operator)
 
 

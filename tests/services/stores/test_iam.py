@@ -57,8 +57,8 @@ def test_statements(text: str, expected: bool) -> None:
     ],
 )
 def test_conditions(condition: dict[str, Any], context: dict[str, str], expected: bool) -> None:
-    held = policy(allow("s3:ListBucket", "arn:aws:s3:::b", Condition=condition))
-    assert allowed(Request("s3:ListBucket", "arn:aws:s3:::b", context), held) is expected
+    statements = policy(allow("s3:ListBucket", "arn:aws:s3:::b", Condition=condition))
+    assert allowed(Request("s3:ListBucket", "arn:aws:s3:::b", context), statements) is expected
 
 
 def test_a_session_has_what_both_allow() -> None:
@@ -72,8 +72,8 @@ def test_a_session_has_what_both_allow() -> None:
 
 
 def test_what_it_does_not_know_it_refuses() -> None:
-    held = policy(allow("*", "*", Condition={"IpAddress": {"s3:x": "1"}}))
+    statements = policy(allow("*", "*", Condition={"IpAddress": {"s3:x": "1"}}))
     with pytest.raises(NotImplementedError):
-        allowed(Request("s3:GetObject", OBJECT, {"s3:x": "1"}), held)
+        allowed(Request("s3:GetObject", OBJECT, {"s3:x": "1"}), statements)
     with pytest.raises(AssertionError):
         like("a", "${aws:username}")

@@ -88,25 +88,25 @@ def test_a_token_of_one_run_is_lent_what_its_run_needs(
     operator = {"authorization": f"Bearer {create_token(database, 'operator', 'lent')}"}
     for run in ("r", "hers"):
         httpx.post(runs, json={"run": run}, headers=operator, timeout=60).raise_for_status()
-    made = httpx.post(f"{runs}/r/tokens", json={}, headers=operator, timeout=60).json()
-    monkeypatch.setenv("WATCHSTEP_TOKEN", made["token"])
+    token = httpx.post(f"{runs}/r/tokens", json={}, headers=operator, timeout=60).json()
+    monkeypatch.setenv("WATCHSTEP_TOKEN", token["token"])
     with policies_sent() as policies:
         assert record("lent").health["faults"] == {}
         assert policies
         for run in ("hers", "nobodys"):
             refused = httpx.post(
-                f"{runs}/{run}/attempts/a1/credentials", headers={"authorization": f"Bearer {made['token']}"}, timeout=60
+                f"{runs}/{run}/attempts/a1/credentials", headers={"authorization": f"Bearer {token['token']}"}, timeout=60
             )  # fmt: skip
             assert refused.status_code == 404
     for sent in policies:
         for place, may in (("lent/r", True), ("lent/hers", False), ("lent/r2", False), ("plain/r", False)):
             key = f"runs/{place}/stats/a1/n0/w0/0000000000-0-1.parquet"
-            asked = [
+            requests = [
                 Request("s3:GetObject", f"arn:aws:s3:::lent/{key}"),
                 Request("s3:PutObject", f"arn:aws:s3:::lent/{key}", {"s3:if-none-match": "*"}),
                 Request("s3:ListBucket", "arn:aws:s3:::lent", {"s3:prefix": f"runs/{place}/"}),
             ]
-            assert [allowed(request, EVERYTHING, sent) for request in asked] == [may] * 3, (place, sent)
+            assert [allowed(request, EVERYTHING, sent) for request in requests] == [may] * 3, (place, sent)
 
 
 @contextmanager
@@ -131,8 +131,8 @@ def test_where_none_are_lent_its_own_are_used_and_that_is_said_once(
     faults = record("plain").health["faults"]
     assert list(faults) == ["credentials"]
     assert "no role" in faults["credentials"]
-    told = [line for line in caplog.messages if "credentials:" in line]
-    assert len(told) == 1
+    messages = [line for line in caplog.messages if "credentials:" in line]
+    assert len(messages) == 1
     assert open_run("s3://plain/runs/plain/r").steps() == [0, 1]
 
 
@@ -140,7 +140,7 @@ def test_another_place_than_the_registered_one_is_told(service: EmbeddedService)
     with Hook("s3://plain/runs", project="lent", run="r", config=QUICK) as hook:
         hook.log(loss=1.0)
         hook.step()
-    assert "lies at s3://lent/runs" in hook.health["faults"]["credentials"]
+    assert "is s3://lent/runs" in hook.health["faults"]["credentials"]
 
 
 def test_without_any_credentials_training_goes_on(

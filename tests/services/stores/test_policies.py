@@ -197,8 +197,8 @@ def test_the_service_reads_a_project_by_its_own_session_and_no_other(project: st
 
 
 def test_other_partitions_have_their_own_names() -> None:
-    held = json.loads(project_policy(place(role="arn:aws-cn:iam::123456789012:role/watchstep")))
-    assert held["Statement"][0]["Resource"] == "arn:aws-cn:s3:::acme-training/runs/team/vision/*"
+    policy = json.loads(project_policy(place(role="arn:aws-cn:iam::123456789012:role/watchstep")))
+    assert policy["Statement"][0]["Resource"] == "arn:aws-cn:s3:::acme-training/runs/team/vision/*"
 
 
 @given(run=st.integers(1, 128), attempt=st.integers(1, 128), prefix=st.integers(0, 128))

@@ -42,11 +42,11 @@ def test_a_place_is_read_and_written_by_its_role(registration: StoreRegistration
 def test_the_role_is_asked_for_with_the_external_id_and_the_projects_policy(
     registration: StoreRegistration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     class Client:
         def assume_role(self, **arguments: Any) -> dict[str, Any]:
-            asked.append(arguments)
+            requests.append(arguments)
             later = datetime.now(timezone.utc) + timedelta(hours=1)
             return {
                 "Credentials": {
@@ -62,36 +62,36 @@ def test_the_role_is_asked_for_with_the_external_id_and_the_projects_policy(
     run = Stores().of_run(at, "run-1")
     for _ in range(3):
         run.put("a", b"")
-    (once,) = asked  # credentials are kept until they are about to expire
+    (once,) = requests  # credentials are kept until they are about to expire
     assert once == {
         "RoleArn": ROLE, "RoleSessionName": "watchstep-vis", "Policy": project_policy(at), "DurationSeconds": 3600,
         "ExternalId": "acme-7f3a",
     }  # fmt: skip
     scoped = scoped_credentials(at, "run-1", "a1")
-    assert "run-1/end/a1/*" in asked[1]["Policy"]
+    assert "run-1/end/a1/*" in requests[1]["Policy"]
     assert "secret_access_key" not in repr(scoped)
-    assert len(json.dumps(asked[1]["Policy"])) > 0
+    assert len(json.dumps(requests[1]["Policy"])) > 0
 
 
 def test_credentials_are_renewed_before_they_expire(s3: S3) -> None:
     s3.make_bucket("runs")
-    given: list[datetime] = []
+    expiries: list[datetime] = []
 
     def credentials(seconds: int) -> Any:
         def give() -> dict[str, Any]:
-            given.append(datetime.now(timezone.utc) + timedelta(seconds=seconds))
-            return {"access_key_id": "k", "secret_access_key": "s", "token": "t", "expires_at": given[-1]}
+            expiries.append(datetime.now(timezone.utc) + timedelta(seconds=seconds))
+            return {"access_key_id": "k", "secret_access_key": "s", "token": "t", "expires_at": expiries[-1]}
 
         return give
 
     lasting = Store.open("s3://runs", access=S3Access(credentials(3600)))
     for number in range(3):
         lasting.put(f"x{number}", b"")
-    assert len(given) == 1
+    assert len(expiries) == 1
     short = Store.open("s3://runs", access=S3Access(credentials(240)))
     short.put("x", b"")
-    _, first = given
-    while len(given) == 2:  # obstore asks no more often than each tenth of a second
+    _, first = expiries
+    while len(expiries) == 2:  # obstore asks no more often than each tenth of a second
         assert datetime.now(timezone.utc) < first
         short.put("x", b"")
 
@@ -102,7 +102,7 @@ def test_no_other_credentials_are_tried_where_the_role_is_refused(
     """The service's own credentials would do, and are not used."""
 
     def refuse(_client: Any, _registration: Any, _policy: str, _name: str) -> dict[str, Any]:
-        raise StoreError(f"role {ROLE} cannot be taken (AccessDenied)", "let it trust the service")
+        raise StoreError(f"role {ROLE} cannot be assumed (AccessDenied)", "let it trust the service")
 
     monkeypatch.setattr(role, "_assume", refuse)
     run = Stores().of_run(place(registration), "run-1")
@@ -111,7 +111,7 @@ def test_no_other_credentials_are_tried_where_the_role_is_refused(
             what()
     assert list(Store.open("s3://tenants").entries()) == []
     (step,) = check_store(registration)
-    assert (step.name, step.ok, "cannot be taken" in step.detail) == ("role", False, True)
+    assert (step.name, step.ok, "cannot be assumed" in step.detail) == ("role", False, True)
 
 
 def test_without_credentials_of_its_own_the_service_says_so(
@@ -151,6 +151,6 @@ def test_a_changed_registration_is_opened_anew(registration: StoreRegistration, 
 def test_scoped_credentials_need_a_role_and_write_an_attempt(registration: StoreRegistration) -> None:
     with pytest.raises(ConfigError, match="no role"):
         scoped_credentials(place(StoreRegistration("s3://tenants/runs")), "r", "a1")
-    given = scoped_credentials(place(registration), "r", "a1")
-    assert given.expires_at > datetime.now(timezone.utc)
-    assert given.access_key_id.startswith("ASIA")
+    credentials = scoped_credentials(place(registration), "r", "a1")
+    assert credentials.expires_at > datetime.now(timezone.utc)
+    assert credentials.access_key_id.startswith("ASIA")

@@ -67,7 +67,7 @@ def test_a_store_that_is_opened_again_is_still_the_same(folder: Path, stores: St
     stores.open(str(folder))
     folder.rename(folder.parent / "elsewhere")
     folder.mkdir()
-    with pytest.raises(MissingStoreError, match=r"is gone|another store"):
+    with pytest.raises(MissingStoreError, match=r"no longer exists|another store"):
         stores.of(StorePlace(1, 1, StoreRegistration(str(folder)), "", "vision"))
 
 

@@ -38,6 +38,6 @@ def test_a_job_on_a_backend_of_any_name_is_seen_and_stopped(
     assert driven.finish(action.id).state == "done"
     eventually(lambda: backend.status(job).state == "ended")
     assert [
-        event["data"]["how"] for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"
+        event["data"]["how"] for event in driven.events(run_id) if event["type"] == "io.watchstep.stop.done"
     ] == ["killed"]
     assert advance_run(driven.service, run_id) == "stopped"

@@ -1,11 +1,10 @@
-"""Who may do what: every route is denied unless its token's role and project allow it.
+"""Access control: every route is refused unless the token's role, project and run allow it.
 
-The check stands before the application, so that nothing of a request is read for somebody who may not make it.
+The check runs before the application, so that the body of a request is not read if its token lacks the permission.
 
-Tokens that were looked up a moment ago: a recorder that announces each second is not looked up each second.
-
-What is remembered is the hash of a token and whose it is, for `KEPT_SECONDS`: so long a token may go on in other processes
-after it was revoked or has ended. The process that revokes it forgets it at once.
+Valid tokens are cached for `CACHE_SECONDS`, as the hash of the token and its identity, because a recorder sends an announcement
+each second. Other processes may accept a token for this time after it was revoked or has expired. The process that revokes it
+drops it from its cache at once.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _bearer = HTTPBearer(auto_error=False, description="A Watchstep token.")
 
 
 class Gate:
-    """ASGI: lets a request through to its route, or answers why not.
+    """ASGI middleware: passes a permitted request on, and responds to any other with an error.
 
     Args:
-        app: what stands behind.
-        service: whose tokens count.
-        routes: all that there are.
-        limits: how often may be asked.
-        known: tokens that were looked up a moment ago.
+        app: the next application.
+        service: the service, which stores the tokens.
+        routes: all routes.
+        limits: rate limits.
+        token_cache: identities of tokens that were looked up recently.
     """
 
     def __init__(
@@ -55,50 +54,54 @@ class Gate:
         service: Service,
         routes: Routes,
         limits: RateLimits,
-        known: KnownTokens,
+        token_cache: TokenCache,
     ) -> None:
         self._app = app
         self._service = service
         self._routes = routes
         self._limits = limits
-        self._known = known
+        self._token_cache = token_cache
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle a request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # nothing here speaks anything else; the server ends the connection
+            return  # no other protocol is supported; the server closes the connection
         try:
             policy = await self._admit(scope)
-        except Exception as error:  # noqa: BLE001 - no handler of the application stands around this
+        except Exception as error:  # noqa: BLE001 - the handlers of the application do not cover this
             await answer_to(Request(scope), error)(scope, receive, send)
             return
         await self._app(scope, limited(receive, policy.most_bytes), send)
 
     async def _admit(self, scope: Scope) -> RoutePolicy:
-        """Check a request's head; returns the policy of its route."""
+        """Check a request's head, and return the policy of its route."""
         check_head(scope)
         route, values, methods = self._routes.find(scope)
         endpoint = None if route is None else route.endpoint
         policy = policy_of(endpoint)
         if policy is None or policy.permission is not None:
             permission = None if policy is None else policy.permission
-            token = _shown_token(scope)
-            identity = self._known.find(token)
+            token = _bearer_token(scope)
+            identity = self._token_cache.get(token)
             if identity is None:
                 identity = await run_in_threadpool(self._identify, scope, token, permission)
-            elif not self._limits.spared(identity, permission):
+            elif not self._limits.count_locally(identity, permission):
                 await run_in_threadpool(self._limits.take, identity, permission)
             if endpoint is None:
                 _refuse_unknown(scope, methods)
             if policy is None or policy.permission is None:
-                raise RequestRefusedError(403, "the address has no policy", "report it: nobody may use it")
+                raise RequestRefusedError(
+                    403,
+                    "the address has no access policy, so that every token is refused",
+                    "report the problem",
+                )
             _check(identity, policy, policy.permission, values)
             scope[_IDENTITY] = identity
         elif policy.counted:
-            await run_in_threadpool(self._limits.note_open, address_of(scope))
+            await run_in_threadpool(self._limits.count_open, address_of(scope))
         check_length(scope, policy.most_bytes)
         if route is not None:
             check_query(scope, route)
@@ -107,28 +110,28 @@ class Gate:
     def _identify(self, scope: Scope, token: str, permission: Permission | None) -> AuthenticatedCaller:
         address = address_of(scope)
         self._limits.check_address(address, token)
-        began = self._known.now()
+        started = self._token_cache.now()
         identity = identify(self._service.database, token) if token else None
         if identity is None:
-            self._limits.note_failure(address)
+            self._limits.count_failure(address)
             raise RequestRefusedError(
                 401,
-                "no token, or one that is not known, was revoked or has expired",
-                "send a valid one as bearer token; the command line and the client take it from WATCHSTEP_TOKEN",
+                "the token is missing, unknown, revoked or expired",
+                "send a valid bearer token; the command line and the client read it from WATCHSTEP_TOKEN",
             )
-        self._known.keep(token, identity, began)
-        self._limits.note_success(token)
+        self._token_cache.put(token, identity, started)
+        self._limits.record_success(token)
         self._limits.take(identity, permission)
         return identity
 
 
 def address_of(scope: Scope) -> str:
-    """Where a request comes from."""
+    """Return the client address of a request."""
     client = scope.get("client")
     return str(client[0]) if client else "of a socket"
 
 
-def _shown_token(scope: Scope) -> str:
+def _bearer_token(scope: Scope) -> str:
     scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
@@ -137,12 +140,12 @@ def _refuse_unknown(scope: Scope, methods: frozenset[str]) -> None:
     if methods:
         raise RequestRefusedError(
             405,
-            f"Method {scope['method']}: Not Allowed here",
+            f"method {scope['method']}: not allowed for this address",
             f"use one of: {', '.join(sorted(methods))}",
             {"allow": ", ".join(sorted(methods))},
         )
     raise RequestRefusedError(
-        404, f"address {scope['path']!r}: Not Found", "see /docs for the addresses and methods"
+        404, f"address {scope['path']!r}: not found", "see /docs for the addresses and methods"
     )
 
 
@@ -150,7 +153,7 @@ def _check(
     identity: AuthenticatedCaller, policy: RoutePolicy, permission: Permission, values: dict[str, Any]
 ) -> None:
     if not identity.may(permission):
-        roles = [role for role, held in PERMISSIONS.items() if permission in held]
+        roles = [role for role, permissions in PERMISSIONS.items() if permission in permissions]
         raise RequestRefusedError(
             403,
             f"a token of role {identity.role} may not {permission}",
@@ -161,7 +164,7 @@ def _check(
     if "project" not in values and policy.all_projects:
         raise RequestRefusedError(
             403,
-            f"the token belongs to project {identity.project!r}, and this is of all projects",
+            f"the token belongs to project {identity.project!r}, but the request concerns all projects",
             "use a token of all projects",
         )
     if "project" in values and values["project"] != identity.project:
@@ -175,7 +178,7 @@ def _check(
 
 
 def _check_run(project: str, own: str, policy: RoutePolicy, values: dict[str, Any]) -> None:
-    """For a token of one run no other exists, whatever there is."""
+    """Respond to a token of one run as if no other run existed."""
     if "run" in values and "project" in values:
         run_prefix(project, values["run"])
         if values["run"] != own:
@@ -183,95 +186,95 @@ def _check_run(project: str, own: str, policy: RoutePolicy, values: dict[str, An
     elif not policy.run_in_body:
         raise RequestRefusedError(
             403,
-            f"the token belongs to run {own!r}, and this is of the whole project",
+            f"the token belongs to run {own!r}, but the request concerns the whole project",
             "use a token of the project",
         )
 
 
 def identity_of(scope: Scope) -> AuthenticatedCaller | None:
-    """Who makes a request that was let in; None where no token was asked for."""
+    """Return the identity of a permitted request; None if its route requires no token."""
     identity = scope.get(_IDENTITY)
     assert identity is None or isinstance(identity, AuthenticatedCaller)
     return identity
 
 
 def service_of(request: Request) -> Service:
-    """The service behind the application."""
+    """Return the service of the application."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
 async def _served(request: Request) -> Service:
-    # Coroutines, this and the others that do nothing: what is none is called in a thread, which costs more than it does.
+    # A coroutine, like the other trivial dependencies: FastAPI calls plain functions in a thread, which costs more than the call.
     return service_of(request)
 
 
 async def _caller(request: Request) -> AuthenticatedCaller:
     identity = request.scope.get(_IDENTITY)
     assert isinstance(identity, AuthenticatedCaller), (
-        "an endpoint that asks who calls must not be open to all"
+        "an endpoint with a Caller parameter must require a token"
     )
     return identity
 
 
 async def document_token(_: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> None:
-    """Tells the OpenAPI document that a token is asked for; `Gate` has looked at it already."""
+    """Document in OpenAPI that a token is required. `Gate` has already checked it."""
 
 
 Caller = Annotated[AuthenticatedCaller, Depends(_caller)]
 Served = Annotated[Service, Depends(_served)]
 
 
-KEPT_SECONDS = 5.0
-_MOST_KEPT = 10_000
+CACHE_SECONDS = 5.0
+_MOST_CACHED = 10_000
 
 
-class KnownTokens:
-    """Identities by the hash of their token. Thread-safe.
+class TokenCache:
+    """Cache of identities by the hash of their token. Thread-safe.
 
     Args:
-        clock: seconds.
+        clock: clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: OrderedDict[str, tuple[AuthenticatedCaller, float]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[AuthenticatedCaller, float]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, token: str) -> AuthenticatedCaller | None:
-        """Whose token it is; None where that has to be looked up."""
+    def get(self, token: str) -> AuthenticatedCaller | None:
+        """Return the identity of a token; None if it is not cached."""
         with self._lock:
-            held = self._held.get(digest_of(token))
-        return None if held is None or held[1] <= self._clock() else held[0]
+            entry = self._entries.get(digest_of(token))
+        return None if entry is None or entry[1] <= self._clock() else entry[0]
 
-    def keep(self, token: str, identity: AuthenticatedCaller, since: float) -> None:
-        """Remember a token that was good.
+    def put(self, token: str, identity: AuthenticatedCaller, since: float) -> None:
+        """Add a valid token.
 
         Args:
-            token: as it was shown.
-            identity: whose it is.
-            since: by the clock, before it was looked up.
+            token: the token.
+            identity: its identity.
+            since: time by the clock before the token was looked up.
         """
         digest = digest_of(token)
         with self._lock:
-            self._held.pop(digest, None)
-            self._held[digest] = identity, since + KEPT_SECONDS
-            while len(self._held) > _MOST_KEPT:
-                self._held.popitem(last=False)
+            self._entries.pop(digest, None)
+            self._entries[digest] = identity, since + CACHE_SECONDS
+            while len(self._entries) > _MOST_CACHED:
+                self._entries.popitem(last=False)
 
     def now(self) -> float:
-        """By the clock."""
+        """Return the time by the clock."""
         return self._clock()
 
-    def forget(self, public: str) -> None:
-        """A token is good no more.
+    def discard(self, public: str) -> None:
+        """Remove a token.
 
         Args:
-            public: its id.
+            public: id of the token.
         """
         with self._lock:
             for digest in [
-                digest for digest, (identity, _) in self._held.items() if identity.token == public
+                digest for digest, (identity, _) in self._entries.items() if identity.token == public
             ]:
-                del self._held[digest]
+                del self._entries[digest]

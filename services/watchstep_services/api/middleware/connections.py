@@ -1,23 +1,23 @@
-"""uvicorn's HTTP protocol with deadlines, and with limits of connections, of heads and of what clients do not read.
+"""uvicorn's HTTP protocols with deadlines, and with limits of connections, heads and unread responses.
 
-uvicorn bounds the time of an idle connection between two requests, and nothing else: a connection that sends half a head or half a
-body stays open until its client ends it, a head may be of any size, and an answer waits for ever for a client that does not read it.
-The protocol here is uvicorn's own, h11's or httptools', and watches which part of a request it waits for:
+uvicorn only limits the time of an idle connection between two requests. A connection with an incomplete head or body stays open until
+its client closes it, a head may have any size, and a response waits without limit for a client that does not read it. The classes here
+extend uvicorn's own protocols, for h11 and httptools, and track the part of a request that is expected:
 
     connected, or the first byte of a request  -- header_seconds -->  head complete  -- body_seconds -->  request complete
 
-A request that is not complete in time is answered by 408, and the connection closed. While a request is answered, as by an event
-stream, no deadline runs, except for the head of a further request that has begun already. No byte of a request lengthens a deadline.
+A request that is not complete in time gets the status 408, and the connection is closed. During a response, for example an event
+stream, no deadline applies, except to the head of another request that has already started. Received bytes do not extend a deadline.
 
-Bytes that are no body (request lines, headers, frames of chunks, trailers) are counted since the last complete head; beyond `MOST_HEAD`
-or `MOST_LINES` the request is answered by 431. httptools' parser cannot be paused between two requests, so it is fed pieces, and a
-connection with more than `MOST_QUEUED` requests that wait for the answer to an earlier one is closed. h11 reads no further request before
-the first is answered.
+Bytes outside of bodies (request lines, headers, frames of chunks, trailers) are counted from the last complete head on. Beyond
+`MOST_HEAD` or `MOST_LINES` the request gets the status 431. httptools' parser cannot pause between two requests. It therefore receives
+data in pieces, and a connection with more than `MOST_QUEUED` requests behind an unanswered one is closed. h11 reads no further request
+before it has answered the first.
 
-A client that takes nothing of an answer for write_seconds loses its connection (`transports`).
+A client that reads nothing of a response for write_seconds is disconnected (`transports`).
 
-A process keeps fewer connections open than it may open files, so that evaluation, stores and the database always have some. When it is full, a new
-connection takes the place of one of the address that has the most, an idle one if there is.
+A process limits its connections to less than its open files, so that evaluation, stores and the database always have some. At the limit,
+a new connection replaces one of the address with the most connections, preferably an idle one.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from watchstep_services.core.telemetry import metrics
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-except ImportError:  # it is of the extra `production`
+except ImportError:  # part of the extra `production`
     HttpToolsProtocol = None  # type: ignore[assignment,misc]
 
 MOST_HEAD = 64 * 1024
-"""Bytes; more than `request_limits` allows of a whole head, whose answers say more."""
+"""Bytes. Higher than the limits of `request_limits`, because their error responses contain a reason."""
 
 MOST_LINES = 2 * MOST_HEADERS
 MOST_QUEUED = 16
 
 _PIECE = 8 * 1024
 _FRAME_BYTES = 8
-"""So many bytes of chunks' frames are allowed for each byte of a body, besides `MOST_HEAD`: a chunk of one byte has five."""
+"""Bytes of chunk frames that are allowed per byte of a body, in addition to `MOST_HEAD`. A chunk of one byte has five."""
 
 _RETRY_SECONDS = 5
 _FLUSH_SECONDS = 1.0
@@ -63,33 +63,33 @@ _log = logging.getLogger(__name__)
 
 
 class Replaceable(Protocol):
-    """A connection, as `Connections` needs it."""
+    """A connection that `Connections` may close."""
 
     def is_idle(self) -> bool:
-        """Whether it waits between two requests."""
+        """Return whether no request is in progress."""
 
-    def give_way(self) -> None:
-        """Close it at once, and call `Connections.exit`."""
+    def evict(self) -> None:
+        """Close the connection at once, and call `Connections.exit`."""
 
 
 class Connections:
-    """The connections of one process, by address. To be used in its event loop.
+    """The connections of one process, by address. Use it in the event loop of the process only.
 
     Attributes:
-        settings: the deadlines and the limit of an address.
-        most: connections of all addresses.
-        open: connections by address; an IPv6 network of 64 bits counts as one.
+        settings: the deadlines, and the limit per address.
+        most: maximum number of connections.
+        open: connections by address; a /64 network of IPv6 counts as one address.
     """
 
     def __init__(self, settings: Settings, most: int | None = None) -> None:
         self.settings = settings
         self.most = most_connections() if most is None else most
         self.open: defaultdict[str, dict[Replaceable, None]] = defaultdict(dict)
-        # Proxies are named explicitly; uvicorn's default, loopback, does not say that there is one.
+        # Proxies must be configured; uvicorn's default, loopback, does not mean that there is one.
         self._proxies = proxies()
 
     def enter(self, address: str, connection: Replaceable) -> bool:
-        """Count a connection; False where its address has too many, or the process, and it is not counted."""
+        """Add a connection. Returns False, without adding it, if its address or the process has too many."""
         most = self.settings.address_connections
         limited = most and not self._proxies & {address, "*"}
         network = network_of(address)
@@ -103,18 +103,18 @@ class Connections:
         return True
 
     def _make_room(self, network: str) -> bool:
-        """Close a connection of the network that has the most; False where that is the one that asks, or has no more than it."""
+        """Close a connection of the network with the most connections; False if the given network has as many."""
         largest = max(self.open, key=lambda name: len(self.open[name]))
         connections = self.open[largest]
         if len(connections) <= len(self.open.get(network, ())) + 1:
             return False
-        replaced = next((each for each in connections if each.is_idle()), next(iter(connections)))
+        evicted = next((entry for entry in connections if entry.is_idle()), next(iter(connections)))
         metrics.CONNECTIONS_REFUSED.labels("process").inc()
-        replaced.give_way()
+        evicted.evict()
         return True
 
     def exit(self, address: str, connection: Replaceable) -> None:
-        """Count the end of a connection that `enter` let in."""
+        """Remove a connection that `enter` added."""
         network = network_of(address)
         connections = self.open[network]
         connections.pop(connection, None)
@@ -123,12 +123,12 @@ class Connections:
 
 
 def proxies() -> set[str]:
-    """Addresses whose ``X-Forwarded-For`` is believed: none where nobody has named one."""
+    """Return the addresses with a trusted ``X-Forwarded-For``; none by default."""
     return {name.strip() for name in os.environ.get(_PROXIES, "").split(",") if name.strip()}
 
 
 def server_options() -> dict[str, Any]:
-    """Arguments of `uvicorn.Config` for every server of the API."""
+    """Return arguments of `uvicorn.Config` for all servers of the API."""
     return {"http": LimitedHttp, "ws": "none", "log_config": None, "proxy_headers": bool(proxies())}
 
 
@@ -139,16 +139,16 @@ else:
 
 
 class _Limited(_Base):
-    """What is added to uvicorn's protocols, which have the same attributes."""
+    """Deadlines and limits for uvicorn's protocols, which have the same attributes."""
 
     _limits: Connections | None = None
     _address = ""
     _deadline: asyncio.TimerHandle | None = None
-    _waits_for: Any = None
+    _expected: Any = None
     _heads = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the connection, or refuse it; the first request has to begin now."""
+        """Count or refuse the connection, and start the deadline of the first request."""
         limits = _connections_of(self.app)
         peer = transport.get_extra_info("peername")
         address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
@@ -159,11 +159,11 @@ class _Limited(_Base):
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS)
             return
         self._limits, self._address = limits, address
-        self._expect((_HEAD, self._heads))
+        self._set_expected((_HEAD, self._heads))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
-        self._expect(None)
+        """Remove the connection from the count."""
+        self._set_expected(None)
         if self._limits is not None:
             self._limits.exit(self._address, self)
             self._limits = None
@@ -172,18 +172,18 @@ class _Limited(_Base):
         super().connection_lost(exc)
 
     def is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Return whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
-    def give_way(self) -> None:
-        """Close the connection for another one."""
+    def evict(self) -> None:
+        """Close the connection to make room for another."""
         if self._limits is not None:
             self._limits.exit(self._address, self)
             self._limits = None
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, and set the deadline of the part that is waited for then."""
+        """Parse the data, and set the deadline of the next expected part."""
         for first in range(0, len(data), _PIECE):
             if self.transport.is_closing():
                 return
@@ -192,26 +192,26 @@ class _Limited(_Base):
             if self._is_too_large(len(piece)):
                 self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "size")
                 return
-        self._expect(self._part())
+        self._set_expected(self._expected_part())
 
-    def _is_too_large(self, size: int) -> bool:  # noqa: ARG002 - h11 bounds what it holds by itself
-        """Whether a piece of so many bytes was too much."""
+    def _is_too_large(self, size: int) -> bool:  # noqa: ARG002 - h11 limits its own buffer
+        """Return whether a piece of this size exceeds the limits."""
         return False
 
-    def _part(self) -> Any:
-        """What is waited for now: a head, the body of a request, or nothing."""
+    def _expected_part(self) -> Any:
+        """Return the expected part: a head, the body of a request, or None."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return _HEAD, self._heads
         return cycle if cycle.more_body else None
 
-    def _expect(self, part: Any) -> None:
-        """Wait for a part of a request, or for nothing. A deadline that runs for the same part goes on."""
-        if part is not None and part == self._waits_for and self._deadline is not None:
+    def _set_expected(self, part: Any) -> None:
+        """Set the expected part and start its deadline. An active deadline of the same part continues."""
+        if part is not None and part == self._expected and self._deadline is not None:
             return
         if self._deadline is not None:
             self._deadline.cancel()
-        self._waits_for, self._deadline = part, None
+        self._expected, self._deadline = part, None
         if part is None or self._limits is None or self.transport.is_closing():
             return
         settings = self._limits.settings
@@ -219,30 +219,30 @@ class _Limited(_Base):
         self._deadline = self.loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        part, self._deadline = self._waits_for, None
-        if self.flow.read_paused:  # the application has not taken what was sent: the client is not late
-            self._waits_for = None
-            self._expect(part)
+        part, self._deadline = self._expected, None
+        if self.flow.read_paused:  # the application has not read the data yet, so that the client is not late
+            self._expected = None
+            self._set_expected(part)
             return
-        if part == self._part():
+        if part == self._expected_part():
             self._end(HTTPStatus.REQUEST_TIMEOUT, _HEAD if isinstance(part, tuple) else "body")
 
     def _end(self, status: HTTPStatus, what: str) -> None:
-        """Refuse what is being received, and close; an answer that is due before it is given up."""
+        """Refuse the current request and close the connection; drop the pending response to an earlier request."""
         metrics.CONNECTIONS_REFUSED.labels(what).inc()
         cycle: Any = self.cycle
-        answered = cycle is None or cycle.response_complete
-        if answered or (cycle.more_body and not cycle.response_started and not self._queued()):
+        is_answered = cycle is None or cycle.response_complete
+        if is_answered or (cycle.more_body and not cycle.response_started and not self._queued()):
             self._refuse(status)
         else:
             self.transport.abort()
 
     def _queued(self) -> int:
-        """Requests that wait for the answer to an earlier one."""
+        """Return the number of requests behind an unanswered one."""
         return 0
 
     def _refuse(self, status: HTTPStatus) -> None:
-        """Answer without a request, and close; what the client does not take within a second is dropped."""
+        """Respond with an error and close. Data that the client does not read within a second is dropped."""
         retry = f"retry-after: {_RETRY_SECONDS}\r\n" if status == HTTPStatus.TOO_MANY_REQUESTS else ""
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{retry}content-length: 0\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode())
@@ -251,14 +251,14 @@ class _Limited(_Base):
 
 
 class LimitedH11(_Limited, H11Protocol):
-    """For any installation."""
+    """Protocol for installations without httptools."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.conn = h11.Connection(h11.SERVER, MOST_HEAD)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what h11 cannot read, or does not read because it is too large."""
+        """Refuse a request that h11 cannot parse, or that is too large."""
         if len(self.conn.trailing_data[0]) > MOST_HEAD:
             self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "size")
         else:
@@ -270,7 +270,7 @@ if HttpToolsProtocol is None:
 else:
 
     class LimitedHttpTools(_Limited, HttpToolsProtocol):  # type: ignore[misc]
-        """For installations with httptools, whose parser calls the methods ``on_…``."""
+        """Protocol for installations with httptools. Its parser calls the methods ``on_…``."""
 
         _in_head = False
         _lines = 0
@@ -280,7 +280,7 @@ else:
         _answering: Any = None
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Forget the connection, what nobody waits for, and the answer to an earlier request than uvicorn knows of."""
+            """Remove the connection and its queued requests, and cancel a response that uvicorn no longer tracks."""
             self.pipeline.clear()
             cycle, self._answering = self._answering, None
             if cycle is not None and not cycle.response_complete:
@@ -293,36 +293,36 @@ else:
             super()._start_asgi_task(cycle, app)
 
         def on_message_begin(self) -> None:
-            """A request begins."""
+            """Handle the start of a request."""
             self._in_head = True
             super().on_message_begin()
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            """Keep a header; a trailer is not kept, for the application would take it for one."""
+            """Store a header. Trailers are dropped, because the application would treat them as headers."""
             self._lines += 1
             if self._in_head:
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            """A head is complete."""
+            """Handle the end of a head."""
             self._in_head = False
             self._heads += 1
             super().on_headers_complete()
-            self._forget_read()
+            self._reset_counts()
 
         def on_body(self, body: bytes) -> None:
-            """Keep a part of a body."""
+            """Store a part of a body."""
             self._body += len(body)
             super().on_body(body)
 
         def on_response_complete(self) -> None:
-            """An answer is complete; the next request that waits is answered."""
+            """Handle the end of a response, after which the next queued request starts."""
             super().on_response_complete()
             if not self._in_head:
-                self._forget_read()
+                self._reset_counts()
 
-        def _forget_read(self) -> None:
-            """Count anew, unless there are heads that wait."""
+        def _reset_counts(self) -> None:
+            """Reset the counts, unless requests are queued."""
             if not self.pipeline:
                 self._lines = self._frames = 0
 
@@ -334,15 +334,15 @@ else:
         def _queued(self) -> int:
             return len(self.pipeline)
 
-        def _part(self) -> Any:
-            return (_HEAD, self._heads) if self._in_head else super()._part()
+        def _expected_part(self) -> Any:
+            return (_HEAD, self._heads) if self._in_head else super()._expected_part()
 
     LimitedHttp = LimitedHttpTools
-"""The protocol that uvicorn would choose, with deadlines and limits: its argument ``http``."""
+"""The protocol that uvicorn would select, with deadlines and limits; the argument ``http`` of uvicorn."""
 
 
 def _connections_of(app: Any) -> Connections:
-    """The connections of the application that uvicorn has wrapped."""
+    """Return the connections of the application that uvicorn has wrapped."""
     while not hasattr(app, "state"):
         app = app.app
     connections = app.state.connections

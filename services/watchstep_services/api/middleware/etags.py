@@ -1,4 +1,4 @@
-"""ETags: what has not changed is not sent again, and what has changed meanwhile is not overwritten."""
+"""ETags: unchanged responses are not sent again, and concurrent changes are not overwritten."""
 
 from __future__ import annotations
 
@@ -19,48 +19,50 @@ IfMatch = Annotated[
     Header(
         alias="If-Match",
         max_length=1000,
-        description="Change it only if it is still the one with this ETag; * for whatever is there.",
+        description="Only change the object if it still has this ETag; *: if it exists.",
     ),
 ]
 
 
 def etag_of(model: BaseModel) -> str:
-    """The ETag of a thing as it is shown."""
+    """Return the ETag of an object."""
     return _tag(model.model_dump_json().encode())
 
 
 def tag(response: Response, model: BaseModel) -> None:
-    """Give an answer the ETag that ``If-Match`` takes."""
+    """Set the ETag of a response, for use with ``If-Match``."""
     response.headers["etag"] = etag_of(model)
 
 
-def require_match(condition: str | None, held: BaseModel | None) -> None:
-    """Refuse to change a thing that is not the one that the caller has seen.
+def require_match(condition: str | None, current: BaseModel | None) -> None:
+    """Check that an object has not changed since the caller read it.
 
     Args:
-        condition: the header ``If-Match``; None where it was not sent.
-        held: the thing as it is shown; None where it is not there.
+        condition: the header ``If-Match``; None if it was not sent.
+        current: the current object; None if it does not exist.
 
     Raises:
-        RefusedError: 412.
+        RequestRefusedError: 412, the object has changed or does not exist.
     """
     if condition is None:
         return
-    now = None if held is None else etag_of(held)
-    if now is None or not names_tag(condition, now, weak=False):
+    etag = None if current is None else etag_of(current)
+    if etag is None or not names_tag(condition, etag, weak=False):
         raise RequestRefusedError(
-            412, "it has changed since, or is not there (If-Match)", "read it again, and send its ETag of now"
+            412,
+            "If-Match: the object has changed or does not exist",
+            "read the object again, and send its current ETag",
         )
 
 
 class ETags:
-    """ASGI: gives every JSON answer to a GET an ETag, and answers 304 where ``If-None-Match`` names it."""
+    """ASGI middleware: adds an ETag to every JSON response to a GET, and responds 304 if ``If-None-Match`` matches it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle a request."""
         if scope["type"] != "http" or scope["method"] != "GET" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
@@ -68,11 +70,11 @@ class ETags:
 
 
 class _Tagged:
-    """Holds a JSON answer back until it is whole; anything else passes as it comes."""
+    """Buffers a JSON response until it is complete. Any other response passes unchanged."""
 
-    def __init__(self, send: Send, known: str | None) -> None:
+    def __init__(self, send: Send, condition: str | None) -> None:
         self._send = send
-        self._known = known
+        self._condition = condition
         self._start: Message | None = None
         self._body: bytes = b""
 
@@ -86,16 +88,18 @@ class _Tagged:
             await self._send(message)
             return
         body = message.get("body", b"")
-        self._body = self._body + body if self._body else body  # most come whole, and are not copied
+        self._body = (
+            self._body + body if self._body else body
+        )  # most bodies have one part, which is not copied
         if not message.get("more_body", False):
             await self._finish(self._start)
 
     async def _finish(self, start: Message) -> None:
         headers = MutableHeaders(raw=list(start["headers"]))
-        now = headers.setdefault("etag", _tag(self._body))
+        etag = headers.setdefault("etag", _tag(self._body))
         headers.setdefault("cache-control", "private, no-cache")
         status = start["status"]
-        if self._known is not None and names_tag(self._known, now, weak=True):
+        if self._condition is not None and names_tag(self._condition, etag, weak=True):
             status, self._body = 304, b""
             del headers["content-length"]
             del headers["content-type"]
@@ -107,7 +111,7 @@ def _tag(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
-def names_tag(condition: str, now: str, *, weak: bool) -> bool:
-    """Whether a condition's list of ETags names one; by weak comparison a weak one names it too."""
+def names_tag(condition: str, etag: str, *, weak: bool) -> bool:
+    """Return whether a condition's list of ETags contains an ETag; by weak comparison also as a weak ETag."""
     listed = [entry.strip() for entry in condition.split(",")]
-    return "*" in listed or now in listed or (weak and f"W/{now}" in listed)
+    return "*" in listed or etag in listed or (weak and f"W/{etag}" in listed)

@@ -1,7 +1,7 @@
-"""A route for endpoints that are called so often that FastAPI's work around each call counts: announcements.
+"""A route for endpoints with so many requests that FastAPI's overhead per call matters: announcements.
 
-A valid request goes from its body straight to the endpoint, in threads of the route's own: an announcement never waits for a
-query. Any other request takes FastAPI's ordinary way, so that one place reports what is wrong with it.
+The body of a valid request is passed directly to the endpoint, in threads of the route, so that an announcement never waits for a
+query. FastAPI handles any other request, so that all errors are reported in one place.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _THREADS = 8
 
 
 class FastRoute(APIRoute):
-    """Calls an endpoint without resolving dependencies. For ``APIRouter(route_class=FastRoute)``.
+    """Route that calls its endpoint without resolving dependencies. For ``APIRouter(route_class=FastRoute)``.
 
-    The endpoint takes the path's values, a ``body`` of a pydantic model and the ``service``, by name, and returns a `Response`.
-    What `benchmarks.service --only announcements` measures is the difference to an ordinary route.
+    The endpoint has the path's values, a ``body`` of a pydantic model and the ``service`` as keyword arguments, and returns a
+    `Response`. `benchmarks.service --only announcements` measures the difference to an ordinary route.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler that FastAPI calls for each request."""
+        """Return the handler that FastAPI calls for each request."""
         ordinary = super().get_route_handler()
         (field,) = self.dependant.body_params
         model = field.field_info.annotation
@@ -55,7 +55,7 @@ class FastRoute(APIRoute):
 
 
 async def _parse(request: Request, model: type[BaseModel]) -> BaseModel | None:
-    """The body, or None where the ordinary way must answer."""
+    """Return the body, or None if FastAPI must handle the request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != _JSON or "idempotency-key" in request.headers:
         return None

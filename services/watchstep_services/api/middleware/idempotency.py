@@ -1,8 +1,7 @@
-"""``Idempotency-Key``: a request that creates something may be sent again, and is answered again instead of done again.
+"""``Idempotency-Key``: a repeated request gets the stored response instead of being executed again.
 
-Every POST that makes something, or does something anew each time, takes part by ``dependencies=[Once]``. Answers are kept in the
-database, so one whose answer holds a secret takes part by ``dependencies=[OnceSecret]``: nothing of its answer is kept, and a
-request that is sent again is refused.
+Every POST that is not idempotent uses ``dependencies=[Once]``. Responses are stored in the database. An endpoint with a secret in its
+response uses ``dependencies=[OnceSecret]``: its response is not stored, and a repeated request is refused.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ class _Claim:
 
 
 class AnsweredError(Exception):
-    """Not a fault: the request was answered before."""
+    """Raised to respond to a repeated request with the stored response. Not a fault."""
 
     def __init__(self, status: int, body: str) -> None:
-        super().__init__("answered before")
+        super().__init__("already answered")
         self.status = status
         self.body = body
 
 
-_SENT_AGAIN = f"Of your making and new for each thing, as a UUID. A request that is sent again with it, within {KEPT_HOURS} hours, "
+_REPEATED = f"A unique key for each request, for example a UUID. A repeated request with the same key within {KEPT_HOURS} hours "
 
 
 def _key(description: str) -> Any:
@@ -60,34 +59,32 @@ def _key(description: str) -> Any:
 async def _once(
     request: Request,
     idempotency_key: Annotated[
-        str | None, _key(f"{_SENT_AGAIN}is answered as it was the first time, and does nothing more.")
+        str | None, _key(f"{_REPEATED}gets the same response and has no further effect.")
     ] = None,
 ) -> None:
-    await _take(request, idempotency_key, secret=False)
+    await _begin(request, idempotency_key, secret=False)
 
 
 async def _once_secret(
     request: Request,
     idempotency_key: Annotated[
         str | None,
-        _key(
-            f"{_SENT_AGAIN}is refused with 409: the answer shows a secret, and is not kept to be given again."
-        ),
+        _key(f"{_REPEATED}is refused with 409, because the response contains a secret and is not stored."),
     ] = None,
 ) -> None:
-    await _take(request, idempotency_key, secret=True)
+    await _begin(request, idempotency_key, secret=True)
 
 
 Once = Depends(_once)
 OnceSecret = Depends(_once_secret)
 
 
-async def _take(request: Request, idempotency_key: str | None, *, secret: bool) -> None:
+async def _begin(request: Request, idempotency_key: str | None, *, secret: bool) -> None:
     if idempotency_key is None:
         return
     content = await request.body()
-    said = f"{request.method}\n{request.url.path}\n{request.url.query}"
-    digest = hashlib.sha256(said.encode() + b"\n" + content).hexdigest()
+    head = f"{request.method}\n{request.url.path}\n{request.url.query}"
+    digest = hashlib.sha256(head.encode() + b"\n" + content).hexdigest()
     token = request.headers.get("authorization", "")
     name = hashlib.sha256(f"{token}\n{idempotency_key}".encode()).hexdigest()
     database = service_of(request).database
@@ -98,18 +95,18 @@ async def _take(request: Request, idempotency_key: str | None, *, secret: bool) 
             raise
         raise RequestRefusedError(
             409,
-            "a request with this Idempotency-Key was answered, and what it was answered with is shown only once",
-            "if that answer was lost, find what was made in the list, revoke it, and make another with a new key",
+            "a request with this Idempotency-Key was already answered, and its response contains a secret that is shown only once",
+            "if you lost the response, find the object in the list, revoke it, and create another with a new key",
         ) from error
     request.scope[_SCOPE] = _Claim(database, name, claimed_ns, secret)
 
 
 def _claim(database: Database, name: str, digest: str) -> int:
-    """Take a key for a request.
+    """Claim a key for a request.
 
     Raises:
-        AnsweredError: it was answered before.
-        RefusedError: 409; the key is another request's, or this one is under way.
+        AnsweredError: the request was already answered.
+        RequestRefusedError: 409; the key belongs to another request, or this request is in progress.
     """
     with database.write() as session:
         now = read_clock(session)
@@ -119,19 +116,19 @@ def _claim(database: Database, name: str, digest: str) -> int:
         }  # fmt: skip
         if insert_missing(session, ApiRequest, values):
             return now
-        held = session.get_one(ApiRequest, name)
-    if held.request != digest:
+        row = session.get_one(ApiRequest, name)
+    if row.request != digest:
         raise RequestRefusedError(
-            409, "the Idempotency-Key was sent before with another request", "make a new key for each thing"
+            409, "the Idempotency-Key was used for another request", "use a new key for each request"
         )
-    if held.status is None:
+    if row.status is None:
         raise RequestRefusedError(
-            409, "a request with this Idempotency-Key is under way", "send it again in some seconds"
+            409, "a request with this Idempotency-Key is in progress", "repeat it in some seconds"
         )
-    raise AnsweredError(held.status, held.body)
+    raise AnsweredError(row.status, row.body)
 
 
-def _keep(claim: _Claim, status: int, body: bytes) -> None:
+def _store(claim: _Claim, status: int, body: bytes) -> None:
     with claim.database.write() as session:
         session.execute(
             update(ApiRequest)
@@ -152,30 +149,30 @@ def _release(claim: _Claim) -> None:
 
 
 class Answers:
-    """ASGI: keeps the good answers to requests with a key. A refused or failed one leaves the key free.
+    """ASGI middleware: stores the successful responses to requests with a key. A refused or failed request releases its key.
 
-    A process that dies with a request under way leaves its key taken for two minutes; whether it was done, only the thing
-    itself tells.
+    If a process dies during a request, the key remains claimed for two minutes. Whether the request took effect is visible only
+    in the object itself.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle a request."""
         if scope["type"] != "http" or b"idempotency-key" not in dict(scope["headers"]):
             await self._app(scope, receive, send)
             return
-        held = _Held(scope, send)
+        buffer = _ResponseBuffer(scope, send)
         try:
-            await self._app(scope, receive, held)
+            await self._app(scope, receive, buffer)
         except BaseException:
-            await held.release()
+            await buffer.release()
             raise
 
 
-class _Held:
-    """Holds an answer back until it is kept: who has seen it can rely on it."""
+class _ResponseBuffer:
+    """Delays a response until it is stored, so that a client that has received it can rely on it."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
@@ -184,7 +181,7 @@ class _Held:
         self._body = bytearray()
 
     async def release(self) -> None:
-        """Free the key, unless its answer was kept."""
+        """Release the key, unless the response was stored."""
         claim = self._scope.pop(_SCOPE, None)
         if claim is not None:
             await run_in_threadpool(_release, claim)
@@ -201,9 +198,9 @@ class _Held:
         self._body += message.get("body", b"")
         if message.get("more_body", False):
             return
-        good = 200 <= self._start["status"] < 300 and len(self._body) <= _MOST_BYTES
-        if good:
-            await run_in_threadpool(_keep, claim, self._start["status"], bytes(self._body))
+        is_stored = 200 <= self._start["status"] < 300 and len(self._body) <= _MOST_BYTES
+        if is_stored:
+            await run_in_threadpool(_store, claim, self._start["status"], bytes(self._body))
             del self._scope[_SCOPE]
         await self.release()
         await self._send(self._start)
@@ -211,6 +208,6 @@ class _Held:
 
 
 def answer_again(_request: Request, error: Exception) -> Response:
-    """The answer of an earlier request."""
+    """Return the stored response of an earlier request."""
     assert isinstance(error, AnsweredError)
     return Response(error.body, error.status, {REPLAYED: "true"}, "application/json")

@@ -1,4 +1,7 @@
-"""What each route asks of a token. A route that asks nothing is refused to everybody, until it says what it asks."""
+"""Access policies of routes: which token a route requires.
+
+A route without a policy is refused for every token.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from watchstep_services.api.middleware.request_limits import MOST_BODY
 from watchstep_services.auth.tokens import Permission
 
 PERMISSION = "x-watchstep-permission"
-"""Of an operation in the OpenAPI document: a permission, or ``none`` where no token is asked for."""
+"""Extension of an operation in the OpenAPI document: the required permission, or ``none`` if no token is required."""
 
-REACH = "x-watchstep-reach"
-"""Of an operation: ``all projects`` where a token of one project is not enough."""
+SCOPE = "x-watchstep-scope"
+"""Extension of an operation: ``all projects`` if a token of one project is not sufficient."""
 
 _MOST_PARTS = 16
 _POLICY = "_watchstep_policy"
@@ -28,14 +31,14 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RoutePolicy:
-    """What a route asks.
+    """Access policy of a route.
 
     Attributes:
-        permission: what the token's role must have; None where no token is asked for.
-        all_projects: whether it asks for a token of all projects, where its path names none.
-        most_bytes: how large a body may be.
-        run_in_body: whether the endpoint itself holds tokens of one run to it, for its path names none.
-        counted: whether requests are counted by address, where no token is asked for.
+        permission: permission that the token's role must have; None if no token is required.
+        all_projects: whether a path without a ``{project}`` requires a token of all projects.
+        most_bytes: maximum size of a body.
+        run_in_body: whether the endpoint itself restricts tokens of one run, because its path contains no ``{run}``.
+        counted: whether requests without a token are counted by address.
     """
 
     permission: Permission | None
@@ -52,44 +55,45 @@ def permits(
     most_bytes: int = MOST_BODY,
     run_in_body: bool = False,
 ) -> Callable[[Endpoint], Endpoint]:
-    """Mark what an endpoint asks; below the route's own decorator.
+    """Set the policy of an endpoint. Place the decorator below that of the route.
 
-    Where the path has a ``{project}``, the token must be of that project or of all. An endpoint without one that reads must
-    itself show no more than `Caller` may see. Where it has a ``{run}`` as well, a token of one run must be of that; one of one run
-    is refused where it has none.
+    If the path contains a ``{project}``, the token must belong to that project or to all. An endpoint for reading without one must
+    itself limit its response to what `Caller` may see. If the path also contains a ``{run}``, a token of one run must belong to
+    that run. Without a ``{run}``, tokens of one run are refused.
 
     Args:
-        permission: what the token's role must have.
-        all_projects: whether a path without a ``{project}`` asks for a token of all projects; all but reading does where
-            it is not said.
-        most_bytes: how large a body may be; a larger one is answered with 413.
-        run_in_body: let tokens of one run in though the path has no ``{run}``: the endpoint looks at `Caller` itself.
+        permission: permission that the token's role must have.
+        all_projects: whether a path without a ``{project}`` requires a token of all projects; default: for all permissions
+            except read.
+        most_bytes: maximum size of a body; a larger one gets the status 413.
+        run_in_body: whether to accept tokens of one run although the path contains no ``{run}``; the endpoint then checks
+            `Caller` itself.
     """
-    everywhere = permission != "read" if all_projects is None else all_projects
-    return _mark(RoutePolicy(permission, everywhere, most_bytes, run_in_body))
+    needs_all = permission != "read" if all_projects is None else all_projects
+    return _mark(RoutePolicy(permission, needs_all, most_bytes, run_in_body))
 
 
 def open_to_all(*, counted: bool) -> Callable[[Endpoint], Endpoint]:
-    """Mark an endpoint that answers without a token.
+    """Set the policy of an endpoint that requires no token.
 
     Args:
-        counted: whether one address may call it ``WATCHSTEP_FAILURES_PER_MINUTE`` times a minute; probes may call as often as
-            they like.
+        counted: whether to limit each address to ``WATCHSTEP_FAILURES_PER_MINUTE`` requests a minute. Health probes are not
+            limited.
     """
     return _mark(RoutePolicy(None, counted=counted))
 
 
 def policy_of(endpoint: object) -> RoutePolicy | None:
-    """What an endpoint asks; None where it does not say, so that nobody may call it."""
-    held = getattr(endpoint, _POLICY, None)
-    return held if isinstance(held, RoutePolicy) else None
+    """Return the policy of an endpoint; None if it has none, so that every token is refused."""
+    policy = getattr(endpoint, _POLICY, None)
+    return policy if isinstance(policy, RoutePolicy) else None
 
 
 def describe(router: APIRouter) -> None:
-    """Put the policy of each route into its part of the OpenAPI document.
+    """Add the policy of each route to its operation in the OpenAPI document.
 
     Raises:
-        TypeError: the router holds something that no policy could be found for, as a router within it.
+        TypeError: the router contains anything but routes, for example another router.
     """
     for route in router.routes:
         if not isinstance(route, APIRoute):
@@ -98,35 +102,35 @@ def describe(router: APIRouter) -> None:
             )
         policy = policy_of(route.endpoint)
         if policy is not None:
-            said = {PERMISSION: policy.permission or _OPEN}
+            extensions = {PERMISSION: policy.permission or _OPEN}
             if policy.all_projects and "{project}" not in route.path:
-                said[REACH] = "all projects"
-            route.openapi_extra = {**(route.openapi_extra or {}), **said}
+                extensions[SCOPE] = "all projects"
+            route.openapi_extra = {**(route.openapi_extra or {}), **extensions}
 
 
-def documented(router: APIRouter, shown: Callable[..., Any]) -> list[Any]:
-    """What a router depends on so that the document shows its token: nothing where every route is open to all."""
+def documented(router: APIRouter, document_token: Callable[..., Any]) -> list[Any]:
+    """Return the dependencies that document the token of a router; empty if no route requires one."""
     policies = [policy_of(route.endpoint) for route in router.routes if isinstance(route, APIRoute)]
     return (
         []
         if all(policy is not None and policy.permission is None for policy in policies)
-        else [Depends(shown)]
+        else [Depends(document_token)]
     )
 
 
 class Routes:
-    """All routes that there are for a request: what is not among them does not exist."""
+    """The routes of the application, by which requests are matched before they reach it."""
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
         self._routes = tuple(route for route in routes if isinstance(route, Route))
-        self._last_words = frozenset(route.path.rpartition("/")[2] for route in self._routes)
-        self._shaped: dict[tuple[int, str], tuple[Route, ...]] = {}
+        self._last_parts = frozenset(route.path.rpartition("/")[2] for route in self._routes)
+        self._by_shape: dict[tuple[int, str], tuple[Route, ...]] = {}
 
     def find(self, scope: Scope) -> tuple[Route | None, dict[str, Any], frozenset[str]]:
-        """The route of a request.
+        """Find the route of a request.
 
         Returns:
-            It, the values in its path, and, where only the method is wrong, no route but the methods that are right.
+            The route, the values in its path, and no methods. If only the method does not match: None, and the methods that would.
         """
         methods: set[str] = set()
         for route in self._candidates(scope):
@@ -138,19 +142,19 @@ class Routes:
         return None, {}, frozenset(methods)
 
     def _candidates(self, scope: Scope) -> tuple[Route, ...]:
-        """Routes that may match: most differ in how many parts they have, or in the last one."""
+        """Return the routes that may match. Most routes differ in their number of parts, or in the last part."""
         path = scope["path"]
         number, last = path.count("/"), path.rpartition("/")[2]
         if scope.get("root_path") or number > _MOST_PARTS:
             return self._routes
-        shape = (
-            number,
-            last if last in self._last_words else "",
-        )  # else it is a value, of which there are many
-        found = self._shaped.get(shape)
-        if found is None:
-            found = self._shaped[shape] = tuple(route for route in self._routes if _may_match(route, *shape))
-        return found
+        # A last part that no route has is a value. Such values are not cached, because there are many.
+        shape = (number, last if last in self._last_parts else "")
+        routes = self._by_shape.get(shape)
+        if routes is None:
+            routes = self._by_shape[shape] = tuple(
+                route for route in self._routes if _may_match(route, *shape)
+            )
+        return routes
 
 
 def _may_match(route: Route, parts: int, last: str) -> bool:

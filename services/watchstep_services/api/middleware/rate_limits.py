@@ -1,8 +1,8 @@
-"""Rate limits: requests of a token, and failures of an address to present a valid one.
+"""Rate limits: requests of a token, and requests of an address without a valid token.
 
-Limits keep the service responsive; they never decide whether something is lost. If their storage does not answer, requests
-pass, which is logged and counted. Requests that passed are counted locally until the storage has them. Recorders have a
-limit of their own, far above what training needs: what it refuses is a hint, which the sweep does not depend on.
+Limits keep the service responsive and never cause data loss. If their storage does not respond, requests pass, which is logged and
+counted. Requests that passed are counted in memory until they are written to the storage. Recorders have a separate limit, far above
+what training needs: a refused announcement is only a hint, on which the sweep does not depend.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from watchstep_services.auth.tokens import AuthenticatedCaller, Permission, dige
 from watchstep_services.core.settings import Settings
 from watchstep_services.core.telemetry import metrics
 
-_EVERY_SECONDS = 1.0
-_MOST_KEPT = 10_000
+_WRITE_SECONDS = 1.0
+_MOST_CALLERS = 10_000
 
 
 @dataclass
 class _Count:
-    """Of one caller.
+    """Requests of one caller.
 
     Attributes:
-        waiting: requests that the storage has not heard of.
-        told: when it last heard of some.
-        exact_until: until then it hears of each.
+        pending: number of requests that are not written to the storage yet.
+        written_at: time of the last write.
+        exact_until: time until which each request is written.
     """
 
-    waiting: int = 0
-    told: float = -math.inf
+    pending: int = 0
+    written_at: float = -math.inf
     exact_until: float = -math.inf
 
 
-class Tally:
-    """Counts of callers. Thread-safe.
+class LocalRequestCounter:
+    """Requests by caller that are not written to the storage yet. Thread-safe.
 
     Args:
-        clock: seconds.
+        clock: clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -58,60 +58,60 @@ class Tally:
         self._counts: OrderedDict[tuple[str, str], _Count] = OrderedDict()
         self._lock = threading.Lock()
 
-    def spared(self, who: tuple[str, str], most: int) -> bool:
-        """Count one, unless the storage is to hear of it.
+    def add(self, caller: tuple[str, str], most: int) -> bool:
+        """Count a request; False if it must be written to the storage instead.
 
         Args:
-            who: asks.
-            most: so many may wait.
+            caller: kind of request, and token.
+            most: number of requests that may be pending.
         """
         with self._lock:
-            held = self._counts.get(who)
+            count = self._counts.get(caller)
             now = self._clock()
             if (
-                held is None
-                or held.waiting + 1 >= most
-                or now - held.told >= _EVERY_SECONDS
-                or now < held.exact_until
+                count is None
+                or count.pending + 1 >= most
+                or now - count.written_at >= _WRITE_SECONDS
+                or now < count.exact_until
             ):
                 return False
-            held.waiting += 1
+            count.pending += 1
             return True
 
-    def taken(self, who: tuple[str, str]) -> int:
-        """How many have waited, beside the one that is told now."""
+    def drain(self, caller: tuple[str, str]) -> int:
+        """Return the number of pending requests, and reset it."""
         with self._lock:
-            held = self._counts.setdefault(who, _Count())
-            self._counts.move_to_end(who)
-            while len(self._counts) > _MOST_KEPT:
+            count = self._counts.setdefault(caller, _Count())
+            self._counts.move_to_end(caller)
+            while len(self._counts) > _MOST_CALLERS:
                 self._counts.popitem(last=False)
-            waited, held.waiting, held.told = held.waiting, 0, self._clock()
-            return waited
+            pending, count.pending, count.written_at = count.pending, 0, self._clock()
+            return pending
 
-    def refused(self, who: tuple[str, str], seconds: float) -> None:
-        """For so long each request is told."""
+    def count_exactly(self, caller: tuple[str, str], seconds: float) -> None:
+        """Require a write for each request for some seconds."""
         with self._lock:
-            self._counts.setdefault(who, _Count()).exact_until = self._clock() + seconds
+            self._counts.setdefault(caller, _Count()).exact_until = self._clock() + seconds
 
 
-_KEPT_SECONDS = 600.0
+_VALID_SECONDS = 600.0
 _PAUSE_SECONDS = 5.0
-_ANSWER_SECONDS = 0.25
+_TIMEOUT_SECONDS = 0.25
 _NAMESPACE = "watchstep"
 _BATCHES = 600
-"""Of a limit, so many parts: up to one of them, and for up to a second, is counted in memory before the storage hears of it."""
+"""Parts of a limit: up to one part is counted in memory, for up to a second, before it is written to the storage."""
 
 _EXACT_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
 class TooOftenError(RequestRefusedError):
-    """A request that came too soon.
+    """A request that exceeds a rate limit.
 
     Args:
-        seconds: after which it may come again.
-        what: who asks too often.
-        hint: what to do about it.
+        seconds: time after which to repeat the request.
+        what: caller and limit.
+        hint: how to solve the problem.
     """
 
     def __init__(self, seconds: int, what: str, hint: str) -> None:
@@ -119,12 +119,12 @@ class TooOftenError(RequestRefusedError):
 
 
 class RateLimits:
-    """The limits of one service; the same for all of its processes where they share a storage. Thread-safe.
+    """The limits of a service, which processes with the same storage share. Thread-safe.
 
     Args:
-        settings: how much is allowed.
-        storage: where it is counted.
-        clock: seconds, for what this process remembers by itself.
+        settings: the limits.
+        storage: storage of the counts.
+        clock: clock in seconds, for counts in memory.
     """
 
     def __init__(
@@ -132,154 +132,156 @@ class RateLimits:
     ) -> None:
         self._limiter = SlidingWindowCounterRateLimiter(storage)
         self._clock = clock
-        self._asking = _per_minute(settings.requests_per_minute)
-        self._recording = _per_minute(settings.recordings_per_minute)
-        self._failing = _per_minute(settings.failures_per_minute)
-        self._silent_until = -math.inf
-        self._tally = Tally(clock)
-        self._known: OrderedDict[str, float] = OrderedDict()
+        self._requests = _per_minute(settings.requests_per_minute)
+        self._recordings = _per_minute(settings.recordings_per_minute)
+        self._failures = _per_minute(settings.failures_per_minute)
+        self._paused_until = -math.inf
+        self._local_counter = LocalRequestCounter(clock)
+        self._valid_until: OrderedDict[str, float] = OrderedDict()
         self._lock = threading.Lock()
 
-    def spared(self, identity: AuthenticatedCaller, permission: Permission | None) -> bool:
-        """Count a request of a token in memory alone; False where the storage has to be asked: `take` does that."""
-        item, kind = self._of(permission)
-        return item is None or self._tally.spared((kind, identity.token), item.amount // _BATCHES)
+    def count_locally(self, identity: AuthenticatedCaller, permission: Permission | None) -> bool:
+        """Count a request of a token in memory; False if it must be written to the storage, by `take`."""
+        item, kind = self._limit_for(permission)
+        return item is None or self._local_counter.add((kind, identity.token), item.amount // _BATCHES)
 
     def take(self, identity: AuthenticatedCaller, permission: Permission | None) -> None:
-        """Count a request of a token, and those that were counted in memory before it.
+        """Write a request of a token and its pending ones to the storage.
 
         Raises:
-            TooOftenError: it was one too many.
+            TooOftenError: the request exceeds the limit.
         """
-        item, kind = self._of(permission)
+        item, kind = self._limit_for(permission)
         recording = kind == "record"
-        wait = self._hit(item, kind, identity.token, cost=1 + self._tally.taken((kind, identity.token)))
+        wait = self._hit(
+            item, kind, identity.token, cost=1 + self._local_counter.drain((kind, identity.token))
+        )
         if wait:
-            self._tally.refused((kind, identity.token), _EXACT_SECONDS)
+            self._local_counter.count_exactly((kind, identity.token), _EXACT_SECONDS)
         if wait and recording:
             raise TooOftenError(
                 wait,
                 f"token {identity.token}: more than {_amount(item)} recordings in a minute",
-                f"nothing is lost: what lies on the store is found without being announced; announce again in {wait} s",
+                f"no data is lost, because the service also lists the store; announce again in {wait} s",
             )
         if wait:
             raise TooOftenError(
                 wait,
                 f"token {identity.token}: more than {_amount(item)} requests in a minute",
-                f"ask again in {wait} s; WATCHSTEP_REQUESTS_PER_MINUTE sets the limit",
+                f"repeat the request in {wait} s; WATCHSTEP_REQUESTS_PER_MINUTE sets the limit",
             )
 
     def check_address(self, address: str, token: str) -> None:
-        """Refuse an address that has failed too often to show a token, unless it shows one that was good lately.
+        """Check the number of requests of an address without a valid token. A recently valid token always passes.
 
-        Whoever shares the address with a wrong token goes on, and nobody goes on guessing.
+        So clients behind the same address as a wrong token are not affected, but nobody can guess tokens.
 
         Raises:
-            TooOftenError: it has.
+            TooOftenError: the address has exceeded the limit.
         """
-        if self._failing is None or self._was_good(token):
+        if self._failures is None or self._was_valid(token):
             return
-        wait = self._wait(self._failing, "fail", network_of(address))
+        wait = self._wait(self._failures, "fail", network_of(address))
         if wait:
             metrics.LIMITS_REFUSED.labels("fail").inc()
             raise self._locked_out(address, wait)
 
-    def note_failure(self, address: str) -> None:
-        """Count a request without a good token.
+    def count_failure(self, address: str) -> None:
+        """Count a request without a valid token.
 
         Raises:
-            TooOftenError: it was one too many.
+            TooOftenError: the request exceeds the limit.
         """
-        wait = self._hit(self._failing, "fail", network_of(address))
+        wait = self._hit(self._failures, "fail", network_of(address))
         if wait:
             raise self._locked_out(address, wait)
 
-    def note_open(self, address: str) -> None:
-        """Count a request that needs no token.
+    def count_open(self, address: str) -> None:
+        """Count a request that requires no token.
 
         Raises:
-            TooOftenError: it was one too many.
+            TooOftenError: the request exceeds the limit.
         """
-        wait = self._hit(self._failing, "open", network_of(address))
+        wait = self._hit(self._failures, "open", network_of(address))
         if wait:
             raise TooOftenError(
                 wait,
-                f"address {address}: more than {_amount(self._failing)} requests for the API's document in a minute",
-                f"ask again in {wait} s; WATCHSTEP_FAILURES_PER_MINUTE sets the limit",
+                f"address {address}: more than {_amount(self._failures)} requests for the API's document in a minute",
+                f"repeat the request in {wait} s; WATCHSTEP_FAILURES_PER_MINUTE sets the limit",
             )
 
-    def note_success(self, token: str) -> None:
-        """Remember a good token for a while; not the token itself, but its hash."""
+    def record_success(self, token: str) -> None:
+        """Store the hash of a valid token for `check_address`."""
         with self._lock:
-            self._known.pop(digest_of(token), None)
-            self._known[digest_of(token)] = self._clock() + _KEPT_SECONDS
-            while len(self._known) > _MOST_KEPT:
-                self._known.popitem(last=False)
+            self._valid_until.pop(digest_of(token), None)
+            self._valid_until[digest_of(token)] = self._clock() + _VALID_SECONDS
+            while len(self._valid_until) > _MOST_CALLERS:
+                self._valid_until.popitem(last=False)
 
-    def _was_good(self, token: str) -> bool:
+    def _was_valid(self, token: str) -> bool:
         with self._lock:
-            return self._known.get(digest_of(token), -math.inf) > self._clock()
+            return self._valid_until.get(digest_of(token), -math.inf) > self._clock()
 
-    def _of(self, permission: Permission | None) -> tuple[RateLimitItem | None, str]:
-        return (self._recording, "record") if permission == "record" else (self._asking, "ask")
+    def _limit_for(self, permission: Permission | None) -> tuple[RateLimitItem | None, str]:
+        return (self._recordings, "record") if permission == "record" else (self._requests, "ask")
 
     def _locked_out(self, address: str, wait: int) -> TooOftenError:
         return TooOftenError(
             wait,
-            f"address {address}: more than {_amount(self._failing)} requests without a valid token in a minute",
-            f"ask again in {wait} s, with a valid token",
+            f"address {address}: more than {_amount(self._failures)} requests without a valid token in a minute",
+            f"repeat the request in {wait} s, with a valid token",
         )
 
     def _hit(self, item: RateLimitItem | None, *names: str, cost: int = 1) -> int:
-        """Count; seconds to wait where it was one too many, else 0."""
-        if item is None or self._tried(lambda: self._limiter.hit(item, *names, cost=cost), True):
+        """Count a request. Returns the seconds to wait if it exceeds the limit, else 0."""
+        if item is None or self._call(lambda: self._limiter.hit(item, *names, cost=cost), True):
             return 0
         metrics.LIMITS_REFUSED.labels(names[0]).inc()
         return self._seconds(item, *names)
 
     def _wait(self, item: RateLimitItem, *names: str) -> int:
-        """As `_hit`, without counting."""
+        """Return the seconds to wait, like `_hit`, without counting."""
         return (
-            0 if self._tried(lambda: self._limiter.test(item, *names), True) else self._seconds(item, *names)
+            0 if self._call(lambda: self._limiter.test(item, *names), True) else self._seconds(item, *names)
         )
 
     def _seconds(self, item: RateLimitItem, *names: str) -> int:
-        reset = self._tried(lambda: self._limiter.get_window_stats(item, *names).reset_time, 0.0)
+        reset = self._call(lambda: self._limiter.get_window_stats(item, *names).reset_time, 0.0)
         wait = reset - time.time()
         return min(60, max(1, math.ceil(wait))) if math.isfinite(wait) else 1
 
-    def _tried(self, ask: Callable[[], Any], otherwise: Any) -> Any:
-        """What the storage says; where it does not answer, something else, and it is left alone for some seconds."""
-        if self._clock() < self._silent_until:
+    def _call(self, function: Callable[[], Any], default: Any) -> Any:
+        """Call the storage. If it does not respond, return the default, and do not call it for some seconds."""
+        if self._clock() < self._paused_until:
             metrics.LIMITS_OPEN.inc()
-            return otherwise
+            return default
         try:
-            return ask()
+            return function()
         except StorageError as error:
-            self._silent_until = self._clock() + _PAUSE_SECONDS
+            self._paused_until = self._clock() + _PAUSE_SECONDS
             metrics.LIMITS_OPEN.inc()
             _log.warning(
-                "rate limits: their storage does not answer (%s); requests go through uncounted",
+                "rate limits: the storage does not respond (%s); requests pass without being counted",
                 type(error.storage_error).__name__,
             )
-            return otherwise
+            return default
 
 
 def rate_limits(settings: Settings) -> RateLimits:
-    """The limits as set, counted in Redis where there is one, so that all processes count together."""
+    """Create the configured limits. With a Redis broker, all processes share their counts."""
     url = settings.broker_url.get_secret_value()
     return RateLimits(settings, redis_storage(url) if url else MemoryStorage(wrap_exceptions=True))
 
 
 def redis_storage(url: str) -> Storage:
-    """Redis, which gets a fraction of a second to answer. Nothing is asked of it yet."""
+    """Create a Redis storage with a timeout of a fraction of a second. This does not connect yet."""
     from limits.storage import RedisStorage
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
     options: dict[str, Any] = {
-        "socket_timeout": _ANSWER_SECONDS,
-        "socket_connect_timeout": _ANSWER_SECONDS,
+        "socket_timeout": _TIMEOUT_SECONDS,
+        "socket_connect_timeout": _TIMEOUT_SECONDS,
         "retry": Retry(NoBackoff(), 1),
     }
     return RedisStorage(url, key_prefix=_NAMESPACE, wrap_exceptions=True, **options)
@@ -294,7 +296,7 @@ def _amount(item: RateLimitItem | None) -> int:
 
 
 def network_of(address: str) -> str:
-    """Who is counted as one: an IPv4 address, or the network of an IPv6 one, for whoever has one has 2^64."""
+    """Return what counts as one client: an IPv4 address, or the /64 network of an IPv6 address, which one client usually has."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

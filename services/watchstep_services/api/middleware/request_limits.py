@@ -1,10 +1,9 @@
-"""How large a request may be: its address, its headers, its body, and how deep the body's JSON may nest.
+"""Limits of the size of requests, and of concurrent requests that wait for other systems.
 
-Servers have limits of their own, but not all of them, and not the same ones.
+Size: address, headers, body, and nesting depth of the body's JSON. Servers have different limits of their own, and some have none.
 
-How many requests that wait for others are under way at once: for a checking process, a receiver, a store.
-
-Each occupies a thread of the pool that all requests share. So those that find no place are refused with 429 at once.
+Concurrency: requests that wait for a checking process, a receiver or a store occupy a thread of the pool that all requests share.
+If no slot is free, such a request is refused with 429 at once.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ MOST_HEADERS = 100
 MOST_HEADER_BYTES = 32 * 1024
 MOST_BODY = 1024 * 1024
 MOST_DEPTH = 64
-"""More than any document of ours has, and far less than what the interpreter can follow."""
+"""More than any valid document needs, and far below the recursion limit of the interpreter."""
 
 MOST_CONTAINERS = 50_000
-"""Lists and objects of a body. A rule file of a thousand rules has some thousands; each costs time that no other request gets."""
+"""Lists and objects in a body. A rule file of a thousand rules has some thousands. Parsing them blocks all other requests."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 
@@ -46,10 +45,10 @@ _STEPS[[ord("]"), ord("}")]] = -1
 
 
 def check_head(scope: Scope) -> None:
-    """Refuse an address or headers that are too large.
+    """Check the size of the address and the headers.
 
     Raises:
-        RefusedError: 414 or 431.
+        RequestRefusedError: 414 or 431.
     """
     for what, size, most in (
         ("path", len(scope.get("raw_path") or scope["path"]), MOST_PATH),
@@ -57,33 +56,33 @@ def check_head(scope: Scope) -> None:
     ):
         if size > most:
             raise RequestRefusedError(
-                414, f"{what} of {size} bytes, over the limit of {most}", "ask for less at once"
+                414, f"{what}: {size} bytes, over the limit of {most}", "split the request"
             )
     headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers)
     if len(headers) > MOST_HEADERS or size > MOST_HEADER_BYTES:
         raise RequestRefusedError(
             431,
-            f"{len(headers)} headers of {size} bytes, over the limit of {MOST_HEADERS} and {MOST_HEADER_BYTES}",
-            "send fewer or shorter ones",
+            f"{len(headers)} headers of {size} bytes: over the limit of {MOST_HEADERS} headers and {MOST_HEADER_BYTES} bytes",
+            "send fewer or shorter headers",
         )
 
 
 def check_length(scope: Scope, most: int) -> None:
-    """Refuse a body that says that it is too large.
+    """Check the Content-Length of a body.
 
     Raises:
-        RefusedError: 413.
+        RequestRefusedError: 413, the body is too large.
     """
-    said = Headers(scope=scope).get("content-length", "")
-    if said.isascii() and said.isdigit() and int(said[:20]) > most:
+    length = Headers(scope=scope).get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:20]) > most:
         raise RequestRefusedError(413, *_too_large(most))
 
 
 def limited(receive: Receive, most: int) -> Receive:
-    """Receives a body of so many bytes at the most, and of so much depth, whatever was said of its length.
+    """Return a receiver that limits size and depth of a body, independent of its Content-Length.
 
-    The receiver raises an `HTTPException`: it is what every reader of a body lets pass.
+    The receiver raises an `HTTPException`, which all readers of a body propagate.
     """
     body = bytearray()
 
@@ -98,11 +97,11 @@ def limited(receive: Receive, most: int) -> Receive:
                 return message
             if depth_of(bytes(body)) > MOST_DEPTH:
                 raise HTTPException(
-                    422, f"body: nests more than {MOST_DEPTH} deep: nothing that this service takes does"
+                    422, f"body: nested deeper than {MOST_DEPTH} levels: no valid request needs more"
                 )
             if body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:
                 raise HTTPException(
-                    422, f"body: more than {MOST_CONTAINERS} lists and objects: send less at once"
+                    422, f"body: more than {MOST_CONTAINERS} lists and objects: split the request"
                 )
         return message
 
@@ -110,15 +109,15 @@ def limited(receive: Receive, most: int) -> Receive:
 
 
 def depth_of(body: bytes) -> int:
-    """How deep lists and objects nest in JSON; of what is none, a bound."""
+    """Return the nesting depth of lists and objects in JSON; for invalid JSON, an upper bound."""
     if body.count(b"[") + body.count(b"{") <= MOST_DEPTH:
-        return 0  # as good as any depth that is allowed
+        return 0  # within the limit, whatever the depth
     signs = np.frombuffer(_STRING.sub(b"", body), dtype=np.uint8)
     return max(0, int(np.cumsum(_STEPS[signs], dtype=np.int32).max(initial=0)))
 
 
 def _too_large(most: int) -> tuple[str, str]:
-    return f"body over the limit of {most} bytes", "send less at once"
+    return f"body: over the limit of {most} bytes", "split the request"
 
 
 _TESTS_OF_PROJECT, _TESTS = 2, 6
@@ -127,12 +126,12 @@ _STORE_CHECKS_OF_PROJECT, _STORE_CHECKS = 2, 4
 
 @dataclass(frozen=True)
 class WorkSlots:
-    """Places of one process.
+    """Slots of one process.
 
     Attributes:
-        rule_checks: for checks of rules that are checked in a process of their own; half of those processes for one project.
-        receiver_tests: for tests of receivers.
-        store_checks: for checks of stores.
+        rule_checks: checks of rules in a separate process; one project may use half of these processes.
+        receiver_tests: tests of receivers.
+        store_checks: checks of stores.
     """
 
     rule_checks: Slots
@@ -141,27 +140,27 @@ class WorkSlots:
 
     @classmethod
     def of_process(cls) -> WorkSlots:
-        """Those that fit the processes for checks."""
+        """Create slots that match the number of processes for checks."""
         processes = POOL.processes["checks"]
         return cls(
-            Slots(max(1, processes // 2), max(2, processes), "checks of rules"),
-            Slots(_TESTS_OF_PROJECT, _TESTS, "tests of receivers"),
-            Slots(_STORE_CHECKS_OF_PROJECT, _STORE_CHECKS, "checks of stores"),
+            Slots(max(1, processes // 2), max(2, processes), "rule checks"),
+            Slots(_TESTS_OF_PROJECT, _TESTS, "receiver tests"),
+            Slots(_STORE_CHECKS_OF_PROJECT, _STORE_CHECKS, "store checks"),
         )
 
     def checked_rules(self, project: str, rules: Sequence[Any]) -> tuple[RuleConfig, ...]:
-        """Rule configs of a request, checked as those of a rule file.
+        """Check the rule configs of a request like those of a rule file.
 
         Raises:
             BusyError: a query cannot be checked now.
-            RefusedError: 429; too many checks are under way.
-            RuleError: they are not valid.
+            RequestRefusedError: 429; too many checks are in progress.
+            RuleError: the rule configs are not valid.
         """
         data = {"rules": list(rules)}
-        named = [rule.get("rule") for rule in rules if isinstance(rule, dict)]
-        if not any(isinstance(name, str) and name in KINDS for name in named):
+        kinds = [rule.get("rule") for rule in rules if isinstance(rule, dict)]
+        if not any(isinstance(name, str) and name in KINDS for name in kinds):
             return rule_file.check(data, "of the request")
-        with self.rule_checks.taken(project):
+        with self.rule_checks.acquire(project):
             return rule_file.check(data, "of the request")
 
 

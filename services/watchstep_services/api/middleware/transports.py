@@ -1,12 +1,10 @@
-"""A connection's transport, with a deadline for what the client does not take.
+"""Limits of responses that clients do not read: a deadline per connection, and a limit of unread bytes.
 
-uvicorn writes into asyncio's transport, which holds what the client has not taken for as long as it stays connected, and
-``close`` waits for it. uvloop's transport also raises where something is written after its end.
+uvicorn writes to asyncio's transport, which buffers unread data for as long as the client stays connected, and ``close`` waits for
+the client. uvloop's transport also raises an error for writes after the end of the connection. `WatchedTransport` adds a deadline.
 
-Answers that wait for clients to read them: sent in parts, and bounded in bytes.
-
-A large answer stays in memory until its client has taken it. It is handed to the server in parts as the client reads, so that
-the request lasts as long as its answer is there. How many bytes wait is bounded for each token, each project and the process.
+A large response remains in memory until its client has read it. `PacedAnswers` passes it to the server in parts as the client reads,
+so that the request lasts as long as its response is in memory. Unread bytes are limited per token, per project and per process.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ from watchstep_services.api.schemas.problems import RequestRefusedError, answer_
 from watchstep_services.core.telemetry import metrics
 
 _CHECKS = 4
-"""Looks at a connection for each deadline: it is ended so much later at the most, as a part of the deadline."""
+"""Checks per deadline. A connection is closed at most one check interval after its deadline."""
 
 _LEAST_BYTES = 64 * 1024
 
 
 class WatchedTransport(asyncio.Transport):
-    """Another transport that drops what comes after its end, and that is aborted where its client does not read.
+    """Transport wrapper that drops writes after the end of the connection, and aborts it if the client does not read.
 
-    A client has to take 64 KiB within the deadline, or all that waits for it where that is less.
+    A client must read 64 KiB within the deadline, or all buffered data if that is less.
 
     Args:
         inner: the transport of the connection.
-        loop: its event loop.
+        loop: event loop of the connection.
         seconds: the deadline.
-        refused: called before the connection is aborted.
+        refused: callback before the connection is aborted.
     """
 
     def __init__(
@@ -55,63 +53,63 @@ class WatchedTransport(asyncio.Transport):
         self._written = 0
         self._due = 0
         self._progress = 0.0
-        self._check: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._over = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send, unless the connection is closed or being closed."""
+        """Send data, unless the connection is closed or closing."""
         if self._inner.is_closing():
             return
         self._inner.write(data)
         self._written += len(data)
-        if self._check is None and self._inner.get_write_buffer_size():
-            self._mark()
-            self._check = self._loop.call_later(self._seconds / _CHECKS, self._look)
+        if self._timer is None and self._inner.get_write_buffer_size():
+            self._start_deadline()
+            self._timer = self._loop.call_later(self._seconds / _CHECKS, self._check_progress)
 
     def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
         """Send several parts."""
         self.write(b"".join(list_of_data))
 
     def end(self) -> None:
-        """The connection is lost: nothing is waited for."""
+        """Stop the checks after the connection is lost."""
         self._over = True
-        if self._check is not None:
-            self._check.cancel()
-            self._check = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _mark(self) -> None:
+    def _start_deadline(self) -> None:
         waiting = self._inner.get_write_buffer_size()
         self._due = self._written - waiting + min(waiting, _LEAST_BYTES)
         self._progress = self._loop.time()
 
-    def _look(self) -> None:
-        self._check = None
+    def _check_progress(self) -> None:
+        self._timer = None
         if self._over:
             return
         waiting = self._inner.get_write_buffer_size()
         if not waiting:
             return
         if self._written - waiting >= self._due:
-            self._mark()
+            self._start_deadline()
         elif self._loop.time() - self._progress >= self._seconds:
             self._refused()
             self._reset()
             return
-        self._check = self._loop.call_later(self._seconds / _CHECKS, self._look)
+        self._timer = self._loop.call_later(self._seconds / _CHECKS, self._check_progress)
 
     def _reset(self) -> None:
-        """End it so that the kernel, too, drops what it has taken: it would wait for the client by itself."""
+        """Reset the connection, so that the kernel also drops buffered data instead of waiting for the client."""
         connection = self._inner.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._inner.abort()
 
     def is_closing(self) -> bool:
-        """Whether it is closed or being closed."""
+        """Return whether the connection is closed or closing."""
         return self._inner.is_closing()
 
     def close(self) -> None:
-        """Close once everything is sent, or the deadline is over."""
+        """Close after all data is sent, or after the deadline."""
         self._inner.close()
 
     def abort(self) -> None:
@@ -119,102 +117,102 @@ class WatchedTransport(asyncio.Transport):
         self._inner.abort()
 
     def pause_reading(self) -> None:
-        """Read no more for now."""
+        """Pause reading."""
         if not self._inner.is_closing():
             self._inner.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if not self._inner.is_closing():
             self._inner.resume_reading()
 
     def is_reading(self) -> bool:
-        """Whether it reads."""
+        """Return whether the transport is reading."""
         return self._inner.is_reading()
 
     def can_write_eof(self) -> bool:
-        """Whether the protocol has half-closed connections."""
+        """Return whether the protocol supports half-closed connections."""
         return self._inner.can_write_eof()
 
     def write_eof(self) -> None:
-        """Close the direction that sends."""
+        """Close the sending direction."""
         self._inner.write_eof()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that wait for the client."""
+        """Return the number of buffered bytes."""
         return self._inner.get_write_buffer_size()
 
     def get_write_buffer_limits(self) -> tuple[int, int]:
-        """Below and above how many waiting bytes the protocol hears of it."""
+        """Return the low and high limits of buffered bytes for flow control."""
         return self._inner.get_write_buffer_limits()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Set them."""
+        """Set the limits of buffered bytes for flow control."""
         self._inner.set_write_buffer_limits(high, low)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """About the socket."""
+        """Return information about the connection."""
         return self._inner.get_extra_info(name, default)
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """What receives."""
+        """Return the protocol."""
         return self._inner.get_protocol()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Change what receives."""
+        """Set the protocol."""
         self._inner.set_protocol(protocol)
 
 
 PART_BYTES = 64 * 1024
-"""As much as asyncio's transports take before they ask to wait."""
+"""The high limit of flow control in asyncio's transports."""
 
 _MEGABYTE = 1024 * 1024
-_OF_PROJECT = 2
-_OF_TOKEN = 4
-"""Parts of the limit of a process that one project and one token may have: a half, a quarter."""
+_PROJECT_DIVISOR = 2
+_TOKEN_DIVISOR = 4
+"""One project may use half of the limit of a process, one token a quarter."""
 
 _RETRY_SECONDS = 5
 
 
 class UnreadBytes:
-    """Counts bytes of answers that are not read yet. To be used in one event loop.
+    """Counts unread bytes of responses. Use it in one event loop only.
 
-    One answer of each token is let through however large it is, as long as the process has room for it or holds no other.
+    The first response of a token passes independent of its size, if the process has room for it or has no other response.
 
     Args:
-        total_mb: the limit of the process, in MiB.
+        total_mb: limit of the process, in MiB.
     """
 
     def __init__(self, total_mb: int) -> None:
         self._most = total_mb * _MEGABYTE
         self._bytes: Counter[tuple[str, str]] = Counter()
 
-    def take(self, size: int, project: str | None, token: str) -> None:
-        """Count an answer.
+    def reserve(self, size: int, project: str | None, token: str) -> None:
+        """Count a response.
 
         Args:
-            size: its bytes.
-            project: the token's; None where it belongs to none.
-            token: its id, or the client's address.
+            size: size of the response in bytes.
+            project: project of the token; None for a token of all projects.
+            token: id of the token, or address of the client.
 
         Raises:
-            RefusedError: 429; too much is unread.
+            RequestRefusedError: 429; too many bytes are unread.
         """
         for what, key, most in self._shares(project, token):
             if self._bytes[key] and self._bytes[key] + size > most:
                 metrics.LIMITS_REFUSED.labels("unread").inc()
                 raise RequestRefusedError(
                     429,
-                    f"{what}: {self._bytes[key]} bytes of answers are not read yet, and this one has {size}; "
+                    f"{what}: {self._bytes[key]} bytes of responses are unread, and this response has {size}; "
                     f"the limit is {most}",
-                    "read the answers that were asked for, or ask for less; WATCHSTEP_UNREAD_MB sets the limit",
+                    "read the pending responses, or request less; WATCHSTEP_UNREAD_MB sets the limit",
                     {"retry-after": str(_RETRY_SECONDS)},
                 )
         for _, key, _ in self._shares(project, token):
             self._bytes[key] += size
 
-    def give_back(self, size: int, project: str | None, token: str) -> None:
-        """Count the end of what `take` counted."""
+    def release(self, size: int, project: str | None, token: str) -> None:
+        """Count the end of a response that `reserve` counted."""
         for _, key, _ in self._shares(project, token):
             self._bytes[key] -= size
             if not self._bytes[key]:
@@ -223,17 +221,17 @@ class UnreadBytes:
     def _shares(self, project: str | None, token: str) -> list[tuple[str, tuple[str, str], int]]:
         shares = [("the process", ("process", ""), self._most)]
         if project is not None:
-            shares.append((f"project {project}", ("project", project), self._most // _OF_PROJECT))
-        shares.append((f"token {token}", ("token", token), self._most // _OF_TOKEN))
+            shares.append((f"project {project}", ("project", project), self._most // _PROJECT_DIVISOR))
+        shares.append((f"token {token}", ("token", token), self._most // _TOKEN_DIVISOR))
         return shares
 
 
 class PacedAnswers:
-    """ASGI: sends answers in parts of `PART_BYTES`, and refuses one for which there is no room.
+    """ASGI middleware: sends responses in parts of `PART_BYTES`, and refuses a response that exceeds the limits.
 
     Args:
-        app: what answers.
-        unread: counts.
+        app: the next application.
+        unread: count of unread bytes.
     """
 
     def __init__(self, app: ASGIApp, unread: UnreadBytes) -> None:
@@ -241,7 +239,7 @@ class PacedAnswers:
         self._unread = unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -253,7 +251,7 @@ class PacedAnswers:
 
 
 class _Paced:
-    """Holds the start of an answer back until its first bytes are there."""
+    """Delays the start of a response until its first part of the body arrives."""
 
     def __init__(self, unread: UnreadBytes, scope: Scope, receive: Receive, send: Send) -> None:
         self._unread, self._scope, self._receive, self._send = unread, scope, receive, send
@@ -273,7 +271,7 @@ class _Paced:
         body = message.get("body", b"")
         if self._start is not None:
             start, self._start = self._start, None
-            if len(body) > PART_BYTES and not await self._taken(len(body)):
+            if len(body) > PART_BYTES and not await self._reserve(len(body)):
                 return
             await self._send(start)
         if len(body) <= PART_BYTES:
@@ -285,12 +283,12 @@ class _Paced:
             part = bytes(memoryview(body)[first : first + PART_BYTES])
             await self._send({"type": "http.response.body", "body": part, "more_body": more or not last})
 
-    async def _taken(self, size: int) -> bool:
+    async def _reserve(self, size: int) -> bool:
         identity = identity_of(self._scope)
         project = None if identity is None else identity.project
         token = address_of(self._scope) if identity is None else identity.token
         try:
-            self._unread.take(size, project, token)
+            self._unread.reserve(size, project, token)
         except RequestRefusedError as error:
             self._refused = True
             await answer_to(Request(self._scope), error)(self._scope, self._receive, self._send)
@@ -299,7 +297,7 @@ class _Paced:
         return True
 
     def end(self) -> None:
-        """The answer is written, or nobody waits for it any more."""
+        """Release the reserved bytes after the response is written or abandoned."""
         if self._counted is not None:
-            self._unread.give_back(*self._counted)
+            self._unread.release(*self._counted)
             self._counted = None

@@ -1,1 +1,1 @@
-"""Questions to what runs recorded: bounded in time, memory and number, and read by the SDK's own code."""
+"""Queries of recorded runs, limited in time, memory and number. The SDK's own code reads the data."""

@@ -1,7 +1,4 @@
-"""Answers to queries: numbers that JSON can hold, and Arrow where it is asked for.
-
-The figures of one tensor's summary.
-"""
+"""Responses to queries, as JSON without non-finite numbers or as Arrow, and the figures of a tensor summary."""
 
 from __future__ import annotations
 
@@ -27,21 +24,19 @@ Numbers = list[float | None]
 
 
 class LineOutput(BaseModel):
-    """One line of a series: a mode, a worker with a whole tensor, a replica, a stage. Its lists have one length."""
+    """A line of a series: rows of one mode, worker, replica and stage. Its lists have the same length."""
 
     mode: str
-    worker: int = Field(description="The lowest, where shards merged.")
+    worker: int = Field(description="Worker; the lowest of merged shards.")
     replica: int
     stage: str
-    step: list[int] = Field(description="The first step of each point.")
-    last_step: list[int] = Field(
-        description="The last step of each point; the first where it is of one step."
-    )
-    count: list[int] = Field(description="Rows of each point.")
-    mean: Numbers = Field(description="Of the point's finite values; null where it has none.")
+    step: list[int] = Field(description="First step of each point.")
+    last_step: list[int] = Field(description="Last step of each point.")
+    count: list[int] = Field(description="Number of rows of each point.")
+    mean: Numbers = Field(description="Mean of the finite values of each point; null: none.")
     min: Numbers
     max: Numbers
-    nonfinite: list[int] = Field(description="Rows of the point without a finite value.")
+    nonfinite: list[int] = Field(description="Number of rows of each point without a finite value.")
 
 
 class SeriesOutput(BaseModel):
@@ -50,48 +45,48 @@ class SeriesOutput(BaseModel):
     tensor: str
     figure: str
     lines: list[LineOutput]
-    left_out: int = Field(description="Lines that there are beyond these; name a worker or a mode.")
+    left_out: int = Field(description="Number of omitted lines; select a worker or a mode to get them.")
 
 
 class HeatmapOutput(BaseModel):
     """One figure of many tensors over the steps."""
 
     figure: str
-    tensors: list[str] = Field(description="Names, in the model's order; one row of values each.")
-    left_out: int = Field(description="Tensors of the collection beyond these.")
-    edges: list[int] = Field(description="Column i holds the steps edges[i] to edges[i + 1] - 1.")
-    values: list[Numbers] = Field(description="null where a cell has no finite value.")
+    tensors: list[str] = Field(description="Names in the model's order, one per row of values.")
+    left_out: int = Field(description="Number of omitted tensors.")
+    edges: list[int] = Field(description="Column i covers the steps edges[i] to edges[i + 1] - 1.")
+    values: list[Numbers] = Field(description="Values by tensor and column; null: no finite value.")
 
 
 class HistogramOutput(BaseModel):
-    """How a tensor's elements spread over powers of two, over the steps."""
+    """Distribution of a tensor's elements over powers of two, over the steps."""
 
     tensor: str
-    edges: list[int] = Field(description="Row i holds the steps edges[i] to edges[i + 1] - 1.")
-    lower: Numbers = Field(description="Elements of column j lie from lower[j] to upper[j].")
+    edges: list[int] = Field(description="Row i covers the steps edges[i] to edges[i + 1] - 1.")
+    lower: Numbers = Field(description="Elements of column j are between lower[j] and upper[j].")
     upper: Numbers
     counts: list[list[int]]
-    zeros: list[int] = Field(description="Elements equal to zero, which lie in no column.")
+    zeros: list[int] = Field(description="Number of elements equal to zero, which no column contains.")
     nonfinite: list[int]
 
 
 class ColumnOutput(BaseModel):
-    """A column of a query's answer."""
+    """A column of a query result."""
 
     name: str
-    type: str = Field(description="As Arrow calls it.")
+    type: str = Field(description="Arrow type of the column.")
 
 
 class SqlOutput(BaseModel):
-    """What a query gave."""
+    """Result of a query."""
 
     columns: list[ColumnOutput]
     rows: list[list[Any]]
-    more: bool = Field(description="There are more rows than the limit.")
+    more: bool = Field(description="Whether the result has more rows than the limit.")
 
 
 class TensorEntry(BaseModel):
-    """A tensor that was recorded."""
+    """A recorded tensor."""
 
     name: str
     module: str
@@ -102,17 +97,17 @@ class TensorEntry(BaseModel):
     dtype: str
     collections: list[str]
     derived: bool = Field(
-        description="Not logged by the program: a loss as backward() was given it, divided where the program divides it."
+        description="Whether the program did not log the loss: then it is the argument of backward(), divided as the program divides it."
     )
 
 
 def numbers(values: NDArray[Any]) -> Numbers:
-    """Finite numbers as they are, others as null: JSON has none of them."""
+    """Return numbers for JSON, which has no non-finite numbers: these become null."""
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def arrow(table: pa.Table) -> Response:
-    """A table as an Arrow stream."""
+    """Return a response with a table as an Arrow stream."""
     import pyarrow as pa
 
     sink = io.BytesIO()
@@ -122,14 +117,14 @@ def arrow(table: pa.Table) -> Response:
 
 
 def wants_arrow(accept: str | None) -> bool:
-    """Whether a request asks for Arrow."""
+    """Return whether a request accepts Arrow."""
     return accept is not None and ARROW in accept
 
 
 def whole_numbers(values: NDArray[np.integer[Any]]) -> list[Any]:
-    """Whole numbers, of any shape, as lists."""
-    held: list[Any] = values.tolist()
-    return held
+    """Return integers of any shape as nested lists."""
+    result: list[Any] = values.tolist()
+    return result
 
 
 _WHOLE = ("count", "nan", "pos_inf", "neg_inf", "zero", "negative")
@@ -138,7 +133,7 @@ _DERIVED = ("std", "l2", "abs_max", "rms", "zero_share")
 
 
 class FiguresOutput(BaseModel):
-    """Figures of all elements; those from min on are of the finite ones, and null where there is none."""
+    """Figures of all elements. From min on they cover finite elements only, and are null without any."""
 
     count: int
     nan: int
@@ -149,7 +144,7 @@ class FiguresOutput(BaseModel):
     min: float | None
     max: float | None
     mean: float | None
-    abs_min: float | None = Field(description="The smallest magnitude but zero.")
+    abs_min: float | None = Field(description="Smallest magnitude except zero.")
     std: float | None
     l2: float | None
     abs_max: float | None
@@ -178,4 +173,4 @@ FIGURES: dict[str, Callable[[StatisticsBatch], float | None]] = {
     **{name: _recorded(name) for name in _REAL},
     **{name: _derived(name) for name in _DERIVED},
 }
-"""Name → figure of a batch of one row."""
+"""Name to function that computes the figure of a batch of one row."""

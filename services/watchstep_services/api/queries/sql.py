@@ -1,7 +1,7 @@
-"""One SELECT over a run's statistics: guarded as SQL rules are, and run in a child process that reaches nothing else.
+"""SQL queries over the statistics of a run: one SELECT, checked like SQL rules and run in an isolated child process.
 
-The child asks for rows as the query needs them. They are read of the run as it was when the query began, so that others ask
-the run meanwhile.
+The child requests rows as the query needs them. They are read from the state of the run at the start of the query, so that other
+queries can use the run at the same time.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from watchstep_rules.custom.sandbox.process import StartError
 from watchstep_rules.custom.sql.process import QueryResult, QuerySource, Question, select
 from watchstep_services.api.schemas.problems import RequestRefusedError
 
-_MOST_TRIES = 3
-"""A compaction that replaces what is read begins the query anew; one that is at it all the time ends it."""
+_MAX_ATTEMPTS = 3
+"""Attempts at a query. It is repeated if a compaction replaces segments that it reads, and fails if that happens each time."""
 
 
 def run_sql(
-    asked: Callable[[], AbstractContextManager[Run]], question: Question, budget: ReadBudget
+    open_run: Callable[[], AbstractContextManager[Run]], question: Question, budget: ReadBudget
 ) -> QueryResult:
     """Run a query.
 
     Args:
-        asked: gives the run, refreshed, while no other question is asked of it.
+        open_run: opens the refreshed run, and locks it against other queries.
         question: the query.
-        budget: of seconds, and of what the run's objects take.
+        budget: limits of time, and of memory for the run's objects.
 
     Raises:
-        ConfigError: the query may not be run, has an error, or gives what cannot be written.
-        OverBudgetError: it takes too long, or too much memory, or its answer is too large.
-        RefusedError: 503; no process is free, or can be started. 429; another question takes the run's time.
+        ConfigError: the query is not allowed, fails, or has a result that cannot be serialized.
+        OverBudgetError: the query takes too long or too much memory, or its result is too large.
+        RequestRefusedError: 503; no process is free, or none can be started. 429; another query occupies the run.
         StoreError: the store cannot be read.
     """
     lost: CompactedSegmentLostError | None = None
-    for _ in range(_MOST_TRIES):
-        with asked() as run:
+    for _ in range(_MAX_ATTEMPTS):
+        with open_run() as run:
             if lost is not None:
                 run.index.follow(lost)
             index = run.index.snapshot(budget)

@@ -1,8 +1,7 @@
-"""What queries of a process share: places, opened runs, and the bounds of the settings.
+"""Shared state of the queries of a process: slots, opened runs, and budgets.
 
-How much of one kind of work is under way at once: of one project, so that none takes all, and of the process.
-
-Runs that are opened for queries, kept for a while: opening reads the footer of every segment.
+Slots limit concurrent work, per project so that none occupies all, and per process. Opened runs are cached, because opening a run reads
+the footer of every segment.
 """
 
 from __future__ import annotations
@@ -30,56 +29,58 @@ from watchstep_services.service.context import Service
 
 
 class Slots:
-    """Places for work that occupies a thread. Thread-safe; who finds none is refused at once, for a queue would only hide it.
+    """Slots for work that occupies a thread. Thread-safe.
+
+    A request without a free slot is refused at once, because a queue would hide the overload.
 
     Args:
-        per_project: places of one project.
-        total: places of the process.
-        what: takes a place, in an error.
+        per_project: slots of one project.
+        total: slots of the process.
+        what: name of the work in errors.
     """
 
     def __init__(self, per_project: int, total: int, what: str = "queries") -> None:
         self._per_project, self._total, self._what = per_project, total, what
-        self._taken: Counter[str] = Counter()
+        self._used: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @contextmanager
-    def taken(self, project: str) -> Iterator[None]:
-        """Hold a place for the length of the block.
+    def acquire(self, project: str) -> Iterator[None]:
+        """Occupy a slot during the block.
 
         Args:
-            project: whose place; empty for work of no project.
+            project: project of the work; empty: none.
 
         Raises:
-            RefusedError: 429; there is none.
+            RequestRefusedError: 429; no slot is free.
         """
         with self._lock:
-            if self._taken[project] >= self._per_project or self._taken.total() >= self._total:
-                whose = (
+            if self._used[project] >= self._per_project or self._used.total() >= self._total:
+                owner = (
                     f"of project {project}"
-                    if project and self._taken[project] >= self._per_project
+                    if project and self._used[project] >= self._per_project
                     else "of all projects"
                 )
                 raise RequestRefusedError(
                     429,
-                    f"too many {self._what} {whose} are under way",
-                    "send it again when one of them is answered",
+                    f"too many {self._what} {owner} are in progress",
+                    "repeat the request after one of them has ended",
                 )
-            self._taken[project] += 1
+            self._used[project] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._taken[project] -= 1
-                if not self._taken[project]:
-                    del self._taken[project]
+                self._used[project] -= 1
+                if not self._used[project]:
+                    del self._used[project]
 
 
 _ENTRIES = 16
 
 
 _MOST_BYTES = 512 * 1024 * 1024
-"""Memory for what is known of the segments of all opened runs: some 10,000 segments with 90 columns each."""
+"""Memory for the indexes of all opened runs: about 10,000 segments with 90 columns each."""
 
 
 @dataclass
@@ -90,31 +91,31 @@ class _Entry:
 
 
 class OpenedRuns:
-    """The runs that were asked last. Thread-safe; one question to a run at a time."""
+    """Cache of recently opened runs. Thread-safe; one query of a run at a time."""
 
     def __init__(self, entries: int = _ENTRIES) -> None:
         self._entries = entries
-        self._held: OrderedDict[str, _Entry] = OrderedDict()
+        self._cached: OrderedDict[str, _Entry] = OrderedDict()
         self._lock = threading.Lock()
 
     @contextmanager
-    def asked(self, store: Store, budget: ReadBudget) -> Iterator[Run]:
-        """A run as it is now, for one question.
+    def open(self, store: Store, budget: ReadBudget) -> Iterator[Run]:
+        """Open a run in its current state for one query.
 
         Args:
-            store: seen from the run.
-            budget: of the question; waiting for another one to the same run counts.
+            store: store with paths relative to the run.
+            budget: budget of the query; includes the wait for another query of the same run.
 
         Raises:
-            NotFoundError: nothing was recorded, yet or any more.
-            FormatError, StoreError: it cannot be read.
-            OverBudgetError: it takes too long.
-            RefusedError: 429; another question took all the time.
+            NotFoundError: the store contains no data of the run.
+            FormatError, StoreError: the run cannot be read.
+            OverBudgetError: the query takes too long.
+            RequestRefusedError: 429; another query of the run took all the time.
         """
         entry = self._entry(store.location)
-        if not entry.lock.acquire(timeout=budget.left_seconds):
+        if not entry.lock.acquire(timeout=budget.remaining_seconds):
             raise RequestRefusedError(
-                429, "another query of this run takes long", "send it again in some seconds"
+                429, "another query of this run is in progress", "repeat the request in some seconds"
             )
         try:
             run = entry.run = _opened(store, budget) if entry.run is None else entry.run
@@ -126,25 +127,25 @@ class OpenedRuns:
                 entry.run.index.budget = None
                 entry.memory = entry.run.index.memory
             entry.lock.release()
-            self._forget_some()
+            self._evict()
 
-    def _forget_some(self) -> None:
-        """Forget the runs that were asked longest ago, as far as all take too much memory."""
+    def _evict(self) -> None:
+        """Remove the least recently used runs until the cache fits its memory limit."""
         with self._lock:
-            while sum(entry.memory for entry in self._held.values()) > _MOST_BYTES:
-                self._held.popitem(last=False)
+            while sum(entry.memory for entry in self._cached.values()) > _MOST_BYTES:
+                self._cached.popitem(last=False)
 
     def _entry(self, location: str) -> _Entry:
         with self._lock:
-            entry = self._held.setdefault(location, _Entry())
-            self._held.move_to_end(location)
-            while len(self._held) > self._entries:
-                self._held.popitem(last=False)
+            entry = self._cached.setdefault(location, _Entry())
+            self._cached.move_to_end(location)
+            while len(self._cached) > self._entries:
+                self._cached.popitem(last=False)
             return entry
 
 
 _TOTAL = 8
-"""Queries of a process that are under way at once: each takes a thread, and the others' requests need some too."""
+"""Concurrent queries of a process. Each occupies a thread, and other requests need threads too."""
 
 
 _PARTS = 8
@@ -152,14 +153,14 @@ _PARTS = 8
 
 @dataclass(frozen=True)
 class Queries:
-    """Answers questions of one process.
+    """Opens runs for the queries of one process.
 
     Attributes:
-        service: whose runs.
-        opened: runs that were asked lately.
-        slots: for queries.
-        sql_slots: for those in SQL, besides.
-        part_threads: threads that read parts of answers that last as long as their clients read.
+        service: the service.
+        opened: cache of opened runs.
+        slots: slots of all queries.
+        sql_slots: additional slots of SQL queries.
+        part_threads: threads that read parts of streamed responses.
     """
 
     service: Service
@@ -170,7 +171,7 @@ class Queries:
 
     @classmethod
     def of(cls, service: Service) -> Queries:
-        """Those of a service."""
+        """Create the state for a service."""
         settings = service.settings
         processes = settings.query_processes
         return cls(
@@ -182,66 +183,66 @@ class Queries:
         )
 
     def budget(self) -> ReadBudget:
-        """A budget that begins now."""
+        """Start a new budget."""
         return ReadBudget(self.service.settings.query_seconds, self.service.settings.query_mb)
 
     @contextmanager
-    def asked(self, project: str, run: str) -> Iterator[tuple[Run, ReadBudget]]:
-        """A run for one question, and its budget.
+    def open_run(self, project: str, run: str) -> Iterator[tuple[Run, ReadBudget]]:
+        """Open a run for one query, with its budget.
 
         Raises:
-            NotFoundError: there is no such run, or nothing of it is recorded.
-            RefusedError: 429; too many queries are under way.
-            OverBudgetError, FormatError, StoreError: as `OpenedRuns.asked`.
+            NotFoundError: the run does not exist, or the store contains no data of it.
+            RequestRefusedError: 429; too many queries are in progress.
+            OverBudgetError, FormatError, StoreError: as `OpenedRuns.open`.
         """
         store = run_store(self.service, project, run)
-        with self.slots.taken(project):
+        with self.slots.acquire(project):
             budget = self.budget()
             with self._opened(project, run, store, budget) as opened:
                 yield opened, budget
 
     @contextmanager
-    def asked_in_sql(
+    def open_sql(
         self, project: str, run: str
     ) -> Iterator[tuple[Callable[[], AbstractContextManager[Run]], ReadBudget]]:
-        """How to get a run for one query in SQL, and the query's budget. One project has half of the processes at the most.
+        """Return a function that opens a run for a SQL query, and its budget. One project may use half of the processes.
 
         Raises:
-            NotFoundError, RefusedError, OverBudgetError, FormatError, StoreError: as `asked`.
+            NotFoundError, RequestRefusedError, OverBudgetError, FormatError, StoreError: as `open_run`.
         """
         store = run_store(self.service, project, run)
-        with self.slots.taken(project), self.sql_slots.taken(project):
+        with self.slots.acquire(project), self.sql_slots.acquire(project):
             budget = self.budget()
             yield partial(self._opened, project, run, store, budget), budget
 
     @contextmanager
     def _opened(self, project: str, run: str, store: Store, budget: ReadBudget) -> Iterator[Run]:
-        """The run, without the segments that evaluations left out."""
+        """Open a run without the segments that evaluations skipped."""
         damaged = damaged_segments(self.service, project, run)
-        with self.opened.asked(store, budget) as opened:
+        with self.opened.open(store, budget) as opened:
             opened.index.exclude(damaged)
             yield opened
 
     @contextmanager
-    def looked_at(self, project: str, run: str) -> Iterator[Store]:
-        """A run's place on the store, for one question.
+    def open_store(self, project: str, run: str) -> Iterator[Store]:
+        """Open the store of a run for one query.
 
         Raises:
-            NotFoundError: there is no such run.
-            RefusedError: 429; too many queries are under way.
+            NotFoundError: the run does not exist.
+            RequestRefusedError: 429; too many queries are in progress.
         """
         store = run_store(self.service, project, run)
-        with self.slots.taken(project):
+        with self.slots.acquire(project):
             yield store
 
 
 async def _queries(request: Request) -> Queries:
-    held = request.app.state.queries
-    assert isinstance(held, Queries)
-    return held
+    queries = request.app.state.queries
+    assert isinstance(queries, Queries)
+    return queries
 
 
-Asking = Annotated[Queries, Depends(_queries)]
+Querying = Annotated[Queries, Depends(_queries)]
 
 
 def _opened(store: Store, budget: ReadBudget) -> Run:
@@ -249,6 +250,7 @@ def _opened(store: Store, budget: ReadBudget) -> Run:
         data = store.get(RUN_DOCUMENT, limit=documents.MAX_BYTES)
     except NotFoundError:
         raise NotFoundError(
-            f"run {store.location}: nothing is recorded on the store", "ask again when the run has begun"
+            f"run {store.location}: nothing is recorded on the store",
+            "repeat the query after the run has started",
         ) from None
     return Run(store, documents.decode(documents.RunDocument, data, store.location), budget)

@@ -1,4 +1,4 @@
-"""Actions of a run: what its events caused, and every try of it."""
+"""Actions of a run, which its events caused, with every attempt to execute them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/actions", tags=["ac
 
 Kinds = Annotated[
     list[Annotated[Word, Query(max_length=16)]] | None,
-    Query(alias="kind", max_length=20, description="Only of these kinds.", examples=[["stop"]]),
+    Query(alias="kind", max_length=20, description="Only actions of these kinds.", examples=[["stop"]]),
 ]
 ActionStates = Annotated[
     list[Literal["pending", "done", "skipped", "failed"]] | None,
-    Query(alias="state", max_length=4, description="Only in one of these states."),
+    Query(alias="state", max_length=4, description="Only actions in one of these states."),
 ]
 
 
@@ -43,7 +43,7 @@ def list_actions(
     since: Since = None,
     until: Until = None,
 ) -> ActionList:
-    """What the run's events caused, in the order in which it came, and every try of it."""
+    """Return the actions that the run's events caused, oldest first, with every attempt to execute them."""
     chosen = [
         *one_of(ActionRow.kind, kinds),
         *one_of(ActionRow.state, states),
@@ -58,29 +58,32 @@ def list_actions(
     return ActionList(actions=[_action(action, tries[action.id]) for action in rows], next_page_token=token)
 
 
-@router.get("/{action}", summary="Look at an action")
+@router.get("/{action}", summary="Get an action")
 @permits("read")
 def get_action(
     project: str, run: str, action: Annotated[int, Path(ge=1, lt=2**62)], service: Served
 ) -> ActionOutput:
-    """One action, and every try of it."""
+    """Return an action with every attempt to execute it."""
     with service.database.read() as session:
-        row = find_run(session, project, run)
-        held = session.get(ActionRow, action)
-        if held is None or held.run_id != row.id:
-            raise NotFoundError(f"action {action}: not one of run {project}/{run}", "list the run's actions")
-        return _action(held, _tries(session, [held.id])[held.id])
+        run_row = find_run(session, project, run)
+        row = session.get(ActionRow, action)
+        if row is None or row.run_id != run_row.id:
+            raise NotFoundError(
+                f"action {action} of run {project}/{run}: not found",
+                "list the run's actions to get their ids",
+            )
+        return _action(row, _tries(session, [row.id])[row.id])
 
 
 def _tries(session: Session, action_ids: Sequence[int]) -> dict[int, list[TryOutput]]:
     tries: dict[int, list[TryOutput]] = defaultdict(list)
     chosen = select(ActionTry).where(ActionTry.action_id.in_(action_ids)).order_by(ActionTry.number)
-    for made in session.execute(chosen).scalars():
-        told = TryOutput(number=made.number, at_ns=made.at_ns, outcome=made.outcome, detail=made.detail)
-        tries[made.action_id].append(told)
+    for row in session.execute(chosen).scalars():
+        output = TryOutput(number=row.number, at_ns=row.at_ns, outcome=row.outcome, detail=row.detail)
+        tries[row.action_id].append(output)
     return tries
 
 
 def _action(row: ActionRow, tries: list[TryOutput]) -> ActionOutput:
-    held = {name: getattr(row, name) for name in ActionOutput.model_fields if name != "tries"}
-    return ActionOutput(**{**held, "key": shown_key(row.key)}, tries=tries)
+    columns = {name: getattr(row, name) for name in ActionOutput.model_fields if name != "tries"}
+    return ActionOutput(**{**columns, "key": shown_key(row.key)}, tries=tries)

@@ -1,6 +1,6 @@
-"""Alerts of a run, and of all runs of a project.
+"""Alerts of a run and of a project, and the notification state of one alert.
 
-An alert over all attempts of its run: where it stands, who has taken it up, and who was not told and why.
+The notification state covers all attempts of the run: phase, acknowledgement, silence, and suppressed notifications with reasons.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 
 from watchstep.format.layout import check_name
-from watchstep_services.api.lookup import find_run, find_standing
+from watchstep_services.api.lookup import find_alert, find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.schemas.filters import (
     Labels,
@@ -50,7 +50,7 @@ def list_run_alerts(
     since: Since = None,
     until: Until = None,
 ) -> AlertList:
-    """Alerts of a run, those that began last first; the times are those of the last change."""
+    """Return the alerts of a run, most recently started first. Times are those of the last change."""
     chosen = [
         *one_of(AlertRow.phase, phases),
         *one_of(AlertRow.severity, severities),
@@ -75,7 +75,7 @@ def list_alerts(
     since: Since = None,
     until: Until = None,
 ) -> AlertList:
-    """Alerts of all runs of a project, those that began last first; the times are those of the last change."""
+    """Return the alerts of all runs of a project, most recently started first. Times are those of the last change."""
     check_name("project", project)
     chosen = [
         *one_of(AlertRow.phase, phases),
@@ -91,30 +91,32 @@ def list_alerts(
 
 def _list(session: Session, paging: Paging, conditions: Iterable[ColumnElement[bool]]) -> AlertList:
     rows, token = paging.fetch(session, AlertRow, conditions, ListOrder(AlertRow.id, descending=True))
-    named = select(RunRow.id, RunRow.run).where(RunRow.id.in_({row.run_id for row in rows}))
-    names = {held.id: held.run for held in session.execute(named)}
+    run_names = select(RunRow.id, RunRow.run).where(RunRow.id.in_({row.run_id for row in rows}))
+    names = {row.id: row.run for row in session.execute(run_names)}
     keys = {row.incident for row in rows if row.incident}
     incidents = session.execute(select(Incident).where(Incident.key.in_(keys))).scalars() if keys else ()
-    summaries = {(one.run_id, one.key): one.summary for one in incidents}
+    summaries = {(incident.run_id, incident.key): incident.summary for incident in incidents}
     alerts = [_alert(row, names[row.run_id], summaries.get((row.run_id, row.incident))) for row in rows]
     return AlertList(alerts=alerts, next_page_token=token)
 
 
 def _alert(row: AlertRow, run: str, incident: dict[str, Any] | None) -> AlertOutput:
-    apart = {"run": run, "incident": incident}
-    held = {name: getattr(row, name) for name in AlertOutput.model_fields if name not in apart}
-    return AlertOutput.model_validate({**held, **apart})
+    joined = {"run": run, "incident": incident}
+    columns = {name: getattr(row, name) for name in AlertOutput.model_fields if name not in joined}
+    return AlertOutput.model_validate({**columns, **joined})
 
 
 notification_state_router = APIRouter(
     prefix="/v1/projects/{project}/runs/{run}/alerts/{fingerprint}", tags=["alerts"]
 )
 
-Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="As the list of alerts gives it.")]
+Fingerprint = Annotated[
+    str, Path(pattern="^[0-9a-f]{32}$", description="Fingerprint of the alert, from the list of alerts.")
+]
 
 
 class AcknowledgementInput(BaseModel):
-    """That somebody has taken an alert up."""
+    """An acknowledgement to record."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -126,7 +128,7 @@ class AcknowledgementInput(BaseModel):
 
 
 class Acknowledgement(BaseModel):
-    """Who has taken an alert up."""
+    """Acknowledgement of an alert."""
 
     who: str
     at_ns: int | None
@@ -134,42 +136,43 @@ class Acknowledgement(BaseModel):
 
 
 class MutedOutput(BaseModel):
-    """That a receiver was not told, and why."""
+    """A notification that was suppressed."""
 
     receiver: str = Field(
-        description="Empty: nobody at all was told. 'webhook': the addresses in the rule config."
+        description="Receiver that was not notified. Empty: all receivers; 'webhook': the addresses in the rule config."
     )
     reason: str = Field(
-        description="info (a note of that severity), dry_run, inhibited, silenced, acknowledged (not repeated), known (it fired on an earlier attempt already), "
-        "unknown (there is no such receiver), or incident (its incident was notified of; the next notification names it)."
+        description="info (severity of the alert), dry_run, inhibited, silenced, acknowledged (not repeated), known (the alert already "
+        "fired on an earlier attempt), unknown (the receiver does not exist), or incident (a notification of its incident was already sent; "
+        "the next one contains the alert)."
     )
-    detail: str = Field(description="Which rule config, which silence, who, which attempt.")
+    detail: str = Field(description="The rule config, silence, user or attempt that is the reason.")
     episode: int
     at_ns: int
 
 
 class CoveringSilence(BaseModel):
-    """The silence that covers an alert now; of several the one that ends last."""
+    """Silence that currently applies to an alert; of several, the one that ends last."""
 
     id: int
     author: str
     reason: str
     ends_ns: int
-    holds_stop: bool = Field(description="Stops are held back as well.")
+    suppresses_stop: bool = Field(description="Whether the silence also suppresses stops.")
 
 
-class StandingOutput(BaseModel):
-    """An alert over all attempts."""
+class AlertInstanceOutput(BaseModel):
+    """An alert over all attempts of its run."""
 
     fingerprint: str
     name: str
     rule: str
     severity: str
-    labels: dict[str, str] = Field(description="By which it is routed, grouped and silenced.")
+    labels: dict[str, str] = Field(description="Labels for routing, grouping and silences.")
     phase: str = Field(description="firing or resolved.")
-    episode: int = Field(description="How often it began to fire.")
-    attempt: str = Field(description="On which it fired last.")
-    step: int = Field(description="Of the last change.")
+    episode: int = Field(description="Number of times that the alert has started to fire.")
+    attempt: str = Field(description="Attempt on which the alert last fired.")
+    step: int = Field(description="Step of the last change.")
     fired_ns: int
     resolved_ns: int | None
     inhibited_by: str
@@ -177,17 +180,17 @@ class StandingOutput(BaseModel):
     message: str
     acknowledgement: Acknowledgement | None
     silence: CoveringSilence | None = Field(
-        description="Nobody is told of it now, or would be if it fired; null where it is told."
+        description="Silence that suppresses notifications of the alert, or would if it fired; null: none."
     )
     muted: list[MutedOutput]
 
 
-@notification_state_router.get("", summary="Look at an alert")
+@notification_state_router.get("", summary="Get an alert")
 @permits("read")
-def get_standing(project: str, run: str, fingerprint: Fingerprint, service: Served) -> StandingOutput:
-    """Where an alert stands over all attempts of its run."""
+def get_alert(project: str, run: str, fingerprint: Fingerprint, service: Served) -> AlertInstanceOutput:
+    """Return the state of an alert over all attempts of its run."""
     with service.database.read() as session:
-        return _output(session, find_standing(session, project, run, fingerprint), project, run)
+        return _output(session, find_alert(session, project, run, fingerprint), project, run)
 
 
 @notification_state_router.put("/acknowledgement", summary="Acknowledge an alert")
@@ -199,51 +202,53 @@ def acknowledge_alert(
     body: AcknowledgementInput,
     service: Served,
     caller: Caller,
-) -> StandingOutput:
-    """Take an alert up: it is not repeated until it is over. When it fires anew, that needs a new acknowledgement."""
+) -> AlertInstanceOutput:
+    """Suppress repeated notifications until the alert resolves. If it fires again, it needs a new acknowledgement."""
     with service.database.write() as session:
-        row = find_standing(session, project, run, fingerprint)
+        row = find_alert(session, project, run, fingerprint)
         acknowledge(session, service.base_url, row, caller.who, body.comment)
         return _output(session, row, project, run)
 
 
-@notification_state_router.delete("/acknowledgement", summary="Take an acknowledgement back")
+@notification_state_router.delete("/acknowledgement", summary="Withdraw an acknowledgement")
 @permits("operate")
 def withdraw_acknowledgement(
     project: str, run: str, fingerprint: Fingerprint, service: Served
-) -> StandingOutput:
-    """The alert is repeated again."""
+) -> AlertInstanceOutput:
+    """Remove the acknowledgement, so that notifications are repeated again."""
     with service.database.write() as session:
-        row = find_standing(session, project, run, fingerprint)
+        row = find_alert(session, project, run, fingerprint)
         withdraw(session, row)
         return _output(session, row, project, run)
 
 
-def _output(session: Session, row: AlertInstanceRow, project: str, run: str) -> StandingOutput:
-    said = ("receiver", "reason", "detail", "episode", "at_ns")
+def _output(session: Session, row: AlertInstanceRow, project: str, run: str) -> AlertInstanceOutput:
     muted = session.execute(select(Muted).filter_by(instance_id=row.id).order_by(Muted.id)).scalars()
-    taken = None
+    acknowledgement = None
     if row.acknowledged_by:
-        taken = Acknowledgement(
+        acknowledgement = Acknowledgement(
             who=row.acknowledged_by, at_ns=row.acknowledged_ns, comment=row.acknowledgement
         )
-    apart = {"labels", "acknowledgement", "silence", "muted"}
-    held: dict[str, Any] = {
-        name: getattr(row, name) for name in StandingOutput.model_fields if name not in apart
+    joined = {"labels", "acknowledgement", "silence", "muted"}
+    columns: dict[str, Any] = {
+        name: getattr(row, name) for name in AlertInstanceOutput.model_fields if name not in joined
     }
     labels = labels_of(row, project, run)
-    return StandingOutput(
+    return AlertInstanceOutput(
         labels=labels,
-        acknowledgement=taken,
+        acknowledgement=acknowledgement,
         silence=_silence(session, project, labels),
-        muted=[MutedOutput(**{name: getattr(one, name) for name in said}) for one in muted],
-        **held,
+        muted=[
+            MutedOutput(**{name: getattr(entry, name) for name in MutedOutput.model_fields})
+            for entry in muted
+        ],
+        **columns,
     )
 
 
 def _silence(session: Session, project: str, labels: Mapping[str, str]) -> CoveringSilence | None:
-    found = covering(active(session, project, read_clock(session)), labels)
-    if found is None:
+    silence = covering(active(session, project, read_clock(session)), labels)
+    if silence is None:
         return None
-    row = session.get_one(Silence, found.id)
+    row = session.get_one(Silence, silence.id)
     return CoveringSilence(**{name: getattr(row, name) for name in CoveringSilence.model_fields})

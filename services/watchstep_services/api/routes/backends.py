@@ -1,4 +1,4 @@
-"""Registered backends: for admins of all projects."""
+"""Registered backends, for admins of all projects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class BackendChange(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    settings: dict[str, Any] = Field(default_factory=dict, description="Of its kind; none of a local one.")
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of its kind; empty for a local backend."
+    )
 
 
 class BackendInput(BackendChange):
@@ -38,7 +40,7 @@ class BackendInput(BackendChange):
     )
 
     name: str = Field(max_length=32, description="1 to 32 of a-z, 0-9, '_' and '-'.")
-    kind: str = Field(max_length=32, description="What runs there, e.g. local.")
+    kind: str = Field(max_length=32, description="Kind of the backend, for example local.")
 
 
 class BackendOutput(BaseModel):
@@ -61,10 +63,10 @@ class BackendList(PageOutput):
 @router.get("", summary="List backends")
 @permits("administer")
 def list_backends(service: Served, paging: Paged) -> BackendList:
-    """All of them, by name."""
+    """Return all backends, by name."""
     with service.database.read() as session:
         rows, following = paging.fetch(session, BackendRow, (), ListOrder(BackendRow.name))
-        return BackendList(backends=[_shown(row) for row in rows], next_page_token=following)
+        return BackendList(backends=[_output(row) for row in rows], next_page_token=following)
 
 
 @router.post(
@@ -72,34 +74,34 @@ def list_backends(service: Served, paging: Paged) -> BackendList:
 )
 @permits("administer")
 def post_backend(body: BackendInput, service: Served) -> BackendOutput:
-    """No project may use it yet."""
+    """Register a backend. No project may use it until its backends are changed."""
     with service.database.write() as session:
-        return _shown(register_backend(session, body.name, body.kind, body.settings))
+        return _output(register_backend(session, body.name, body.kind, body.settings))
 
 
-@router.get("/{backend}", summary="Look at a backend")
+@router.get("/{backend}", summary="Get a backend")
 @permits("administer")
 def get_backend(backend: str, service: Served) -> BackendOutput:
-    """Its kind and settings."""
+    """Return the kind and settings of a backend."""
     with service.database.read() as session:
-        return _shown(find_backend(session, backend))
+        return _output(find_backend(session, backend))
 
 
 @router.put("/{backend}", summary="Change a backend")
 @permits("administer")
 def put_backend(backend: str, body: BackendChange, service: Served) -> BackendOutput:
-    """Its kind stays."""
+    """Replace the settings of a backend. Its kind cannot change."""
     with service.database.write() as session:
-        return _shown(change_backend(session, backend, body.settings))
+        return _output(change_backend(session, backend, body.settings))
 
 
-@router.delete("/{backend}", summary="Forget a backend", status_code=204, responses=documented(409))
+@router.delete("/{backend}", summary="Delete a backend", status_code=204, responses=documented(409))
 @permits("administer")
 def delete_backend(backend: str, service: Served) -> None:
-    """Refused while jobs on it may still run."""
+    """Delete a backend. Refused while jobs on it may still run."""
     with service.database.write() as session:
         remove_backend(session, backend)
 
 
-def _shown(row: BackendRow) -> BackendOutput:
+def _output(row: BackendRow) -> BackendOutput:
     return BackendOutput.model_validate(row, from_attributes=True)

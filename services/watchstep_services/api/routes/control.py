@@ -1,4 +1,4 @@
-"""What is asked of a run's workers: full tensors, a cadence, and whether a stopped run may start again."""
+"""Control document of a run: snapshot requests, cadences, and permission to restart a stopped run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.schemas.models import ControlData
 from watchstep_services.api.schemas.problems import documented
 from watchstep_services.db.models import RunRow
-from watchstep_services.runs.control import Allowing, allow_restart, ask_for_snapshot, set_cadence
+from watchstep_services.runs import control as run_control
 from watchstep_services.service.context import Service
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/control", tags=["control"])
@@ -32,7 +32,7 @@ class _Input(BaseModel):
 
 
 class SnapshotInput(_Input):
-    """Full tensors to take."""
+    """A request for a snapshot."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"step": 1200}]})
 
@@ -40,47 +40,47 @@ class SnapshotInput(_Input):
         None,
         ge=0,
         lt=2**62,
-        description="Of this step, or of the next if it has passed; the next if left out.",
+        description="Step of the snapshot, or the next step if it has passed; default: the next step.",
     )
-    attempt: str = Field("", max_length=128, description="Which attempt; the newest where empty.")
+    attempt: str = Field("", max_length=128, description="Attempt of the run; empty: the newest.")
 
 
-class SnapshotAsked(BaseModel):
-    """A request for full tensors: it is in the control document, and the workers answer it at their next steps."""
+class SnapshotRequested(BaseModel):
+    """A snapshot request in the control document. The workers handle it at their next steps."""
 
-    id: str = Field(description="The snapshot on the store names it.")
+    id: str = Field(description="Request id, which the snapshot on the store contains.")
     attempt: str
     step: int
     control: ControlData
 
 
 class CadenceInput(_Input):
-    """How often collections are measured."""
+    """Cadences of collections."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"every": {"activations": 50}}]})
 
     every: dict[_Collection, _Every] = Field(
         max_length=100,
-        description="Collection: every so many steps, instead of the worker's own choice. What is left out is chosen by "
-        "the worker again; empty for all.",
+        description="Collection to the number of steps between its measurements, instead of the worker's own cadence. "
+        "The worker chooses the cadence of a collection that is omitted; empty: of all collections.",
     )
 
 
 class RestartInput(_Input):
-    """Why a stopped run may start again."""
+    """Permission to restart a stopped run."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"reason": "learning rate lowered to 1e-4"}]})
 
     reason: str = Field(min_length=1, max_length=1000)
     attempt: str = Field(
-        "", max_length=128, description="The only attempt that may start; all where it is left out."
+        "", max_length=128, description="The only attempt that may start; default: any new attempt."
     )
 
 
-@router.get("", summary="Look at the control document")
+@router.get("", summary="Get the control document")
 @permits("read")
 def get_control(project: str, run: str, service: Served, response: Response) -> ControlData:
-    """What is asked of the run's workers, as the answer to each announcement carries it."""
+    """Return what the run's workers are requested to do. The response to each announcement contains the same document."""
     with service.database.read() as session:
         control = find_run(session, project, run).control
     response.headers["etag"] = f'"{control["version"]}"'
@@ -89,59 +89,62 @@ def get_control(project: str, run: str, service: Served, response: Response) -> 
 
 @router.post(
     "/snapshots",
-    summary="Ask for full tensors",
+    summary="Request a snapshot",
     status_code=202,
     dependencies=[Once],
     responses=documented(409),
 )
 @permits("operate")
-def ask_snapshot(project: str, run: str, body: SnapshotInput, service: Served) -> SnapshotAsked:
-    """Have each worker of an attempt take the weights and gradients of a step."""
+def request_snapshot(project: str, run: str, body: SnapshotInput, service: Served) -> SnapshotRequested:
+    """Request that each worker of an attempt records all weights and gradients of a step."""
     with service.database.write() as session:
         row = find_run(session, project, run)
         if not (body.attempt or row.attempt):
-            raise ConfigError(f"run {project}/{run}: has no attempt yet", "ask when it has begun")
+            raise ConfigError(
+                f"run {project}/{run}: has no attempt yet", "request the snapshot after the run has started"
+            )
         attempt = check_name("attempt", body.attempt or row.attempt)
         step = row.last_step + 1 if body.step is None else body.step
         request = SnapshotRequest(f"asked-{uuid.uuid4()}", step, attempt)
-        action = ask_for_snapshot(session, row.id, request)
+        action = run_control.request_snapshot(session, row.id, request)
         control = _control(session, row)
-    _tell(service, action)
-    return SnapshotAsked(id=request.id, attempt=attempt, step=step, control=control)
+    _notify(service, action)
+    return SnapshotRequested(id=request.id, attempt=attempt, step=step, control=control)
 
 
-@router.put("/cadence", summary="Set how often is measured")
+@router.put("/cadence", summary="Set cadences")
 @permits("operate")
 def put_cadence(project: str, run: str, body: CadenceInput, service: Served) -> ControlData:
-    """Have collections measured at a fixed cadence, in place of what the workers chose within their budget."""
+    """Set fixed cadences of collections, instead of those that the workers choose within their budget."""
     with service.database.write() as session:
         row = find_run(session, project, run)
-        action = set_cadence(session, row.id, body.every)
+        action = run_control.set_cadence(session, row.id, body.every)
         control = _control(session, row)
-    _tell(service, action)
+    _notify(service, action)
     return control
 
 
 @router.post(
-    "/restart", summary="Let a stopped run start again", dependencies=[Once], responses=documented(409)
+    "/restart", summary="Allow a stopped run to restart", dependencies=[Once], responses=documented(409)
 )
 @permits("operate")
-def let_restart(project: str, run: str, body: RestartInput, service: Served, caller: Caller) -> ControlData:
-    """Take the tombstone away, or let one new attempt pass it. The attempt that was stopped stays stopped. Safe to repeat."""
+def allow_restart(project: str, run: str, body: RestartInput, service: Served, caller: Caller) -> ControlData:
+    """Remove the tombstone, or allow one new attempt despite it. The stopped attempt remains stopped. Idempotent."""
     attempt = check_name("attempt", body.attempt) if body.attempt else ""
     with service.database.write() as session:
         row = find_run(session, project, run)
-        action = allow_restart(session, service.base_url, row.id, Allowing(caller.role, body.reason, attempt))
+        permission = run_control.RestartPermission(caller.role, body.reason, attempt)
+        action = run_control.allow_restart(session, service.base_url, row.id, permission)
         control = _control(session, row)
-    _tell(service, action)
+    _notify(service, action)
     return control
 
 
 def _control(session: Session, row: RunRow) -> ControlData:
-    held: dict[str, Any] = session.get_one(RunRow, row.id).control
-    return ControlData.model_validate(held)
+    control: dict[str, Any] = session.get_one(RunRow, row.id).control
+    return ControlData.model_validate(control)
 
 
-def _tell(service: Service, action: int | None) -> None:
+def _notify(service: Service, action: int | None) -> None:
     if action is not None:
         service.notifier.action_due(action)

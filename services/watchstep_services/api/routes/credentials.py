@@ -1,4 +1,4 @@
-"""Credentials for recorders: of one attempt, for an hour."""
+"""AWS credentials for recorders, limited to one attempt and one hour."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ _log = logging.getLogger(__name__)
 
 
 class CredentialsOutput(BaseModel):
-    """AWS credentials that write one attempt, and nothing else."""
+    """AWS credentials that may write the objects of one attempt only."""
 
     access_key_id: str
     secret_access_key: str
     session_token: str
-    expires_at: datetime = Field(description="RFC 3339. Ask again some minutes before.")
-    store: str = Field(description="URL that holds <project>/<run>/; they are good for nothing else.")
+    expires_at: datetime = Field(
+        description="Expiry, RFC 3339. Request new credentials some minutes earlier."
+    )
+    store: str = Field(
+        description="URL that contains <project>/<run>/, to which the credentials are limited."
+    )
     region: str
     endpoint: str
 
@@ -36,22 +40,22 @@ class CredentialsOutput(BaseModel):
 def post_attempt_credentials(
     project: str, run: str, attempt: str, service: Served, response: Response
 ) -> CredentialsOutput:
-    """Of the role that is registered for the project's store, for what a recorder of this attempt writes."""
+    """Return credentials of the role of the project's store, limited to the objects that a recorder of this attempt writes."""
     run_prefix(project, run)
     attempt_document(attempt)
     with service.database.read() as session:
         place = open_project(session, project).place
-    given = scoped_credentials(place, run, attempt)
+    credentials = scoped_credentials(place, run, attempt)
     response.headers["cache-control"] = "no-store"
     _log.info(
         "credentials %s for attempt %s of %s/%s until %s",
-        given.access_key_id, attempt, project, run, given.expires_at.isoformat(),
+        credentials.access_key_id, attempt, project, run, credentials.expires_at.isoformat(),
     )  # fmt: skip
     return CredentialsOutput(
-        access_key_id=given.access_key_id,
-        secret_access_key=given.secret_access_key,
-        session_token=given.session_token,
-        expires_at=given.expires_at,
+        access_key_id=credentials.access_key_id,
+        secret_access_key=credentials.secret_access_key,
+        session_token=credentials.session_token,
+        expires_at=credentials.expires_at,
         store=place.location,
         region=place.registration.region,
         endpoint=place.registration.endpoint,

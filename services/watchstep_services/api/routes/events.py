@@ -1,4 +1,4 @@
-"""Events as CloudEvents: listed, and as they come, of a run or of all runs of a project."""
+"""Events of a run or of a project as CloudEvents: lists and server-sent event streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.schemas.filters import Since, Until, Word, between, one_of
 from watchstep_services.api.schemas.models import EventList
 from watchstep_services.api.schemas.paging import ListOrder, Paged, Paging
-from watchstep_services.api.streaming import EventStream, Followed, Streaming, Wanted
+from watchstep_services.api.streaming import EventFilter, EventStream, Streaming, Subscription
 from watchstep_services.auth.tokens import identify
 from watchstep_services.core.events import CloudEvent
 from watchstep_services.core.redaction import without_addresses
@@ -25,24 +25,27 @@ from watchstep_services.service.context import Service
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["events"])
 
-_PLACE = 2**62
+_MAX_POSITION = 2**62
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "Events as they come: `id` is the place to resume from, `event` the type, `data` a CloudEvent.",
+        "description": "Event stream: `id` is the position to resume from, `event` the type, `data` a CloudEvent.",
         "content": {
             "text/event-stream": {
                 "schema": {"type": "string"},
-                "example": "id: 7\nevent: watchstep.alert.firing\ndata: {…}\n\n",
+                "example": "id: 7\nevent: io.watchstep.alert.firing\ndata: {…}\n\n",
             }
         },
     }
 }
 
-After = Annotated[int, Query(ge=0, lt=_PLACE, description="Only events after this place.")]
+After = Annotated[int, Query(ge=0, lt=_MAX_POSITION, description="Only events after this position.")]
 Types = Annotated[
     list[Annotated[Word, Query(max_length=64)]] | None,
     Query(
-        alias="type", max_length=20, description="Only of these types.", examples=[["watchstep.alert.firing"]]
+        alias="type",
+        max_length=20,
+        description="Only events of these types.",
+        examples=[["io.watchstep.alert.firing"]],
     ),
 ]
 LastEventId = Annotated[
@@ -50,8 +53,8 @@ LastEventId = Annotated[
     Header(
         alias="Last-Event-ID",
         ge=0,
-        lt=_PLACE,
-        description="The id of the last event that was seen; now if left out.",
+        lt=_MAX_POSITION,
+        description="Id of the last received event; default: the current position.",
     ),
 ]
 
@@ -68,7 +71,7 @@ def list_run_events(
     since: Since = None,
     until: Until = None,
 ) -> EventList:
-    """Events of a run in the order in which they came."""
+    """Return the events of a run, oldest first."""
     with service.database.read() as session:
         of_run = EventRow.run_id == find_run(session, project, run).id
         return _list(session, paging, after, [of_run, *_chosen(types, since, until)])
@@ -85,7 +88,7 @@ def list_events(
     since: Since = None,
     until: Until = None,
 ) -> EventList:
-    """Events of all runs of a project in the order in which they came."""
+    """Return the events of all runs of a project, oldest first."""
     check_name("project", project)
     of_project = EventRow.run_id.in_(select(RunRow.id).where(RunRow.project == project))
     with service.database.read() as session:
@@ -109,10 +112,10 @@ async def follow_run_events(
     types: Types = None,
     last_event_id: LastEventId = None,
 ) -> Response:
-    """Server-sent events of one run; see the stream of a project."""
+    """Stream the events of one run, like the stream of a project."""
     run_id = await run_in_threadpool(_run_id, service, project, run)
     return _stream(
-        request, streams, (project, caller.token), Wanted(run_id, frozenset(types or ())), last_event_id
+        request, streams, (project, caller.token), EventFilter(run_id, frozenset(types or ())), last_event_id
     )
 
 
@@ -128,19 +131,19 @@ async def follow_events(
     types: Types = None,
     last_event_id: LastEventId = None,
 ) -> Response:
-    """Server-sent events of all runs of a project, from now on or after the event that Last-Event-ID names.
+    """Stream the events of all runs of a project, from now on or after the event of Last-Event-ID.
 
-    Whoever resumes by the last id misses none and sees none twice. A comment comes every 15 seconds where nothing else does;
-    a client that takes nothing for 20 seconds is dropped.
+    A client that resumes with the last id misses no event and receives none twice. Without events, a comment is sent every
+    15 seconds. A client that reads nothing for 20 seconds is disconnected.
     """
     check_name("project", project)
     return _stream(
-        request, streams, (project, caller.token), Wanted(None, frozenset(types or ())), last_event_id
+        request, streams, (project, caller.token), EventFilter(None, frozenset(types or ())), last_event_id
     )
 
 
 def _stream(
-    request: Request, streams: Streaming, who: tuple[str, str], wanted: Wanted, after: int | None
+    request: Request, streams: Streaming, who: tuple[str, str], event_filter: EventFilter, after: int | None
 ) -> EventStream:
     secret = request.headers.get("authorization", "").partition(" ")[2].strip()
     database = request.app.state.service.database
@@ -149,7 +152,7 @@ def _stream(
         return await run_in_threadpool(identify, database, secret) is not None
 
     streams.enter(*who)
-    return EventStream(streams, Followed(*who, wanted, after, allowed))
+    return EventStream(streams, Subscription(*who, event_filter, after, allowed))
 
 
 def _run_id(service: Service, project: str, run: str) -> int:
@@ -166,7 +169,7 @@ def _list(session: Session, paging: Paging, after: int, conditions: list[ColumnE
         session, EventRow, [EventRow.number > after, *conditions], ListOrder(EventRow.number)
     )
     return EventList(
-        events=[CloudEvent.model_validate(without_addresses(held.event)) for held in rows],
+        events=[CloudEvent.model_validate(without_addresses(row.event)) for row in rows],
         after=rows[-1].number if rows else after,
         next_page_token=token,
     )

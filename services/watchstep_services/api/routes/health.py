@@ -1,6 +1,6 @@
-"""Whether the service lives, and whether it can work.
+"""Liveness, readiness, and metrics for Prometheus.
 
-The figures for Prometheus, for those with a token. On a port of their own they need none (`exposition.serve`).
+`/metrics` requires a token here. On their own port, the metrics need none (`exposition.serve`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from watchstep_services.service.context import Service
 router = APIRouter(tags=["health"])
 
 READINESS_THREADS = 2
-"""Threads that ask database and store. They are not of the pool that requests share, which may be occupied."""
+"""Threads that check the database and the store. They are separate from the pool of the requests, which may be busy."""
 
 
-@router.get("/healthz", summary="Is the process alive?")
+@router.get("/healthz", summary="Check that the process is alive")
 @open_to_all(counted=False)
 async def healthz() -> ServiceHealth:
-    """Alive."""
+    """Return ok as long as the process responds."""
     return ServiceHealth(status="ok")
 
 
-@router.get("/readyz", summary="Can it work?")
+@router.get("/readyz", summary="Check that the service is ready")
 @open_to_all(counted=False)
 async def readyz(request: Request, service: Served) -> ServiceHealth:
-    """Whether database and store answer."""
+    """Return ok if the database and the store respond, else 503."""
     threads = request.app.state.readiness_threads
     assert isinstance(threads, CapacityLimiter)
     try:
@@ -54,25 +54,25 @@ def _check(service: Service) -> None:
 metrics_router = APIRouter(tags=["health"])
 
 
-@metrics_router.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
+@metrics_router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
 @permits("read", all_projects=True)
 def metrics(
     request: Request,
     caller: Caller,
     service: Served,
-    accept: Annotated[str, Header(description="OpenMetrics where it is asked for.")] = "",
+    accept: Annotated[str, Header(description="Media type; OpenMetrics if requested.")] = "",
 ) -> Response:
-    """What this process counted, and what stands in the database; of all projects together."""
+    """Return the metrics of this process and of the database, over all projects."""
     if caller.project is not None:
         raise RequestRefusedError(
-            403, f"the token is of project {caller.project!r}", "use a viewer's token of all projects"
+            403, f"the token is limited to project {caller.project!r}", "use a viewer token of all projects"
         )
-    text, kind = written(registry(_of(request.app.state, service)), accept)
+    text, kind = written(registry(_database_figures(request.app.state, service)), accept)
     return Response(text, media_type=kind)
 
 
-def _of(state: State, service: Service) -> DatabaseFigures:
-    held = getattr(state, "database_figures", None)
-    if not isinstance(held, DatabaseFigures):
-        held = state.database_figures = DatabaseFigures(service.database)
-    return held
+def _database_figures(state: State, service: Service) -> DatabaseFigures:
+    figures = getattr(state, "database_figures", None)
+    if not isinstance(figures, DatabaseFigures):
+        figures = state.database_figures = DatabaseFigures(service.database)
+    return figures

@@ -1,4 +1,4 @@
-"""Projects: made and put on stores by admins of all projects."""
+"""Projects. Admins of all projects create them and assign their stores."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from watchstep_services.stores.opening import check_store
 from watchstep_services.tenancy.backends import allow_backends, backends_of
 from watchstep_services.tenancy.projects import (
     ConflictError,
+    create_project,
     find_project,
     find_store,
-    make_project,
     move_project,
 )
 
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/projects", tags=["projects"])
 
 
 class ProjectInput(BaseModel):
-    """A project to make."""
+    """A project to create."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -40,27 +40,35 @@ class ProjectInput(BaseModel):
 
     name: str = Field(max_length=128, description="1 to 128 letters, digits, '.', '_' or '-'.")
     store: str = Field(max_length=128, description="Name of a registered store.")
-    prefix: str = Field("", max_length=512, description="Below the store; runs lie in <prefix>/<name>/.")
+    prefix: str = Field(
+        "", max_length=512, description="Prefix below the store; runs are stored in <prefix>/<name>/."
+    )
     backends: list[str] = Field(
-        default_factory=list, max_length=100, description="Registered backends its jobs may run on."
+        default_factory=list, max_length=100, description="Registered backends that its jobs may run on."
     )
     description: str = Field("", max_length=2000)
 
 
 class ProjectChange(BaseModel):
-    """What shall be otherwise; what is left out stays."""
+    """Changes to a project. Omitted fields remain unchanged."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", json_schema_extra={"examples": [{"archived": True}]}
     )
 
     store: str | None = Field(
-        None, max_length=128, description="Name of a registered store. Nothing is moved: copy it first."
+        None,
+        max_length=128,
+        description="Name of a registered store. The service does not move objects: copy them first.",
     )
-    prefix: str | None = Field(None, max_length=512, description="Below the store.")
-    backends: list[str] | None = Field(None, max_length=100, description="These and no others.")
+    prefix: str | None = Field(None, max_length=512, description="Prefix below the store.")
+    backends: list[str] | None = Field(
+        None, max_length=100, description="Registered backends that its jobs may run on; replaces the list."
+    )
     description: str | None = Field(None, max_length=2000)
-    archived: bool | None = Field(None, description="An archived project takes no new runs.")
+    archived: bool | None = Field(
+        None, description="Whether the project is archived; an archived project accepts no new runs."
+    )
 
 
 class ProjectOutput(BaseModel):
@@ -68,10 +76,10 @@ class ProjectOutput(BaseModel):
 
     name: str
     description: str
-    store: str = Field(description="Name of its store.")
+    store: str = Field(description="Name of the store.")
     prefix: str
-    location: str = Field(description="What holds its runs.")
-    backends: list[str] = Field(description="Those that its jobs may run on.")
+    location: str = Field(description="URL or folder that contains its runs.")
+    backends: list[str] = Field(description="Registered backends that its jobs may run on.")
     created_ns: int
     archived_ns: int | None
 
@@ -85,40 +93,40 @@ class ProjectList(PageOutput):
 @router.get("", summary="List projects")
 @permits("read")
 def list_projects(service: Served, caller: Caller, paging: Paged) -> ProjectList:
-    """Those that the token may see, by name."""
-    mine = () if caller.project is None else (Project.name == caller.project,)
+    """Return the projects that the token may access, by name."""
+    visible = () if caller.project is None else (Project.name == caller.project,)
     with service.database.read() as session:
-        rows, following = paging.fetch(session, Project, mine, ListOrder(Project.name))
-        return ProjectList(projects=[_shown(session, row) for row in rows], next_page_token=following)
+        rows, following = paging.fetch(session, Project, visible, ListOrder(Project.name))
+        return ProjectList(projects=[_output(session, row) for row in rows], next_page_token=following)
 
 
-@router.post("", summary="Make a project", status_code=201, dependencies=[Once], responses=documented(409))
+@router.post("", summary="Create a project", status_code=201, dependencies=[Once], responses=documented(409))
 @permits("administer")
 def post_project(body: ProjectInput, service: Served) -> ProjectOutput:
-    """On a registered store, apart from all other projects."""
+    """Create a project on a registered store, at a location that no other project uses."""
     check_name("project", body.name)
     with service.database.write() as session:
         store = find_store(session, body.store)
-        if not make_project(session, body.name, store, body.prefix, body.description):
-            raise ConflictError(f"project {body.name!r}: there already", "change it, or choose another name")
+        if not create_project(session, body.name, store, body.prefix, body.description):
+            raise ConflictError(f"project {body.name!r}: already exists", "change it, or choose another name")
         allow_backends(session, body.name, body.backends)
-        return _shown(session, find_project(session, body.name))
+        return _output(session, find_project(session, body.name))
 
 
-@router.get("/{project}", summary="Look at a project")
+@router.get("/{project}", summary="Get a project")
 @permits("read")
 def get_project(project: str, service: Served) -> ProjectOutput:
-    """Where its runs lie, and where its jobs may run."""
+    """Return a project with the location of its runs and the backends of its jobs."""
     with service.database.read() as session:
-        return _shown(session, find_project(session, project))
+        return _output(session, find_project(session, project))
 
 
 @router.patch("/{project}", summary="Change or archive a project", responses=documented(409))
 @permits("administer")
 def patch_project(project: str, body: ProjectChange, service: Served, caller: Caller) -> ProjectOutput:
-    """An admin of the project may change what it says of itself; of all projects, all of it."""
+    """Change a project. Admins of the project may change its description only; admins of all projects, everything."""
     if {"store", "prefix", "backends", "archived"} & body.model_fields_set:
-        _refuse_own(caller)
+        _require_all_projects(caller)
     with service.database.write() as session:
         row = find_project(session, project)
         if body.store is not None or body.prefix is not None:
@@ -131,28 +139,30 @@ def patch_project(project: str, body: ProjectChange, service: Served, caller: Ca
         if body.archived is not None:
             row.archived_ns = (row.archived_ns or read_clock(session)) if body.archived else None
         session.flush()
-        return _shown(session, row)
+        return _output(session, row)
 
 
-@router.post("/{project}/check", summary="Try a project's store")
+@router.post("/{project}/check", summary="Check a project's store")
 @permits("operate")
 def post_project_check(project: str, service: Served, slots: Working) -> StoreCheck:
-    """Take its role, list, write, read, create and delete an object of its own, where its runs lie."""
+    """Assume the store's role, then list, write, read, create and delete a test object at the location of the project's runs."""
     with service.database.read() as session:
         place = find_project(session, project).place
-    with slots.store_checks.taken(project):
+    with slots.store_checks.acquire(project):
         return check_output(check_store(place.registration, place.prefix, place.project))
 
 
-def _refuse_own(caller: AuthenticatedCaller) -> None:
-    """Else an admin of one project could put it where another's objects lie, or onto another's backend."""
+def _require_all_projects(caller: AuthenticatedCaller) -> None:
+    """Raise an error for an admin of one project, who could otherwise point it at objects or backends of another."""
     if caller.project is not None:
         raise RequestRefusedError(
-            403, "the token is of one project; stores and backends are of all", "use a token of all projects"
+            403,
+            "the token is limited to one project; stores and backends belong to all",
+            "use a token of all projects",
         )
 
 
-def _shown(session: Session, row: Project) -> ProjectOutput:
+def _output(session: Session, row: Project) -> ProjectOutput:
     return ProjectOutput(
         name=row.name,
         description=row.description,

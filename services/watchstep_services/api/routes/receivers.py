@@ -1,4 +1,4 @@
-"""Receivers of a project: who can be told, how, and whether it works."""
+"""Receivers of a project: configuration, tests, and message previews."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from watchstep_services.notify.directory import (
     find_receiver,
     known_receivers,
 )
-from watchstep_services.notify.flush import deliver, message_of, outside_of
+from watchstep_services.notify.flush import deliver, delivery_context, message_of
 from watchstep_services.service.context import Service
 
 router = APIRouter(prefix="/v1/projects/{project}/receivers", tags=["receivers"])
@@ -50,24 +50,26 @@ _SHOWN: dict[str, Any] = {
 }
 
 
-def _with_example(shown: dict[str, Any]) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"examples": [shown]})
+def _with_example(example: dict[str, Any]) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [example]})
 
 
 class ReceiverOutput(BaseModel):
-    """A receiver. Of a secret it says where it lies, or that it is set."""
+    """A receiver. Secrets are replaced by their source, or by the fact that they are set."""
 
     model_config = _with_example(_SHOWN)
 
     name: str
     kind: str
-    origin: str = Field(description="project, or owner: of the service's own file, for all projects.")
+    origin: str = Field(description="project, or owner: from the service's own file, for all projects.")
     written_by: str
     written_ns: int
     receiver: dict[str, Any] = Field(
-        description="As it is written; a secret that is kept shows as {set: true}, and stays where it is sent back so."
+        description="The receiver as written. A stored secret is shown as {set: true}; sending that back keeps it."
     )
-    problem: str = Field("", description="Why nobody is told by it: a later version of the service wrote it.")
+    problem: str = Field(
+        "", description="Reason why it delivers nothing: a later version of the service wrote it."
+    )
 
 
 class ReceiverList(BaseModel):
@@ -79,7 +81,7 @@ class ReceiverList(BaseModel):
 
 
 class TestInput(BaseModel):
-    """A test to send."""
+    """A test notification to send."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,19 +89,19 @@ class TestInput(BaseModel):
 
 
 class TestOutput(BaseModel):
-    """What came of a test."""
+    """Result of a test notification."""
 
     model_config = _with_example(
         {"result": "done", "detail": "hooks.example.com: answered 204", "notification": "test-5f2b0c9e"}
     )
 
-    result: str = Field(description="done; error: it would be tried again; failed: it would not.")
+    result: str = Field(description="done; error: a delivery would be retried; failed: it would not.")
     detail: str
-    notification: str = Field(description="Its id.")
+    notification: str = Field(description="Id of the notification.")
 
 
 class MessagePreviewInput(BaseModel):
-    """Templates to look at, and an alert to fill them with."""
+    """Templates to preview, and the alert to render."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -107,16 +109,16 @@ class MessagePreviewInput(BaseModel):
         json_schema_extra={"examples": [{"title": "{name} on {run}", "text": "{alerts}"}]},
     )
 
-    title: str | None = Field(None, description="Instead of the receiver's own.")
-    text: str | None = Field(None, description="Instead of the receiver's own.")
-    alert: str | None = Field(None, description="Instead of the receiver's own.")
-    run: str | None = Field(None, description="Run of a real alert; an example where none is named.")
-    name: str | None = Field(None, description="Of the rule config whose newest alert on the run it is.")
-    status: Status = Field("firing", description="Of the example.")
+    title: str | None = Field(None, description="Template to use instead of the receiver's.")
+    text: str | None = Field(None, description="Template to use instead of the receiver's.")
+    alert: str | None = Field(None, description="Template to use instead of the receiver's.")
+    run: str | None = Field(None, description="Run of a recorded alert; default: an example.")
+    name: str | None = Field(None, description="Rule config to render the newest alert of, on the run.")
+    status: Status = Field("firing", description="Status of the example.")
 
 
 class MessagePreviewOutput(BaseModel):
-    """What a receiver would be told."""
+    """Message that a receiver would get."""
 
     model_config = _with_example(
         {
@@ -132,25 +134,25 @@ class MessagePreviewOutput(BaseModel):
 @router.get("", summary="List receivers")
 @permits("operate")
 def get_receivers(project: str, service: Served) -> ReceiverList:
-    """All receivers that the project's alerts can reach, those of the service's owner as well."""
+    """Return all receivers that the project's alerts can use, including those of the service owner."""
     check_name("project", project)
     with service.database.read() as session:
         names = sorted(known_receivers(service, session, project))
-        return ReceiverList(receivers=[_stored(service, session, project, name) for name in names])
+        return ReceiverList(receivers=[_stored_output(service, session, project, name) for name in names])
 
 
-@router.get("/{name}", summary="Look at a receiver")
+@router.get("/{name}", summary="Get a receiver")
 @permits("operate")
 def get_receiver(project: str, name: str, service: Served, response: Response) -> ReceiverOutput:
-    """A receiver without its secrets; its ETag is for If-Match."""
+    """Return a receiver without its secrets. Use the ETag for If-Match."""
     with service.database.read() as session:
         check_name("project", project)
-        shown = _stored(service, session, project, name)
-    tag(response, shown)
-    return shown
+        output = _stored_output(service, session, project, name)
+    tag(response, output)
+    return output
 
 
-@router.put("/{name}", summary="Write a receiver")
+@router.put("/{name}", summary="Create or replace a receiver")
 @permits("operate")
 def put_receiver(
     project: str,
@@ -161,19 +163,21 @@ def put_receiver(
     response: Response,
     if_match: IfMatch = None,
 ) -> ReceiverOutput:
-    """Make a receiver, or replace it. One that acts in AWS, or takes secrets from the environment, only an admin may write."""
+    """Create or replace a receiver. One that acts in AWS or reads secrets from the environment requires an admin."""
     check_name("project", project)
     if body.name != name:
-        raise ConfigError(f"name: {body.name!r} is not the {name!r} of the address", "name it the same twice")
+        raise ConfigError(
+            f"name: {body.name!r} differs from {name!r} in the address", "use the same name in both"
+        )
     with service.database.write() as session:
         _require(service, session, (project, name), if_match)
         try:
             directory.put_receiver(service, session, project, body, caller)
         except (directory.ForbiddenError, directory.InUseError) as error:
             raise _refused(error) from error
-        shown = _shown(service, session, project, find_receiver(service, session, project, name))
-    tag(response, shown)
-    return shown
+        output = _output(service, session, project, find_receiver(service, session, project, name))
+    tag(response, output)
+    return output
 
 
 @router.delete("/{name}", summary="Remove a receiver")
@@ -181,74 +185,76 @@ def put_receiver(
 def delete_receiver(
     project: str, name: str, service: Served, caller: Caller, if_match: IfMatch = None
 ) -> ReceiverOutput:
-    """Remove a receiver and its secrets; not while the routing tree names it. What was to be sent to it is given up."""
+    """Remove a receiver and its secrets. Refused while the routing tree contains it. Its pending notifications are dropped."""
     check_name("project", project)
     with service.database.write() as session:
         _require(service, session, (project, name), if_match)
-        shown = _stored(service, session, project, name)
+        output = _stored_output(service, session, project, name)
         try:
             directory.delete_receiver(service, session, project, name, caller)
         except (directory.ForbiddenError, directory.InUseError) as error:
             raise _refused(error) from error
-    return shown
+    return output
 
 
 @router.post("/{name}/test", summary="Send a test", dependencies=[Once], responses=documented(409))
 @permits("operate")
 def test_receiver(project: str, name: str, body: TestInput, service: Served, slots: Working) -> TestOutput:
-    """Send a message that says that it is a test, once, and say what came of it."""
+    """Send one notification that is marked as a test, and return its result."""
     with service.database.read() as session:
-        receiver = _found(service, session, project, name)
-        outside = outside_of(service, session, project, receiver)
-    notification = samples.example(service, project, body.status, outside.now_ns)
-    with slots.receiver_tests.taken(project):
+        receiver = _find(service, session, project, name)
+        context = delivery_context(service, session, project, receiver)
+    notification = samples.example(service, project, body.status, context.now_ns)
+    with slots.receiver_tests.acquire(project):
         try:
-            tried = deliver(receiver, notification, outside)
+            attempt = deliver(receiver, notification, context)
         except WatchstepError as error:
             detail = f"{error.what} ({error.hint})"
             return TestOutput(result="error", detail=detail, notification=notification.id)
-    return TestOutput(result=tried.result, detail=tried.detail, notification=notification.id)
+    return TestOutput(result=attempt.result, detail=attempt.detail, notification=notification.id)
 
 
-@router.post("/{name}/preview", summary="Look at what a receiver would be told")
+@router.post("/{name}/preview", summary="Preview the message of a receiver")
 @permits("operate")
 def preview_receiver(
     project: str, name: str, body: MessagePreviewInput, service: Served
 ) -> MessagePreviewOutput:
-    """Title and text by the receiver's templates, or by others that are tried; nothing is sent."""
+    """Render title and text with the receiver's templates, or with those of the request. Nothing is sent."""
     with service.database.read() as session:
-        receiver = _with_templates(_found(service, session, project, name), body)
+        receiver = _with_templates(_find(service, session, project, name), body)
         at_ns = read_clock(session)
         if body.run is None or body.name is None:
             notification = samples.example(service, project, body.status, at_ns)
         else:
             run = find_run(session, project, body.run)
             notification = samples.of_alert(service, session, run, body.name, at_ns)
-    letter = message_of(notification, receiver.templates)
-    return MessagePreviewOutput(title=letter.title, text=letter.text)
+    message = message_of(notification, receiver.templates)
+    return MessagePreviewOutput(title=message.title, text=message.text)
 
 
-def _found(service: Service, session: Session, project: str, name: str) -> Receiver:
+def _find(service: Service, session: Session, project: str, name: str) -> Receiver:
     check_name("project", project)
     return find_receiver(service, session, project, name)
 
 
 def _with_templates(receiver: Receiver, body: MessagePreviewInput) -> Receiver:
-    tried = {name: value for name in ("title", "text", "alert") if (value := getattr(body, name)) is not None}
+    templates = {
+        name: value for name in ("title", "text", "alert") if (value := getattr(body, name)) is not None
+    }
     try:
-        return RECEIVER.validate_python({**receiver.as_data(), **tried})
+        return RECEIVER.validate_python({**receiver.as_data(), **templates})
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
-        place = str(first["loc"][-1])
+        field = str(first["loc"][-1])
         raise ConfigError(
-            f"{place}: {first['msg'].removeprefix('Value error, ')}", "correct the template"
+            f"{field}: {first['msg'].removeprefix('Value error, ')}", "correct the template"
         ) from error
 
 
-def _stored(service: Service, session: Session, project: str, name: str) -> ReceiverOutput:
-    """A receiver as it is kept, one that cannot be read as well."""
+def _stored_output(service: Service, session: Session, project: str, name: str) -> ReceiverOutput:
+    """Return a stored receiver, also one that this version cannot read."""
     try:
-        return _shown(service, session, project, find_receiver(service, session, project, name))
+        return _output(service, session, project, find_receiver(service, session, project, name))
     except UnreadableReceiverError as error:
         row = session.get_one(ReceiverRow, (project, name))
         return ReceiverOutput(
@@ -257,7 +263,7 @@ def _stored(service: Service, session: Session, project: str, name: str) -> Rece
         )  # fmt: skip
 
 
-def _shown(service: Service, session: Session, project: str, receiver: Receiver) -> ReceiverOutput:
+def _output(service: Service, session: Session, project: str, receiver: Receiver) -> ReceiverOutput:
     data = receiver.as_data()
     if receiver.name in service.receiver_file.names:
         return ReceiverOutput(
@@ -274,12 +280,12 @@ def _shown(service: Service, session: Session, project: str, receiver: Receiver)
     )
 
 
-def _require(service: Service, session: Session, named: tuple[str, str], if_match: str | None) -> None:
+def _require(service: Service, session: Session, key: tuple[str, str], if_match: str | None) -> None:
     if if_match is None:
         return
-    project, name = named
-    row = session.get(ReceiverRow, (project, name))
-    require_match(if_match, None if row is None else _stored(service, session, project, name))
+    project, name = key
+    row = session.get(ReceiverRow, key)
+    require_match(if_match, None if row is None else _stored_output(service, session, project, name))
 
 
 def _refused(error: WatchstepError) -> RequestRefusedError:

@@ -1,4 +1,4 @@
-"""How long what is kept of a project's runs; and one run's deletion, or its being held."""
+"""Retention policy of a project; deletion and hold of a single run."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ _FIELDS = ("compact_after_s", "originals_s", "keep_tensors_s", "keep_runs_s")
 
 
 class Retention(BaseModel):
-    """How long what is kept, in seconds after a run's end."""
+    """Retention policy. Times are in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_POLICY)
 
     compact_after_s: Seconds | None = Field(
-        None, description="Compacted after so long; 0: never; null: as the service's."
+        None, description="Time from a run's end to its compaction; 0: never; null: the service's setting."
     )
     originals_s: Seconds | None = Field(
         None,
-        description="Segments stay so long after the compaction that replaced them; null: as the service's.",
+        description="Time from a compaction to the deletion of the segments that it replaced; null: the service's setting.",
     )
     keep_tensors_s: Seconds | None = Field(
-        None, description="Full tensors are deleted after so long; null: never."
+        None, description="Time from a run's end to the deletion of its full tensors; null: never."
     )
     keep_runs_s: Seconds | None = Field(
-        None, description="Runs are deleted whole after so long, from the store and here; null: never."
+        None,
+        description="Time from a run's end to its deletion from the store and the database; null: never.",
     )
 
 
 class RunHold(BaseModel):
-    """Why a run is held."""
+    """Reason for a hold on a run."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", json_schema_extra={"examples": [{"reason": "paper"}]}
@@ -56,8 +57,8 @@ class RunHold(BaseModel):
     reason: str = Field(min_length=1, max_length=1000)
 
 
-class Keeping(BaseModel):
-    """What was done to a run after its end. Times are nanoseconds since the epoch."""
+class RetentionStatus(BaseModel):
+    """Retention steps that were applied to a run after its end. Times are nanoseconds since the epoch."""
 
     deleting: bool
     on_hold: bool
@@ -69,22 +70,22 @@ class Keeping(BaseModel):
     problem: str
 
 
-@router.get("/retention", summary="Look at how long what is kept")
+@router.get("/retention", summary="Get the retention policy")
 @permits("read")
 def get_retention(project: str, service: Served) -> Retention:
-    """The project's policy. Without one, runs are compacted as the service's settings say, and nothing is deleted."""
+    """Return the project's policy. Without a policy, the service's settings control compaction, and no run is deleted."""
     with service.database.read() as session:
-        _known(session, project)
+        _check_project(session, project)
         row = session.get(RetentionPolicy, project)
         return Retention() if row is None else Retention(**{name: getattr(row, name) for name in _FIELDS})
 
 
-@router.put("/retention", summary="Set how long what is kept")
+@router.put("/retention", summary="Set the retention policy")
 @permits("administer")
 def put_retention(project: str, body: Retention, service: Served, caller: Caller) -> Retention:
-    """Replace the project's policy. It holds for runs that have ended already as well, from the next look at them on."""
+    """Replace the project's policy. It also applies to runs that have already ended, from their next check on."""
     with service.database.write() as session:
-        _known(session, project)
+        _check_project(session, project)
         values = {**body.model_dump(), "changed_by": caller.role, "changed_ns": read_clock(session)}
         if not insert_missing(session, RetentionPolicy, {"project": project, **values}):
             row = session.get_one(RetentionPolicy, project)
@@ -99,80 +100,80 @@ def put_retention(project: str, body: Retention, service: Served, caller: Caller
 
 @router.delete("/runs/{run}", summary="Delete a run", status_code=202)
 @permits("administer")
-def delete_run(project: str, run: str, service: Served) -> Keeping:
-    """Delete a run that has ended, from the store and here, soon. What the audit log says of it stays."""
+def delete_run(project: str, run: str, service: Served) -> RetentionStatus:
+    """Schedule a run that has ended for deletion from the store and the database. Its audit log remains."""
     with service.database.write() as session:
         row = find_run(session, project, run)
         if row.state not in (*ENDED, "lost"):
             raise RequestRefusedError(
-                409, f"run {project}/{run}: is {row.state}", "stop it, or wait until it has ended"
+                409, f"run {project}/{run}: {row.state}", "stop it, or wait until it ends"
             )
-        kept = _upkeep(session, row)
-        if kept.on_hold:
+        upkeep = _lock_upkeep(session, row)
+        if upkeep.on_hold:
             raise RequestRefusedError(
-                409, f"run {project}/{run}: is held ({kept.hold_reason})", "let it go first"
+                409, f"run {project}/{run}: on hold ({upkeep.hold_reason})", "release the hold first"
             )
         if is_being_stopped(session, row.id):
             raise RequestRefusedError(
-                409, f"run {project}/{run}: a stop is on its way", "delete it once the stop has ended"
+                409, f"run {project}/{run}: a stop is in progress", "delete the run after the stop has ended"
             )
-        kept.deleting, kept.next_ns = True, 0
-        return _keeping(kept)
+        upkeep.deleting, upkeep.next_ns = True, 0
+        return _status(upkeep)
 
 
-@router.get("/runs/{run}/keeping", summary="Look at what was done to a run after its end")
+@router.get("/runs/{run}/retention", summary="Get a run's retention status")
 @permits("read")
-def get_keeping(project: str, run: str, service: Served) -> Keeping:
-    """Whether a run is compacted, held, or about to be deleted."""
+def get_retention_status(project: str, run: str, service: Served) -> RetentionStatus:
+    """Return whether a run is compacted, on hold, or scheduled for deletion."""
     with service.database.read() as session:
         row = find_run(session, project, run)
-        return _keeping(session.get(Upkeep, row.id) or _fresh(row))
+        return _status(session.get(Upkeep, row.id) or _new_upkeep(row))
 
 
 @router.put("/runs/{run}/hold", summary="Hold a run")
 @permits("operate")
-def hold_run(project: str, run: str, body: RunHold, service: Served, caller: Caller) -> Keeping:
-    """Keep a run, whatever the project's policy says, until it is let go."""
+def hold_run(project: str, run: str, body: RunHold, service: Served, caller: Caller) -> RetentionStatus:
+    """Exempt a run from the project's policy until the hold is released."""
     with service.database.write() as session:
-        kept = _upkeep(session, find_run(session, project, run))
-        if kept.deleting:
+        upkeep = _lock_upkeep(session, find_run(session, project, run))
+        if upkeep.deleting:
             raise RequestRefusedError(
-                409, f"run {project}/{run}: is being deleted", "some of it may be gone already"
+                409, f"run {project}/{run}: being deleted", "parts of it may already be deleted"
             )
-        kept.on_hold, kept.hold_by, kept.hold_reason = True, caller.role, body.reason
-        return _keeping(kept)
+        upkeep.on_hold, upkeep.hold_by, upkeep.hold_reason = True, caller.role, body.reason
+        return _status(upkeep)
 
 
-@router.delete("/runs/{run}/hold", summary="Let a run go")
+@router.delete("/runs/{run}/hold", summary="Release a run")
 @permits("operate")
-def release(project: str, run: str, service: Served) -> Keeping:
-    """Let the project's policy decide again."""
+def release_run(project: str, run: str, service: Served) -> RetentionStatus:
+    """Release the hold on a run, so that the project's policy applies again."""
     with service.database.write() as session:
-        kept = _upkeep(session, find_run(session, project, run))
-        kept.on_hold, kept.hold_by, kept.hold_reason, kept.next_ns = False, "", "", 0
-        return _keeping(kept)
+        upkeep = _lock_upkeep(session, find_run(session, project, run))
+        upkeep.on_hold, upkeep.hold_by, upkeep.hold_reason, upkeep.next_ns = False, "", "", 0
+        return _status(upkeep)
 
 
-def _known(session: Session, project: str) -> None:
+def _check_project(session: Session, project: str) -> None:
     check_name("project", project)
     if session.get(Project, project) is None:
-        raise NotFoundError(f"project {project}: not known", "register it first, or check the name")
+        raise NotFoundError(f"project {project}: not found", "create it first, or check the name")
 
 
-def _fresh(run: RunRow) -> Upkeep:
+def _new_upkeep(run: RunRow) -> Upkeep:
     return Upkeep(
         run_id=run.id, ended_ns=run.ended_ns or 0, next_ns=0, lease_until_ns=0, claims=0, deleting=False, on_hold=False,
         hold_by="", hold_reason="", tries=0, problem="",
     )  # fmt: skip
 
 
-def _upkeep(session: Session, run: RunRow) -> Upkeep:
+def _lock_upkeep(session: Session, run: RunRow) -> Upkeep:
     row = session.get(Upkeep, run.id, with_for_update=True)
     if row is None:
-        row = _fresh(run)
+        row = _new_upkeep(run)
         session.add(row)
     return row
 
 
-def _keeping(row: Upkeep) -> Keeping:
-    return Keeping(**{name: getattr(row, name) for name in Keeping.model_fields})
+def _status(row: Upkeep) -> RetentionStatus:
+    return RetentionStatus(**{name: getattr(row, name) for name in RetentionStatus.model_fields})

@@ -1,4 +1,4 @@
-"""The routing tree of a project: which receivers its alerts reach."""
+"""Routing tree of a project, which selects the receivers of its alerts."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class RoutePreviewOutput(BaseModel):
     )
 
 
-@router.get("", summary="Look at the routing tree")
+@router.get("", summary="Get the routing tree")
 @permits("read")
 def get_routing(project: str, service: Served, response: Response) -> RoutingOutput:
-    """The project's tree, or the owner's where it has none of its own; its ETag is for If-Match."""
+    """Return the project's tree, or the service owner's if the project has none. Use the ETag for If-Match."""
     check_name("project", project)
     with service.database.read() as session:
         shown = _shown(service, session, project)
@@ -101,7 +101,7 @@ def get_routing(project: str, service: Served, response: Response) -> RoutingOut
     return shown
 
 
-@router.put("", summary="Write the routing tree")
+@router.put("", summary="Replace the routing tree")
 @permits("operate")
 def put_routing(
     project: str,
@@ -111,7 +111,7 @@ def put_routing(
     response: Response,
     if_match: IfMatch = None,
 ) -> RoutingOutput:
-    """Replace the project's tree. Alerts that fire already are told by the new one from their next change on."""
+    """Replace the project's tree. For firing alerts it applies from their next change on."""
     check_name("project", project)
     with service.database.write() as session:
         require_match(if_match, _shown(service, session, project))
@@ -124,7 +124,7 @@ def put_routing(
 @router.delete("", summary="Remove the routing tree")
 @permits("operate")
 def delete_routing(project: str, service: Served, if_match: IfMatch = None) -> RoutingOutput:
-    """Let the owner's tree count again; shows it."""
+    """Delete the project's tree, so that the service owner's applies again, and return the latter."""
     check_name("project", project)
     with service.database.write() as session:
         require_match(if_match, _shown(service, session, project))
@@ -132,10 +132,10 @@ def delete_routing(project: str, service: Served, if_match: IfMatch = None) -> R
         return _shown(service, session, project)
 
 
-@router.post("/preview", summary="Look at whom an alert would reach")
+@router.post("/preview", summary="Preview the receivers of an alert")
 @permits("read")
 def preview_routing(project: str, body: RoutePreviewInput, service: Served) -> RoutePreviewOutput:
-    """Route an alert without telling anybody."""
+    """Route an alert without notifying anybody."""
     check_name("project", project)
     if (body.run is None) != (body.name is None):
         raise ConfigError("a real alert needs both 'run' and 'name'", "give both, or labels instead")
@@ -143,12 +143,12 @@ def preview_routing(project: str, body: RoutePreviewInput, service: Served) -> R
         labels, notify = {"project": project, **body.labels}, tuple(body.notify)
         if body.run is not None and body.name is not None:
             run = find_run(session, project, body.run)
-            told = samples.of_alert(service, session, run, body.name, read_clock(session))
-            labels = dict(told.alerts[0].labels)
+            notification = samples.of_alert(service, session, run, body.name, read_clock(session))
+            labels = dict(notification.alerts[0].labels)
             notify += samples.named_receivers(session, run, body.name)
         is_note = labels.get("severity") == "info"
-        found = () if is_note else routes_of(service, session, project, labels, notify, body.route)
-        known = known_receivers(service, session, project)
+        matching = () if is_note else routes_of(service, session, project, labels, notify, body.route)
+        receivers = known_receivers(service, session, project)
     routes = [
         RouteOutput(
             receiver=route.receiver,
@@ -158,10 +158,12 @@ def preview_routing(project: str, body: RoutePreviewInput, service: Served) -> R
             repeat_interval=route.repeat_interval,
             send_resolved=route.send_resolved,
         )
-        for route in found
+        for route in matching
     ]
     return RoutePreviewOutput(
-        labels=labels, routes=routes, unknown=[name for name in dict.fromkeys(notify) if name not in known]
+        labels=labels,
+        routes=routes,
+        unknown=[name for name in dict.fromkeys(notify) if name not in receivers],
     )
 
 

@@ -1,14 +1,8 @@
-"""The rules that can be configured.
+"""Rules, rule configs of runs and projects, and backtests.
 
-Rule configs as the API takes and gives them.
-
-How the rule configs of a run stand.
-
-Rule configs of a run: which judge it, and how they stand; an operator adds, changes and removes them while it goes on.
-
-Rule configs of a project: they judge every run that is registered from then on.
-
-Backtests: judge runs that are there already, by rules that are not in force.
+Rules are the kinds that can be configured. The rule configs of a run evaluate it; an operator adds, changes and removes them while
+it runs. The rule configs of a project apply to every run that is registered later. A backtest evaluates recorded runs with rules
+that are not in force.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Response
+from fastapi import APIRouter, Body, Path, Response
 from pydantic import BaseModel, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -53,7 +47,7 @@ from watchstep_services.notify.directory import known_receivers
 from watchstep_services.runs import rule_configs
 from watchstep_services.runs.registration import ensure_project
 from watchstep_services.runs.rule_configs import OVERRIDDEN, STRONGER_THAN_RECORDERS
-from watchstep_services.runs.stops import word_for
+from watchstep_services.runs.stops import permission_for
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import load_config, memory_of
 
@@ -63,15 +57,15 @@ router = APIRouter(prefix="/v1/rules", tags=["rules"])
 @router.get("", summary="List rules")
 @permits("read")
 def list_rules() -> RuleList:
-    """All rules by name."""
-    every = {**RULES, **KINDS}
-    return RuleList(rules=[RuleSummary(name=name, summary=every[name].summary) for name in sorted(every)])
+    """Return all rules, by name."""
+    rules = {**RULES, **KINDS}
+    return RuleList(rules=[RuleSummary(name=name, summary=rules[name].summary) for name in sorted(rules)])
 
 
-@router.get("/{name}", summary="Look at a rule")
+@router.get("/{name}", summary="Get a rule")
 @permits("read")
 def get_rule(name: str) -> RuleOutput:
-    """What a rule tests, and the JSON schema of its parameters."""
+    """Return what a rule tests, and the JSON schema of its parameters."""
     try:
         rule = find_rule(name)
     except RuleError as error:
@@ -89,47 +83,48 @@ def get_rule(name: str) -> RuleOutput:
 RuleConfigBody = Annotated[
     dict[str, Any],
     Body(
-        description="A rule config, as an entry of 'rules' in a rule file; its name is that of the address.",
+        description="A rule config, as an entry of 'rules' in a rule file. The address contains its name.",
         examples=[{"rule": "vanishing_gradient", "params": {"threshold": 1e-7}, "severity": "critical"}],
     ),
 ]
 
 
 class ConfigOutput(BaseModel):
-    """A rule config. Its ETag is for ``If-Match``."""
+    """A rule config. Use its ETag for ``If-Match``."""
 
     name: str
     rule: str
     origin: str = Field(description="owner, project, operator or recorder.")
     config: dict[str, Any] = Field(
-        description="As in a rule file. Addresses of webhooks are shown to those who may operate; to others, their hosts."
+        description="The rule config as in a rule file. Callers without the permission operate see only the hosts of webhook addresses."
     )
 
 
 def shown_config(data: dict[str, Any], caller: AuthenticatedCaller) -> dict[str, Any]:
-    """A rule config as somebody may see it."""
-    told: dict[str, Any] = data if caller.may("operate") else without_addresses(data)
-    return told
+    """Return the parts of a rule config that a caller may see."""
+    config: dict[str, Any] = data if caller.may("operate") else without_addresses(data)
+    return config
 
 
 def checked(slots: WorkSlots, project: str, name: str, body: dict[str, Any]) -> RuleConfig:
-    """A rule config of a name, looked over as 'watchstep rules check' does.
+    """Return a validated rule config, checked like `watchstep rules check` does.
 
     Raises:
-        BusyError, RefusedError: it cannot be checked now.
-        RuleError: it cannot be used; all that is wrong with it is named.
+        BusyError, RequestRefusedError: the config cannot be checked now.
+        RuleError: the config is not valid. The error lists all problems.
     """
-    given = body.get("name", name)
-    if given != name:
+    body_name = body.get("name", name)
+    if body_name != name:
         raise RuleError(
-            f"name {str(given)[:80]!r}: the address says {name!r}", "leave it out, or make them the same"
+            f"name {str(body_name)[:80]!r}: differs from {name!r} in the address",
+            "omit the name, or use the same in both",
         )
     (config,) = slots.checked_rules(project, [{**body, "name": name}])
     return config
 
 
 def rules_of(service: Service, session: Session, run: RunRow, caller: AuthenticatedCaller) -> list[RuleState]:
-    """The rule configs that judge a run, in the order in which they came, as they stand on its newest attempt."""
+    """Return the rule configs that evaluate a run, oldest first, with their states on its newest attempt."""
     rows = session.execute(
         select(RuleConfigRow, RuleStateRow)
         .outerjoin(
@@ -144,28 +139,29 @@ def rules_of(service: Service, session: Session, run: RunRow, caller: Authentica
             select(RuleConfigRow).filter_by(run_id=run.id, origin=OVERRIDDEN)
         ).scalars()
     }
-    known = known_receivers(service, session, run.project)
+    receivers = known_receivers(service, session, run.project)
     states = []
-    for config, held in rows:
-        asked = load_config(config, None).config
-        memory = memory_of(None if held is None else held.state)
+    for row, state_row in rows:
+        config = load_config(row, None).config
+        memory = memory_of(None if state_row is None else state_row.state)
         states.append(
             RuleState(
-                name=config.name,
-                rule=config.rule,
-                origin=config.origin,
-                granted_stop=asked is not None and word_for(session, run.project, config, asked) is not None,
+                name=row.name,
+                rule=row.rule,
+                origin=row.origin,
+                granted_stop=config is not None
+                and permission_for(session, run.project, row, config) is not None,
                 health=memory.health.value,
                 problem=memory.problem,
-                warnings=[] if asked is None else service.unknown_receivers(asked, known),
+                warnings=[] if config is None else service.unknown_receivers(config, receivers),
                 judged=memory.judged,
-                findings=0 if held is None else held.findings,
+                findings=0 if state_row is None else state_row.findings,
                 phase=memory.alert.phase.value,
-                isolation=(memory.state or {}).get("isolation") if config.rule == Python.name else None,
-                overrides=[overridden[config.name]]
-                if config.name in overridden and config.origin in STRONGER_THAN_RECORDERS
+                isolation=(memory.state or {}).get("isolation") if row.rule == Python.name else None,
+                overrides=[overridden[row.name]]
+                if row.name in overridden and row.origin in STRONGER_THAN_RECORDERS
                 else [],
-                config=shown_config(config.data, caller),
+                config=shown_config(row.data, caller),
             )
         )
     return states
@@ -175,7 +171,7 @@ run_rules_router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/rules", t
 
 
 class RuleStateList(BaseModel):
-    """Rule configs in the order in which they came."""
+    """Rule configs, oldest first."""
 
     rules: list[RuleState]
 
@@ -183,21 +179,21 @@ class RuleStateList(BaseModel):
 @run_rules_router.get("", summary="List rule configs of a run")
 @permits("read")
 def list_run_rules(project: str, run: str, service: Served, caller: Caller) -> RuleStateList:
-    """The rule configs that judge a run, and how they stand on its newest attempt."""
+    """Return the rule configs that evaluate a run, with their states on its newest attempt."""
     with service.database.read() as session:
         return RuleStateList(rules=rules_of(service, session, find_run(session, project, run), caller))
 
 
-@run_rules_router.get("/{name}", summary="Look at a rule config of a run")
+@run_rules_router.get("/{name}", summary="Get a rule config of a run")
 @permits("read")
 def get_run_rule(
     project: str, run: str, name: str, service: Served, caller: Caller, response: Response
 ) -> ConfigOutput:
-    """The rule config of a name that judges a run: an operator's before the project's, the owner's and a recorder's."""
+    """Return the rule config that is in force: an operator's overrides the project's, the owner's and a recorder's."""
     with service.database.read() as session:
-        held = _run_rule_output(_find_run_rule(session, find_run(session, project, run), name), caller)
-    tag(response, held)
-    return held
+        output = _run_rule_output(_find_run_rule(session, find_run(session, project, run), name), caller)
+    tag(response, output)
+    return output
 
 
 @run_rules_router.put("/{name}", summary="Put a rule config on a run", responses=documented(412))
@@ -213,18 +209,18 @@ def put_run_rule(
     response: Response,
     if_match: IfMatch = None,
 ) -> ConfigOutput:
-    """Have a rule judge the run from its next rows on, in place of the one of that name. Whether it stops jobs is granted apart."""
+    """Evaluate the run with this rule config from its next rows on, instead of the one of that name. Stops require a separate grant."""
     config = checked(slots, project, name, body)
     with service.database.write() as session:
         row = find_run(session, project, run)
-        known = rule_configs.in_force(session, row, name)
-        require_match(if_match, None if known is None else _run_rule_output(known, caller))
+        previous = rule_configs.in_force(session, row, name)
+        require_match(if_match, None if previous is None else _run_rule_output(previous, caller))
         rule_configs.put_one(session, row, config)
-        held = _run_rule_output(_find_run_rule(session, row, name), caller)
+        output = _run_rule_output(_find_run_rule(session, row, name), caller)
         run_id = row.id
     service.notifier.run_changed(run_id)
-    tag(response, held)
-    return held
+    tag(response, output)
+    return output
 
 
 @run_rules_router.delete(
@@ -234,21 +230,21 @@ def put_run_rule(
 def delete_run_rule(
     project: str, run: str, name: str, service: Served, caller: Caller, if_match: IfMatch = None
 ) -> None:
-    """Have a rule judge the run no more; what it found stays. Another of the name, which it stood for, does not come back."""
+    """Remove a rule config from the run. Its findings remain. An overridden config of the same name does not return."""
     with service.database.write() as session:
         row = find_run(session, project, run)
-        known = _find_run_rule(session, row, name)
-        require_match(if_match, _run_rule_output(known, caller))
-        rule_configs.remove(session, row, known)
+        config_row = _find_run_rule(session, row, name)
+        require_match(if_match, _run_rule_output(config_row, caller))
+        rule_configs.remove(session, row, config_row)
 
 
 def _find_run_rule(session: Session, run: RunRow, name: str) -> RuleConfigRow:
-    held = rule_configs.in_force(session, run, name)
-    if held is None:
+    row = rule_configs.in_force(session, run, name)
+    if row is None:
         raise NotFoundError(
-            f"rule config {name!r}: none of run {run.project}/{run.run}", "list the run's rules"
+            f"rule config {name!r} of run {run.project}/{run.run}: not found", "list the run's rules"
         )
-    return held
+    return row
 
 
 def _run_rule_output(row: RuleConfigRow, caller: AuthenticatedCaller) -> ConfigOutput:
@@ -268,7 +264,7 @@ class ProjectRuleList(PageOutput):
 @project_rules_router.get("", summary="List rule configs of a project")
 @permits("read")
 def list_project_rules(project: str, service: Served, caller: Caller, paging: Paged) -> ProjectRuleList:
-    """The project's own rule configs, by name; the owner's come on top of them."""
+    """Return the project's own rule configs, by name. The owner's apply in addition and are not listed."""
     check_name("project", project)
     with service.database.read() as session:
         of_project = ProjectRule.project == project
@@ -276,16 +272,16 @@ def list_project_rules(project: str, service: Served, caller: Caller, paging: Pa
     return ProjectRuleList(rules=[_project_rule_output(row, caller) for row in rows], next_page_token=token)
 
 
-@project_rules_router.get("/{name}", summary="Look at a rule config of a project")
+@project_rules_router.get("/{name}", summary="Get a rule config of a project")
 @permits("read")
 def get_project_rule(
     project: str, name: str, service: Served, caller: Caller, response: Response
 ) -> ConfigOutput:
-    """One of the project's own rule configs."""
+    """Return one of the project's own rule configs."""
     with service.database.read() as session:
-        held = _project_rule_output(_find_project_rule(session, project, name), caller)
-    tag(response, held)
-    return held
+        output = _project_rule_output(_find_project_rule(session, project, name), caller)
+    tag(response, output)
+    return output
 
 
 @project_rules_router.put("/{name}", summary="Put a rule config on a project", responses=documented(409, 412))
@@ -300,9 +296,9 @@ def put_project_rule(
     response: Response,
     if_match: IfMatch = None,
 ) -> ConfigOutput:
-    """Have a rule judge the runs that are registered from now on, in place of the owner's of that name.
+    """Evaluate runs that are registered from now on with this rule config, instead of the owner's of that name.
 
-    Whether it stops jobs is granted apart. Runs that are known already get it when they are registered again.
+    Stops require a separate grant. Existing runs get the rule config when they are registered again.
     """
     config = checked(slots, project, name, body)
     with service.database.write() as session:
@@ -317,9 +313,9 @@ def put_project_rule(
             session.add(row)
         else:
             row.rule, row.data, row.changed_ns = config.rule, config.as_data(), now
-        held = _project_rule_output(row, caller)
-    tag(response, held)
-    return held
+        output = _project_rule_output(row, caller)
+    tag(response, output)
+    return output
 
 
 @project_rules_router.delete(
@@ -329,7 +325,7 @@ def put_project_rule(
 def delete_project_rule(
     project: str, name: str, service: Served, caller: Caller, if_match: IfMatch = None
 ) -> None:
-    """Have it judge no run that is registered from now on; runs that have it keep it."""
+    """Remove a rule config for runs that are registered from now on. Existing runs keep it."""
     with service.database.write() as session:
         row = _find_project_rule(session, project, name)
         require_match(if_match, _project_rule_output(row, caller))
@@ -340,7 +336,9 @@ def _find_project_rule(session: Session, project: str, name: str) -> ProjectRule
     check_name("project", project)
     row = session.get(ProjectRule, (project, name))
     if row is None:
-        raise NotFoundError(f"rule config {name!r}: none of project {project}", "list the project's rules")
+        raise NotFoundError(
+            f"rule config {name!r} of project {project}: not found", "list the project's rules"
+        )
     return row
 
 
@@ -353,29 +351,33 @@ backtests_router = APIRouter(prefix="/v1/projects/{project}/backtests", tags=["b
 
 
 @backtests_router.post(
-    "", summary="Ask for a backtest", status_code=202, dependencies=[Once], responses=documented(409)
+    "", summary="Start a backtest", status_code=202, dependencies=[Once], responses=documented(409)
 )
 @permits("operate")
 def post_backtest(project: str, body: BacktestInput, service: Served, slots: Working) -> BacktestOutput:
-    """Judge runs of the project. Nothing is stopped or told; what was found is read by the number that is given."""
+    """Evaluate runs of the project. A backtest stops no job and notifies nobody. Read its findings with the returned id."""
     rules = slots.checked_rules(project, body.rules) if body.rules else DEFAULT_RULES
     number = request_backtest(service, project, body.runs, rules, body.sweep)
     return _read(service, project, number)
 
 
-@backtests_router.get("/{number}", summary="Look at a backtest")
+@backtests_router.get("/{number}", summary="Get a backtest")
 @permits("operate")
-def get_backtest(project: str, number: int, service: Served) -> BacktestOutput:
-    """How far it came, and, once it is done, what it found."""
+def get_backtest(
+    project: str,
+    number: Annotated[int, Path(ge=1, lt=2**63, description="The backtest's id.")],
+    service: Served,
+) -> BacktestOutput:
+    """Return the progress of a backtest and, once it is done, its report."""
     return _read(service, project, number)
 
 
 def _read(service: Service, project: str, number: int) -> BacktestOutput:
-    held = read_progress(service, project, number)
+    progress = read_progress(service, project, number)
     return BacktestOutput(
-        id=held.id,
-        state=held.state,
-        runs=len(held.runs),
-        judged=len(held.results),
-        report=report(held.results, held.variations) if held.state == "done" else None,
+        id=progress.id,
+        state=progress.state,
+        runs=len(progress.runs),
+        judged=len(progress.results),
+        report=report(progress.results, progress.variations) if progress.state == "done" else None,
     )

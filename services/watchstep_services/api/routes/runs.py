@@ -1,7 +1,4 @@
-"""Runs: register, list, look at, stop, bind to a job.
-
-Attempts of a run: how far each came, how its workers ended, and the job that it was.
-"""
+"""Runs and their attempts: registration, lists, stops, and bound jobs."""
 
 from __future__ import annotations
 
@@ -56,24 +53,24 @@ router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 @router.post("", summary="Register a run")
 @permits("record", run_in_body=True)
 def register_run(project: str, body: RunInput, service: Served, caller: Caller, slots: Working) -> RunOutput:
-    """Make a run known, before or after it is on the store. Safe to repeat.
+    """Register a run, before or after its first segment is on the store. Idempotent.
 
-    The owner's rules judge it as well. The rules that are asked for stop nothing that an operator has not allowed them to:
-    what they would have stopped is recorded.
+    The service owner's rules also evaluate the run. The requested rules stop a job only if an operator has allowed it; otherwise
+    the audit log records the stop that they would have requested.
     """
     if caller.run is not None:
-        _hold_to_its_run(service, project, body.run, caller.run)
+        _check_token_run(service, project, body.run, caller.run)
     operator = caller.may("operate")
     if body.job is not None and not operator:
         raise RequestRefusedError(
-            403, "a recorder token may not bind a job", "bind the job at launch, or with an operator's token"
+            403, "a recorder token may not bind a job", "bind the job at launch, or use an operator token"
         )
     if body.allow_stop and not operator:
         raise RequestRefusedError(
             403, "a recorder token may not allow a stop", "have an operator do it: watchstep rules allow-stop"
         )
     if body.job is not None and not body.attempt:
-        raise ConfigError("attempt: none is named for the job", "name the attempt that the job is")
+        raise ConfigError("attempt: missing for the job", "set the attempt that the job runs")
     if body.attempt:
         check_name("attempt", body.attempt)
     if not operator:
@@ -105,7 +102,7 @@ def list_runs(
     since: Since = None,
     until: Until = None,
 ) -> RunList:
-    """Runs of a project, the newest first."""
+    """Return the runs of a project, newest first."""
     check_name("project", project)
     conditions = [
         RunRow.project == project,
@@ -116,15 +113,15 @@ def list_runs(
         conditions.append(RunRow.id.in_(select(AlertRow.run_id).where(AlertRow.phase.in_(alerts))))
     with service.database.read() as session:
         rows, token = paging.fetch(session, RunRow, conditions, ListOrder(RunRow.id, descending=True))
-        counted = _counts(session, [row.id for row in rows])
-    runs = [RunSummary(**_summary(service, row, counted[row.id])) for row in rows]
+        counts = _counts(session, [row.id for row in rows])
+    runs = [RunSummary(**_summary(service, row, counts[row.id])) for row in rows]
     return RunList(runs=runs, next_page_token=token)
 
 
-@router.get("/{run}", summary="Look at a run")
+@router.get("/{run}", summary="Get a run")
 @permits("read")
 def get_run(project: str, run: str, service: Served, caller: Caller) -> RunOutput:
-    """State, alerts, job, rules and health of a run."""
+    """Return state, alerts, job, rules and health of a run."""
     return _read(service, project, run, caller)
 
 
@@ -133,20 +130,20 @@ def get_run(project: str, run: str, service: Served, caller: Caller) -> RunOutpu
 )
 @permits("operate")
 def stop_run(project: str, run: str, body: StopInput, service: Served, caller: Caller) -> StopOutput:
-    """Ask the workers to stop, then end the job. An attempt is stopped once, however often it is asked.
+    """Request the workers to stop, then end the job. Repeated requests stop an attempt once.
 
-    Where a stop came to nothing, as with no job bound yet, and the attempt goes on, asking again tries again.
+    If a stop had no effect, for example because no job was bound yet, and the attempt continues, another request tries again.
     """
     with service.database.write() as session:
         row = find_run(session, project, run)
         attempt = check_name("attempt", body.attempt or row.attempt) if body.attempt or row.attempt else ""
         if not attempt:
-            raise ConfigError(f"run {project}/{run}: has no attempt yet", "stop it when it has begun")
-        known = session.execute(select(Attempt.id).filter_by(run_id=row.id, attempt=attempt)).first()
-        if known is None:
-            raise NotFoundError(f"attempt {attempt!r}: not known", f"the newest is {row.attempt!r}")
-        because, asked = ("", body.reason), StopRequester(caller.who)
-        action = request_stop(session, service.base_url, row.id, attempt, because, asked)
+            raise ConfigError(f"run {project}/{run}: has no attempt yet", "stop the run after it has started")
+        attempt_row = session.execute(select(Attempt.id).filter_by(run_id=row.id, attempt=attempt)).first()
+        if attempt_row is None:
+            raise NotFoundError(f"attempt {attempt!r}: not found", f"the newest is {row.attempt!r}")
+        cause, requester = ("", body.reason), StopRequester(caller.who)
+        action = request_stop(session, service.base_url, row.id, attempt, cause, requester)
     if action is not None:
         service.notifier.action_due(action)
     return StopOutput(accepted=action is not None, attempt=attempt)
@@ -155,22 +152,22 @@ def stop_run(project: str, run: str, body: StopInput, service: Served, caller: C
 @router.put("/{run}/job", summary="Bind a job")
 @permits("operate")
 def put_job(project: str, run: str, body: JobBinding, service: Served, caller: Caller) -> RunOutput:
-    """Say which job an attempt is, so that it can be stopped."""
+    """Bind an attempt to its job, so that the service can stop it."""
     with service.database.read() as session:
         row = find_run(session, project, run)
     attempt = body.attempt or row.attempt
     if not attempt:
-        raise ConfigError(f"run {project}/{run}: has no attempt yet", "name the attempt that the job is")
+        raise ConfigError(f"run {project}/{run}: has no attempt yet", "set the attempt that the job runs")
     bind_job(service, row.id, attempt, _handle(body.job), caller.role)
     return _read(service, project, run, caller)
 
 
-def _hold_to_its_run(service: Service, project: str, run: str, own: str) -> None:
-    """For a token of one run there is no other; nor does it make that one anew after it was deleted.
+def _check_token_run(service: Service, project: str, run: str, own: str) -> None:
+    """Check that a token of one run registers that run, and does not recreate it after its deletion.
 
     Raises:
-        BadNameError: the name cannot be one.
-        NotFoundError: it is another, or is gone.
+        BadNameError: the name is not valid.
+        NotFoundError: it is another run, or was deleted.
     """
     check_name("run", run)
     if run != own:
@@ -204,13 +201,13 @@ def _read(service: Service, project: str, run: str, caller: AuthenticatedCaller)
 
 
 def _counts(session: Session, run_ids: Sequence[int]) -> dict[int, AlertCounts]:
-    found = (
+    by_phase_and_severity = (
         select(AlertRow.run_id, AlertRow.phase, AlertRow.severity, func.count())
         .where(AlertRow.run_id.in_(run_ids), AlertRow.phase.in_(("pending", "firing", "resolved")))
         .group_by(AlertRow.run_id, AlertRow.phase, AlertRow.severity)
     )
     counts: dict[int, Counter[str]] = {run_id: Counter() for run_id in run_ids}
-    for run_id, phase, severity, number in session.execute(found):
+    for run_id, phase, severity, number in session.execute(by_phase_and_severity):
         counts[run_id][phase] += int(number)
         if phase == "firing" and severity == "info":
             counts[run_id]["notes"] += int(number)
@@ -235,18 +232,18 @@ attempts_router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/attempts",
 
 
 class AttemptOutput(BaseModel):
-    """An attempt."""
+    """An attempt of a run."""
 
     attempt: str
-    world_size: int = Field(description="How many ranks it has; 0 before it is known.")
-    on_stop: str = Field(description="What its workers do when they are asked to stop.")
-    started_ns: int = Field(description="When it began, by its own clock; 0 before that is known.")
-    first_seen_ns: int = Field(description="When the service first read something of it; 0 before.")
-    watermark: int = Field(
-        description="The last step that all live workers have passed; -1 before the first."
+    world_size: int = Field(description="Number of ranks; 0 until it is known.")
+    on_stop: str = Field(description="What its workers do when a stop is requested.")
+    started_ns: int = Field(description="Start, by the clock of the attempt; 0 until it is known.")
+    first_seen_ns: int = Field(
+        description="Time at which the service first read data of the attempt; 0 until then."
     )
-    largest: int = Field(description="The largest step that was read; -1 before the first.")
-    ends: dict[str, Any] = Field(description="Rank: how it ended.")
+    watermark: int = Field(description="Last step that all live workers have passed; -1: none.")
+    largest: int = Field(description="Largest step that was read; -1: none.")
+    ends: dict[str, Any] = Field(description="Rank to how it ended.")
     job: JobOutput | None
 
 
@@ -259,40 +256,42 @@ class AttemptList(PageOutput):
 @attempts_router.get("", summary="List attempts")
 @permits("read")
 def list_attempts(project: str, run: str, service: Served, paging: Paged) -> AttemptList:
-    """Attempts of a run in the order in which they were heard of."""
+    """Return the attempts of a run, in the order in which the service detected them."""
     with service.database.read() as session:
         row = find_run(session, project, run)
         rows, token = paging.fetch(session, Attempt, [Attempt.run_id == row.id], ListOrder(Attempt.id))
         chosen = select(BoundJobRow).where(
-            BoundJobRow.run_id == row.id, BoundJobRow.attempt.in_([held.attempt for held in rows])
+            BoundJobRow.run_id == row.id, BoundJobRow.attempt.in_([row.attempt for row in rows])
         )
         jobs = {job.attempt: job for job in session.execute(chosen).scalars()}
-    attempts = [_attempt(held, jobs.get(held.attempt)) for held in rows]
+    attempts = [_attempt(row, jobs.get(row.attempt)) for row in rows]
     return AttemptList(attempts=attempts, next_page_token=token)
 
 
-@attempts_router.get("/{attempt}", summary="Look at an attempt")
+@attempts_router.get("/{attempt}", summary="Get an attempt")
 @permits("read")
 def get_attempt(project: str, run: str, attempt: str, service: Served) -> AttemptOutput:
-    """How far it came, how its workers ended, and its job."""
+    """Return the progress of an attempt, how its workers ended, and its job."""
     check_name("attempt", attempt)
     with service.database.read() as session:
         row = find_run(session, project, run)
-        named = {"run_id": row.id, "attempt": attempt}
-        held = session.execute(select(Attempt).filter_by(**named)).scalar_one_or_none()
-        job = session.execute(select(BoundJobRow).filter_by(**named)).scalar_one_or_none()
-    if held is None:
-        raise NotFoundError(f"attempt {attempt!r}: not one of run {project}/{run}", "list the run's attempts")
-    return _attempt(held, job)
+        key = {"run_id": row.id, "attempt": attempt}
+        attempt_row = session.execute(select(Attempt).filter_by(**key)).scalar_one_or_none()
+        job = session.execute(select(BoundJobRow).filter_by(**key)).scalar_one_or_none()
+    if attempt_row is None:
+        raise NotFoundError(
+            f"attempt {attempt!r} of run {project}/{run}: not found", "list the run's attempts"
+        )
+    return _attempt(attempt_row, job)
 
 
 def _attempt(row: Attempt, job: BoundJobRow | None) -> AttemptOutput:
-    held = {name: getattr(row, name) for name in AttemptOutput.model_fields if name != "job"}
-    return AttemptOutput(**held, job=None if job is None else job_output(job))
+    columns = {name: getattr(row, name) for name in AttemptOutput.model_fields if name != "job"}
+    return AttemptOutput(**columns, job=None if job is None else job_output(job))
 
 
 def job_output(job: BoundJobRow) -> JobOutput:
-    """A job, as it is shown."""
+    """Return the response for a bound job."""
     return JobOutput(
         backend=job.backend,
         id=job.job_id,

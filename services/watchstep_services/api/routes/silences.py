@@ -1,4 +1,4 @@
-"""Silences: who is not told of what, for how long, by whom and why."""
+"""Silences: notifications of matching alerts are suppressed for a time, with an author and a reason."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Matchers = Annotated[
     Field(
         min_length=1,
         max_length=silences.MOST_MATCHERS,
-        description="All must hold: LABEL=VALUE, with =, !=, =~ or !~ (RE2, over the whole value). Every alert has project, run, "
-        "name, rule and severity; the others are the rule config's own.",
+        description="Matchers, which must all match: LABEL=VALUE, with =, !=, =~ or !~ (RE2, over the whole value). Every alert "
+        "has the labels project, run, name, rule and severity, and those of its rule config.",
         examples=[['run=~"night-.*"', "severity!=critical"]],
     ),
 ]
@@ -41,7 +41,7 @@ _PREVIEWED = 200
 
 
 class SilenceInput(BaseModel):
-    """A silence to begin."""
+    """A silence to create."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -59,20 +59,22 @@ class SilenceInput(BaseModel):
 
     matchers: Matchers
     reason: str = Field(
-        min_length=1, max_length=1000, description="For those who wonder why nobody was told."
+        min_length=1, max_length=1000, description="Reason, shown with each suppressed notification."
     )
     starts: str | None = Field(
-        None, max_length=40, description="RFC 3339, or nanoseconds since the epoch; now where left out."
+        None, max_length=40, description="Start: RFC 3339, or nanoseconds since the epoch; default: now."
     )
-    ends: str | None = Field(None, max_length=40, description="The same; or give duration_seconds.")
+    ends: str | None = Field(
+        None, max_length=40, description="End, in the same formats; or set duration_seconds."
+    )
     duration_seconds: float | None = Field(None, gt=0, le=366 * 86400)
-    holds_stop: bool = Field(
-        False, description="Hold back stops, too. Without it a silenced alert still stops its job."
+    suppresses_stop: bool = Field(
+        False, description="Also suppress stops. Otherwise a silenced alert still stops its job."
     )
 
 
 class SilencePreviewInput(BaseModel):
-    """Matchers to try."""
+    """Matchers to preview."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,21 +89,21 @@ class SilenceOutput(BaseModel):
     matchers: list[str]
     author: str
     reason: str
-    holds_stop: bool
+    suppresses_stop: bool
     created_ns: int
     starts_ns: int
     ends_ns: int
-    expired_by: str = Field(description="Who ended it early; empty where nobody did.")
+    expired_by: str = Field(description="User who ended the silence early; empty: nobody.")
 
 
 class SilenceList(PageOutput):
-    """Silences, the newest first."""
+    """Silences, newest first."""
 
     silences: list[SilenceOutput]
 
 
 class SilencedAlert(BaseModel):
-    """An alert that fires now and would be silenced."""
+    """A firing alert that the silence would cover."""
 
     run: str
     fingerprint: str
@@ -111,24 +113,24 @@ class SilencedAlert(BaseModel):
 
 
 class SilencePreviewOutput(BaseModel):
-    """What matchers match now, the last that fired first; 200 at the most."""
+    """Firing alerts that the matchers match, most recent first; at most 200."""
 
     alerts: list[SilencedAlert]
 
 
-@router.post("", summary="Begin a silence", status_code=201, dependencies=[Once], responses=documented(409))
+@router.post("", summary="Create a silence", status_code=201, dependencies=[Once], responses=documented(409))
 @permits("operate")
 def create_silence(project: str, body: SilenceInput, service: Served, caller: Caller) -> SilenceOutput:
-    """From its start to its end nobody is told of alerts that match. Jobs are still stopped, unless `holds_stop` says otherwise."""
+    """Suppress notifications of matching alerts between two times. Rules still stop jobs, unless `suppresses_stop` is set."""
     matchers = silences.read_matchers(body.matchers)
     with service.database.write() as session:
         find_project(session, project)
         now = read_clock(session)
         starts = now if body.starts is None else time_ns("starts", body.starts)
-        asked = silences.SilenceRequest(
-            matchers, caller.who, body.reason, starts, _end(body, max(starts, now)), body.holds_stop
+        request = silences.SilenceRequest(
+            matchers, caller.who, body.reason, starts, _end(body, max(starts, now)), body.suppresses_stop
         )
-        return _output(silences.create(session, project, asked, now), now)
+        return _output(silences.create(session, project, request, now), now)
 
 
 @router.get("", summary="List silences")
@@ -137,9 +139,9 @@ def list_silences(
     project: str,
     service: Served,
     paging: Paged,
-    state: Annotated[State | None, Query(description="Only those in this state.")] = None,
+    state: Annotated[State | None, Query(description="Only silences in this state.")] = None,
 ) -> SilenceList:
-    """Silences of a project, the newest first; those that have ended stay in the list."""
+    """Return the silences of a project, newest first. Expired silences remain in the list."""
     with service.database.read() as session:
         find_project(session, project)
         now = read_clock(session)
@@ -147,23 +149,23 @@ def list_silences(
         if state == "expired":
             conditions.append(Silence.ends_ns <= now)
         elif state is not None:
-            began = Silence.starts_ns <= now if state == "active" else Silence.starts_ns > now
-            conditions += [Silence.ends_ns > now, began]
+            started = Silence.starts_ns <= now if state == "active" else Silence.starts_ns > now
+            conditions += [Silence.ends_ns > now, started]
         rows, token = paging.fetch(session, Silence, conditions, ListOrder(Silence.id, descending=True))
         return SilenceList(silences=[_output(row, now) for row in rows], next_page_token=token)
 
 
-@router.post("/preview", summary="Try matchers")
+@router.post("/preview", summary="Preview a silence")
 @permits("read")
 def preview_silence(project: str, body: SilencePreviewInput, service: Served) -> SilencePreviewOutput:
-    """Alerts that fire now and that a silence with these matchers would hold back."""
+    """Return the firing alerts that a silence with these matchers would cover."""
     matchers = silences.read_matchers(body.matchers)
     with service.database.read() as session:
         find_project(session, project)
-        found = []
+        matching = []
         for row in silences.matching(session, project, matchers, _PREVIEWED):
             run = session.get_one(RunRow, row.run_id)
-            found.append(
+            matching.append(
                 SilencedAlert(
                     run=run.run,
                     fingerprint=row.fingerprint,
@@ -172,13 +174,13 @@ def preview_silence(project: str, body: SilencePreviewInput, service: Served) ->
                     message=row.message,
                 )
             )
-        return SilencePreviewOutput(alerts=found)
+        return SilencePreviewOutput(alerts=matching)
 
 
-@router.get("/{number}", summary="Look at a silence")
+@router.get("/{number}", summary="Get a silence")
 @permits("read")
 def get_silence(project: str, number: Number, service: Served) -> SilenceOutput:
-    """One silence."""
+    """Return a silence."""
     with service.database.read() as session:
         return _output(_find(session, project, number), read_clock(session))
 
@@ -186,7 +188,7 @@ def get_silence(project: str, number: Number, service: Served) -> SilenceOutput:
 @router.delete("/{number}", summary="End a silence")
 @permits("operate")
 def expire_silence(project: str, number: Number, service: Served, caller: Caller) -> SilenceOutput:
-    """End it now: what it held back, and still holds, is told. One that has ended stays as it is."""
+    """End a silence now. Suppressed alerts that still fire are then notified. An expired silence remains unchanged."""
     with service.database.write() as session:
         row = _find(session, project, number)
         silences.expire(session, row, caller.who)
@@ -197,13 +199,16 @@ def _find(session: Session, project: str, number: int) -> Silence:
     find_project(session, project)
     row = session.get(Silence, number)
     if row is None or row.project != project:
-        raise NotFoundError(f"silence {number} of project {project}: not known", "the list has the ids")
+        raise NotFoundError(
+            f"silence {number} of project {project}: not found",
+            "list the silences of the project to get their ids",
+        )
     return row
 
 
 def _end(body: SilenceInput, starts_ns: int) -> int:
     if (body.ends is None) == (body.duration_seconds is None):
-        raise ConfigError("ends, duration_seconds: both or neither is given", "give one of them")
+        raise ConfigError("ends, duration_seconds: both or neither set", "set exactly one of them")
     if body.ends is not None:
         return time_ns("ends", body.ends)
     return starts_ns + nanoseconds(body.duration_seconds or 0.0)
@@ -211,7 +216,9 @@ def _end(body: SilenceInput, starts_ns: int) -> int:
 
 def _output(row: Silence, now_ns: int) -> SilenceOutput:
     state: State = "expired" if row.ends_ns <= now_ns else "active" if row.starts_ns <= now_ns else "pending"
-    held: dict[str, Any] = {
+    columns: dict[str, Any] = {
         name: getattr(row, name) for name in SilenceOutput.model_fields if name not in ("state", "matchers")
     }
-    return SilenceOutput(state=state, matchers=[str(one) for one in silences.matchers_of(row)], **held)
+    return SilenceOutput(
+        state=state, matchers=[str(matcher) for matcher in silences.matchers_of(row)], **columns
+    )

@@ -1,4 +1,4 @@
-"""Snapshots of a run: which there are, what is in them, and the tensors themselves, in pieces of a bounded size."""
+"""Snapshots of a run: lists, contents, and the tensors themselves, in parts of bounded size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from watchstep.kernels.array_kernel import measure_array
 from watchstep.store.store import Store
 from watchstep_services.api.middleware.access import permits
 from watchstep_services.api.queries.answers import FIGURES, FiguresOutput, Numbers, numbers
-from watchstep_services.api.queries.state import Asking
+from watchstep_services.api.queries.state import Querying
 from watchstep_services.api.schemas.filters import Word
 from watchstep_services.api.schemas.paging import Paged, PageOutput
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
@@ -38,23 +38,24 @@ MEDIA_TYPE = "application/octet-stream"
 _MEGABYTE = 1024 * 1024
 _SAMPLE = 32
 _PART = 4 * _MEGABYTE
+"""Bytes of a streamed tensor that are read at once: the memory that a slow client occupies."""
+
 _MEASURED = 1024 * 1024
 """Elements that are widened and measured at once."""
-"""Of a tensor that is sent as its client reads; a part is what a slow client holds."""
 
 _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
 
 
 @dataclass(frozen=True)
 class SnapshotPath:
-    """The snapshot that a path names."""
+    """The snapshot in a request path."""
 
     project: str
     run: str
     key: SnapshotKey
 
 
-async def _place(
+async def _snapshot_path(
     project: str,
     run: str,
     attempt: Annotated[str, Path(max_length=128)],
@@ -65,9 +66,9 @@ async def _place(
     return SnapshotPath(project, run, SnapshotKey(check_name("attempt", attempt), worker, step, mode))
 
 
-Placed = Annotated[SnapshotPath, Depends(_place)]
+Placed = Annotated[SnapshotPath, Depends(_snapshot_path)]
 Name = Annotated[
-    Word, Query(min_length=1, max_length=1024, description="Of the tensor.", examples=["conv1.weight"])
+    Word, Query(min_length=1, max_length=1024, description="Name of the tensor.", examples=["conv1.weight"])
 ]
 
 _RAW: dict[int | str, dict[str, Any]] = {
@@ -77,16 +78,19 @@ _RAW: dict[int | str, dict[str, Any]] = {
         "headers": {
             "X-Watchstep-Dtype": {
                 "schema": {"type": "string"},
-                "description": "By safetensors' names: F32, BF16, …",
+                "description": "Data type, by its safetensors name: F32, BF16, …",
             },
             "X-Watchstep-Shape": {
                 "schema": {"type": "string"},
-                "description": "Separated by commas; empty for a scalar.",
+                "description": "Shape, separated by commas; empty for a scalar.",
             },
             "Accept-Ranges": {"schema": {"type": "string"}},
         },
     }
-    for status, text in ((200, "Its bytes, little-endian and row-major."), (206, "The bytes of the Range."))
+    for status, text in (
+        (200, "Bytes of the tensor, little-endian and row-major."),
+        (206, "Bytes of the Range."),
+    )
 }
 
 
@@ -110,43 +114,43 @@ class StoredTensor(BaseModel):
     """A tensor of a snapshot."""
 
     name: str
-    dtype: str = Field(description="By safetensors' names: F32, BF16, F8_E4M3, …")
+    dtype: str = Field(description="Data type, by its safetensors name: F32, BF16, F8_E4M3, …")
     shape: list[int]
-    bytes: int = Field(description="Of its elements.")
+    bytes: int = Field(description="Size of its elements.")
 
 
 class SnapshotOutput(SnapshotEntry):
-    """A snapshot and what is in it."""
+    """A snapshot with its tensors."""
 
     metadata: dict[str, str]
     tensors: list[StoredTensor]
-    missing: int = Field(description="Tensors that did not fit into the writer's memory.")
+    missing: int = Field(description="Number of tensors that did not fit into the writer's memory.")
 
 
 class TensorSummary(StoredTensor):
-    """A tensor's figures, and its first elements."""
+    """Figures of a tensor, and its first elements."""
 
     figures: FiguresOutput
-    first: Numbers = Field(description=f"Its first {_SAMPLE} elements; null where not finite.")
+    first: Numbers = Field(description=f"The first {_SAMPLE} elements; null if not finite.")
 
 
 @router.get("", summary="List snapshots")
 @permits("read")
-def list_snapshots(project: str, run: str, asking: Asking, paging: Paged) -> SnapshotList:
-    """Which full tensors were kept: of which step, by whom."""
-    with asking.looked_at(project, run) as store:
-        held = sorted(_held(store, asking.budget().check))
-    entries = [_entry(key, size) for key, size in held]
-    shown, token = paging.fetch_sorted([(k.attempt, k.worker, k.step, k.mode) for k, _ in held], entries)
-    return SnapshotList(snapshots=shown, next_page_token=token)
+def list_snapshots(project: str, run: str, queries: Querying, paging: Paged) -> SnapshotList:
+    """Return the snapshots of a run, by attempt, worker and step."""
+    with queries.open_store(project, run) as store:
+        keys = sorted(_list_keys(store, queries.budget().check))
+    entries = [_entry(key, size) for key, size in keys]
+    page, token = paging.fetch_sorted([(k.attempt, k.worker, k.step, k.mode) for k, _ in keys], entries)
+    return SnapshotList(snapshots=page, next_page_token=token)
 
 
-@router.get("/{attempt}/{worker}/{step}/{mode}", summary="Look at a snapshot")
+@router.get("/{attempt}/{worker}/{step}/{mode}", summary="Get a snapshot")
 @permits("read")
-def get_snapshot(place: Placed, asking: Asking) -> SnapshotOutput:
-    """Its tensors, with their types and shapes."""
+def get_snapshot(place: Placed, queries: Querying) -> SnapshotOutput:
+    """Return the tensors of a snapshot with their data types and shapes."""
     key = place.key
-    with asking.looked_at(place.project, place.run) as store:
+    with queries.open_store(place.project, place.run) as store:
         snapshot = open_snapshot(store, key.path)
         size = store.size(key.path)
     return SnapshotOutput(
@@ -167,19 +171,19 @@ def get_snapshot(place: Placed, asking: Asking) -> SnapshotOutput:
 def get_tensor(
     place: Placed,
     name: Name,
-    asking: Asking,
+    queries: Querying,
     range_: Annotated[
         str | None, Header(alias="Range", max_length=100, description="bytes=FIRST-LAST")
     ] = None,
 ) -> Response:
-    """Its elements as they were, little-endian and row-major; a piece of them where a Range asks for it."""
+    """Return the elements as recorded, little-endian and row-major, or the part that a Range selects."""
     key = place.key
-    with asking.looked_at(place.project, place.run) as store:
+    with queries.open_store(place.project, place.run) as store:
         snapshot = open_snapshot(store, key.path)
         stored = _of(snapshot, name)
         size = stored.length
-        start, end = _asked(range_, size)
-        _bounded(end - start, asking.service.settings.tensor_mb, "a smaller Range")
+        start, end = _byte_range(range_, size)
+        _bounded(end - start, queries.service.settings.tensor_mb, "a smaller Range")
         first = min(end, start + _PART)
         content = _plain(store, snapshot.key, stored, (start, first))
     headers = {
@@ -195,31 +199,31 @@ def get_tensor(
     if first == end:
         return Response(content, status, headers, MEDIA_TYPE)
     headers["content-length"] = str(end - start)
-    parts = _parts(content, partial(_plain, store, snapshot.key, stored), (first, end), asking.part_threads)
+    parts = _parts(content, partial(_plain, store, snapshot.key, stored), (first, end), queries.part_threads)
     return StreamingResponse(parts, status, headers, MEDIA_TYPE)
 
 
-@router.get("/{attempt}/{worker}/{step}/{mode}/summary", summary="Look at a tensor")
+@router.get("/{attempt}/{worker}/{step}/{mode}/summary", summary="Get a tensor's figures")
 @permits("read")
-def get_tensor_summary(place: Placed, name: Name, asking: Asking) -> TensorSummary:
-    """Its figures, computed of all elements, and its first elements."""
+def get_tensor_summary(place: Placed, name: Name, queries: Querying) -> TensorSummary:
+    """Return figures over all elements of a tensor, and its first elements."""
     key = place.key
-    with asking.looked_at(place.project, place.run) as store:
+    with queries.open_store(place.project, place.run) as store:
         snapshot = open_snapshot(store, key.path)
         stored = _of(snapshot, name)
-        _bounded(stored.length, asking.service.settings.tensor_mb, "its bytes in pieces, by Range")
+        _bounded(stored.length, queries.service.settings.tensor_mb, "its bytes in pieces, by Range")
         elements = snapshot.read(name).reshape(-1)
-        figures = _measured(elements, stored.dtype)
+        figures = _measure(elements, stored.dtype)
         first = _real(elements[:_SAMPLE], stored.dtype)
     return TensorSummary(
         **_stored(name, stored).model_dump(),
-        figures=FiguresOutput(**{each: figure(figures) for each, figure in FIGURES.items()}),
+        figures=FiguresOutput(**{key: figure(figures) for key, figure in FIGURES.items()}),
         first=numbers(first.astype(float)),
     )
 
 
-def _measured(elements: NDArray[Any], dtype: str) -> StatisticsBatch:
-    """Statistics of elements as they are stored, piece by piece: widened they may take eight times the memory."""
+def _measure(elements: NDArray[Any], dtype: str) -> StatisticsBatch:
+    """Measure stored elements in parts, because widening may take eight times their memory."""
     starts = range(0, max(1, len(elements)), _MEASURED)
     parts = [measure_array(_real(elements[start : start + _MEASURED], dtype)) for start in starts]
     return merge_rows(StatisticsBatch.concatenate(parts), np.zeros(len(parts), np.intp), 1)
@@ -230,13 +234,13 @@ def _real(elements: NDArray[Any], dtype: str) -> NDArray[Any]:
     return abs(values) if values.dtype.kind == "c" else values
 
 
-def _held(store: Store, check: Any) -> Iterator[tuple[SnapshotKey, int]]:
+def _list_keys(store: Store, check: Any) -> Iterator[tuple[SnapshotKey, int]]:
     for entry in store.entries(SNAPSHOTS):
         check()
         try:
             yield SnapshotKey.parse(entry.key), entry.size
         except FormatError:
-            continue  # somebody else's object
+            continue  # not an object of Watchstep
 
 
 def _entry(key: SnapshotKey, size: int) -> SnapshotEntry:
@@ -255,8 +259,8 @@ def _stored(name: str, stored: TensorLocation) -> StoredTensor:
 def _of(snapshot: Snapshot, name: str) -> TensorLocation:
     stored = snapshot.tensors.get(name)
     if stored is None:
-        snapshot.read(name)  # raises, and says why it is not there
-        raise NotFoundError(f"tensor {name!r}: not in the snapshot", "see its tensors")
+        snapshot.read(name)  # raises an error with the reason
+        raise NotFoundError(f"tensor {name!r}: not in the snapshot", "list its tensors")
     return stored
 
 
@@ -264,17 +268,19 @@ def _bounded(size: int, most_mb: int, instead: str) -> None:
     if size > most_mb * _MEGABYTE:
         raise RequestRefusedError(
             413,
-            f"{size} bytes: over the {most_mb} MiB of one answer",
-            f"ask for {instead}, or raise WATCHSTEP_TENSOR_MB",
+            f"{size} bytes: more than the {most_mb} MiB of one response",
+            f"request {instead}, or raise WATCHSTEP_TENSOR_MB",
         )
 
 
 def _plain(store: Store, key: str, stored: TensorLocation, piece: tuple[int, int]) -> bytes:
     start, end = piece
-    held = store.get_range(key, stored.start + start, end - start) if end > start else b""
-    if len(held) != end - start:
-        raise FormatError(f"snapshot {key}: a tensor is shorter than it was", "take another snapshot")
-    return held
+    content = store.get_range(key, stored.start + start, end - start) if end > start else b""
+    if len(content) != end - start:
+        raise FormatError(
+            f"snapshot {key}: a tensor is shorter than its header states", "take another snapshot"
+        )
+    return content
 
 
 async def _parts(
@@ -283,7 +289,7 @@ async def _parts(
     rest: tuple[int, int],
     threads: CapacityLimiter,
 ) -> AsyncIterator[bytes]:
-    """A first part, and the rest as the client reads: each part is read when those before it are written."""
+    """Yield the first part, then the rest at the client's pace: a part is read after the previous ones are sent."""
     yield content
     start, end = rest
     while start < end:
@@ -292,20 +298,20 @@ async def _parts(
         yield content
 
 
-def _asked(text: str | None, size: int) -> tuple[int, int]:
-    """First byte and end of a Range; all where there is none."""
+def _byte_range(text: str | None, size: int) -> tuple[int, int]:
+    """Return the first byte and the end of a Range; the whole tensor without one."""
     if text is None:
         return 0, size
-    found = _RANGE.fullmatch(text.strip())
-    if found is None or not (found[1] or found[2]):
-        raise RequestRefusedError(416, f"Range {text!r}: not one range of bytes", "write bytes=FIRST-LAST")
-    if not found[1]:
-        start, end = max(0, size - int(found[2])), size
+    match = _RANGE.fullmatch(text.strip())
+    if match is None or not (match[1] or match[2]):
+        raise RequestRefusedError(416, f"Range {text!r}: not a single range of bytes", "use bytes=FIRST-LAST")
+    if not match[1]:
+        start, end = max(0, size - int(match[2])), size
     else:
-        start = int(found[1])
-        end = min(size, int(found[2]) + 1) if found[2] else size
+        start = int(match[1])
+        end = min(size, int(match[2]) + 1) if match[2] else size
     if start >= end:
         raise RequestRefusedError(
-            416, f"Range {text!r}: the tensor has {size} bytes", "ask for a part of them"
+            416, f"Range {text!r}: outside the {size} bytes of the tensor", "request a range within them"
         )
     return start, end

@@ -1,4 +1,7 @@
-"""Queries over what a run recorded: series, heatmap, histogram, SQL. The server bins: no answer outgrows a screen."""
+"""Queries over the statistics of a run: series, heatmap, histogram, SQL.
+
+The server bins the steps, so that the size of a response depends on the screen and not on the run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from watchstep_services.api.middleware.access import permits
 from watchstep_services.api.queries import answers
 from watchstep_services.api.queries.series import Line, Lines, SeriesRequest, read_lines
 from watchstep_services.api.queries.sql import run_sql
-from watchstep_services.api.queries.state import Asking
+from watchstep_services.api.queries.state import Querying
 from watchstep_services.api.schemas.filters import Word
 from watchstep_services.api.schemas.paging import Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
@@ -39,10 +42,15 @@ Figure = Annotated[
 ]
 Tensor = Annotated[Word, Query(min_length=1, max_length=1024, examples=["conv1.weight:gradient"])]
 Points = Annotated[
-    int, Query(ge=1, le=MAX_POINTS, description="Most points over the steps: as wide as your screen.")
+    int,
+    Query(
+        ge=1,
+        le=MAX_POINTS,
+        description="Maximum number of points over the steps, for example the width of the screen in pixels.",
+    ),
 ]
 OfMode = Annotated[Mode | None, Query(description="Only rows of this mode.")]
-OfWorker = Annotated[int | None, Query(ge=0, lt=2**31, description="Only what this worker measured.")]
+OfWorker = Annotated[int | None, Query(ge=0, lt=2**31, description="Only rows of this worker.")]
 Accept = Annotated[str | None, Header(include_in_schema=False)]
 
 
@@ -53,17 +61,19 @@ class TensorList(PageOutput):
 
 
 class DeviationList(BaseModel):
-    """Tensors that left the range of their own run, the most unusual first."""
+    """Tensors outside their own earlier range, largest deviation first."""
 
     deviations: list[Deviation]
-    tensors_left_out: int = Field(description="Tensors that were not compared: there are too many.")
+    tensors_left_out: int = Field(
+        description="Number of tensors that were not compared, because there are too many."
+    )
     superseded: bool = Field(
-        description="A later attempt did the step again: the attempt's own values are not compared."
+        description="Whether a later attempt repeated the step; then the values of this attempt are not compared."
     )
 
 
 class SqlInput(BaseModel):
-    """A query."""
+    """A SQL query."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -76,9 +86,9 @@ class SqlInput(BaseModel):
     query: str = Field(
         min_length=1,
         max_length=MAX_QUERY,
-        description="One SELECT over the tables statistics, tensors and losses; functions as in SQL rules.",
+        description="One SELECT over the tables statistics, tensors and losses, with the functions of SQL rules.",
     )
-    limit: int = Field(1000, ge=1, le=_MAX_ROWS, description="Most rows of the answer.")
+    limit: int = Field(1000, ge=1, le=_MAX_ROWS, description="Maximum number of rows in the response.")
 
 
 @router.get("/tensors", summary="List recorded tensors")
@@ -86,18 +96,18 @@ class SqlInput(BaseModel):
 def list_tensors(
     project: str,
     run: str,
-    asking: Asking,
+    queries: Querying,
     paging: Paged,
     collection: Annotated[
-        Word | None, Query(max_length=128, description="Only those of this collection.")
+        Word | None, Query(max_length=128, description="Only tensors of this collection.")
     ] = None,
 ) -> TensorList:
-    """Names, shapes and collections of the tensors whose statistics were recorded."""
-    with asking.asked(project, run) as (opened, _):
-        infos = sorted(opened.index.tensors(), key=_place)
+    """Return names, shapes and collections of the tensors with recorded statistics."""
+    with queries.open_run(project, run) as (opened, _):
+        infos = sorted(opened.index.tensors(), key=_sort_key)
     chosen = [info for info in infos if collection is None or collection in info.collections]
-    shown, token = paging.fetch_sorted([_place(info) for info in chosen], chosen)
-    return TensorList(tensors=[_entry(info) for info in shown], next_page_token=token)
+    page, token = paging.fetch_sorted([_sort_key(info) for info in chosen], chosen)
+    return TensorList(tensors=[_entry(info) for info in page], next_page_token=token)
 
 
 @router.get("/series", summary="Read a series", responses=_ARROW, response_model=answers.SeriesOutput)
@@ -105,27 +115,27 @@ def list_tensors(
 def get_series(
     project: str,
     run: str,
-    asking: Asking,
+    queries: Querying,
     tensor: Tensor,
     figure: Figure,
     worker: OfWorker = None,
     mode: OfMode = None,
-    first: Annotated[int, Query(ge=0, le=_LAST, description="From this step on.")] = 0,
-    last: Annotated[int, Query(ge=0, le=_LAST, description="Up to this step.")] = _LAST,
+    first: Annotated[int, Query(ge=0, le=_LAST, description="First step.")] = 0,
+    last: Annotated[int, Query(ge=0, le=_LAST, description="Last step.")] = _LAST,
     points: Points = 1000,
     accept: Accept = None,
 ) -> Any:
-    """One figure of one tensor over the steps, as lines; shards are merged to the whole tensor.
+    """Return one figure of one tensor over the steps, as lines. Shards are merged to the whole tensor.
 
-    Where a line has more rows than points, each point is of several steps, with the mean and the extremes of its values.
+    If a line has more rows than points, each point covers several steps, with the mean and the extremes of their values.
     """
-    asked = SeriesRequest(tensor, figure, worker, mode, first, last, points)
-    with asking.asked(project, run) as (opened, _):
-        found = read_lines(opened, asked)
+    request = SeriesRequest(tensor, figure, worker, mode, first, last, points)
+    with queries.open_run(project, run) as (opened, _):
+        lines = read_lines(opened, request)
     if answers.wants_arrow(accept):
-        return answers.arrow(_as_table(found))
+        return answers.arrow(_as_table(lines))
     return answers.SeriesOutput(
-        tensor=tensor, figure=figure, lines=[_line(line) for line in found.lines], left_out=found.left_out
+        tensor=tensor, figure=figure, lines=[_line(line) for line in lines.lines], left_out=lines.left_out
     )
 
 
@@ -134,18 +144,18 @@ def get_series(
 def get_deviations(
     project: str,
     run: str,
-    asking: Asking,
-    attempt: Annotated[Word, Query(min_length=1, max_length=128, description="An alert's attempt.")],
-    step: Annotated[int, Query(ge=0, le=_LAST, description="An alert's since_step.")],
+    queries: Querying,
+    attempt: Annotated[Word, Query(min_length=1, max_length=128, description="Attempt of an alert.")],
+    step: Annotated[int, Query(ge=0, le=_LAST, description="Field since_step of an alert.")],
 ) -> DeviationList:
-    """Evidence for an alert: at most five tensors, each with the statistic that is farthest from its own earlier values.
+    """Return evidence for an alert: at most five tensors, each with the statistic that deviates most from its earlier values.
 
-    The usual range is that of up to 200 recorded steps before the step, without their drift.
+    The usual range is computed from up to 200 recorded steps before the step, after removing their drift.
     """
-    with asking.asked(project, run) as (opened, _):
-        found = read_deviations(opened, attempt, step)
+    with queries.open_run(project, run) as (opened, _):
+        result = read_deviations(opened, attempt, step)
     return DeviationList(
-        deviations=found.deviations, tensors_left_out=found.tensors_left_out, superseded=found.superseded
+        deviations=result.deviations, tensors_left_out=result.tensors_left_out, superseded=result.superseded
     )
 
 
@@ -154,37 +164,37 @@ def get_deviations(
 def get_heatmap(
     project: str,
     run: str,
-    asking: Asking,
+    queries: Querying,
     figure: Figure,
     collection: Annotated[
         Word | None, Query(max_length=128, description="Tensors of this collection.", examples=["gradients"])
     ] = None,
     tensor: Annotated[
         list[Annotated[Word, Query(max_length=1024)]] | None,
-        Query(max_length=_MAX_TENSORS, description="These tensors, in place of a collection."),
+        Query(max_length=_MAX_TENSORS, description="These tensors, instead of a collection."),
     ] = None,
     mode: OfMode = "train",
-    reduce: Annotated[Reduce, Query(description="How the values of a cell become one.")] = "mean",
+    reduce: Annotated[Reduce, Query(description="How the values of a cell are reduced to one.")] = "mean",
     points: Points = 200,
-    rows: Annotated[int, Query(ge=1, le=_MAX_TENSORS, description="Most tensors.")] = 200,
+    rows: Annotated[int, Query(ge=1, le=_MAX_TENSORS, description="Maximum number of tensors.")] = 200,
 ) -> answers.HeatmapOutput:
-    """One figure of many tensors over the steps: a row for each tensor, a column for some steps each."""
+    """Return one figure of many tensors over the steps: one row per tensor, one column per range of steps."""
     if (collection is None) == (not tensor):
-        raise ConfigError("collection and tensor: one of them is needed", "name a collection, or tensors")
-    with asking.asked(project, run) as (opened, _):
+        raise ConfigError("collection, tensor: both or neither set", "set exactly one of them")
+    with queries.open_run(project, run) as (opened, _):
         names = tensor or opened.tensors(collection)
         if not names:
             raise ConfigError(
-                f"collection {collection!r}: no tensor is in it", "see …/tensors for the collections"
+                f"collection {collection!r}: contains no tensors", "list …/tensors for the collections"
             )
         names = list(dict.fromkeys(names))
-        found = opened.heatmap(names[:rows], figure, points, mode, reduce)
+        heatmap = opened.heatmap(names[:rows], figure, points, mode, reduce)
     return answers.HeatmapOutput(
         figure=figure,
-        tensors=found.tensors,
+        tensors=heatmap.tensors,
         left_out=max(0, len(names) - rows),
-        edges=answers.whole_numbers(found.edges),
-        values=[answers.numbers(row) for row in found.values],
+        edges=answers.whole_numbers(heatmap.edges),
+        values=[answers.numbers(row) for row in heatmap.values],
     )
 
 
@@ -193,45 +203,45 @@ def get_heatmap(
 def get_histogram(
     project: str,
     run: str,
-    asking: Asking,
+    queries: Querying,
     tensor: Tensor,
     worker: OfWorker = None,
     mode: OfMode = "train",
     points: Points = 200,
 ) -> answers.HistogramOutput:
-    """How a tensor's elements spread over powers of two, in rows of some steps each."""
-    with asking.asked(project, run) as (opened, _):
-        found = opened.histogram(tensor, points, worker, mode)
+    """Return the distribution of a tensor's elements over powers of two, one row per range of steps."""
+    with queries.open_run(project, run) as (opened, _):
+        histogram = opened.histogram(tensor, points, worker, mode)
     return answers.HistogramOutput(
         tensor=tensor,
-        edges=answers.whole_numbers(found.edges),
-        lower=answers.numbers(found.lower),
-        upper=answers.numbers(found.upper),
-        counts=answers.whole_numbers(found.counts),
-        zeros=answers.whole_numbers(found.zeros),
-        nonfinite=answers.whole_numbers(found.nonfinite),
+        edges=answers.whole_numbers(histogram.edges),
+        lower=answers.numbers(histogram.lower),
+        upper=answers.numbers(histogram.upper),
+        counts=answers.whole_numbers(histogram.counts),
+        zeros=answers.whole_numbers(histogram.zeros),
+        nonfinite=answers.whole_numbers(histogram.nonfinite),
     )
 
 
-@router.post("/sql", summary="Ask in SQL", responses=_ARROW, response_model=answers.SqlOutput)
+@router.post("/sql", summary="Query in SQL", responses=_ARROW, response_model=answers.SqlOutput)
 @permits("read")
-def post_sql(project: str, run: str, body: SqlInput, asking: Asking, accept: Accept = None) -> Any:
-    """One SELECT over the run's statistics. It changes nothing, reaches nothing else, and may take some seconds and memory.
+def post_sql(project: str, run: str, body: SqlInput, queries: Querying, accept: Accept = None) -> Any:
+    """Run one SELECT over the run's statistics. It cannot change data or access anything else.
 
-    It is run in a process of its own, which is ended where it takes more. An answer has at most 32 MiB.
+    The query runs in its own process, which is killed if it exceeds its limits of time and memory. A response has at most 32 MiB.
     """
-    settings = asking.service.settings
+    settings = queries.service.settings
     form: Literal["json", "arrow"] = "arrow" if answers.wants_arrow(accept) else "json"
-    with asking.asked_in_sql(project, run) as (asked, budget):
-        limits = QueryLimits(settings.query_mb, max(0.001, budget.left_seconds))
-        found = run_sql(asked, Question(body.query, body.limit, form, limits), budget)
+    with queries.open_sql(project, run) as (source, budget):
+        limits = QueryLimits(settings.query_mb, max(0.001, budget.remaining_seconds))
+        result = run_sql(source, Question(body.query, body.limit, form, limits), budget)
     if form == "arrow":
-        more = {"x-watchstep-more": str(found.more).lower()}
-        return Response(bytes(found.content), media_type=answers.ARROW, headers=more)
-    return Response(bytes(found.content), media_type="application/json")
+        more = {"x-watchstep-more": str(result.more).lower()}
+        return Response(bytes(result.content), media_type=answers.ARROW, headers=more)
+    return Response(bytes(result.content), media_type="application/json")
 
 
-def _place(info: TensorInfo) -> tuple[int, str]:
+def _sort_key(info: TensorInfo) -> tuple[int, str]:
     return info.order, info.name
 
 
@@ -257,8 +267,8 @@ def _line(line: Line) -> answers.LineOutput:
     )
 
 
-def _as_table(found: Lines) -> Any:
-    """All lines in one table, with the columns of `LineOutput`; null where there is no finite value."""
+def _as_table(lines: Lines) -> Any:
+    """Return all lines in one table with the columns of `LineOutput`; null marks a missing finite value."""
     import pyarrow as pa
 
     kinds = {"mode": pa.string(), "worker": pa.int32(), "replica": pa.int32(), "stage": pa.string()}
@@ -270,7 +280,7 @@ def _as_table(found: Lines) -> Any:
     parts = [
         pa.table({name: pa.array([], kind.type) for name, kind in zip(schema.names, schema, strict=True)})
     ]
-    for line in found.lines:
+    for line in lines.lines:
         size = len(line.step)
         columns = {name: pa.array([getattr(line, name)] * size, kind) for name, kind in kinds.items()}
         columns |= {name: pa.array(getattr(line, name), pa.int64()) for name in whole}

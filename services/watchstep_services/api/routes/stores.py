@@ -1,4 +1,4 @@
-"""Registered stores: for admins of all projects."""
+"""Registered stores, for admins of all projects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from watchstep_services.api.schemas.problems import documented
 from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.models import StoreRow
 from watchstep_services.service.context import Service
-from watchstep_services.stores.opening import TriedStep, check_store, failed
+from watchstep_services.stores.opening import CheckedStep, check_store, failed
 from watchstep_services.tenancy.projects import (
     change_store,
     checked,
@@ -35,22 +35,20 @@ _EXAMPLE: dict[str, Any] = {
 
 
 class StoreChange(BaseModel):
-    """How a store is reached."""
+    """Location and access of a store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra={"examples": [_EXAMPLE]})
 
-    url: str = Field(max_length=1024, description="A bucket's prefix, as s3://bucket/prefix; or a folder.")
-    role_arn: str = Field(
-        "", max_length=600, description="AWS role by which it is reached; else the service's own."
-    )
-    external_id: str = Field("", max_length=1224, description="Shown when the role is taken.")
-    region: str = Field("", max_length=64, description="Of the bucket.")
-    endpoint: str = Field("", max_length=300, description="Of a service that speaks S3.")
-    check: bool = Field(True, description="Try it first, and refuse it where something cannot be done.")
+    url: str = Field(max_length=1024, description="Prefix in a bucket, as s3://bucket/prefix; or a folder.")
+    role_arn: str = Field("", max_length=600, description="AWS role to assume; empty: the service's own.")
+    external_id: str = Field("", max_length=1224, description="External id for assuming the role.")
+    region: str = Field("", max_length=64, description="Region of the bucket.")
+    endpoint: str = Field("", max_length=300, description="Endpoint of an S3-compatible service.")
+    check: bool = Field(True, description="Check the store first, and refuse it if a step fails.")
 
     @property
     def registration(self) -> StoreRegistration:
-        """As it is kept."""
+        """The registration as the database stores it."""
         return StoreRegistration(self.url, self.role_arn, self.external_id, self.region, self.endpoint)
 
 
@@ -73,7 +71,7 @@ class StoreOutput(BaseModel):
     external_id: str
     region: str
     endpoint: str
-    version: int = Field(description="Goes up with every change; all processes use the newest.")
+    version: int = Field(description="Version, incremented by every change; all processes use the newest.")
     created_ns: int
     updated_ns: int
 
@@ -85,16 +83,16 @@ class StoreList(PageOutput):
 
 
 class CheckStep(BaseModel):
-    """One thing that was tried."""
+    """Result of one step of a check."""
 
     name: str = Field(description="role, list, write, read, create_once or delete.")
     ok: bool
-    detail: str = Field(description="What is wrong.")
-    hint: str = Field(description="What to do about it.")
+    detail: str = Field(description="Problem; empty if the step succeeded.")
+    hint: str = Field(description="How to fix the problem.")
 
 
 class StoreCheck(BaseModel):
-    """What was tried, in order; what follows from a step that failed was not."""
+    """Result of a check: the steps in order. Steps that depend on a failed step are not run."""
 
     ok: bool
     steps: list[CheckStep]
@@ -103,69 +101,69 @@ class StoreCheck(BaseModel):
 @router.get("", summary="List stores")
 @permits("administer")
 def list_stores(service: Served, paging: Paged) -> StoreList:
-    """All of them, by name."""
+    """Return all stores, by name."""
     with service.database.read() as session:
         rows, following = paging.fetch(session, StoreRow, (), ListOrder(StoreRow.name))
-        return StoreList(stores=[_shown(row) for row in rows], next_page_token=following)
+        return StoreList(stores=[_output(row) for row in rows], next_page_token=following)
 
 
 @router.post("", summary="Register a store", status_code=201, dependencies=[Once], responses=documented(409))
 @permits("administer")
 def post_store(body: StoreInput, service: Served, slots: Working) -> StoreOutput:
-    """Projects can be put on it then."""
-    registration = _tried(service, slots, body)
+    """Register a store, so that projects can use it."""
+    registration = _checked_registration(service, slots, body)
     with service.database.write() as session:
-        return _shown(register_store(session, body.name, registration))
+        return _output(register_store(session, body.name, registration))
 
 
-@router.get("/{store}", summary="Look at a store")
+@router.get("/{store}", summary="Get a store")
 @permits("administer")
 def get_store(store: str, service: Served) -> StoreOutput:
-    """How it is reached."""
+    """Return the location and access of a store."""
     with service.database.read() as session:
-        return _shown(find_store(session, store))
+        return _output(find_store(session, store))
 
 
 @router.put("/{store}", summary="Change a store", responses=documented(409))
 @permits("administer")
 def put_store(store: str, body: StoreChange, service: Served, slots: Working) -> StoreOutput:
-    """All processes reach it so from their next piece of work on."""
+    """Replace the location and access of a store. All processes use them from their next task on."""
     with service.database.read() as session:
         find_store(session, store)
-    registration = _tried(service, slots, body)
+    registration = _checked_registration(service, slots, body)
     with service.database.write() as session:
-        return _shown(change_store(session, store, registration))
+        return _output(change_store(session, store, registration))
 
 
-@router.delete("/{store}", summary="Forget a store", status_code=204, responses=documented(409))
+@router.delete("/{store}", summary="Delete a store", status_code=204, responses=documented(409))
 @permits("administer")
 def delete_store(store: str, service: Served) -> None:
-    """Nothing on it is touched. Refused while projects use it."""
+    """Delete the registration of a store. Its objects remain. Refused while projects use the store."""
     with service.database.write() as session:
         remove_store(session, store)
 
 
-@router.post("/{store}/check", summary="Try a store")
+@router.post("/{store}/check", summary="Check a store")
 @permits("administer")
 def post_store_check(store: str, service: Served, slots: Working) -> StoreCheck:
-    """Take its role, list, write, read, create and delete an object of its own."""
+    """Assume the store's role, then list, write, read, create and delete a test object."""
     with service.database.read() as session:
         registration = find_store(session, store).registration
-    with slots.store_checks.taken(""):
+    with slots.store_checks.acquire(""):
         return check_output(check_store(registration))
 
 
-def check_output(steps: list[TriedStep]) -> StoreCheck:
-    """What was tried, as the API shows it."""
-    shown = [CheckStep(name=step.name, ok=step.ok, detail=step.detail, hint=step.hint) for step in steps]
-    return StoreCheck(ok=failed(steps) is None, steps=shown)
+def check_output(steps: list[CheckedStep]) -> StoreCheck:
+    """Return the response for a check."""
+    outputs = [CheckStep(name=step.name, ok=step.ok, detail=step.detail, hint=step.hint) for step in steps]
+    return StoreCheck(ok=failed(steps) is None, steps=outputs)
 
 
-def _tried(service: Service, slots: WorkSlots, body: StoreChange) -> StoreRegistration:
+def _checked_registration(service: Service, slots: WorkSlots, body: StoreChange) -> StoreRegistration:
     registration = checked(body.registration, service.settings.local_stores)
     if not body.check:
         return registration
-    with slots.store_checks.taken(""):
+    with slots.store_checks.acquire(""):
         problem = failed(check_store(registration))
     if problem is not None:
         raise ConfigError(
@@ -174,5 +172,5 @@ def _tried(service: Service, slots: WorkSlots, body: StoreChange) -> StoreRegist
     return registration
 
 
-def _shown(row: StoreRow) -> StoreOutput:
+def _output(row: StoreRow) -> StoreOutput:
     return StoreOutput.model_validate(row, from_attributes=True)

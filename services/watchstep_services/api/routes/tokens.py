@@ -1,8 +1,7 @@
-"""Tokens: an admin of all projects makes, lists and revokes any; an admin of one project those of the project.
+"""Tokens of all projects, of one project, and of one run.
 
-Tokens as the API shows them: of all projects, of one, of one run.
-
-Tokens that record one run: an operator makes them for a run of its own, lists and revokes them; an admin of any run.
+An admin of all projects creates, lists and revokes any token; an admin of one project, tokens of that project. An operator creates,
+lists and revokes recorder tokens of its own runs; an admin, those of any run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from watchstep_services.auth.token_register import (
     LIFETIME_SECONDS,
     MAX_LIFETIME,
     MOST_SECONDS,
-    Revoked,
+    Revocation,
     RunTokenRequest,
     TokenRequest,
     TooMuchError,
@@ -44,49 +43,47 @@ from watchstep_services.service.context import Service
 class TokenOutput(BaseModel):
     """A token, without its secret."""
 
-    id: str = Field(description="Public; its part of the token between the underscores.")
+    id: str = Field(description="Public id: the part of the token between the underscores.")
     name: str
     role: str
-    project: str | None = Field(description="The only one that it is for; null for all.")
-    run: str | None = Field(description="The only run of the project that it is for; null for all.")
+    project: str | None = Field(description="Project that the token is limited to; null: all projects.")
+    run: str | None = Field(description="Run of the project that the token is limited to; null: all runs.")
     state: str = Field(description="active, expired or revoked.")
     created_ns: int
     created_by: str
     expires_ns: int | None = Field(
-        description="Of a token of a run, at the latest 14 days after that has ended."
+        description="Expiry; for a token of a run, at the latest 14 days after the run has ended."
     )
     revoked_ns: int | None
     revoked_by: str
-    last_used_ns: int | None = Field(description="To the minute.")
+    last_used_ns: int | None = Field(description="Last use, rounded to the minute.")
 
 
-class TokenMade(TokenOutput):
-    """A new token: the only answer that shows it."""
+class TokenCreated(TokenOutput):
+    """A new token, with its secret. No other response contains the secret."""
 
-    token: str = Field(description="Keep it: it is nowhere shown again.")
+    token: str = Field(description="The token with its secret, which is not shown again.")
 
 
 class TokenList(PageOutput):
-    """Tokens, the newest first."""
+    """Tokens, newest first."""
 
     tokens: list[TokenOutput]
 
 
 class TokenRevoked(TokenOutput):
-    """A token that is worthless."""
+    """A revoked token."""
 
-    made: list[str] = Field(
-        description="Ids of tokens of single runs that it had made, and that ended with it."
-    )
+    made: list[str] = Field(description="Ids of run tokens that it created and that are revoked with it.")
 
 
-Active = Annotated[bool, Query(description="Only those that can be used now.")]
+Active = Annotated[bool, Query(description="Only valid tokens.")]
 
 
-KeepMade = Annotated[
+KeepCreated = Annotated[
     bool,
     Query(
-        description="Leave the tokens of single runs that it made: jobs of somebody who goes on with another token."
+        description="Keep the run tokens that it created, so that their jobs continue after the token is replaced."
     ),
 ]
 
@@ -98,53 +95,53 @@ _EXAMPLE: dict[str, Any] = {"role": "recorder", "name": "cluster a", "lifetime_s
 
 
 class ProjectTokenInput(BaseModel):
-    """A token to make."""
+    """A token to create."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra={"examples": [_EXAMPLE]})
 
-    role: Role = Field(description="What it may do; no more than your own.")
+    role: Role = Field(description="Role of the token, which must not exceed the caller's.")
     name: str = Field(
-        min_length=1, max_length=MAX_NAME, description="What people call it: who or what uses it."
+        min_length=1, max_length=MAX_NAME, description="Display name: who or what uses the token."
     )
     lifetime_seconds: int | None = Field(
-        None, ge=1, le=MAX_LIFETIME, description="After so long it is worthless; never where left out."
+        None, ge=1, le=MAX_LIFETIME, description="Lifetime; default: unlimited."
     )
 
 
 class TokenInput(ProjectTokenInput):
-    """A token to make, of one project or of all."""
+    """A token to create, of one project or of all."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", json_schema_extra={"examples": [{**_EXAMPLE, "project": "vision"}]}
     )
 
     project: str | None = Field(
-        None, max_length=128, description="The only one that it is for; all where left out."
+        None, max_length=128, description="Project that the token is limited to; default: all projects."
     )
 
 
 @router.get(_ALL, summary="List all tokens")
 @permits("administer")
 def list_tokens(service: Served, paging: Paged, active: Active = False) -> TokenList:
-    """Of every project and of all."""
-    return listed(service, of_project(None), paging, active)
+    """Return the tokens of all projects, of single projects and of single runs."""
+    return token_page(service, of_project(None), paging, active)
 
 
 @router.post(
-    _ALL, summary="Make a token", status_code=201, dependencies=[OnceSecret], responses=documented(409)
+    _ALL, summary="Create a token", status_code=201, dependencies=[OnceSecret], responses=documented(409)
 )
 @permits("administer")
-def post_token(body: TokenInput, service: Served, caller: Caller, response: Response) -> TokenMade:
-    """Of one project or of all. The answer shows it, once."""
+def post_token(body: TokenInput, service: Served, caller: Caller, response: Response) -> TokenCreated:
+    """Create a token of one project or of all. Only this response contains its secret."""
     request = TokenRequest(body.role, body.project, body.name, body.lifetime_seconds)
-    return _make(service, caller, request, response)
+    return _create(service, caller, request, response)
 
 
-@router.get(f"{_ALL}/{{id}}", summary="Look at a token")
+@router.get(f"{_ALL}/{{id}}", summary="Get a token")
 @permits("administer")
 def get_token(id: str, service: Served) -> TokenOutput:  # noqa: A002 - the name in the path
-    """Any token."""
-    return shown(service, find_token(service.database, id, None))
+    """Return any token."""
+    return token_output(service, find_token(service.database, id, None))
 
 
 @router.delete(f"{_ALL}/{{id}}", summary="Revoke a token")
@@ -154,25 +151,25 @@ def delete_token(
     service: Served,
     caller: Caller,
     request: Request,
-    keep_made: KeepMade = False,
+    keep_created: KeepCreated = False,
 ) -> TokenRevoked:
-    """Any token. It is worthless within five seconds, and stays in the list; so are the tokens of single runs that it made.
+    """Revoke any token, and the run tokens that it created. They become invalid within five seconds, and remain in the list.
 
-    Safe to repeat.
+    Idempotent.
     """
-    return revoked(request, revoke(service.database, id, None, caller.who, keep_made=keep_made))
+    return revoked_output(request, revoke(service.database, id, None, caller.who, keep_created=keep_created))
 
 
 @router.get(_OF_PROJECT, summary="List a project's tokens")
 @permits("administer")
 def list_project_tokens(project: str, service: Served, paging: Paged, active: Active = False) -> TokenList:
-    """Those that are for this project only, or for one of its runs."""
-    return listed(service, of_project(project), paging, active)
+    """Return the tokens that are limited to this project, or to one of its runs."""
+    return token_page(service, of_project(project), paging, active)
 
 
 @router.post(
     _OF_PROJECT,
-    summary="Make a project's token",
+    summary="Create a project's token",
     status_code=201,
     dependencies=[OnceSecret],
     responses=documented(409),
@@ -180,18 +177,18 @@ def list_project_tokens(project: str, service: Served, paging: Paged, active: Ac
 @permits("administer")
 def post_project_token(
     project: str, body: ProjectTokenInput, service: Served, caller: Caller, response: Response
-) -> TokenMade:
-    """For this project only. The answer shows it, once."""
-    return _make(
+) -> TokenCreated:
+    """Create a token that is limited to this project. Only this response contains its secret."""
+    return _create(
         service, caller, TokenRequest(body.role, project, body.name, body.lifetime_seconds), response
     )
 
 
-@router.get(f"{_OF_PROJECT}/{{id}}", summary="Look at a project's token")
+@router.get(f"{_OF_PROJECT}/{{id}}", summary="Get a project's token")
 @permits("administer")
 def get_project_token(project: str, id: str, service: Served) -> TokenOutput:  # noqa: A002 - the name in the path
-    """One that is for this project only."""
-    return shown(service, find_token(service.database, id, project))
+    """Return a token that is limited to this project."""
+    return token_output(service, find_token(service.database, id, project))
 
 
 @router.delete(f"{_OF_PROJECT}/{{id}}", summary="Revoke a project's token")
@@ -202,67 +199,69 @@ def delete_project_token(
     service: Served,
     caller: Caller,
     request: Request,
-    keep_made: KeepMade = False,
+    keep_created: KeepCreated = False,
 ) -> TokenRevoked:
-    """One that is for this project only, as any token is revoked."""
-    return revoked(request, revoke(service.database, id, project, caller.who, keep_made=keep_made))
+    """Revoke a token that is limited to this project, and the run tokens that it created. Idempotent."""
+    return revoked_output(
+        request, revoke(service.database, id, project, caller.who, keep_created=keep_created)
+    )
 
 
-def _make(
+def _create(
     service: Service, caller: AuthenticatedCaller, request: TokenRequest, response: Response
-) -> TokenMade:
+) -> TokenCreated:
     try:
         token = create_for(service.database, request, caller)
     except TooMuchError as error:
         raise RequestRefusedError(403, error.what, error.hint) from error
-    return made(service, token, response)
+    return created_output(service, token, response)
 
 
-def listed(
+def token_page(
     service: Service, conditions: Sequence[ColumnElement[bool]], paging: Paging, active: bool
 ) -> TokenList:
-    """A page of tokens.
+    """Return a page of tokens.
 
     Args:
-        service: whose they are.
-        conditions: which.
-        paging: which page.
-        active: only those that can be used now.
+        service: the service.
+        conditions: conditions that select the tokens.
+        paging: the page.
+        active: whether to return valid tokens only.
     """
-    newest = (ListOrder(Token.created_ns, descending=True), ListOrder(Token.id))
+    order = (ListOrder(Token.created_ns, descending=True), ListOrder(Token.id))
     with service.database.read() as session:
         now = read_clock(session)
         rows, following = paging.fetch(
-            session, Token, [*conditions, *(that_work() if active else ())], *newest
+            session, Token, [*conditions, *(that_work() if active else ())], *order
         )
     return TokenList(tokens=[_output(row, now) for row in rows], next_page_token=following)
 
 
-def made(service: Service, token: str, response: Response) -> TokenMade:
-    """A new token, in an answer that nobody between keeps."""
+def created_output(service: Service, token: str, response: Response) -> TokenCreated:
+    """Return a new token, in a response that proxies must not cache."""
     response.headers["cache-control"] = "no-store"
-    seen = shown(service, find_token(service.database, id_of(token), None))
-    return TokenMade(**seen.model_dump(), token=token)
+    output = token_output(service, find_token(service.database, id_of(token), None))
+    return TokenCreated(**output.model_dump(), token=token)
 
 
-def shown(service: Service, row: Token) -> TokenOutput:
-    """A token as it stands now."""
+def token_output(service: Service, row: Token) -> TokenOutput:
+    """Return the current state of a token."""
     with service.database.read() as session:
         return _output(row, read_clock(session))
 
 
-def revoked(request: Request, done: Revoked) -> TokenRevoked:
-    """A token that was revoked, which this process knows no more, nor those that ended with it."""
-    for public in (done.token.id, *done.made):
-        request.app.state.known_tokens.forget(public)
-    seen = shown(service_of(request), done.token)
-    return TokenRevoked(**seen.model_dump(), made=list(done.made))
+def revoked_output(request: Request, revoked: Revocation) -> TokenRevoked:
+    """Return a revoked token, and drop it and the tokens that it created from this process's cache."""
+    for public in (revoked.token.id, *revoked.run_tokens):
+        request.app.state.token_cache.discard(public)
+    output = token_output(service_of(request), revoked.token)
+    return TokenRevoked(**output.model_dump(), made=list(revoked.run_tokens))
 
 
 def _output(row: Token, now: int) -> TokenOutput:
-    told: dict[str, Any] = {"state": state_of(row, now), "expires_ns": ends_ns(row)}
-    held = {name: getattr(row, name) for name in TokenOutput.model_fields if name not in told}
-    return TokenOutput(**told, **held)
+    computed: dict[str, Any] = {"state": state_of(row, now), "expires_ns": ends_ns(row)}
+    columns = {name: getattr(row, name) for name in TokenOutput.model_fields if name not in computed}
+    return TokenOutput(**computed, **columns)
 
 
 run_tokens_router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/tokens", tags=["tokens"])
@@ -270,18 +269,18 @@ _RUN_TOKEN_EXAMPLE: dict[str, Any] = {"name": "job of run resnet50-17", "lifetim
 
 
 class RunTokenInput(BaseModel):
-    """A recorder's token of one run to make."""
+    """A recorder token of one run to create."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", json_schema_extra={"examples": [_RUN_TOKEN_EXAMPLE]}
     )
 
-    name: str = Field("", max_length=MAX_NAME, description="What people call it; of the run where left out.")
+    name: str = Field("", max_length=MAX_NAME, description="Display name; default: the name of the run.")
     lifetime_seconds: int = Field(
         LIFETIME_SECONDS,
         ge=1,
         le=MOST_SECONDS,
-        description="After so long it is worthless; 90 days where left out. It may be longer than your own token's.",
+        description="Lifetime; default: 90 days. It may exceed that of the caller's token.",
     )
 
 
@@ -290,15 +289,15 @@ class RunTokenInput(BaseModel):
 def list_run_tokens(
     project: str, run: str, service: Served, paging: Paged, active: Active = False
 ) -> TokenList:
-    """Those that are for this run only."""
+    """Return the tokens that are limited to this run."""
     with service.database.read() as session:
         find_run(session, project, run)
-    return listed(service, of_project(project, run), paging, active)
+    return token_page(service, of_project(project, run), paging, active)
 
 
 @run_tokens_router.post(
     "",
-    summary="Make a run's token",
+    summary="Create a run's token",
     status_code=201,
     dependencies=[OnceSecret],
     responses=documented(409),
@@ -306,21 +305,21 @@ def list_run_tokens(
 @permits("operate")
 def post_run_token(
     project: str, run: str, body: RunTokenInput, service: Served, caller: Caller, response: Response
-) -> TokenMade:
-    """A recorder's, for this run and all its attempts. The answer shows it, once.
+) -> TokenCreated:
+    """Create a recorder token for this run and all its attempts. Only this response contains its secret.
 
-    It ends with its time, 14 days after the run, when the run is deleted, and when your own token is revoked. An operator makes it
-    of a run that its own token has registered, or that is nobody's and does not go on.
+    The token expires after its lifetime, 14 days after the end of the run, when the run is deleted, and when the caller's token is
+    revoked. An operator may create it only for a run that its own token registered, or for a run without an owner that is not running.
     """
     request = RunTokenRequest(project, run, body.name, body.lifetime_seconds)
     try:
         token = create_for_run(service.database, request, caller)
     except TooMuchError as error:
         raise RequestRefusedError(403, error.what, error.hint) from error
-    return made(service, token, response)
+    return created_output(service, token, response)
 
 
-@run_tokens_router.get("/{id}", summary="Look at a run's token")
+@run_tokens_router.get("/{id}", summary="Get a run's token")
 @permits("operate")
 def get_run_token(
     project: str,
@@ -328,10 +327,10 @@ def get_run_token(
     id: str,  # noqa: A002 - the name in the path
     service: Served,
 ) -> TokenOutput:
-    """One that is for this run only."""
+    """Return a token that is limited to this run."""
     with service.database.read() as session:
         find_run(session, project, run)
-    return shown(service, find_token(service.database, id, project, run))
+    return token_output(service, find_token(service.database, id, project, run))
 
 
 @run_tokens_router.delete("/{id}", summary="Revoke a run's token")
@@ -344,7 +343,7 @@ def delete_run_token(
     caller: Caller,
     request: Request,
 ) -> TokenRevoked:
-    """One that is for this run only. It is worthless within five seconds, and stays in the list. Safe to repeat."""
+    """Revoke a token that is limited to this run. It becomes invalid within five seconds, and remains in the list. Idempotent."""
     with service.database.read() as session:
         find_run(session, project, run)
-    return revoked(request, revoke(service.database, id, project, caller.who, run=run))
+    return revoked_output(request, revoke(service.database, id, project, caller.who, run=run))

@@ -1,6 +1,6 @@
-"""Filters that lists share: query parameters, and the conditions that they become.
+"""Filters of lists: query parameters, and the SQL conditions that they become.
 
-Names in a query that an address does not know: a filter with a slip in its name would be no filter, and nobody would see it.
+Unknown query parameters are refused. Otherwise a filter with a misspelled name would have no effect, and nobody would notice.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MOST = 20
 
 def _plain(value: str) -> str:
     if "\0" in value:
-        raise ValueError("holds a NUL")
+        raise ValueError("contains a NUL character")
     return value
 
 
 Word = Annotated[str, AfterValidator(_plain)]
-"""Text that a database can be asked for."""
+"""Text without characters that databases refuse."""
 
 States = Annotated[
     list[RunState] | None,
@@ -47,7 +47,7 @@ States = Annotated[
 ]
 Severities = Annotated[
     list[Severity] | None,
-    Query(alias="severity", max_length=_MOST, description="Only of one of these severities."),
+    Query(alias="severity", max_length=_MOST, description="Only alerts of one of these severities."),
 ]
 Phases = Annotated[
     list[Phase] | None,
@@ -55,21 +55,21 @@ Phases = Annotated[
 ]
 Rules = Annotated[
     list[Annotated[Word, Query(max_length=128)]] | None,
-    Query(alias="rule", max_length=_MOST, description="Only of one of these rules."),
+    Query(alias="rule", max_length=_MOST, description="Only alerts of one of these rules."),
 ]
 Labels = Annotated[
     list[Word] | None,
     Query(
         alias="label",
         max_length=_MOST,
-        description="Only with this label of the rule config: NAME=VALUE; all must hold.",
+        description="Only alerts with this label of the rule config: NAME=VALUE; all labels must match.",
     ),
 ]
 Since = Annotated[
     str | None,
     Query(
         max_length=40,
-        description="Not before: RFC 3339, or nanoseconds since the epoch.",
+        description="Start, inclusive: RFC 3339, or nanoseconds since the epoch.",
         examples=["2026-11-21T00:00:00Z"],
     ),
 ]
@@ -77,14 +77,14 @@ Until = Annotated[
     str | None,
     Query(
         max_length=40,
-        description="Before: RFC 3339, or nanoseconds since the epoch.",
+        description="End, exclusive: RFC 3339, or nanoseconds since the epoch.",
         examples=["2026-11-22T00:00:00Z"],
     ),
 ]
 
 
 def one_of(column: InstrumentedAttribute[str], values: Sequence[str] | None) -> Iterator[ColumnElement[bool]]:
-    """The column holds one of these; no condition where there are none."""
+    """Yield the condition that a column has one of the values; nothing without values."""
     if values:
         yield column.in_(values)
 
@@ -92,10 +92,10 @@ def one_of(column: InstrumentedAttribute[str], values: Sequence[str] | None) -> 
 def between(
     column: InstrumentedAttribute[int], since: str | None, until: str | None
 ) -> Iterator[ColumnElement[bool]]:
-    """The column's time is not before the one and before the other.
+    """Yield the conditions that a column's time is at or after `since`, and before `until`.
 
     Raises:
-        ConfigError: one of them is no time.
+        ConfigError: a value is not a valid time.
     """
     if since is not None:
         yield column >= time_ns("since", since)
@@ -106,39 +106,44 @@ def between(
 def labelled(
     column: InstrumentedAttribute[Any], labels: Sequence[str] | None
 ) -> Iterator[ColumnElement[bool]]:
-    """The JSON column's ``labels`` hold these, each ``NAME=VALUE``.
+    """Yield the conditions that a JSON column's ``labels`` contain these, each ``NAME=VALUE``.
 
     Raises:
-        ConfigError: one of them is no label.
+        ConfigError: a label does not have the form ``NAME=VALUE``.
     """
     for label in labels or ():
-        found = _LABEL.fullmatch(label)
-        if found is None:
-            raise ConfigError(f"label {label[:80]!r}: no NAME=VALUE", "write it as team=vision")
-        yield column["labels"][found[1]].as_string() == found[2]
+        match = _LABEL.fullmatch(label)
+        if match is None:
+            raise ConfigError(
+                f"label {label[:80]!r}: not of the form NAME=VALUE", "use, for example, team=vision"
+            )
+        yield column["labels"][match[1]].as_string() == match[2]
 
 
 def time_ns(name: str, text: str) -> int:
-    """A time as nanoseconds since the epoch.
+    """Parse a time to nanoseconds since the epoch.
 
     Raises:
-        ConfigError: it is neither RFC 3339 nor a number.
+        ConfigError: the text is neither RFC 3339 nor a number.
     """
     if text.isascii() and text.isdigit() and int(text) < 2**63:
         return int(text)
     try:
         moment = datetime.fromisoformat(f"{text[:-1]}+00:00" if text[-1:] in {"Z", "z"} else text)
-        since = moment - datetime(1970, 1, 1, tzinfo=timezone.utc)  # a TypeError where it has no zone
+        since = moment - datetime(1970, 1, 1, tzinfo=timezone.utc)  # raises a TypeError without a time zone
     except (ValueError, OverflowError, TypeError):
-        raise _no_time(name, text) from None
-    held = (since.days * 86_400 + since.seconds) * _NANOSECONDS + since.microseconds * 1000
-    if not -(2**63) <= held < 2**63:
-        raise _no_time(name, text)
-    return held
+        raise _invalid_time(name, text) from None
+    nanoseconds = (since.days * 86_400 + since.seconds) * _NANOSECONDS + since.microseconds * 1000
+    if not -(2**63) <= nanoseconds < 2**63:
+        raise _invalid_time(name, text)
+    return nanoseconds
 
 
-def _no_time(name: str, text: str) -> ConfigError:
-    return ConfigError(f"{name} {text!r}: no time", "write RFC 3339 with a zone, as 2026-11-21T08:00:00Z")
+def _invalid_time(name: str, text: str) -> ConfigError:
+    return ConfigError(
+        f"{name} {text!r}: not a valid time",
+        "use RFC 3339 with a time zone, for example 2026-11-21T08:00:00Z",
+    )
 
 
 _PREFIX = "/v1/"
@@ -146,33 +151,37 @@ _STREAMS = "text/event-stream"
 
 
 def check_query(scope: Scope, route: Route) -> None:
-    """Refuse names that a route does not know. Pages for people and streams of events, whose readers add some, take any.
+    """Check the names of a request's query parameters.
+
+    HTML pages and event streams accept any name, because their clients add some.
 
     Raises:
-        RefusedError: 422.
+        RequestRefusedError: 422, a parameter is unknown.
     """
     if not scope["query_string"] or not route.path.startswith(_PREFIX):
-        return  # probes of health and scrapes of figures may carry what they like
-    known = known_names(route)
-    if known is None:
+        return  # health probes and metric scrapes may have any parameters
+    accepted = accepted_names(route)
+    if accepted is None:
         return
-    asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    unknown = sorted({name for name, _ in asked} - known)
+    parameters = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    unknown = sorted({name for name, _ in parameters} - accepted)
     if unknown:
-        takes = (
-            f"use one of: {', '.join(sorted(known))}" if known else "leave it out: this address takes none"
+        hint = (
+            f"use one of: {', '.join(sorted(accepted))}"
+            if accepted
+            else "omit it: this address accepts no query parameters"
         )
-        raise RequestRefusedError(422, f"query parameter {unknown[0][:80]!r}: not known here", takes)
+        raise RequestRefusedError(422, f"query parameter {unknown[0][:80]!r}: unknown", hint)
 
 
-def known_names(route: Route) -> frozenset[str] | None:
-    """The names that a route's query may have; None where it takes any."""
+def accepted_names(route: Route) -> frozenset[str] | None:
+    """Return the names of a route's query parameters; None if it accepts any."""
     if not isinstance(route, APIRoute):
         return None
-    good = route.responses.get(200, {}).get("content", {})
-    return None if _STREAMS in good else frozenset(_names(route.dependant))
+    success = route.responses.get(200, {}).get("content", {})
+    return None if _STREAMS in success else frozenset(_names(route.dependant))
 
 
 def _names(dependant: Dependant) -> set[str]:
-    found = {field.alias for field in dependant.query_params}
-    return found.union(*(_names(one) for one in dependant.dependencies))
+    names = {field.alias for field in dependant.query_params}
+    return names.union(*(_names(dependency) for dependency in dependant.dependencies))

@@ -1,4 +1,4 @@
-"""What the API takes and gives."""
+"""Request and response models that several routes share."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class _Input(BaseModel):
 
 
 class JobInput(_Input):
-    """The job that an attempt is."""
+    """The job that runs an attempt."""
 
-    backend: str = Field(description="Kind of job, e.g. local.", max_length=32)
-    id: str = Field(description="As people know it.", max_length=256)
+    backend: str = Field(description="Backend kind, for example local.", max_length=32)
+    id: str = Field(description="Job id, as the backend shows it.", max_length=256)
     identity: dict[str, str | int] = Field(
-        description="What tells it from a later job with the same id; of a local process: pid, start_ticks, boot, host."
+        description="Fields that distinguish the job from a later one with the same id; for a local process: pid, start_ticks, boot, host."
     )
 
 
 class RunInput(_Input):
-    """A run to make known."""
+    """A run to register."""
 
     run: str = Field(description=_NAME)
     rules: list[dict[str, Any]] = Field(
@@ -40,54 +40,54 @@ class RunInput(_Input):
     allow_stop: str = Field(
         "",
         max_length=1000,
-        description="Why these rules may stop jobs of the project from now on, where they say 'stop'; only of an operator.",
+        description="Reason for allowing these rules to stop jobs of the project, if they have the action 'stop'; operators only.",
     )
-    attempt: str = Field("", description="The attempt that begins; needed to bind a job. " + _NAME)
-    job: JobInput | None = Field(None, description="Only an operator may bind one.")
+    attempt: str = Field("", description="Attempt that starts; required to bind a job. " + _NAME)
+    job: JobInput | None = Field(None, description="Job to bind; operators only.")
 
 
 class JobBinding(_Input):
     """A job to bind to an attempt."""
 
-    attempt: str = Field("", description="Which attempt; the newest where empty.")
+    attempt: str = Field("", description="Attempt of the run; empty: the newest.")
     job: JobInput
 
 
 class StopInput(_Input):
-    """A stop that an operator asks for."""
+    """A stop that an operator requests."""
 
     reason: str = Field("stopped by an operator", max_length=1000)
-    attempt: str = Field("", description="Which attempt; the newest where empty.")
+    attempt: str = Field("", description="Attempt of the run; empty: the newest.")
 
 
 class AnnouncementInput(_Input):
-    """A segment that lies on the store. It is a hint: nothing but the store's content counts."""
+    """A segment on the store. It is a hint: the service reads the content from the store only."""
 
     attempt: str = Field(description=_NAME)
     node: str = Field(description=_NAME)
     writer: str = Field(description=_NAME)
-    seq: int = Field(ge=0, lt=10**10, description="Its place in the writer's sequence.")
-    first: int = Field(ge=0, lt=10**18, description="Its first step.")
-    last: int = Field(ge=0, lt=10**18, description="Its last step, which its writer has passed.")
-    health: dict[str, Any] = Field(default_factory=dict, description="The recorder's counters.")
+    seq: int = Field(ge=0, lt=10**10, description="Position in the writer's sequence.")
+    first: int = Field(ge=0, lt=10**18, description="First step.")
+    last: int = Field(ge=0, lt=10**18, description="Last step, which the writer has passed.")
+    health: dict[str, Any] = Field(default_factory=dict, description="Counters of the recorder.")
     urgent: bool = Field(
         False,
-        description="Values have just become NaN or infinite: the run is to be evaluated before others, believed once a minute.",
+        description="Values have just become NaN or infinite. The run is evaluated before others; accepted once a minute.",
     )
 
     @field_validator("health")
     @classmethod
     def _is_small(cls, value: dict[str, Any]) -> dict[str, Any]:
-        # Written anew without NaN and infinity, which are no JSON and which PostgreSQL refuses.
+        # Rewritten without NaN and infinity, which are not valid JSON and which PostgreSQL refuses.
         text = json.dumps(value)
         if len(text) > _HEALTH_BYTES:
-            raise ValueError(f"{len(text)} bytes of health, over the limit of {_HEALTH_BYTES}")
-        told: dict[str, Any] = json.loads(text, parse_constant=str)
-        return told
+            raise ValueError(f"{len(text)} bytes of health: more than the limit of {_HEALTH_BYTES}")
+        health: dict[str, Any] = json.loads(text, parse_constant=str)
+        return health
 
 
 class StopData(BaseModel):
-    """A stop, as workers are asked for it."""
+    """A stop request to workers."""
 
     attempt: str
     step: int
@@ -95,12 +95,12 @@ class StopData(BaseModel):
     event: str
     agreed: bool = Field(
         True,
-        description="Whether all workers know of the step; until then each answers whether it can stop there.",
+        description="Whether all workers have agreed on the step; until then each reports whether it can stop there.",
     )
 
 
 class SnapshotData(BaseModel):
-    """A snapshot, as workers are asked for it."""
+    """A snapshot request to workers."""
 
     id: str
     step: int
@@ -108,7 +108,7 @@ class SnapshotData(BaseModel):
 
 
 class ControlData(BaseModel):
-    """The control document: what is asked of the run's workers."""
+    """The control document: what the run's workers are requested to do."""
 
     version: int
     stop: StopData | None
@@ -116,47 +116,49 @@ class ControlData(BaseModel):
     cadence: list[tuple[str, int]]
     tombstone: str
     admitted: str = Field(
-        "", description="The one attempt that may start in spite of the tombstone; empty for none."
+        "", description="The only attempt that may start despite the tombstone; empty: none."
     )
 
 
 class AnnouncementResponse(BaseModel):
-    """The answer to an announcement."""
+    """The response to an announcement."""
 
     control: ControlData
     pause_seconds: float = Field(
         0.0,
-        description="The service lags: leave so long between two announcements, unless something is urgent.",
+        description="Pause to leave between announcements that are not urgent, while the service lags; 0: none.",
     )
 
 
 class OverriddenRule(BaseModel):
-    """A rule config that does not judge, for another of its name stands for it."""
+    """A rule config that is not evaluated, because another of the same name overrides it."""
 
-    origin: str = Field(description="recorder.")
+    origin: str = Field(description="Always recorder.")
     rule: str
     config: dict[str, Any]
 
 
 class RuleState(BaseModel):
-    """A rule config of a run and how it stands. Its health is apart from its alert."""
+    """A rule config of a run with its state. Its health is independent of its alert."""
 
     name: str
     rule: str
     origin: str = Field(description="owner, project, operator or recorder.")
-    granted_stop: bool = Field(description="Whether its alert stops the job, should it say 'stop'.")
-    health: str = Field(description="ok, no_data or error; of the newest attempt.")
+    granted_stop: bool = Field(description="Whether its alert may stop the job, if it has the action 'stop'.")
+    health: str = Field(description="Health on the newest attempt: ok, no_data or error.")
     problem: str
-    warnings: list[str] = Field(description="What the service cannot do that the config asks for.")
-    judged: int = Field(description="Rows judged.")
-    findings: int = Field(description="Findings so far; the first thousand are kept.")
+    warnings: list[str] = Field(
+        description="Parts of the config that the service cannot execute, such as unknown receivers."
+    )
+    judged: int = Field(description="Number of evaluated rows.")
+    findings: int = Field(description="Number of findings; the first thousand are stored.")
     phase: str = Field(description="inactive, pending, firing or resolved.")
     isolation: dict[str, Any] | None = Field(
-        None, description="How far a Python rule's process was shut in when it was last judged."
+        None, description="Isolation of a Python rule's process at its last evaluation."
     )
     overrides: list[OverriddenRule] = Field(
         default_factory=list,
-        description="What a recorder asks for by the same name, which neither judges nor tells anybody.",
+        description="Rule configs of recorders with the same name, which are neither evaluated nor notified.",
     )
     config: dict[str, Any]
 
@@ -173,12 +175,12 @@ class JobOutput(BaseModel):
 
 
 class AlertCounts(BaseModel):
-    """Alerts of a run by phase."""
+    """Number of alerts of a run by phase."""
 
     pending: int = 0
     firing: int = 0
     resolved: int = 0
-    notes: int = Field(0, description="How many of those that fire are of severity info.")
+    notes: int = Field(0, description="Number of firing alerts of severity info.")
 
 
 class RunSummary(BaseModel):
@@ -188,8 +190,8 @@ class RunSummary(BaseModel):
     run: str
     url: str
     state: str = Field(description="created, running, completed, failed, stopped or lost.")
-    attempt: str = Field(description="The newest; empty before the first.")
-    last_step: int = Field(description="The largest step judged; -1 before the first.")
+    attempt: str = Field(description="Newest attempt; empty: none.")
+    last_step: int = Field(description="Largest evaluated step; -1: none.")
     created_ns: int
     ended_ns: int | None
     alerts: AlertCounts
@@ -201,24 +203,24 @@ class RunOutput(RunSummary):
     control: ControlData
     job: JobOutput | None
     rules: list[RuleState]
-    health: dict[str, Any] = Field(description="Faults of the recorder, the store and the segments.")
+    health: dict[str, Any] = Field(description="Problems of the recorders, the store and the segments.")
 
 
 class RunList(PageOutput):
-    """Runs, the newest first."""
+    """Runs, newest first."""
 
     runs: list[RunSummary]
 
 
 class AlertDetails(BaseModel):
-    """What is said of an alert that has fired."""
+    """Details of an alert that has fired."""
 
-    since_step: int = Field(description="The first step of the findings that made it fire.")
-    since_ns: int = Field(description="When that was, by the clock of the rank.")
-    labels: dict[str, str] = Field(description="The rule config's.")
-    dry_run: bool = Field(description="It stops nothing and nobody is told.")
-    inhibited_by: str | None = Field(description="The rule config that keeps it quiet.")
-    message: str = Field(description="The rule config's own message, or the finding's.")
+    since_step: int = Field(description="First step of the findings that made it fire.")
+    since_ns: int = Field(description="Time of that step, by the clock of the rank.")
+    labels: dict[str, str] = Field(description="Labels of the rule config.")
+    dry_run: bool = Field(description="Whether the alert neither stops a job nor notifies anybody.")
+    inhibited_by: str | None = Field(description="Rule config that inhibits it; null: none.")
+    message: str = Field(description="Message of the rule config, or of the finding.")
     explanation: Explanation
 
 
@@ -227,7 +229,7 @@ class AlertOutput(BaseModel):
 
     id: int
     run: str
-    fingerprint: str = Field(description="The same on every attempt of the run.")
+    fingerprint: str = Field(description="Id of the alert, the same on every attempt of the run.")
     name: str
     rule: str
     attempt: str
@@ -238,27 +240,27 @@ class AlertOutput(BaseModel):
     fired_ns: int | None
     resolved_ns: int | None
     finding: dict[str, Any] | None
-    details: AlertDetails | None = Field(description="Once it has fired.")
+    details: AlertDetails | None = Field(description="Null until it has fired.")
     incident: IncidentSummary | None = Field(
-        description="The alerts of the attempt that began close to it, and the likeliest cause among them; null for none."
+        description="Alerts of the attempt that started close to it, with the likeliest cause; null: none."
     )
 
 
 class AlertList(PageOutput):
-    """Alerts, those that began last first."""
+    """Alerts, most recently started first."""
 
     alerts: list[AlertOutput]
 
 
 class EventList(PageOutput):
-    """Events in the order in which they came, and where the next ones follow."""
+    """Events, oldest first, and the position after them."""
 
     events: list[CloudEvent]
-    after: int = Field(description="Pass it as 'after' to get later events only.")
+    after: int = Field(description="Position after these events, to pass as 'after'.")
 
 
 class TryOutput(BaseModel):
-    """One try of an action."""
+    """One attempt to execute an action."""
 
     number: int
     at_ns: int
@@ -267,7 +269,7 @@ class TryOutput(BaseModel):
 
 
 class ActionOutput(BaseModel):
-    """An action and its tries."""
+    """An action and the attempts to execute it."""
 
     id: int
     key: str
@@ -282,45 +284,45 @@ class ActionOutput(BaseModel):
 
 
 class ActionList(PageOutput):
-    """Actions in the order in which they came."""
+    """Actions, oldest first."""
 
     actions: list[ActionOutput]
 
 
 class StopOutput(BaseModel):
-    """The answer to a stop."""
+    """The response to a stop request."""
 
-    accepted: bool = Field(description="False where the attempt has been asked to stop already.")
+    accepted: bool = Field(description="False if a stop of the attempt was already requested.")
     attempt: str
 
 
 class BacktestInput(_Input):
-    """Runs to judge again."""
+    """A backtest to start."""
 
     runs: list[Annotated[str, Field(max_length=128)]] = Field(
-        min_length=1, max_length=1000, description="Names of runs of the project; * and ? stand for anything."
+        min_length=1, max_length=1000, description="Names of runs of the project, with the wildcards * and ?."
     )
     rules: list[dict[str, Any]] = Field(
         default_factory=list,
         max_length=200,
-        description="Rule configs, as in a rule file; the default rules where none.",
+        description="Rule configs, as in a rule file; empty: the default rules.",
     )
     sweep: list[Annotated[str, Field(max_length=1000)]] = Field(
         default_factory=list,
         max_length=8,
-        description="Other values of a parameter: [CONFIG.]PARAMETER=FROM:TO[:NUMBER] or =A,B,C.",
+        description="Values of parameters to compare: [CONFIG.]PARAMETER=FROM:TO[:NUMBER] or =A,B,C.",
     )
 
 
 class BacktestOutput(BaseModel):
-    """A backtest, and what it found."""
+    """A backtest and its report."""
 
     id: int
     state: str = Field(description="waiting, running or done.")
-    runs: int = Field(description="How many runs are judged.")
-    judged: int = Field(description="How many have been.")
+    runs: int = Field(description="Number of runs.")
+    judged: int = Field(description="Number of evaluated runs.")
     report: dict[str, Any] | None = Field(
-        description="As 'watchstep rules backtest --json' writes it; once it is done."
+        description="Report in the format of 'watchstep rules backtest --json'; null until it is done."
     )
 
 
@@ -341,12 +343,12 @@ class RuleOutput(RuleSummary):
 
 
 class RuleList(BaseModel):
-    """The rules by name."""
+    """Rules by name."""
 
     rules: list[RuleSummary]
 
 
 class ServiceHealth(BaseModel):
-    """Whether the service works."""
+    """Health of the service."""
 
     status: str

@@ -1,4 +1,7 @@
-"""Lists in pages: a page follows its last item's place, so that what is added meanwhile neither shifts nor doubles anything."""
+"""Paged lists.
+
+A page starts after the position of the previous page's last item, so that concurrent additions neither shift nor duplicate items.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ class PageOutput(BaseModel):
     """A page of a list; the lists of the API extend it."""
 
     next_page_token: str | None = Field(
-        None, description="Pass it as 'page_token' for the next page; null on the last one."
+        None, description="Token of the next page, to pass as 'page_token'; null on the last page."
     )
 
 
 @dataclass(frozen=True)
 class ListOrder:
-    """A column that a list is ordered by. All of them together are unique, and none changes: only then are pages stable."""
+    """A column that a list is ordered by. Together the columns must be unique and immutable, so that pages are stable."""
 
     column: InstrumentedAttribute[Any]
     descending: bool = False
@@ -41,11 +44,11 @@ class ListOrder:
 
 @dataclass(frozen=True)
 class Paging:
-    """The page that a request asks for.
+    """The page that a request selects.
 
     Attributes:
-        limit: most items.
-        after: the place of the last item of the page before; None for the first page.
+        limit: maximum number of items.
+        after: position of the last item of the previous page; None for the first page.
     """
 
     limit: int
@@ -60,103 +63,109 @@ class Paging:
         conditions: Iterable[ColumnElement[bool]],
         *orders: ListOrder,
     ) -> tuple[list[Row], str | None]:
-        """One page of rows, and the token of the next; the answer gets a ``Link`` header as well.
+        """Return a page of rows and the token of the next page. Also set the ``Link`` header of the response.
 
         Args:
             session: the transaction.
-            entity: whose rows.
-            conditions: all must hold.
-            orders: see `ListOrder`; the columns belong to the entity.
+            entity: class of the rows.
+            conditions: conditions, which must all be true.
+            orders: columns of the entity, see `ListOrder`.
 
         Raises:
-            ConfigError: the token is not one of this list.
+            ConfigError: the token does not belong to this list.
         """
         statement = select(entity).where(*conditions)
         if self.after is not None:
-            statement = statement.where(_behind(orders, self._place(orders)))
+            statement = statement.where(_after(orders, self._position(orders)))
         for order in orders:
             statement = statement.order_by(order.column.desc() if order.descending else order.column)
         rows = list(session.execute(statement.limit(self.limit + 1)).scalars())
         if len(rows) <= self.limit:
             return rows, None
         rows = rows[: self.limit]
-        return rows, self.followed_by(*(getattr(rows[-1], order.column.key) for order in orders))
+        return rows, self.next_token(*(getattr(rows[-1], order.column.key) for order in orders))
 
     def fetch_sorted(
-        self, places: Sequence[tuple[Any, ...]], items: Sequence[Item]
+        self, positions: Sequence[tuple[Any, ...]], items: Sequence[Item]
     ) -> tuple[list[Item], str | None]:
-        """One page of items that are in memory, by ascending unique places; as `fetch`."""
+        """Return a page of items in memory, which are sorted by ascending unique positions; like `fetch`."""
         start = 0
         if self.after is not None:
-            kinds = tuple(type(part) for part in places[0]) if places else tuple(map(type, self.after))
+            kinds = tuple(type(part) for part in positions[0]) if positions else tuple(map(type, self.after))
             if tuple(type(part) for part in self.after) != kinds:
-                raise _wrong()
-            start = sum(place <= self.after for place in places)
+                raise _invalid_token()
+            start = sum(position <= self.after for position in positions)
         end = start + self.limit
-        shown = list(items[start:end])
-        return shown, None if end >= len(items) else self.followed_by(*places[end - 1])
+        page = list(items[start:end])
+        return page, None if end >= len(items) else self.next_token(*positions[end - 1])
 
-    def followed_by(self, *place: int | str) -> str:
-        """The token of the page after an item, told in the ``Link`` header as well."""
+    def next_token(self, *position: int | str) -> str:
+        """Return the token of the page after an item, and set the ``Link`` header."""
         token = (
-            base64.urlsafe_b64encode(json.dumps(place, separators=(",", ":")).encode()).decode().rstrip("=")
+            base64.urlsafe_b64encode(json.dumps(position, separators=(",", ":")).encode())
+            .decode()
+            .rstrip("=")
         )
         url = self._request.url.include_query_params(page_token=token)
         self._response.headers["link"] = f'<{url.path}?{url.query}>; rel="next"'
         return token
 
-    def _place(self, orders: Sequence[ListOrder]) -> tuple[int | str, ...]:
+    def _position(self, orders: Sequence[ListOrder]) -> tuple[int | str, ...]:
         assert self.after is not None
         kinds = tuple(order.column.type.python_type for order in orders)
         if tuple(type(part) for part in self.after) != kinds:
-            raise _wrong()
+            raise _invalid_token()
         return self.after
 
 
-def _behind(orders: Sequence[ListOrder], place: Sequence[Any]) -> ColumnElement[bool]:
-    """Rows after a place, by lexical order."""
+def _after(orders: Sequence[ListOrder], position: Sequence[Any]) -> ColumnElement[bool]:
+    """Return the condition for rows after a position, in lexical order."""
     cases = []
     for depth, order in enumerate(orders):
-        equal = [held.column == value for held, value in zip(orders[:depth], place[:depth], strict=True)]
-        later = order.column < place[depth] if order.descending else order.column > place[depth]
+        equal = [
+            earlier.column == value for earlier, value in zip(orders[:depth], position[:depth], strict=True)
+        ]
+        later = order.column < position[depth] if order.descending else order.column > position[depth]
         cases.append(and_(*equal, later))
     return or_(*cases)
 
 
-async def _asked(
+async def _paging(
     request: Request,
     response: Response,
-    limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Most items of the page.")] = 100,
+    limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Maximum number of items.")] = 100,
     page_token: Annotated[
         str | None,
         Query(
             max_length=_MAX_TOKEN,
-            description="Of the page before, as it was given; the first page where left out.",
+            description="Field next_page_token of the previous page; default: the first page.",
         ),
     ] = None,
 ) -> Paging:
     return Paging(limit, None if not page_token else _read(page_token), request, response)
 
 
-Paged = Annotated[Paging, Depends(_asked)]
-"""A parameter of an endpoint whose answer comes in pages."""
+Paged = Annotated[Paging, Depends(_paging)]
+"""Parameter of an endpoint that returns pages."""
 
 
 def _read(token: str) -> tuple[int | str, ...]:
     try:
-        place = json.loads(base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True))
+        position = json.loads(
+            base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+        )
     except (ValueError, RecursionError):
-        raise _wrong() from None
-    if not isinstance(place, list) or not place or not all(_is_place(part) for part in place):
-        raise _wrong()
-    return tuple(place)
+        raise _invalid_token() from None
+    if not isinstance(position, list) or not position or not all(_is_valid(part) for part in position):
+        raise _invalid_token()
+    return tuple(position)
 
 
-def _is_place(part: object) -> bool:
+def _is_valid(part: object) -> bool:
     return (type(part) is int and -_LARGEST <= part < _LARGEST) or (type(part) is str and "\0" not in part)
 
 
-def _wrong() -> ConfigError:
+def _invalid_token() -> ConfigError:
     return ConfigError(
-        "page_token: not one that this list gave", "pass 'next_page_token' of the page before, unchanged"
+        "page_token: does not belong to this list", "pass 'next_page_token' of the previous page, unchanged"
     )

@@ -1,6 +1,6 @@
 """Errors as ``application/problem+json`` (RFC 9457), and the registry of their types.
 
-A program distinguishes problems by ``type``; the texts are for people, and include a hint.
+Programs distinguish problems by ``type``. The texts are for people, and include a hint.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PREFIX = "urn:watchstep:problem:"
 
 @dataclass(frozen=True)
 class ProblemType:
-    """A kind of problem.
+    """A type of problem.
 
     Attributes:
-        status: of the answer.
-        meaning: when it is given.
+        status: HTTP status of the response.
+        meaning: when the service responds with it.
     """
 
     status: int
@@ -40,41 +40,42 @@ class ProblemType:
 
 
 TYPES: dict[str, ProblemType] = {
-    "no-token": ProblemType(401, "No token, or one that is not known."),
+    "no-token": ProblemType(401, "The token is missing or not valid."),
     "not-allowed": ProblemType(403, "The token's role or project does not allow this."),
-    "not-found": ProblemType(404, "There is no such thing, or none that the token may see."),
+    "not-found": ProblemType(404, "The object does not exist, or the token may not see it."),
     "wrong-method": ProblemType(
-        405, "The address does not take this method; `Allow` names those that it takes."
+        405, "The address does not support the method; `Allow` lists those that it supports."
     ),
     "conflict": ProblemType(
-        409, "It contradicts what is there, as an Idempotency-Key of another request does."
+        409,
+        "The request conflicts with the current state, for example an Idempotency-Key of another request.",
     ),
-    "changed": ProblemType(412, "The thing is not the one that `If-Match` names."),
+    "changed": ProblemType(412, "The object does not match `If-Match`."),
     "too-large": ProblemType(
-        413, "The request is too large, or its answer would be: `hint` says how to ask for less."
+        413, "The request or its response is too large; `hint` explains how to request less."
     ),
     "too-long": ProblemType(414, "The address is too long."),
     "large-headers": ProblemType(431, "The headers are too many or too large."),
-    "wrong-range": ProblemType(416, "The `Range` lies outside of the content."),
-    "invalid": ProblemType(422, "A value cannot be used."),
+    "wrong-range": ProblemType(416, "The `Range` is outside the content."),
+    "invalid": ProblemType(422, "A value is not valid."),
     "too-many": ProblemType(
-        429, "Too many requests, or too many queries at once; `Retry-After` says when to try again."
+        429, "Too many requests, or too many concurrent queries; `Retry-After` contains the time to wait."
     ),
-    "fault": ProblemType(500, "The service failed; its log says why."),
-    "damaged": ProblemType(502, "What lies on the store is damaged, or no longer there."),
-    "unavailable": ProblemType(503, "The database or the store does not answer."),
+    "fault": ProblemType(500, "The service failed; its log contains the reason."),
+    "damaged": ProblemType(502, "An object on the store is damaged or missing."),
+    "unavailable": ProblemType(503, "The database or the store does not respond."),
 }
 
-_BY_STATUS = {held.status: name for name, held in TYPES.items()}
+_BY_STATUS = {kind.status: name for name, kind in TYPES.items()}
 
 
 def type_of(status: int) -> str:
-    """The type of a problem with a status, as a URI."""
+    """Return the type URI of problems with a status."""
     return PREFIX + _BY_STATUS.get(status, "fault" if status >= 500 else "invalid")
 
 
 def described(*statuses: int) -> dict[int, str]:
-    """What some statuses mean."""
+    """Return the meanings of statuses."""
     return {status: TYPES[_BY_STATUS[status]].meaning for status in statuses}
 
 
@@ -83,23 +84,26 @@ _log = logging.getLogger(__name__)
 
 
 class Problem(BaseModel):
-    """What went wrong."""
+    """An error response."""
 
-    type: str = Field(description="The kind of problem, for programs: urn:watchstep:problem:…")
-    title: str = Field(description="The kind of problem, for people.")
+    type: str = Field(
+        description="Type of the problem, for programs: urn:watchstep:problem:…",
+        examples=[f"{PREFIX}not-found"],
+    )
+    title: str = Field(description="Type of the problem, for people.")
     status: int
-    detail: str = Field(description="What is wrong: the thing and its value.")
-    hint: str = Field(description="What to do about it.")
+    detail: str = Field(description="The problem: object and value.")
+    hint: str = Field(description="How to solve the problem.")
 
 
 class RequestRefusedError(WatchstepError):
-    """A request that is not granted.
+    """A request that the service refuses.
 
     Args:
-        status: of the answer.
-        what: the thing and its value.
-        hint: what to do about it.
-        headers: of the answer.
+        status: HTTP status of the response.
+        what: object and value.
+        hint: how to solve the problem.
+        headers: headers of the response.
     """
 
     def __init__(self, status: int, what: str, hint: str, headers: Mapping[str, str] | None = None) -> None:
@@ -109,7 +113,7 @@ class RequestRefusedError(WatchstepError):
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Answers of an endpoint that its part of the OpenAPI document names: ``responses=documented(409)``."""
+    """Return error responses of an endpoint for the OpenAPI document: ``responses=documented(409)``."""
     return {
         code: {"model": Problem, "description": text, "content": {MEDIA_TYPE: {}}}
         for code, text in described(*statuses).items()
@@ -117,7 +121,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 PROBLEMS = documented(401, 403, 404, 409, 413, 414, 422, 429, 503)
-"""Those that every endpoint may give."""
+"""Error responses of every endpoint."""
 
 _STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
     (NotFoundError, 404),
@@ -135,7 +139,7 @@ _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error as a problem; none shows a stack trace."""
+    """Install handlers that respond to every error with a problem. No response contains a stack trace."""
     app.add_exception_handler(WatchstepError, _watchstep)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -146,14 +150,14 @@ def install(app: FastAPI) -> None:
 def problem(
     status: int, title: str, what: str, hint: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """An answer that tells a problem."""
-    held = Problem(type=type_of(status), title=title, status=status, detail=redact(what), hint=redact(hint))
-    content = held.model_dump()
+    """Return an error response."""
+    body = Problem(type=type_of(status), title=title, status=status, detail=redact(what), hint=redact(hint))
+    content = body.model_dump()
     return JSONResponse(content, status, headers=headers or _HEADERS.get(status), media_type=MEDIA_TYPE)
 
 
 def answer_to(request: Request, error: Exception) -> JSONResponse:
-    """The answer to an error that was raised before the application."""
+    """Return the response to an error that was raised outside the application."""
     if isinstance(error, WatchstepError):
         return _watchstep(request, error)
     if isinstance(error, SQLAlchemyError):
@@ -175,21 +179,21 @@ def _watchstep(_request: Request, error: Exception) -> JSONResponse:
 def _invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
+    location = ".".join(str(part) for part in first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
-    return problem(422, "Invalid", f"{place}: {message}", "see /docs for what this address takes")
+    return problem(422, "Invalid", f"{location}: {message}", "see /docs for the parameters of this address")
 
 
 def _http(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if (
         error.status_code == 400
-    ):  # a body that is no JSON at all; the framework tells it apart, the document does not
+    ):  # not JSON at all: the framework uses a status of its own, the OpenAPI document does not
         return problem(
             422,
             "Invalid",
             f"body: {error.detail}",
-            "send JSON in UTF-8; see /docs for what this address takes",
+            "send JSON in UTF-8; see /docs for the body of this address",
         )
     return problem(error.status_code, "Refused", str(error.detail), "see /docs for the addresses and methods")
 
@@ -197,14 +201,17 @@ def _http(_request: Request, error: Exception) -> JSONResponse:
 def _database(_request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, DataError):
         return problem(
-            422, "Invalid", "a value that the database cannot hold", "leave out characters like NUL"
+            422, "Invalid", "a value cannot be stored in the database", "remove characters such as NUL"
         )
     _log.error("database: %s", error)
-    return problem(503, "Unavailable", "the database does not answer", "try again; see /readyz")
+    return problem(503, "Unavailable", "the database does not respond", "try again; see /readyz")
 
 
 def _unexpected(request: Request, error: Exception) -> JSONResponse:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return problem(
-        500, "Fault", "the service failed on this request", "see the service's log; please report it"
+        500,
+        "Fault",
+        "the service failed to process the request",
+        "see the service's log, and report the problem",
     )

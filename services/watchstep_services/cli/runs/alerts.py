@@ -1,4 +1,4 @@
-"""``watchstep runs alerts`` and ``acknowledge``, and the incidents of ``watchstep runs show``: from the database of a service."""
+"""``watchstep runs alerts`` and ``acknowledge``, and the incidents of ``watchstep runs show``, from a service."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from watchstep_rules.engine.incident import IncidentSummary
 
 _MAX_ONSETS = 5
-"""Onsets whose deviations are shown: the service reads the store for each."""
+"""Maximum number of onsets with deviations. The service reads the store for each."""
 
 _MAX_INCIDENTS = 8
-"""Incidents that are shown, the latest: a page of a terminal."""
+"""Maximum number of incidents, the latest ones, which fit a page of a terminal."""
 
 
 def alerts(
@@ -53,16 +53,16 @@ def alerts(
     """
     project, name = split_run(run)
     client = client_of(store, service, project)
-    every = [alert.raw for alert in client.alerts(name)]
+    run_alerts = [alert.raw for alert in client.alerts(name)]
     if as_json:
-        show_json([dict(alert) for alert in every])
+        show_json([dict(alert) for alert in run_alerts])
         return
     # These import all rules.
     from watchstep_rules.engine.explanation import Explanation
     from watchstep_rules.engine.incident import IncidentSummary
 
     out = console()
-    fired = [alert for alert in every if alert["details"] is not None]
+    fired = [alert for alert in run_alerts if alert["details"] is not None]
     fired.sort(key=lambda alert: bool(alert["phase"] != "firing"))
     if not fired:
         out.print(f"{run}: no alert has fired")
@@ -73,10 +73,10 @@ def alerts(
                 out.print(line, highlight=False, soft_wrap=True)
     for alert in fired:
         details = alert["details"]
-        quiet = f"; inhibited by {details['inhibited_by']}" if details["inhibited_by"] else ""
-        dry = "; dry run" if details["dry_run"] else ""
+        inhibited = f"; inhibited by {details['inhibited_by']}" if details["inhibited_by"] else ""
+        dry_run = "; dry run" if details["dry_run"] else ""
         title, *rest = Explanation.model_validate(details["explanation"]).as_lines()
-        out.print(f"{title}{quiet}{dry} (attempt {alert['attempt']})", soft_wrap=True)
+        out.print(f"{title}{inhibited}{dry_run} (attempt {alert['attempt']})", soft_wrap=True)
         for line in (*rest, *_acknowledgement_lines(client, name, alert)):
             out.print(line, highlight=False, soft_wrap=True)
     for line in _deviations(client, name, fired):
@@ -86,7 +86,7 @@ def alerts(
 
 
 def _deviations(client: Client, run: str, fired: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The tensors that deviate at the first step of each incident, or of an alert without one."""
+    """Yield the tensors that deviate at the first step of each incident, or of an alert without one."""
     from watchstep_rules.signals.deviations import Deviation
 
     onsets = dict.fromkeys(
@@ -100,7 +100,7 @@ def _deviations(client: Client, run: str, fired: Sequence[Mapping[str, Any]]) ->
         try:
             onset = client.deviations(run, attempt, step)
         except WatchstepError as error:
-            # Alerts are in the database; the statistics are in the store, which may be damaged, slow or gone.
+            # The alerts are in the database. The statistics are on the store, which may be damaged, slow or missing.
             yield f"deviations at step {step} of attempt {attempt} could not be read: {error}"
             continue
         if onset["deviations"]:
@@ -110,7 +110,7 @@ def _deviations(client: Client, run: str, fired: Sequence[Mapping[str, Any]]) ->
 
 
 def _acknowledgement_lines(client: Client, run: str, alert: Mapping[str, Any]) -> Iterator[str]:
-    """Who acknowledged a firing alert, and until when notifications of it are silenced."""
+    """Yield the acknowledgement and the silence of a firing alert."""
     if alert["phase"] != "firing":
         return
     state = client.alert(run, alert["fingerprint"])
@@ -119,31 +119,31 @@ def _acknowledgement_lines(client: Client, run: str, alert: Mapping[str, Any]) -
         comment = f": {acknowledgement['comment']}" if acknowledgement["comment"] else ""
         yield f"  taken   acknowledged by {acknowledgement['who']}, {moment(acknowledgement['at_ns'])}{comment}"
     if silence is not None:
-        stops = ", including stops" if silence["holds_stop"] else ""
+        stops = ", including stops" if silence["suppresses_stop"] else ""
         until = f"until {moment(silence['ends_ns'])} by silence {silence['id']} of {silence['author']}"
         yield f"  silent  {until}{stops}: {silence['reason']}"
 
 
 def _not_evaluated(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Rules that cannot be evaluated, are overridden, or have no data."""
+    """Yield the rules that cannot be evaluated, are overridden, or have no data."""
     from watchstep_rules.engine.judge import RuleHealth
 
     for rule in rules:
         if rule["health"] == RuleHealth.ERROR.value:
             yield f"error: rule {rule['name']} cannot be evaluated: {' '.join(rule['problem'].split())}"
         for other in rule.get("overrides", ()):
-            yield f"rule {rule['name']}: the {rule['origin']}'s judges; the {other['origin']}'s of that name is overridden"
+            yield f"rule {rule['name']}: config of the {rule['origin']} is evaluated; it overrides that of the {other['origin']}"
     without = [rule["name"] for rule in rules if rule["health"] == RuleHealth.NO_DATA.value]
     if without:
         yield f"no data: {', '.join(without)}"
 
 
 def fired_alerts(run: Run, service: str) -> list[Mapping[str, Any]] | None:
-    """The alerts of a run that have fired; None if no service is named and none on this machine watches the store.
+    """Return the alerts of a run that have fired; None if no service is specified and none on this machine watches the store.
 
     Args:
         run: the run.
-        service: URL of the service; empty for the one of a local store.
+        service: URL of the service; empty: the service of a local store.
     """
     project, name = run.document.project, run.id
     store = run.location.removesuffix(f"/{project}/{name}")
@@ -171,7 +171,7 @@ def print_incidents(fired: Sequence[Mapping[str, Any]], attempts: Sequence[str],
 
     Args:
         fired: alerts of the run that have fired.
-        attempts: of the run, in order.
+        attempts: attempts of the run, in order.
         run: ``<project>/<run>``.
     """
     from watchstep_rules.engine.incident import IncidentSummary
@@ -188,20 +188,20 @@ def print_incidents(fired: Sequence[Mapping[str, Any]], attempts: Sequence[str],
     if not keys:
         out.print("incidents none")
     if len(keys) > _MAX_INCIDENTS:
-        out.print(f"incidents {len(keys)}, of which the last {_MAX_INCIDENTS} are shown")
+        out.print(f"incidents {len(keys)}, showing the last {_MAX_INCIDENTS}")
     for attempt, key in keys[-_MAX_INCIDENTS:]:
         incident = incidents[attempt, key]
-        of_attempt = [alert for alert in fired if alert["attempt"] == attempt]
+        attempt_alerts = [alert for alert in fired if alert["attempt"] == attempt]
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
-        for head, words in _lines(incident, attempt if len(attempts) > 1 else "", of_attempt):
-            grid.add_row(Text(head), Text(printable(words)))
+        for label, text in _lines(incident, attempt if len(attempts) > 1 else "", attempt_alerts):
+            grid.add_row(Text(label), Text(printable(text)))
         out.print(grid)
     notes = [alert for alert in fired if not alert["incident"]]
     if notes:
-        named = ", ".join(f"{alert['name']} ({alert['severity']}, {alert['phase']})" for alert in notes)
-        out.print(f"no part of an incident: {named}", highlight=False)
+        names = ", ".join(f"{alert['name']} ({alert['severity']}, {alert['phase']})" for alert in notes)
+        out.print(f"not part of an incident: {names}", highlight=False)
     if fired:
         out.print(f"watchstep runs alerts {run} explains each alert", highlight=False, soft_wrap=True)
 
@@ -209,7 +209,7 @@ def print_incidents(fired: Sequence[Mapping[str, Any]], attempts: Sequence[str],
 def _lines(
     incident: IncidentSummary, attempt: str, alerts: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Label and text of each line of an incident, the likeliest cause first."""
+    """Yield label and text of each line of an incident, the likeliest cause first."""
     steps = f"step {incident.first_step}"
     if incident.last_step > incident.first_step:
         steps = f"steps {incident.first_step} to {incident.last_step}"
@@ -223,7 +223,7 @@ def _lines(
     members = {alert["name"]: alert for alert in alerts}
     for position, name in enumerate(incident.alerts):
         alert = members.get(name)
-        if alert is not None and _is_of(alert, incident):
+        if alert is not None and _belongs_to(alert, incident):
             text = (
                 f"{name}: {alert['severity']}, {alert['phase']}, since step {alert['details']['since_step']}"
             )
@@ -234,7 +234,7 @@ def _lines(
         yield "" if position else "  alerts", text
 
 
-def _is_of(alert: Mapping[str, Any], incident: IncidentSummary) -> bool:
+def _belongs_to(alert: Mapping[str, Any], incident: IncidentSummary) -> bool:
     return bool(alert["incident"]) and alert["incident"]["id"] == incident.id
 
 
@@ -262,7 +262,7 @@ def acknowledge(
     }
     if not fingerprints:
         raise NotFoundError(
-            f"alert {rule!r} of {run}: it does not fire", "'watchstep runs alerts' shows the firing alerts"
+            f"alert {rule!r} of {run}: not firing", "'watchstep runs alerts' shows the firing alerts"
         )
     for fingerprint in sorted(fingerprints):
         acknowledgement = f"{alerts_url}/{fingerprint}/acknowledgement"

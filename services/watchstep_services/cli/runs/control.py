@@ -1,4 +1,4 @@
-"""``watchstep runs stop``, ``allow-restart``, ``snapshot``, ``cadence``, ``hold``, ``release`` and ``delete``: requests to a run."""
+"""``watchstep runs stop``, ``allow-restart``, ``snapshot``, ``cadence``, ``hold``, ``release`` and ``delete``."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def stop(
         watchstep runs stop vision/night-1 --reason "wrong learning rate"
     """
     client, name = _client_and_run(run, store, service)
-    done = client.stop(name, reason, attempt)
-    result = "stop requested" if done.accepted else "a stop has been requested already"
-    console().print(f"{run}: attempt {done.attempt}: {result}")
+    response = client.stop(name, reason, attempt)
+    result = "stop requested" if response.accepted else "a stop was already requested"
+    console().print(f"{run}: attempt {response.attempt}: {result}")
 
 
 def snapshot(
@@ -54,15 +54,15 @@ def snapshot(
     """
     client, name = _client_and_run(run, store, service)
     client.request_snapshot(name, step)
-    at = "its next step" if step is None else f"step {step}, or of the next if that has passed"
-    console().print(f"{run}: requested the full tensors of {at}")
+    target = "the next step" if step is None else f"step {step}, or the next step if it has passed"
+    console().print(f"{run}: requested a snapshot of {target}")
 
 
 def cadence(
     run: RunArgument,
     every: Annotated[
         list[str] | None,
-        typer.Argument(help="COLLECTION=STEPS, once or more. None: the workers' own cadence."),
+        typer.Argument(help="COLLECTION=STEPS, once or more. Default: the workers' own cadence."),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
@@ -73,10 +73,10 @@ def cadence(
         watchstep runs cadence vision/night-1 weights=50 gradients=10
         watchstep runs cadence vision/night-1
     """
-    chosen = dict(_cadence(text) for text in every or ())
+    cadences = dict(_cadence(text) for text in every or ())
     client, name = _client_and_run(run, store, service)
-    client.set_cadence(name, chosen)
-    intervals = ", ".join(f"{collection} every {steps} steps" for collection, steps in chosen.items())
+    client.set_cadence(name, cadences)
+    intervals = ", ".join(f"{collection} every {steps} steps" for collection, steps in cadences.items())
     console().print(f"{run}: {intervals or 'the workers choose the cadence'}")
 
 
@@ -103,7 +103,7 @@ def hold(
     """
     client, name = _client_and_run(run, store, service)
     client.hold(name, reason)
-    console().print(f"{run}: held")
+    console().print(f"{run}: on hold")
 
 
 def release(run: RunArgument, store: StoreOption = DEFAULT_STORE, service: ServiceOption = "") -> None:
@@ -125,7 +125,7 @@ def delete(
 ) -> None:
     """Delete a run that has ended, from the store and from the service. Token: WATCHSTEP_TOKEN, of an administrator.
 
-    The service deletes in the background.
+    The service deletes it in the background.
 
     Examples:
         watchstep runs delete vision/night-1 --yes
@@ -134,7 +134,7 @@ def delete(
     if not yes:
         typer.confirm(f"Delete {run} and everything that it recorded?", abort=True)
     client.delete(name)
-    console().print(f"{run}: is being deleted")
+    console().print(f"{run}: scheduled for deletion")
 
 
 def _client_and_run(run: str, store: str, service: str) -> tuple[Client, str]:
@@ -145,5 +145,7 @@ def _client_and_run(run: str, store: str, service: str) -> tuple[Client, str]:
 def _cadence(text: str) -> tuple[str, int]:
     collection, _, steps = text.partition("=")
     if not collection or not steps.isdecimal() or int(steps) < 1:
-        raise ConfigError(f"cadence {text!r}: not COLLECTION=STEPS", "write it as in weights=50")
+        raise ConfigError(
+            f"cadence {text!r}: not of the form COLLECTION=STEPS", "use, for example, weights=50"
+        )
     return collection, int(steps)

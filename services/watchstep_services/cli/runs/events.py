@@ -68,19 +68,19 @@ def actions(
         watchstep runs actions vision/night-1 --json
     """
     project, name = require_run(run)
-    every = client_of(store, service, project).actions(name)
+    run_actions = client_of(store, service, project).actions(name)
     if as_json:
-        show_json([dict(action.raw) for action in every])
+        show_json([dict(action.raw) for action in run_actions])
         return
     rows = table("TIME", "KIND", "STATE", ">TRIES", "OUTCOME")
-    for action in every:
+    for action in run_actions:
         at = _time(action.created_ns)
         rows.add_row(at, action.kind, action.state, str(len(action.tries)), action.outcome)
     show(rows)
 
 
 def _event_lines(event: Event) -> list[str]:
-    kind = event.type.removeprefix("watchstep.")
+    kind = event.type.removeprefix("io.watchstep.")
     lines = lines_of({"type": event.type, "subject": event.subject, "data": event.data})
     head, *rest = lines or [f"watchstep: {event.subject}: {kind}"]
     return [f"{event.time}  {head.removeprefix('watchstep: ')}", *rest]
@@ -96,7 +96,7 @@ def stops(
     service: ServiceOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show every stop of a run, requested or only recorded: who requested it, the evidence, each try. Token: WATCHSTEP_TOKEN.
+    """Show every stop of a run, requested or only recorded: requester, evidence, attempts to stop. Token: WATCHSTEP_TOKEN.
 
     Examples:
         watchstep runs stops vision/night-1
@@ -131,7 +131,7 @@ def _audit_lines(entry: dict[str, Any]) -> Iterator[str]:
             "would_have": "would have been stopped",
         }
         yield f"{head}{verbs[entry['kind']]} by {entry['who']}: {data['reason']}"
-        yield from _why(data)
+        yield from _stop_details(data)
     elif entry["kind"] == "tried":
         yield f"{head}try {data['number']}: {data['outcome']}: {data['detail']}"
     elif entry["kind"] == "ended":
@@ -139,15 +139,15 @@ def _audit_lines(entry: dict[str, Any]) -> Iterator[str]:
         yield f"{head}{data['state']} after {data['tries']} tries{at}: {data['detail']}"
 
 
-def _why(data: dict[str, Any]) -> Iterator[str]:
+def _stop_details(data: dict[str, Any]) -> Iterator[str]:
     indent = " " * 21
     if "because" in data:
         reasons = {
             "dry_run": "its config sets 'dry_run'",
             "not_allowed": "the rule is not allowed to stop jobs",
-            "silenced": f"silence {data.get('silence')} suspends stops",
+            "silenced": f"silence {data.get('silence')} suppresses stops",
         }
-        yield f"{indent}it was not: {reasons[data['because']]}"
+        yield f"{indent}it was not stopped: {reasons[data['because']]}"
     if "allowed" in data:
         grant = data["allowed"]
         since = f" on {moment(grant['at_ns'])}" if grant["at_ns"] else ""
@@ -160,8 +160,8 @@ def _why(data: dict[str, Any]) -> Iterator[str]:
 
 
 def lines_of(event: dict[str, Any]) -> list[str]:
-    """An event as lines of console output: a block for a firing alert, one line for most others, none for the start and end of runs."""
-    kind, data = str(event["type"]).removeprefix("watchstep."), event["data"]
+    """Return an event as console output: several lines for a firing alert, one for most other events, none for the start and end of runs."""
+    kind, data = str(event["type"]).removeprefix("io.watchstep."), event["data"]
     head = f"watchstep: {event['subject']}: "
     if kind == "stop.requested":
         return [f"{head}stop requested: {data['reason']}"]
@@ -182,7 +182,7 @@ def lines_of(event: dict[str, Any]) -> list[str]:
         return [f"{head}{explanation.title}"]
     more = " (dry run: no action)" if data["dry_run"] else ""
     if kind == "alert.revised":
-        more = f"; rows that came later show a likelier cause{more}"
+        more = f"; later rows show a likelier cause{more}"
     title, *rest = explanation.as_lines()
     if data["message"] != explanation.seen:
         rest.insert(0, f"  message {data['message']}")

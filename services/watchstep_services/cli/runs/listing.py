@@ -1,4 +1,4 @@
-"""``watchstep runs list``: imports little, so that it starts fast."""
+"""``watchstep runs list``. Imports little, so that it starts fast."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _as_data(entry: RunEntry, firing: Mapping[tuple[str, str], int] | None) -> d
 
 
 def _firing_by_run(store: str, projects: set[str]) -> dict[tuple[str, str], int] | None:
-    """The number of firing alerts by project and run; None if no service on this machine watches a local store."""
+    """Return the number of firing alerts by project and run; None if no service on this machine watches a local store."""
     if checked_scheme(store) not in ("", "file"):
         return None
     try:
@@ -91,7 +91,7 @@ def _firing_by_run(store: str, projects: set[str]) -> dict[tuple[str, str], int]
 
 
 def _count_firing(alerts: Mapping[str, int]) -> int:
-    """The number of firing alerts, without notes of severity info."""
+    """Return the number of firing alerts, without those of severity info."""
     return alerts.get("firing", 0) - alerts.get("notes", 0)
 
 

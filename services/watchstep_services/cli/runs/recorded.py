@@ -1,6 +1,6 @@
 """``watchstep runs show``, ``stats``, ``compact`` and ``diff``, and ``watchstep export``: read a run from its store.
 
-No service is needed. `find_run` and `locations` resolve the names of runs on the command line, which may hold wildcards.
+No service is needed. `find_run` and `locations` resolve run names of the command line, which may contain wildcards.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def show_run(
         )
     if stored.damage:
         out.print(f"damaged   {stored.damage}", soft_wrap=True)
-    for name, why in opened.damaged.items():
-        out.print(f"damaged   {name}: {why}", soft_wrap=True)
+    for name, problem in opened.damaged.items():
+        out.print(f"damaged   {name}: {problem}", soft_wrap=True)
     alerts = fired_alerts(opened, service)
     if alerts is not None:
         print_incidents(alerts, opened.attempts, f"{opened.document.project}/{opened.id}")
@@ -103,7 +103,7 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
         ],
         "damage": [
             *([stored.damage] if stored.damage else []),
-            *(f"{name}: {why}" for name, why in run.damaged.items()),
+            *(f"{name}: {problem}" for name, problem in run.damaged.items()),
         ],
         "alerts": alerts,
         "collections": {collection: list(names) for collection, names in sorted(run.collections.items())},
@@ -111,7 +111,7 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
 
 
 def _losses_by_name(run: Run) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each loss; none of a loss that only earlier attempts recorded, at steps that a later attempt repeated."""
+    """Return the rows of each loss; empty if only earlier attempts recorded the loss, at steps that a later attempt repeated."""
     by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in run.tensors(LOSSES)}
     for row in run.losses().to_pylist():
         by_name.setdefault(row["name"], []).append(row)
@@ -119,21 +119,19 @@ def _losses_by_name(run: Run) -> dict[str, list[dict[str, Any]]]:
 
 
 def _print_losses(run: Run) -> None:
-    """Print the first and the last value of each loss; "derived" marks a loss that was taken from ``backward()``."""
+    """Print the first and the last value of each loss; "derived" marks a loss that is the argument of ``backward()``."""
     for name, rows in _losses_by_name(run).items():
         if rows:
             derived = ", derived" if rows[-1]["derived"] else ""
             first, last = (figure(row["value"]) for row in (rows[0], rows[-1]))
             console().print(f"{name:9} {first} at first, {last} at last{derived}")
         else:
-            console().print(
-                f"{name:9} only in earlier attempts, at steps that a later attempt recorded again"
-            )
+            console().print(f"{name:9} only in earlier attempts, at steps that a later attempt repeated")
 
 
 def show_statistics(
     run: StoredRunArgument,
-    tensor: Annotated[str, typer.Argument(help="Name of a tensor, e.g. conv1.weight:gradient.")],
+    tensor: Annotated[str, typer.Argument(help="Name of a tensor, for example conv1.weight:gradient.")],
     store: StoreOption = DEFAULT_STORE,
     mode: Annotated[str | None, typer.Option(help=f"Only rows of this mode: {', '.join(MODES)}.")] = None,
     last: Annotated[int, typer.Option(min=1, help="Number of rows to show, from the end.")] = 20,
@@ -177,8 +175,8 @@ def compact_run(
         watchstep runs compact night-1
         watchstep runs compact night-1 --delete-after 86400
     """
-    done = compact(find_run(run, store).location, delete_after=delete_after)
-    console().print(f"generation {done.generation}: {done.written} written, {done.deleted} deleted")
+    result = compact(find_run(run, store).location, delete_after=delete_after)
+    console().print(f"generation {result.generation}: {result.written} written, {result.deleted} deleted")
 
 
 def diff_runs(
@@ -195,28 +193,28 @@ def diff_runs(
         watchstep runs diff night-1 night-2
         watchstep runs diff night-1 night-2 --tolerance 1e-6
     """
-    found = diff(find_run(a, store), find_run(b, store), tolerance)
-    differing = [] if found.step is None else found.table.slice(0, most).to_pylist()
+    result = diff(find_run(a, store), find_run(b, store), tolerance)
+    differing = [] if result.step is None else result.table.slice(0, most).to_pylist()
     if as_json:
         show_json(
             {
-                "compared": found.compared,
-                "step": found.step,
-                "tensor": found.tensor,
-                "only_a": list(found.only_a),
-                "only_b": list(found.only_b),
+                "compared": result.compared,
+                "step": result.step,
+                "tensor": result.tensor,
+                "only_a": list(result.only_a),
+                "only_b": list(result.only_b),
                 "rows": differing,
             }
         )
-        raise typer.Exit(0 if found.step is None else 1)
+        raise typer.Exit(0 if result.step is None else 1)
     out = console()
-    for names, of in ((found.only_a, a), (found.only_b, b)):
+    for names, run in ((result.only_a, a), (result.only_b, b)):
         if names:
-            out.print(f"only in {of}: {', '.join(names)}")
-    if found.step is None:
-        out.print(f"no difference in {found.compared} rows")
+            out.print(f"only in {run}: {', '.join(names)}")
+    if result.step is None:
+        out.print(f"no difference in {result.compared} rows")
         return
-    out.print(f"first difference: step {found.step}, {found.tensor}")
+    out.print(f"first difference: step {result.step}, {result.tensor}")
     rows = table(">STEP", "MODE", ">WORKER", "=TENSOR", "FIGURE", ">A", ">B", ">RELATIVE")
     for row in differing:
         numbers = [figure(row[name]) for name in ("a", "b", "relative")]
@@ -228,10 +226,10 @@ def diff_runs(
 
 
 def find_run(run: str, store: str) -> Run:
-    """Open a run by its URL, by project and id, or by its id alone.
+    """Open a run by URL, by project and id, or by id only.
 
     Raises:
-        NotFoundError: there is no such run, or runs of several projects have the id.
+        NotFoundError: the run does not exist, or runs of several projects have the id.
     """
     parts = run.split("/")
     if len(parts) > 2:
@@ -239,9 +237,14 @@ def find_run(run: str, store: str) -> Run:
     if len(parts) == 1:
         entries: list[RunEntry] = [entry for entry in find_runs(Store.open(store)) if entry.run == run]
         if len(entries) != 1:
-            many = f"in projects {', '.join(entry.project for entry in entries)}" if entries else "not found"
+            reason = (
+                f"in several projects: {', '.join(entry.project for entry in entries)}"
+                if entries
+                else "not found"
+            )
             raise NotFoundError(
-                f"run {run!r} in {store}: {many}", "name it <project>/<run>; 'watchstep runs list' shows all"
+                f"run {run!r} in {store}: {reason}",
+                "use <project>/<run>; 'watchstep runs list' shows all runs",
             )
         parts = [entries[0].project, run]
     return open_run("/".join([Store.open(store).location, *parts]))
@@ -251,15 +254,15 @@ _WILD = frozenset("*?[")
 
 
 def locations(run: str, store: str) -> list[str]:
-    """The locations of the runs that a name matches.
+    """Return the locations of the runs that match a name.
 
     Args:
-        run: a run's id, ``<project>/<run>`` or its whole URL; each part may hold ``*``, ``?`` and ``[…]``. A name that
-            ends in ``/`` names a project.
-        store: of runs that are named without one.
+        run: id of a run, ``<project>/<run>`` or URL; each part may contain ``*``, ``?`` and ``[…]``. A name that ends in ``/``
+            selects all runs of a project.
+        store: store of runs that are specified without one.
 
     Raises:
-        NotFoundError: there is no such run.
+        NotFoundError: no run matches.
         StoreError, ConfigError: the store cannot be read.
     """
     if run.endswith("/"):
@@ -276,7 +279,7 @@ def locations(run: str, store: str) -> list[str]:
         if fnmatchcase(run_name, name) and _is_run(opened.child(f"{project_name}/{run_name}"))
     ]
     if not matching:
-        raise NotFoundError(f"runs {run!r} in {root}: none", "'watchstep runs list' shows all")
+        raise NotFoundError(f"runs {run!r} in {root}: not found", "'watchstep runs list' shows all runs")
     return matching
 
 
@@ -297,7 +300,7 @@ def _is_run(folder: Store) -> bool:
 
 
 def short(location: str) -> str:
-    """``<project>/<run>``."""
+    """Return ``<project>/<run>`` of a location."""
     return "/".join(Path(location).parts[-2:])
 
 

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs on the connection that `upgrade` and `downgrade` hand over."""
+"""Alembic's entry point: runs on the connection that `upgrade` and `downgrade` pass."""
 
 from __future__ import annotations
 

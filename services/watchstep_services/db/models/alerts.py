@@ -1,4 +1,4 @@
-"""Alerts over attempts, silences, groups and what was not notified; receivers, their encrypted secrets, and routing trees."""
+"""Alerts over attempts, silences, groups and suppressed notifications; receivers, their encrypted secrets, and routing trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHO_LENGTH = 256
 
 
 class AlertInstanceRow(Base):
-    """Where an alert stands over all attempts of a run: one row for a fingerprint, from the first time that it fired.
+    """The state of an alert over all attempts of a run: one row for each fingerprint that has fired.
 
     ``config_id`` and ``attempt`` are those that made it fire last; ``episode`` counts how often it began to fire.
     """
@@ -53,12 +53,12 @@ class AlertInstanceRow(Base):
 
     @property
     def is_hidden(self) -> bool:
-        """Whether nobody is notified of it: a dry run, an inhibited alert, or a note of severity info."""
+        """Whether it is not notified: a dry run, an inhibited alert, or severity info."""
         return self.dry_run or bool(self.inhibited_by) or self.severity == "info"
 
 
 class Incident(Base):
-    """Alerts of an attempt that begin close together: their ``onsets``, from which it was made, and what is said of it."""
+    """Alerts of an attempt that begin close together: their ``onsets`` and the summary computed from them."""
 
     __tablename__ = "incidents"
     __table_args__ = (UniqueConstraint("run_id", "key"), Index("incidents_by_step", "run_id", "last_step"))
@@ -74,7 +74,7 @@ class Incident(Base):
 
 
 class Silence(Base):
-    """Alerts that match all ``matchers`` are not told of from ``starts_ns`` until ``ends_ns``."""
+    """Suppresses notifications of alerts that match all ``matchers`` from ``starts_ns`` until ``ends_ns``."""
 
     __tablename__ = "silences"
     __table_args__ = (Index("silences_by_end", "project", "ends_ns"),)
@@ -84,7 +84,7 @@ class Silence(Base):
     matchers: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
     author: Mapped[str] = mapped_column(String(WHO_LENGTH))
     reason: Mapped[str] = mapped_column(Text)
-    holds_stop: Mapped[bool] = mapped_column(Boolean, default=False)
+    suppresses_stop: Mapped[bool] = mapped_column(Boolean, default=False)
     created_ns: Mapped[int]
     starts_ns: Mapped[int]
     ends_ns: Mapped[int]
@@ -92,14 +92,14 @@ class Silence(Base):
 
 
 class AlertGroup(Base):
-    """Alerts that one receiver is told of together, and when it is next looked at; ``generation`` counts what was told.
+    """Alerts that one receiver is notified of together, and when the group is flushed next; ``generation`` counts notifications.
 
-    ``open``: something was told since it last had nothing to tell of. ``refresh``: its receiver forgets what it is not told
-    again. ``run_id`` is null where it spans runs.
+    ``open``: notified since the group last had nothing to report. ``refresh``: its receiver resolves alerts that are not sent
+    again. ``run_id`` is null if it spans runs.
     """
 
     __tablename__ = "alert_groups"
-    # A number never comes twice: what was told is known by it.
+    # Numbers are never reused, because ids of notifications contain them.
     __table_args__ = (UniqueConstraint("project", "key"), {"sqlite_autoincrement": True})
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
@@ -123,7 +123,7 @@ class AlertGroup(Base):
 
 
 class GroupMember(Base):
-    """An alert in a group, and what its receiver was last told of it."""
+    """An alert in a group, and the last notification of it."""
 
     __tablename__ = "alert_group_members"
 
@@ -136,9 +136,9 @@ class GroupMember(Base):
 
 
 class Muted(Base):
-    """That somebody was not told of an alert, and why; once for each time that it began to fire.
+    """A suppressed notification of an alert and the reason; once for each time that the alert began to fire.
 
-    ``receiver`` is empty where nobody at all is told, and ``webhook`` for the addresses in the rule config.
+    ``receiver`` is empty if no receiver is notified, and ``webhook`` for the addresses in the rule config.
     """
 
     __tablename__ = "muted_notifications"
@@ -154,7 +154,7 @@ class Muted(Base):
 
 
 class ReceiverRow(Base):
-    """A receiver as data; a secret in it is a reference, or says that it is kept."""
+    """A receiver as data; secrets in it are references, or marked as stored."""
 
     __tablename__ = "receivers"
 
@@ -183,7 +183,7 @@ class ReceiverSecret(Base):
 
 
 class RoutingTree(Base):
-    """A project's own tree; without one, the owner's file's is used."""
+    """A project's routing tree; without one, the tree of the owner's file is used."""
 
     __tablename__ = "routing_trees"
 

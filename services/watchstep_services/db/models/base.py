@@ -1,4 +1,4 @@
-"""What all tables share. All times are nanoseconds since the epoch by the database's clock, unless a name says otherwise."""
+"""The base class of all tables. All times are nanoseconds since the epoch by the database's clock, unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RowId = BigInteger().with_variant(Integer, "sqlite")
 
 
 class Base(DeclarativeBase):
-    """All tables."""
+    """Base class of all tables."""
 
     type_annotation_map: ClassVar[dict[Any, Any]] = {
         dict[str, Any]: JSON,
@@ -23,9 +23,9 @@ class Base(DeclarativeBase):
 
 
 class ClockMark(Base):
-    """One row: how far the database's clock was seen to come, and its last step back (`db.clock`).
+    """One row: the highest value of the database's clock, and its last step back (`db.clock`).
 
-    ``before_ns``: where the clock stood before that step, 0 once nothing is left to be moved; ``stepped_ns``: where it came to.
+    ``before_ns``: the clock before that step, 0 once no times are left to move; ``stepped_ns``: the clock after it.
     """
 
     __tablename__ = "clock_marks"

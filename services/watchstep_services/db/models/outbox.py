@@ -1,4 +1,4 @@
-"""Events, the actions that they cause, and the audit of stops."""
+"""Events, the actions that they cause, and the audit log of stops."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 
 
 class EventRow(Base):
-    """A CloudEvent that was published. Within a project, numbers follow the order of commits (`db.engine.write_events`)."""
+    """A published CloudEvent. Within a project, numbers follow the order of commits (`db.engine.write_events`)."""
 
     __tablename__ = "events"
-    __table_args__: Any = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's own way; no number comes twice
+    __table_args__: Any = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's convention; numbers are never reused
 
     number: Mapped[int] = mapped_column(RowId, primary_key=True)
     id: Mapped[str] = mapped_column(String(36), unique=True)
@@ -27,7 +27,7 @@ class EventRow(Base):
 
 
 class ActionRow(Base):
-    """The outbox: what an event causes. The key makes it happen once."""
+    """The outbox: an action that an event causes. Its unique key prevents duplicates."""
 
     __tablename__ = "actions"
     __table_args__ = (Index("actions_by_due", "state", "next_ns"),)
@@ -51,7 +51,7 @@ class ActionRow(Base):
 
 
 class ActionTry(Base):
-    """One try of an action, and what came of it."""
+    """One try of an action, and its result."""
 
     __tablename__ = "action_tries"
 
@@ -63,7 +63,7 @@ class ActionTry(Base):
 
 
 class StopGrant(Base):
-    """An operator's word that exactly this rule may stop jobs of a project, until it is taken back."""
+    """An operator's permission that exactly this rule may stop jobs of a project, until it is revoked."""
 
     __tablename__ = "stop_grants"
     __table_args__ = (Index("stop_grants_by_digest", "project", "digest"),)
@@ -83,9 +83,9 @@ class StopGrant(Base):
 
 
 class AuditEntry(Base):
-    """One line of the story of a stop. Rows are only ever added: the database refuses to change or delete one.
+    """An entry of the audit log of stops. The database refuses to change or delete one.
 
-    No key leads to a run: entries outlive it.
+    No foreign key refers to a run, because entries outlive it.
     """
 
     __tablename__ = "stop_audit"

@@ -1,4 +1,4 @@
-"""Projects with their stores, backends and rules; tokens; requests that may be sent again."""
+"""Projects with their stores, backends and rules; tokens; requests with idempotency keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from watchstep_services.db.models.runs import RunRow
 
 
 class StoreRow(Base):
-    """A store that an admin registered, and the role by which it is reached. Its version goes up with every change."""
+    """A registered store, and the role by which it is accessed. Every change increments its version."""
 
     __tablename__ = "stores"
 
@@ -31,7 +31,7 @@ class StoreRow(Base):
 
     @property
     def registration(self) -> StoreRegistration:
-        """How it is reached."""
+        """How it is accessed."""
         return StoreRegistration(self.url, self.role_arn, self.external_id, self.region, self.endpoint)
 
 
@@ -47,10 +47,10 @@ class ProjectStore(Base):
 
 
 class Project(Base):
-    """A project. One that is archived takes no new runs, and can still be read.
+    """A project. An archived one accepts no new runs, and can still be read.
 
-    ``deferred_until_ns``: until then its runs are evaluated as if they had become due later, by as much as is left: its SQL and
-    Python rules took much time (`evaluator.rule_time`).
+    ``deferred_until_ns``: until then its runs are evaluated as if they had become due later, by the time that is left, because its
+    evaluations took much time (`service.rule_time`).
     """
 
     __tablename__ = "projects"
@@ -65,13 +65,15 @@ class Project(Base):
 
     @property
     def place(self) -> StorePlace:
-        """Where its runs lie."""
-        held = self.placed
-        return StorePlace(held.store_id, held.store.version, held.store.registration, held.prefix, self.name)
+        """The location of its runs."""
+        placed = self.placed
+        return StorePlace(
+            placed.store_id, placed.store.version, placed.store.registration, placed.prefix, self.name
+        )
 
 
 class BackendRow(Base):
-    """A backend that an admin registered: where jobs run that can be stopped."""
+    """A registered backend, on which jobs can be stopped."""
 
     __tablename__ = "backends"
 
@@ -85,7 +87,7 @@ class BackendRow(Base):
 
 
 class ProjectBackend(Base):
-    """A project whose jobs may run on a backend."""
+    """A backend that a project may use."""
 
     __tablename__ = "project_backends"
 
@@ -94,9 +96,9 @@ class ProjectBackend(Base):
 
 
 class JobOwner(Base):
-    """The project that a job belongs to, from the first time that it is bound: no other can bind it, or stop it.
+    """The project that owns a job since it was first bound; other projects cannot bind or stop it.
 
-    ``job`` is a digest of what the job is, on whatever backend it is registered.
+    ``job`` is a digest of the job's identity, independent of its backend's name.
     """
 
     __tablename__ = "job_owners"
@@ -109,10 +111,10 @@ _OVER = ("completed", "failed", "stopped")
 
 
 class Token(Base):
-    """A bearer token, hashed; the token itself is nowhere kept. Its id is public.
+    """A bearer token's hash; the token itself is not stored. Its id is public.
 
-    ``run_id``: the only run that it is for, and goes with; of its ``project`` or of all where that is None. ``maker``: the id of the
-    token that made it, empty for none; of tokens of single runs only.
+    ``run_id``: its only run, with which it is deleted; None for all runs of its ``project``, or of all projects. ``maker``: the id of the
+    token that created it, empty for none; only for tokens of single runs.
     """
 
     __tablename__ = "tokens"
@@ -134,18 +136,18 @@ class Token(Base):
     last_used_ns: Mapped[int | None] = mapped_column(default=None)
 
     run: Mapped[str | None] = column_property(select(RunRow.run).where(RunRow.id == run_id).scalar_subquery())
-    """The name of its only run; None where it has none."""
+    """The name of its only run; None if it has none."""
 
     run_over_ns: Mapped[int | None] = column_property(
         select(RunRow.ended_ns).where(RunRow.id == run_id, RunRow.state.in_(_OVER)).scalar_subquery()
     )
-    """When its only run ended; None while that may go on, as one may that is only lost."""
+    """When its only run ended; None while it may continue, as a lost run may."""
 
 
 class ApiRequest(Base):
-    """A request with an Idempotency-Key and its answer; ``status`` is null while it is under way.
+    """A request with an Idempotency-Key and its answer; ``status`` is null while it is in progress.
 
-    ``name`` is a hash of the token and the key, ``request`` one of what was asked.
+    ``name`` is a hash of the token and the key, ``request`` a hash of the request.
     """
 
     __tablename__ = "api_requests"
@@ -159,7 +161,7 @@ class ApiRequest(Base):
 
 
 class ProjectRule(Base):
-    """A rule config of a project: it judges every run that is registered from then on."""
+    """A rule config of a project, which is evaluated on every run that is registered later."""
 
     __tablename__ = "project_rules"
 

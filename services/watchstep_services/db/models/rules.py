@@ -28,7 +28,7 @@ class RuleConfigRow(Base):
 
 
 class RuleStateRow(Base):
-    """What a rule config remembers of one attempt: a `RuleMemory` as JSON text, and the health that was last told of."""
+    """The state of a rule config on one attempt: a `RuleMemory` as JSON text, and the last reported health."""
 
     __tablename__ = "rule_states"
 
@@ -40,7 +40,7 @@ class RuleStateRow(Base):
 
 
 class AlertRow(Base):
-    """Where the alert of a rule config stands on one attempt; its finding, and what is said of it to people."""
+    """The state of a rule config's alert on one attempt, with its finding and its texts."""
 
     __tablename__ = "alerts"
     __table_args__ = (UniqueConstraint("config_id", "attempt"),)
@@ -64,7 +64,7 @@ class AlertRow(Base):
 
 
 class FindingRow(Base):
-    """A finding; only the first of a rule config are kept, the rest are counted."""
+    """A finding; only the first ones of a rule config are stored, the rest are counted."""
 
     __tablename__ = "findings"
     __table_args__ = (Index("findings_by_config", "config_id", "attempt"),)
@@ -77,9 +77,9 @@ class FindingRow(Base):
 
 
 class RunSummaryRow(Base):
-    """The summary of a sound run: a `watchstep_rules.signals.ranges.baseline.RunSummary` as JSON text.
+    """The summary of a healthy run: a `watchstep_rules.signals.baseline.BaselineRun` as JSON text.
 
-    ``program`` identifies the program and its capture configuration (`evaluator.baselines.program_of`).
+    ``program`` identifies the program and its capture configuration (`evaluation.baselines.program_of`).
     """
 
     __tablename__ = "run_summaries"
@@ -93,7 +93,7 @@ class RunSummaryRow(Base):
 
 
 class PinnedBaseline(Base):
-    """The baseline that an attempt is compared with, frozen before its first rows were judged: a `Baseline` as JSON text."""
+    """The baseline that an attempt is compared with, pinned before its first rows were evaluated: a `Baseline` as JSON text."""
 
     __tablename__ = "pinned_baselines"
 
@@ -102,9 +102,9 @@ class PinnedBaseline(Base):
 
 
 class Backtest(Base):
-    """A backtest that somebody asked for: which runs of a project, by which rules, and how far it came.
+    """A requested backtest: the runs of a project, the rules, and its progress.
 
-    Runs are judged one by one: ``next`` is the place of the one that is due, ``tries`` how often it was begun.
+    Runs are evaluated one by one: ``next`` is the index of the next one, ``tries`` how often it was begun.
     """
 
     __tablename__ = "backtests"
@@ -124,7 +124,7 @@ class Backtest(Base):
 
 
 class BacktestResult(Base):
-    """What a backtest found of one run; of a webhook's address the host alone."""
+    """The result of a backtest for one run; webhook addresses are reduced to the host."""
 
     __tablename__ = "backtest_results"
 

@@ -11,15 +11,15 @@ from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 
 
 class RunRow(Base):
-    """A run: where it stands, the fence around its evaluation, and when it is next looked at.
+    """A run: its state, the fence of its evaluation, and the times of its next evaluation and poll.
 
-    ``cached_by``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is evaluated; ``requested_ns``: when a message last said so. ``poll_ns``: when it is looked at though nobody
-    hints at it; an announcement puts that off by ``poll_interval_ns``, 0 before the first look. ``urgent_ns``: when a recorder that was believed
-    last said that something sudden had happened. ``registered_by``: the id of the operator's or admin's token that made it known;
-    empty where nobody's did. ``unfinished_claims``: claims in a row that were neither committed nor released: their process
-    ended; ``reading``: the epoch of the last of them and the segment that it was reading, noted once there were some
-    (`evaluator.unfinished_reads`). ``state_attempt``: the attempt whose start or end was published last; an attempt that replaces
-    it while the run is running ends it first, and one that has ended is not running again.
+    ``cached_by``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is due for evaluation;
+    ``requested_ns``: when a message was last sent for it. ``poll_ns``: when it is polled without a hint; an announcement postpones it by
+    ``poll_interval_ns``, which is 0 before the first poll. ``urgent_ns``: when a trusted recorder last reported a sudden failure.
+    ``registered_by``: the id of the operator's or admin's token that registered it; empty if none did. ``unfinished_claims``: claims in a
+    row without a commit or a release, because their process ended; ``reading``: the epoch of the last of them and the segment that it was
+    reading, recorded once there were some (`evaluation.unfinished_reads`). ``state_attempt``: the attempt of the last published start or
+    end. An attempt that replaces it while the run is running ends it first, and one that has ended is not running again.
     """
 
     __tablename__ = "runs"
@@ -56,10 +56,10 @@ class RunRow(Base):
 
 
 class Attempt(Base):
-    """An attempt: its workers, how far each came, its watermark, and which segments hold the history.
+    """An attempt: its workers and their progress, its watermark, and the segments of its history.
 
-    Its evaluations are the run's ticks before ``ticks``; those before ``journaled`` are on the store, in so many parts. Where
-    the store refused one, the next is tried no sooner than ``journal_due_ns``.
+    Its evaluations are the run's ticks before ``ticks``; those before ``journaled`` are on the store, in ``journal_parts`` parts. If
+    the store refused a part, the next one is not tried before ``journal_due_ns``.
     """
 
     __tablename__ = "attempts"
@@ -102,9 +102,9 @@ class BoundJobRow(Base):
 
 
 class Segment(Base):
-    """The inbox: what was announced or found on the store, and, once read, its place in the journal.
+    """The inbox: a segment that was announced or found on the store, and its position in the journal once it was read.
 
-    ``ranks`` says of each rank with rows in it: rank, first step, last step, rows.
+    ``ranks`` lists (rank, first step, last step, rows) of each rank with rows.
     """
 
     __tablename__ = "segments"
@@ -131,9 +131,9 @@ class Segment(Base):
 
 
 class TickRow(Base):
-    """One evaluation that judged: the journal's end after it, and the clock that its rules were given.
+    """An evaluation with a tick: the end of the journal after it, and the time that its rules were given.
 
-    ``ended``: no row came, and the attempt had ended, so that silence was not judged.
+    ``ended``: no row arrived and the attempt had ended, so silence was not evaluated.
     """
 
     __tablename__ = "ticks"
@@ -147,7 +147,7 @@ class TickRow(Base):
 
 
 class WatermarkRow(Base):
-    """All steps up to this one are complete since this tick."""
+    """The step up to which all steps are complete since this tick."""
 
     __tablename__ = "watermarks"
 
@@ -160,7 +160,7 @@ class WatermarkRow(Base):
 
 
 class RetentionPolicy(Base):
-    """How long a project keeps what, in seconds after a run's end; None: for ever, or as the settings say."""
+    """Retention times of a project, in seconds after a run's end; None for ever, or for the settings' value."""
 
     __tablename__ = "retention_policies"
 
@@ -174,10 +174,10 @@ class RetentionPolicy(Base):
 
 
 class Upkeep(Base):
-    """What was done to a run after its end, and by when it is to be looked at again.
+    """The upkeep of a run after its end, and when the next step is due.
 
-    ``ended_ns`` is the end that the times belong to: after another attempt's end all is due anew. A run that is ``on_hold``
-    loses nothing, whatever the policy says.
+    ``ended_ns`` is the end that the times refer to; after the end of another attempt all steps are due again. Nothing of a run
+    that is ``on_hold`` is deleted, whatever the policy says.
     """
 
     __tablename__ = "upkeep"

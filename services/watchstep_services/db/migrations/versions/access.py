@@ -1,4 +1,4 @@
-"""Tokens that have names, expire and can be revoked."""
+"""Names, expiry and revocation of tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BEFORE = ("sha256", "role", "project", "created_ns")
 
 
 def upgrade() -> None:
-    """What is there keeps working: its id is the start of its hash."""
-    held = _read(sa.text(f"SELECT {', '.join(_BEFORE)} FROM tokens"))  # noqa: S608 - of fixed words
+    """Keep existing tokens valid; their id is the start of their hash."""
+    rows = _read(sa.text(f"SELECT {', '.join(_BEFORE)} FROM tokens"))  # noqa: S608 - of fixed words
     op.drop_table("tokens")
     tokens = op.create_table(
         "tokens",
@@ -36,12 +36,12 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_tokens_project"), "tokens", ["project"], unique=False)
     added = {"name": "", "created_by": "", "revoked_by": ""}
-    op.bulk_insert(tokens, [{**row, **added, "id": row["sha256"][:16]} for row in held])
+    op.bulk_insert(tokens, [{**row, **added, "id": row["sha256"][:16]} for row in rows])
 
 
 def downgrade() -> None:
-    """What was revoked or ends is left behind: the tables of before could not tell it, and it would work for ever."""
-    held = _read(
+    """Drop tokens that are revoked or expire, because the earlier tables would treat them as valid for ever."""
+    rows = _read(
         sa.text(
             f"SELECT {', '.join(_BEFORE)} FROM tokens WHERE revoked_ns IS NULL AND expires_ns IS NULL"  # noqa: S608
         )
@@ -56,7 +56,7 @@ def downgrade() -> None:
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("sha256"),
     )
-    op.bulk_insert(tokens, held)
+    op.bulk_insert(tokens, rows)
 
 
 def _read(statement: sa.TextClause) -> list[dict[str, Any]]:

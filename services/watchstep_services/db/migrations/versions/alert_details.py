@@ -1,4 +1,4 @@
-"""What is said of an alert to people."""
+"""Texts of alerts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts over attempts, silences, groups of notifications, and the audit log of stops, which only grows."""
+"""Alerts over attempts, silences, groups of notifications, and the append-only audit log of stops."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _stops() -> None:
 
 
 def _fill_fingerprints() -> None:
-    """Alerts that were there keep their acknowledgements and groups from now on, as new ones do."""
+    """Create alert instances of existing alerts, so that they have acknowledgements and groups like new ones."""
     alerts = sa.table("alerts", sa.column("id"), sa.column("config_id"), sa.column("fingerprint"))
     configs = sa.table(
         "rule_configs", sa.column("id"), sa.column("run_id"), sa.column("origin"), sa.column("name"),
@@ -201,7 +201,7 @@ def _fill_fingerprints() -> None:
         )
     ).all()
     for number, project, run, name, origin, data in rows:
-        # As the service made them when this was written; it must not follow later changes there.
+        # As the service computed them when this migration was written; it must not follow later changes.
         labels = (data or {}).get("labels") or {}
         named = [project, run, name, origin == "recorder", sorted(labels.items())]
         text = json.dumps(named, separators=(",", ":")).encode()
@@ -210,7 +210,7 @@ def _fill_fingerprints() -> None:
 
 
 def _only_grows() -> None:
-    """The database itself refuses to change or delete a line of the audit log."""
+    """Have the database refuse to change or delete entries of the audit log."""
     if op.get_bind().dialect.name == "postgresql":
         op.execute(
             "CREATE FUNCTION watchstep_only_grows() RETURNS trigger LANGUAGE plpgsql AS "

@@ -1,4 +1,4 @@
-"""Requests that are answered once; rule configs of projects; events whose numbers are never given twice."""
+"""Requests with idempotency keys; rule configs of projects; events with numbers that are never reused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def downgrade() -> None:
 
 
 def _renumber(*, autoincrement: bool) -> None:
-    """SQLite gives the number of a deleted last event again, unless it is told not to: who follows events would miss one."""
+    """SQLite reuses the number of a deleted last event by default, so that a client that follows events would miss one."""
     if op.get_bind().dialect.name == "sqlite":
         with op.batch_alter_table(
             "events", schema=None, recreate="always", table_kwargs={"sqlite_autoincrement": autoincrement}

@@ -1,4 +1,4 @@
-"""Backtests that are asked for through the API."""
+"""Backtests that are requested through the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Summaries of sound runs, and the baselines that are pinned to attempts."""
+"""Summaries of healthy runs, and the baselines that are pinned to attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the database's clock has come, so that a clock that is set back is noticed."""
+"""The highest value of the database's clock, by which a clock that was set back is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Until when the runs of a project come after those of others."""
+"""The time until which the runs of a project are evaluated after those of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run is next looked at, when a message last asked for its evaluation, and who holds its earlier rows."""
+"""When a run is polled next, when a message for it was last sent, and which worker has cached its earlier rows."""
 
 from __future__ import annotations
 

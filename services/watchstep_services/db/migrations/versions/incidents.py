@@ -1,4 +1,4 @@
-"""Incidents: alerts of an attempt that begin close together, and which of them each alert belongs to."""
+"""Incidents: alerts of an attempt that begin close together, and the incident of each alert."""
 
 from __future__ import annotations
 

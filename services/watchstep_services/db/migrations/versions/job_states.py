@@ -1,4 +1,4 @@
-"""A job that is over says how: it was only known to be gone."""
+"""The state and exit code of jobs that are over."""
 
 from __future__ import annotations
 

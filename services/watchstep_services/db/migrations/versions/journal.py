@@ -1,4 +1,4 @@
-"""What the journal on the store is written from."""
+"""The data from which the journal on the store is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def upgrade() -> None:
         batch_op.add_column(sa.Column("ranks", sa.JSON(none_as_null=True), nullable=True))
     with op.batch_alter_table("ticks", schema=None) as batch_op:
         batch_op.add_column(sa.Column("ended", sa.Boolean(), nullable=False, server_default=sa.false()))
-    # An attempt that was judged before has its evaluations written with the next one.
+    # The evaluations of an attempt that was evaluated before are written together with the next one.
     op.execute(
         "UPDATE attempts SET ticks = COALESCE((SELECT MAX(ticks.tick) + 1 FROM ticks "
         "WHERE ticks.run_id = attempts.run_id AND ticks.attempt = attempts.attempt), 0)"

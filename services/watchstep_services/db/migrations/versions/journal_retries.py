@@ -1,4 +1,4 @@
-"""When a journal that the store refused is tried again."""
+"""The time of the next try of a journal that the store refused."""
 
 from __future__ import annotations
 

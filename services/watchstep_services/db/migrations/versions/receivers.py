@@ -44,7 +44,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # Trees first: without receivers they lead nowhere.
+    # Trees first, because they refer to receivers.
     op.drop_table("routing_trees")
     op.drop_table("receiver_secrets")
     op.drop_table("receivers")

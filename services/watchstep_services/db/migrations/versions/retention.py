@@ -1,4 +1,4 @@
-"""How long what is kept."""
+"""Retention policies and the upkeep of ended runs."""
 
 from __future__ import annotations
 

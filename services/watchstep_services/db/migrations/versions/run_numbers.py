@@ -1,4 +1,4 @@
-"""Runs whose numbers are never given twice: what a process remembers of a run that was deleted is no other's."""
+"""Runs with ids that are never reused, because processes cache data by run id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def downgrade() -> None:
 
 
 def _renumber(*, autoincrement: bool) -> None:
-    """PostgreSQL never does; SQLite gives the number of a deleted last run again, unless it is told not to."""
+    """SQLite reuses the id of a deleted last run by default; PostgreSQL does not."""
     if op.get_bind().dialect.name == "sqlite":
         with op.batch_alter_table(
             "runs", schema=None, recreate="always", table_kwargs={"sqlite_autoincrement": autoincrement}

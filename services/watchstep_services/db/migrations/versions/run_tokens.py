@@ -1,4 +1,4 @@
-"""Tokens of single runs, by whom they were made, and which operator's token registered a run."""
+"""Tokens of single runs, the tokens that created them, and the operator's token that registered a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Tokens of single runs are left behind: the tables of before would take them for their whole project's."""
+    """Drop tokens of single runs, because the earlier tables would treat them as valid for their whole project."""
     op.execute(sa.text("DELETE FROM tokens WHERE run_id IS NOT NULL"))
     with op.batch_alter_table("tokens", schema=None) as table:
         table.drop_index(op.f("ix_tokens_maker"))

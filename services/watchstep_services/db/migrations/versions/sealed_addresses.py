@@ -1,6 +1,6 @@
-"""Addresses of webhooks are encrypted, with the key of the service that migrates; without one they stay as they are.
+"""Encrypt addresses of webhooks with the key of the migrating service; without a key they are not changed.
 
-Results of backtests lose their addresses, and do not get them back: nothing reads them.
+Addresses in results of backtests are removed, and a downgrade does not restore them, because nothing reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RESULTS = (("backtest_results", ("backtest_id", "place"), "result"),)
 
 
 def upgrade() -> None:
-    if op.get_bind().dialect.name == "sqlite":  # else the clear text stays in pages that are free then
+    if op.get_bind().dialect.name == "sqlite":  # otherwise the clear text remains in free pages
         op.get_bind().exec_driver_sql("PRAGMA secure_delete = ON")
     _change(encrypted)
     _change(lambda _, data: without_addresses(data), _RESULTS)
@@ -49,7 +49,7 @@ def _change(
     for name, keys, column in columns:
         table = sa.table(name, *(sa.column(key) for key in keys), sa.column(column, sa.JSON))
         found = sa.select(*(table.c[key] for key in keys), table.c[column])
-        # All rows are read before one is changed: a cursor over rows that change may show one twice.
+        # All rows are read before one is changed, because a cursor over changing rows may return one twice.
         for part in connection.execute(found).fetchall():
             data = part[-1]
             changed = change(connection.dialect, data)

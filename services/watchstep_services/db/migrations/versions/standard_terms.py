@@ -1,6 +1,7 @@
-"""Standard terms: watermarks, alert instances, rule states, polls, and when a recorder was last seen.
+"""Standard terms: watermarks, alert instances, rule states, polls, when a recorder was last seen, and types of events.
 
-Renamed in place on both databases, so that rows, keys and references stay: `ALTER TABLE … RENAME` copies nothing.
+Renamed in place on both databases, so that rows, keys and references stay: `ALTER TABLE … RENAME` copies nothing. Types of events
+get the reverse DNS prefix that CloudEvents recommends, in the column and in the JSON of events and of webhooks that are still due.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ COLUMNS = {
     },
     "muted_notifications": {"standing_id": "instance_id"},
     "receiver_secrets": {"sealed": "encrypted"},
+    "silences": {"holds_stop": "suppresses_stop"},
     "upkeep": {"held": "on_hold", "held_by": "hold_by", "held_why": "hold_reason"},
 }
 INDEXES = {
@@ -52,8 +54,12 @@ INDEXES = {
     },
 }
 
+OLD_PREFIX, NEW_PREFIX = "watchstep.", "io.watchstep."
+EVENTS_IN_JSON = (("events", "event"), ("actions", "payload"))
+
 
 def upgrade() -> None:
+    _rename_event_types(OLD_PREFIX, NEW_PREFIX)
     for old, new in TABLES.items():
         op.rename_table(old, new)
     for table, columns in COLUMNS.items():
@@ -75,3 +81,18 @@ def downgrade() -> None:
             op.create_index(old, table, [column])
     for old, new in TABLES.items():
         op.rename_table(new, old)
+    _rename_event_types(NEW_PREFIX, OLD_PREFIX)
+
+
+def _rename_event_types(old: str, new: str) -> None:
+    """Replace the prefix. In the JSON as text: a quote within a value is escaped there, so that only a key matches."""
+    op.execute(
+        f"UPDATE events SET type = '{new}' || substr(type, {len(old) + 1}) WHERE type LIKE '{old}%'"  # noqa: S608 - constants
+    )
+    is_postgresql = op.get_bind().dialect.name == "postgresql"
+    for table, column in EVENTS_IN_JSON:
+        was, becomes = (f'\'"type": "{prefix}\'' for prefix in (old, new))
+        text = f"CAST({column} AS TEXT)" if is_postgresql else column
+        changed = f"replace({text}, {was}, {becomes})"
+        value = f"CAST({changed} AS JSON)" if is_postgresql else changed
+        op.execute(f"UPDATE {table} SET {column} = {value} WHERE {text} LIKE '%' || {was} || '%'")  # noqa: S608

@@ -1,4 +1,4 @@
-"""The attempt whose start was published last, so that its end is published where another attempt replaces it."""
+"""The attempt of the last published start, so that its end is published if another attempt replaces it."""
 
 from __future__ import annotations
 

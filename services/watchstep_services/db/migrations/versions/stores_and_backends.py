@@ -1,4 +1,4 @@
-"""Stores and backends that are registered for projects."""
+"""Registered stores and backends of projects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def upgrade() -> None:
     _register_stores(connection)
     _register_local(connection)
     _hold_jobs(connection)
-    # Not by a batch, which on SQLite would make the table anew: others refer to it.
+    # Not in a batch, which on SQLite would recreate the table, because other tables refer to it.
     op.execute("ALTER TABLE projects DROP COLUMN store_url")
 
 
@@ -108,7 +108,7 @@ def _make_tables() -> None:
 
 
 def _register_stores(connection: sa.Connection) -> None:
-    """Each URL that projects have becomes a registered store, so that nothing changes for them."""
+    """Register each URL of a project as a store, so that nothing changes for the projects."""
     rows = connection.execute(sa.text("SELECT name, store_url FROM projects ORDER BY name")).all()
     numbers: dict[str, int] = {}
     for project, url in rows:
@@ -131,7 +131,7 @@ def _register_stores(connection: sa.Connection) -> None:
 
 
 def _register_local(connection: sa.Connection) -> None:
-    """What could be stopped before still can be: all projects of an embedded service, and those with such a job."""
+    """Allow local jobs as before: to all projects of an embedded service, and to projects with such a job."""
     if connection.execute(sa.text("SELECT name FROM projects LIMIT 1")).first() is None:
         return
     connection.execute(
@@ -151,7 +151,7 @@ def _register_local(connection: sa.Connection) -> None:
 
 
 def _hold_jobs(connection: sa.Connection) -> None:
-    """Jobs that are bound stay those of the project that bound them first."""
+    """Record the project that first bound a job as its owner."""
     jobs = sa.table(
         "jobs",
         *map(sa.column, ("id", "run_id", "backend", "job_id")),
@@ -174,7 +174,7 @@ def _hold_jobs(connection: sa.Connection) -> None:
 
 
 def _digest(kind: str, job: str, identity: Any) -> str:
-    """As `watchstep_services.tenancy.backends` made it when this was written."""
+    """As `watchstep_services.tenancy.backends` computed it when this migration was written."""
     if kind == "local":
         what: Any = [kind, *(identity.get(name) for name in ("boot", "pid", "start_ticks"))]
     else:

@@ -1,4 +1,4 @@
-"""Which trace a segment and an action belong to."""
+"""The traces of segments and actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims of a run that ended with their process, and the segment that was being read then."""
+"""Claims of a run that ended with their process, and the segment that was being read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of which recorders saw something sudden, which are evaluated first."""
+"""Runs with sudden failures, which are prioritized."""
 
 from __future__ import annotations
 

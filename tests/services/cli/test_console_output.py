@@ -16,13 +16,13 @@ from watchstep_services.db.models import ActionRow, RuleConfigRow
 from watchstep_services.dispatch.dispatch import dispatch
 
 
-def ill(step: int, name: str) -> float:
+def faulty_values(step: int, name: str) -> float:
     if name == "loss" and 41 <= step <= 44:
         return math.nan
     return 1e6 if 42 <= step <= 47 and name.startswith("second") else 1.0
 
 
-def test_each_event_is_told_once_as_people_read_it(sqlite: Database, folder_store: Store) -> None:
+def test_each_event_is_printed_once(sqlite: Database, folder_store: Store) -> None:
     rules = [
         {
             "rule": "non_finite_values",
@@ -35,41 +35,39 @@ def test_each_event_is_told_once_as_people_read_it(sqlite: Database, folder_stor
     driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule) for rule in rules]))
     recording = Recording(folder_store).begin()
     run_id = driven.register()
-    teller = ConsoleOutput(sqlite)
-    assert teller.new_lines() == []
-    driven.announce(run_id, recording.write(0, 0, 43, ill))
+    output = ConsoleOutput(sqlite)
+    assert output.new_lines() == []
+    driven.announce(run_id, recording.write(0, 0, 43, faulty_values))
     driven.settle(run_id)
-    lines = teller.new_lines()
+    lines = output.new_lines()
     assert lines[0] == "watchstep: vision/run-1: non_finite_values (warning) firing at step 41"
     assert lines[1] == "  message bad\nloss"  # made printable where it is shown
     assert lines[-1] == (
         "watchstep: vision/run-1: exploding_gradient (warning) firing at step 42; inhibited by non_finite_values"
     )
-    assert teller.new_lines() == []
-    driven.announce(run_id, recording.write(1, 44, 60, ill))
+    assert output.new_lines() == []
+    driven.announce(run_id, recording.write(1, 44, 60, faulty_values))
     driven.settle(run_id)
-    heads = [line for line in teller.new_lines() if line.startswith("watchstep")]
+    heads = [line for line in output.new_lines() if line.startswith("watchstep")]
     assert "watchstep: vision/run-1: non_finite_values (warning) resolved at step 45" in heads
     assert "watchstep: vision/run-1: exploding_gradient (warning) firing at step 45" in heads
     assert any("stop requested: rule exploding_gradient at step 45: norm of" in line for line in heads)
     assert ConsoleOutput(sqlite).new_lines() == []
 
 
-def test_a_rule_that_cannot_be_evaluated_is_told_and_that_it_is_well_again(
-    sqlite: Database, folder_store: Store
-) -> None:
+def test_a_failed_rule_is_reported_and_its_recovery(sqlite: Database, folder_store: Store) -> None:
     mine = RuleConfig(rule="overfit", name="mine")
     driven = Driven(make_service(sqlite, folder_store, [mine, RuleConfig(rule="non_finite_values")]))
     recording = Recording(folder_store).begin()
     run_id = driven.register()
-    teller = ConsoleOutput(sqlite)
+    output = ConsoleOutput(sqlite)
 
     def lines_with(data: dict[str, Any], seq: int) -> list[str]:
         with sqlite.write() as session:
             session.execute(update(RuleConfigRow).filter_by(name="mine").values(data=data))
         driven.announce(run_id, recording.write(seq, 10 * seq, 10 * seq + 9))
         driven.restarted().settle(run_id)  # another version is another process
-        return teller.new_lines()
+        return output.new_lines()
 
     assert lines_with(mine.as_data(), 0) == []
     (line,) = lines_with({"rule": "of_another_version"}, 1)
@@ -81,7 +79,7 @@ def test_a_rule_that_cannot_be_evaluated_is_told_and_that_it_is_well_again(
     assert lines_with(mine.as_data(), 4) == []
 
 
-def test_a_webhook_that_fails_is_told_after_three_tries_and_when_it_is_given_up(
+def test_a_failing_webhook_is_reported_after_three_tries_and_when_given_up(
     sqlite: Database, folder_store: Store
 ) -> None:
     with receiving() as receiver:
@@ -90,20 +88,20 @@ def test_a_webhook_that_fails_is_told_after_three_tries_and_when_it_is_given_up(
         driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule)]))
         recording = Recording(folder_store).begin()
         run_id = driven.register()
-        driven.announce(run_id, recording.write(0, 0, 43, ill))
+        driven.announce(run_id, recording.write(0, 0, 43, faulty_values))
         driven.settle(run_id)
-        teller = ConsoleOutput(sqlite)
+        output = ConsoleOutput(sqlite)
         (action,) = driven.actions(run_id)
         said = []
         for _ in range(4):
             with sqlite.write() as session:
                 session.get_one(ActionRow, action.id).next_ns = 0
             dispatch(driven.service, action.id)
-            said.append(teller.new_lines())
+            said.append(output.new_lines())
     head = "watchstep: vision/run-1: webhook to 127.0.0.1 failed, "
     assert said == [
         [],
         [],
         [f"{head}3 tries, it is tried again: answered 500"],
-        [f"{head}4 tries, given up: answered 404; the receiver refuses the event, so it is not sent again"],
+        [f"{head}4 tries, given up: answered 404; the receiver refused the event, so it is not sent again"],
     ]

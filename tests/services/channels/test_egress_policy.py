@@ -16,7 +16,7 @@ from watchstep_services.core.egress import (
     parse_allowed,
 )
 from watchstep_services.core.settings import load_settings
-from watchstep_services.notify.directory import reach_of
+from watchstep_services.notify.directory import egress_policy_of
 
 REFUSED = [
     "0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "127.9.9.9", "169.254.0.1", "169.254.169.254", "169.254.170.2",
@@ -79,12 +79,12 @@ def test_an_entry_that_allows_nothing_is_told(text: str) -> None:
 
 def test_this_machine_is_allowed_to_its_owner_alone() -> None:
     here = ipaddress.ip_address("127.0.0.1")
-    assert reach_of(load_settings()).allows("localhost", here)
+    assert egress_policy_of(load_settings()).allows("localhost", here)
     elsewhere = {"public_url": "https://watch.example.com"}
     for settings in ({"host": "0.0.0.0"}, {"broker_url": "redis://redis"}, elsewhere):
-        assert not reach_of(load_settings(**settings)).allows("localhost", here)
+        assert not egress_policy_of(load_settings(**settings)).allows("localhost", here)
         allowed = load_settings(**settings, allowed_addresses="loopback")
-        assert reach_of(allowed).allows("localhost", here)
+        assert egress_policy_of(allowed).allows("localhost", here)
 
 
 @pytest.mark.parametrize(

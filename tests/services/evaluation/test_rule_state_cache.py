@@ -16,7 +16,7 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RuleConfigRow, RunRow, TickRow
 from watchstep_services.runs.claim import claim
 from watchstep_services.runs.rule_configs import put_one, remove
-from watchstep_services.service.caches import RememberedCache
+from watchstep_services.service.caches import RuleStateCache
 
 NAN = RuleConfig(rule="non_finite_values", name="mine", **{"for": {"steps": 6}})
 
@@ -177,7 +177,7 @@ def test_registering_again_without_a_change_disturbs_nobody(driven: Driven, fold
 
 
 def test_the_cache_holds_for_the_next_epoch_and_forgets_the_oldest() -> None:
-    cache = RememberedCache(runs=2)
+    cache = RuleStateCache(runs=2)
     for run in (1, 2, 3):
         cache.put((run, "a1"), 7, [])
     assert cache.get((1, "a1"), 8) is None

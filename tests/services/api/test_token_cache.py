@@ -1,4 +1,4 @@
-"""Tokens are remembered for seconds, and no longer."""
+"""Valid tokens are cached for seconds only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
-from watchstep_services.api.middleware.access import KEPT_SECONDS, KnownTokens
+from watchstep_services.api.middleware.access import CACHE_SECONDS, TokenCache
 from watchstep_services.auth.token_register import revoke
 from watchstep_services.auth.tokens import AuthenticatedCaller, create_token, id_of
 
@@ -22,41 +22,41 @@ class Clock:
         return self.now
 
 
-def test_it_is_forgotten_in_time_or_when_it_is_told() -> None:
+def test_an_entry_expires_or_is_discarded() -> None:
     clock = Clock()
-    known = KnownTokens(clock)
-    assert known.find("good") is None
-    known.keep("good", WHO, clock())
-    assert known.find("good") == WHO
-    assert known.find("goo") is None
-    clock.now += KEPT_SECONDS
-    assert known.find("good") is None
-    known.keep("good", WHO, clock())
-    known.forget("another")
-    assert known.find("good") == WHO
-    known.forget(WHO.token)
-    assert known.find("good") is None
+    cache = TokenCache(clock)
+    assert cache.get("good") is None
+    cache.put("good", WHO, clock())
+    assert cache.get("good") == WHO
+    assert cache.get("goo") is None
+    clock.now += CACHE_SECONDS
+    assert cache.get("good") is None
+    cache.put("good", WHO, clock())
+    cache.discard("another")
+    assert cache.get("good") == WHO
+    cache.discard(WHO.token)
+    assert cache.get("good") is None
 
 
-def test_no_more_are_remembered_than_fit() -> None:
-    known = KnownTokens(Clock())
+def test_the_cache_has_a_limited_size() -> None:
+    cache = TokenCache(Clock())
     for number in range(11_000):
-        known.keep(f"token {number}", WHO, known.now())
-    assert known.find("token 999") is None
-    assert known.find("token 10999") == WHO
+        cache.put(f"token {number}", WHO, cache.now())
+    assert cache.get("token 999") is None
+    assert cache.get("token 10999") == WHO
 
 
-def test_one_that_was_revoked_by_another_process_is_refused_soon(api: Api) -> None:
+def test_a_token_revoked_by_another_process_is_refused_soon(api: Api) -> None:
     clock = Clock()
-    api.client.app.state.known_tokens._clock = clock
+    api.client.app.state.token_cache._clock = clock
     token = create_token(api.driven.service.database, "recorder")
     assert ask(api.client.app, "POST", RUN, token, {"run": "run-1"}).status == 200
     revoke(api.driven.service.database, id_of(token), None, "somebody else")
-    clock.now += KEPT_SECONDS
+    clock.now += CACHE_SECONDS
     assert ask(api.client.app, "POST", RUN, token, {"run": "run-1"}).status == 401
 
 
-def test_an_announcement_that_is_wrong_is_answered_like_any_other(api: Api) -> None:
+def test_an_invalid_announcement_gets_the_usual_error(api: Api) -> None:
     api.call("POST", RUN, {"run": "run-1"}, role="recorder")
     path = f"{RUN}/run-1/announcements"
     good = api.call("POST", path, SAID, role="recorder")

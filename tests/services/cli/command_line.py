@@ -1,4 +1,4 @@
-"""Commands as a user types them, run in this process: a process of their own would load everything anew for each."""
+"""Runs commands in this process, because a separate process would repeat all imports."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from watchstep import command
 
 
-def typed(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What ``watchstep …`` printed, and its exit code; what the command changes of the process is put back."""
+def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run ``watchstep …`` in this process. Returns its output and exit code, and restores what it changed in the process."""
     words = [str(argument) for argument in arguments]
     root, server = logging.getLogger(), logging.getLogger("uvicorn.error")
     log = list(root.handlers), root.level, server.level
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    root.handlers[:] = []  # as in a new process, warnings that nobody asked for go to standard error
+    root.handlers[:] = []  # as in a new process, unconfigured warnings go to standard error
     root.setLevel(logging.WARNING)
     before, hook, sys.argv = sys.argv, sys.excepthook, ["watchstep", *words]
     code = 0
