@@ -23,8 +23,8 @@ from benchmarks.report import Figure, Report, arguments
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.history import History, trimmed
-from watchstep_rules.engine.judge import RuleMemory, judge_prepared
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, Prepared
+from watchstep_rules.engine.judge import RuleMemory, judge_inputs
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs
 from watchstep_rules.registry import RULES
 
 STEPS = 10_000
@@ -83,11 +83,11 @@ def judge_blocks(blocks: Iterator[Block], chosen: Sequence[RuleConfig]) -> Judge
         judged.rows += len(arrived)
         now = int(arrived.step.max())
         since = time.process_time()
-        rows = Prepared(history.block, arrived, JudgingProgress(before, now, int(arrived.time_ns.max())))
+        rows = RuleInputs(history.block, arrived, JudgingProgress(before, now, int(arrived.time_ns.max())))
         judged.spent("(shared)", since)
         for config in chosen:
             since = time.process_time()
-            verdict = judge_prepared(config, memories[config.name], rows)
+            verdict = judge_inputs(config, memories[config.name], rows)
             judged.spent(config.name, since)
             memories[config.name] = verdict.memory
             judged.findings += len(verdict.findings)

@@ -113,14 +113,16 @@ def judge(
     if found != expected:
         verdict.add("alerts that differ from a calm evaluation", f"{name}: {found}, not {expected}")
     events = [event for event in books.events if event["data"].get("attempt") == training.attempt]
-    kinds = Counter(event["type"].removeprefix("watchstep.") for event in events)
+    kinds = Counter(event["type"].removeprefix("io.watchstep.") for event in events)
     firing = len(expected.alerts)
     resolved = sum(phase == "resolved" for phase, _, _ in expected.alerts.values())
     if (kinds["alert.firing"], kinds["alert.resolved"]) != (firing, resolved):
         verdict.add("events of alerts lost or doubled", f"{name}: {dict(kinds)}")
     _stops(verdict, name, training, events, kinds)
     _jobs(verdict, name, training)
-    _told(verdict, name, [event for event in events if event["type"].startswith("watchstep.alert.")], ground)
+    _told(
+        verdict, name, [event for event in events if event["type"].startswith("io.watchstep.alert.")], ground
+    )
 
 
 def _stops(verdict: Verdict, name: str, training: Training, events: list[Any], kinds: Counter[str]) -> None:
@@ -134,10 +136,10 @@ def _stops(verdict: Verdict, name: str, training: Training, events: list[Any], k
         verdict.add("stop events lost", name)
     elif requested > 1:
         verdict.add("stop events doubled", f"{name}: {requested}")
-    how = [event["data"]["how"] for event in events if event["type"] == "watchstep.stop.done"]
+    how = [event["data"]["how"] for event in events if event["type"] == "io.watchstep.stop.done"]
     if len([word for word in how if word in _EFFECTIVE or word == "already ended"]) != 1:
         verdict.add("attempts without exactly one effective stop", f"{name}: {how}")
-    asked = [event["time"] for event in events if event["type"] == "watchstep.stop.requested"]
+    asked = [event["time"] for event in events if event["type"] == "io.watchstep.stop.requested"]
     if asked and training.bad_ns:
         verdict.latencies_ns.append(_ns(asked[0]) - training.bad_ns)
 
@@ -166,7 +168,7 @@ def _jobs(verdict: Verdict, name: str, training: Training) -> None:
 
 def _told(verdict: Verdict, name: str, events: list[Any], ground: Ground) -> None:
     for event in events:
-        if event["type"] == "watchstep.alert.revised":  # nobody is told a second time that it fires
+        if event["type"] == "io.watchstep.alert.revised":  # nobody is told a second time that it fires
             continue
         if not any("webhook" in str(action) for action in event["data"]["rule_config"]["actions"]):
             continue

@@ -97,7 +97,7 @@ def launch(where: Place, *, faulty: bool, number: int) -> Launched:
     events: dict[str, Mapping[str, Any]] = {}
     try:
         for event in job.events():
-            events.setdefault(event.type.removeprefix("watchstep."), event.data)
+            events.setdefault(event.type.removeprefix("io.watchstep."), event.data)
         job.wait(SECONDS)
     finally:
         if not job.status().is_over:

@@ -73,7 +73,7 @@ class Sample:
         self.store.put(key.path, data)
         with self.service.database.write() as session:
             put_segment(session, self.run_id, key, read_clock(session))
-            hint(session, self.run_id, asked=True)
+            hint(session, self.run_id, requested=True)
         self.seq += 1
         return len(data)
 

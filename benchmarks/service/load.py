@@ -110,7 +110,7 @@ def stops(database: Database, told: Told) -> Stops:
             session.execute(
                 select(RunRow.run, func.min(EventRow.created_ns))
                 .join(EventRow, EventRow.run_id == RunRow.id)
-                .where(EventRow.type == "watchstep.stop.requested")
+                .where(EventRow.type == "io.watchstep.stop.requested")
                 .group_by(RunRow.run)
             )
             .tuples()

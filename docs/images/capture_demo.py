@@ -109,7 +109,7 @@ def main() -> None:
         lines = final_screen(
             run_in_terminal([str(Path(sys.executable).with_name("watchstep")), "demo"], Path(folder))
         )
-    end = next(index for index, line in enumerate(lines) if "The same evidence" in line)
+    end = next(index for index, line in enumerate(lines) if "the same evidence" in line)
     shown = [
         line for line in lines[:end] if not Text.from_ansi(line).plain.startswith(("service ", "picture "))
     ]

@@ -40,7 +40,7 @@ def test_what_an_evaluation_and_a_dispatch_write_is_seen_apart(
         assert evaluated.keys() >= {
             "UPDATE runs", "INSERT ticks", "UPDATE segments", "INSERT alerts", "INSERT alert_instances",
             "INSERT findings", "INSERT rule_states", "INSERT actions",
-            "INSERT events watchstep.alert.firing",
+            "INSERT events io.watchstep.alert.firing",
         }  # fmt: skip
         assert evaluated["INSERT actions"] == 1
 

@@ -109,7 +109,7 @@ class Production:
 
     def event_types(self) -> list[str]:
         events = self.get(f"{RUN}/events")["events"]
-        return [event["type"].removeprefix("watchstep.") for event in events]
+        return [event["type"].removeprefix("io.watchstep.") for event in events]
 
     def client(self, token: str) -> ServiceClient:
         return ServiceClient(ServiceAddress.checked(self.url, token), PROJECT)

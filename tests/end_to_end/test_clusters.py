@@ -39,7 +39,7 @@ def how_stopped_by_the_backend(where: Place) -> str:
         folder=where.folder,
         on_stop="ignore",
     ).fit(wait=False)
-    done = [event.data["how"] for event in job.events() if event.type == "watchstep.stop.done"]
+    done = [event.data["how"] for event in job.events() if event.type == "io.watchstep.stop.done"]
     assert job.wait(SECONDS).is_over
     (how,) = done
     return str(how)

@@ -242,7 +242,7 @@ def test_a_tombstone_that_could_not_be_seen_at_the_launch_stops_the_program(
         server.listen()
         _, said = launched.process.communicate(timeout=SECONDS)
     assert launched.process.returncode == 86, said
-    assert "this run was stopped before: NaN at step 2" in said
+    assert "this run was stopped earlier: NaN at step 2" in said
     assert "whether the run was stopped for good is looked for then" in said
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import S3
 from tests.end_to_end.production import CLIENT, RUN, Production, producing
-from tests.services.core.collector import Collector, collecting
+from tests.services.core.collector import ANNOUNCEMENT, Collector, collecting
 from tests.services.dispatch.receiver import Receiver, receiving
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.postgres import Postgres, running_postgres
@@ -69,8 +69,9 @@ def check_one_trace(production: Production) -> None:
     stops = production.collector.named("watchstep.stop")
     (stopped,) = [span for span in stops if span.attributes["watchstep.outcome"] == "done"]
     evaluated = [s for s in production.collector.named("watchstep.evaluate") if s.span == stopped.parent]
-    announced = [s for s in production.collector.named("watchstep.announce") if s.span == evaluated[0].parent]
+    announced = [s for s in production.collector.named(ANNOUNCEMENT) if s.span == evaluated[0].parent]
     assert {span.trace for span in (*evaluated, *announced)} == {stopped.trace}
+    assert {span.kind for span in announced} == {"server"}
     assert (announced[0].service, stopped.service) == ("watchstep-api", "watchstep-worker")
     assert announced[0].parent  # the recorder's
 
