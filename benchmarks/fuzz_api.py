@@ -15,7 +15,7 @@ from tests.services.api.fuzzing import Tally, fuzz, prepared
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import running_postgres
 from watchstep.store.store import Store
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.db.engine import open_database
 from watchstep_services.db.schema import upgrade
 

@@ -22,9 +22,8 @@ from benchmarks.made_rows import Shape, catalogue_of, rows_of_steps
 from benchmarks.report import Figure, Report, arguments
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.history import History, trimmed
 from watchstep_rules.engine.judge import RuleMemory, judge_inputs
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs
+from watchstep_rules.engine.rule_inputs import History, JudgingProgress, Lookback, RuleInputs, trimmed
 from watchstep_rules.registry import RULES
 
 STEPS = 10_000

@@ -27,12 +27,12 @@ from watchstep_rules.rule_files.rule_file import schema_text
 from watchstep_rules.testing import file as rule_tests
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.policies import PERMISSION
-from watchstep_services.api.openapi.document import document_text, operations
+from watchstep_services.api.openapi import document_text, operations
 from watchstep_services.api.schemas.problems import PREFIX as PROBLEM
 from watchstep_services.api.schemas.problems import TYPES
 from watchstep_services.channels import receiver_file
-from watchstep_services.channels.kinds import KINDS
 from watchstep_services.channels.receiver import Receiver
+from watchstep_services.channels.receiver_file import KINDS
 from watchstep_services.channels.wording import TEXT_FIELDS
 from watchstep_services.cli.main import app
 from watchstep_services.cli.rules import counted

@@ -27,7 +27,7 @@ from benchmarks.crash.trainings import KINDS, Calm, rules
 from tests.infra.compose import search_path
 from tests.services.recording import PROJECT
 from watchstep.store.store import Store
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.schema import upgrade
 

@@ -26,7 +26,7 @@ from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_services.api import app as application
 from watchstep_services.api.routes import announcements
 from watchstep_services.api.schemas.models import AnnouncementResponse
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.engine import open_database
 from watchstep_services.db.schema import upgrade

@@ -21,7 +21,7 @@ import psutil
 from tests.services.postgres import running_postgres
 from tests.services.redis import free_port, running_redis
 from watchstep.store.store import Store
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.schema import upgrade
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from watchstep_launch.backend import Launch as Launch
     from watchstep_launch.backends.aws.batch import AwsBatch as AwsBatch
     from watchstep_launch.backends.aws.sagemaker import SageMaker as SageMaker
-    from watchstep_launch.backends.command.backend import Command as Command
+    from watchstep_launch.backends.command import Command as Command
     from watchstep_launch.backends.kubernetes.backend import Kubernetes as Kubernetes
     from watchstep_launch.backends.local.backend import Local as Local
     from watchstep_launch.backends.ray.backend import Ray as Ray

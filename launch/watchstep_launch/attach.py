@@ -12,8 +12,7 @@ from watchstep.format import documents
 from watchstep.format.layout import ATTEMPTS
 from watchstep.platform.process import record_process
 from watchstep.reading.run import Run, open_run
-from watchstep_launch.backend import Backend, ChecksOwner, JobHandle
-from watchstep_launch.backend_registry import KINDS, open_backend
+from watchstep_launch.backend import KINDS, Backend, ChecksOwner, JobHandle, open_backend
 from watchstep_launch.backends.local.backend import Local
 from watchstep_launch.job_record import JobRecord
 from watchstep_launch.registration import LaunchRegistration, config_of, registered_name, settings_of

@@ -22,8 +22,7 @@ from watchstep.store.store import Store, checked_scheme
 from watchstep.wrapper.environment import LAUNCHED
 from watchstep_launch.backend import Backend, Launch, SubmissionRejectedError
 from watchstep_launch.job import Job
-from watchstep_launch.job_record import JobRecord, job_name
-from watchstep_launch.job_status import end
+from watchstep_launch.job_record import JobRecord, end, job_name
 from watchstep_launch.registration import (
     LaunchRegistration,
     config_of,

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 from watchstep.client import Client, Event, RunState
 from watchstep.errors import ServiceError
 from watchstep.platform.terminal_text import printable
-from watchstep_launch.backend import Backend, BackendDownError, JobHandle, JobStatus
-from watchstep_launch.backend_registry import open_backend
-from watchstep_launch.job_record import JobRecord, load
-from watchstep_launch.job_status import end
+from watchstep_launch.backend import Backend, BackendDownError, JobHandle, JobStatus, open_backend
+from watchstep_launch.job_record import JobRecord, end, load
 
 if TYPE_CHECKING:
     from watchstep.reading.run import Run

@@ -11,8 +11,7 @@ from typing import Any
 from watchstep.capture.service.location import FoundService
 from watchstep.errors import ConfigError, WatchstepError
 from watchstep.platform.transport import MissingError, ServiceAddress, ServiceRefusedError, Transport, segment
-from watchstep_launch import backend_registry
-from watchstep_launch.backend import JobHandle
+from watchstep_launch.backend import BACKENDS_FILE, JobHandle, put
 from watchstep_launch.service_location import ServiceReference
 from watchstep_rules.config.attached import AttachedRule
 from watchstep_rules.config.rule_config import RuleConfig
@@ -120,9 +119,7 @@ def registered_name(backend: Any, service: ServiceReference, name: str = "") -> 
         return name
     if not service.home:
         return str(backend.kind)
-    return backend_registry.put(
-        Path(service.home) / backend_registry.BACKENDS_FILE, str(backend.kind), settings_of(backend)
-    )
+    return put(Path(service.home) / BACKENDS_FILE, str(backend.kind), settings_of(backend))
 
 
 LIFETIME_SECONDS = 7 * 86_400

@@ -33,8 +33,7 @@ from watchstep_launch.backend import (
     Launch,
     SubmissionRejectedError,
 )
-from watchstep_launch.job_record import JobRecord, job_name, load, record_path
-from watchstep_launch.job_status import end
+from watchstep_launch.job_record import JobRecord, end, job_name, load, record_path
 from watchstep_launch.registration import LaunchRegistration, recorder_token
 from watchstep_launch.relaunch import Intent, Relaunch
 

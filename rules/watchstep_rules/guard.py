@@ -19,9 +19,15 @@ from watchstep_rules.config.attached import element_probes
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition, coalesce
-from watchstep_rules.engine.history import History, over_one_catalogue, trimmed
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, judge_inputs
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs
+from watchstep_rules.engine.rule_inputs import (
+    History,
+    JudgingProgress,
+    Lookback,
+    RuleInputs,
+    over_one_catalogue,
+    trimmed,
+)
 from watchstep_rules.registry import KINDS
 from watchstep_rules.rule import Finding
 from watchstep_rules.rule_files.rule_file import load

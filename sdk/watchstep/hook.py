@@ -1,4 +1,7 @@
-"""`watchstep.Hook`: the interface of a training program to recording."""
+"""`watchstep.Hook`: the interface of a training program to recording.
+
+The boundary of a hook: containing faults of its methods, copies in other processes, and logged values of any type.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from watchstep import hook_arguments
 from watchstep.capture.checkpoint_notes import CheckpointNotes
 from watchstep.capture.config import CaptureConfig
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_document
-from watchstep.capture.recorder import Guarding, StepGuard
+from watchstep.capture.recorder import Guarding, Recorder, StepGuard
 from watchstep.capture.service.client import ServiceClient, lent, open_recorded
 from watchstep.capture.service.registration import LaunchState, RunRegistration
 from watchstep.capture.session import Session, apply_control, start_sampling
@@ -37,10 +41,9 @@ from watchstep.hook_arguments import (
     loss_divisor_of,
     probing,
 )
-from watchstep.hook_lifetime import CopiedHook, contained, log_scalars
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.transport import ServiceAddress
-from watchstep.stopping import AwaitsCheckpoint, OnStop
+from watchstep.stopping import AwaitsCheckpoint, OnStop, StopTraining
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, WriteGate, checked_scheme
 
@@ -48,6 +51,100 @@ if TYPE_CHECKING:
     from watchstep.pytorch.given_tensors import GivenTensors
     from watchstep.pytorch.stop_barrier import StopBarrier
     from watchstep.pytorch.watch import Watch
+
+
+class _HasEnding(Protocol):
+    @property
+    def ended(self) -> bool: ...
+
+
+class _Recording(Protocol):
+    """The attributes that `contained` needs."""
+
+    _ending: _HasEnding
+    _health: RecorderHealth
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def contained(method: _Method) -> _Method:
+    """Make a hook's method do nothing once the hook has ended, and count its faults in health.
+
+    `StopTraining` and `ConfigError` are raised.
+    """
+
+    @functools.wraps(method)
+    def call(self: _Recording, *args: Any, **kwargs: Any) -> Any:
+        if self._ending.ended:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except (StopTraining, ConfigError):
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault(method.__name__, error)
+            return None
+
+    return call  # type: ignore[return-value]
+
+
+class CopiedHook:
+    """Accepts every call of `watchstep.Hook` and records nothing. The process with the original hook records the run."""
+
+    mode: str = "train"
+    run = run_url = store_url = project = ""
+    stopped: None = None
+
+    @property
+    def health(self) -> dict[str, Any]:
+        """Empty: nothing was recorded."""
+        return {"counts": {}, "faults": {}, "notes": {}}
+
+    def watch(self, *_: Any, **__: Any) -> None:
+        """Log that nothing is recorded in this process."""
+        _log.warning(
+            "watchstep: not recording: this hook was sent from another process; create one in this process"
+        )
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    record = step = snapshot = guard_with = begin_pass = checkpoint_saved = close = log
+
+    def protected_checkpoints(self) -> frozenset[str]:
+        """Return no paths."""
+        return frozenset()
+
+    def __enter__(self) -> CopiedHook:  # noqa: PYI034 - Self comes with Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing."""
+
+
+def log_scalars(recorder: Recorder, health: RecorderHealth, values: Mapping[str, Any], mode: Mode) -> None:
+    """Record numbers at the current step. An invalid value does not affect the others."""
+    for name, value in values.items():
+        try:
+            _log_one(recorder, name, value, mode)
+        except Exception as error:  # noqa: BLE001 - as above
+            health.fault(f"log {name!r}"[:80], error)
+
+
+def _log_one(recorder: Recorder, name: str, value: Any, mode: Mode) -> None:
+    if not isinstance(name, str):
+        raise TypeError("a name must be a string")
+    name.encode()
+    if hasattr(value, "detach"):
+        from watchstep.pytorch.losses import record_tensor
+
+        record_tensor(recorder, name, value, mode)
+    else:
+        recorder.scalar(name, value, mode)
+
 
 STORE = "WATCHSTEP_STORE"
 

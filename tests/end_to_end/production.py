@@ -25,7 +25,7 @@ from tests.services.recording import PROJECT
 from tests.services.redis import Broker, free_port
 from watchstep.capture.service.client import ServiceClient
 from watchstep.platform.transport import ServiceAddress
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.db.engine import open_database
 from watchstep_services.db.schema import upgrade
 

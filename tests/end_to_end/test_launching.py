@@ -27,7 +27,7 @@ from watchstep.client import Client
 from watchstep.errors import NotFoundError, ServiceError
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.platform.process import ProcessIdentity
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 

@@ -24,7 +24,7 @@ from watchstep.stopping import EXIT_STOPPED
 from watchstep.store.store import Store
 from watchstep_launch import Command, Job, JobStatus, Slurm
 from watchstep_rules import non_finite_values
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.cli.jobs import app
 from watchstep_services.db.engine import Database
 

@@ -14,7 +14,7 @@ from watchstep.client import Client
 from watchstep.stopping import EXIT_STOPPED
 from watchstep_launch import Estimator, JobStatus, Local
 from watchstep_rules import non_finite_values
-from watchstep_services.auth.tokens import create_token, id_of
+from watchstep_services.auth import create_token, id_of
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 

@@ -18,7 +18,7 @@ from watchstep.platform.transport import ServiceAddress
 from watchstep_launch.registration import LaunchRegistration, recorder_token
 from watchstep_services.api import app
 from watchstep_services.api.routes import tokens
-from watchstep_services.auth.tokens import AuthenticatedCaller, Role, create_token, identify
+from watchstep_services.auth import AuthenticatedCaller, Role, create_token, identify
 
 
 @pytest.fixture

@@ -24,9 +24,17 @@ from watchstep.reading.run_documents import count_parts, read_journal
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition, coalesce
-from watchstep_rules.engine.history import History, canonical, joined, over_one_catalogue, trimmed
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, judge_set
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs
+from watchstep_rules.engine.rule_inputs import (
+    History,
+    JudgingProgress,
+    Lookback,
+    RuleInputs,
+    canonical,
+    joined,
+    over_one_catalogue,
+    trimmed,
+)
 from watchstep_rules.rule import Finding
 
 ROWS = 500_000

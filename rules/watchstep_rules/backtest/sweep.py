@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from watchstep.errors import RuleError
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
-from watchstep_rules.rule_files.yaml_source import data_of
+from watchstep_rules.rule_files.rule_file import data_of
 
 MOST_VARIATIONS = 200
 """Limit of variations in a grid; each one is evaluated over all rows."""

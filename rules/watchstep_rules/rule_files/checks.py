@@ -12,8 +12,7 @@ from watchstep.capture.config import PROBES, CaptureConfig
 from watchstep.format.tensors import SYSTEM
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python_rule import sources_from
-from watchstep_rules.rule_files.rule_file import RuleFile, read, validated
-from watchstep_rules.rule_files.yaml_source import Loc
+from watchstep_rules.rule_files.rule_file import Loc, RuleFile, read, validated
 from watchstep_rules.signals import tensor_selection
 
 MANY_STEPS = 10_000

@@ -36,8 +36,7 @@ from watchstep.errors import RuleError
 from watchstep.format.statistics import Histograms, StatisticsBatch, merge_rows, scalars
 from watchstep.format.tensors import Mode
 from watchstep_rules.rule import Severity
-from watchstep_rules.rule_files.rule_file import in_words
-from watchstep_rules.rule_files.yaml_source import YamlNodes, data_of
+from watchstep_rules.rule_files.rule_file import YamlNodes, data_of, in_words
 
 MOST_VALUES = 1_000_000
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
+from watchstep_services.api import openapi
 from watchstep_services.api.middleware import policies
 from watchstep_services.api.middleware.access import Gate, TokenCache, document_token
 from watchstep_services.api.middleware.connections import Connections
@@ -13,7 +14,6 @@ from watchstep_services.api.middleware.policies import Routes
 from watchstep_services.api.middleware.rate_limits import rate_limits
 from watchstep_services.api.middleware.request_limits import WorkSlots
 from watchstep_services.api.middleware.transports import PacedAnswers, UnreadBytes
-from watchstep_services.api.openapi import document
 from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.routes import (
     actions,
@@ -81,7 +81,7 @@ def create_app(service: Service) -> FastAPI:
         openapi_url=None,  # `document` installs the OpenAPI document and its pages
         redirect_slashes=False,
         responses=problems.PROBLEMS,
-        generate_unique_id_function=document.operation_id,
+        generate_unique_id_function=openapi.operation_id,
         # Client generators give a pair `X-Input` and `X-Output` the same name, and drop the operations of one of them.
         separate_input_output_schemas=False,
     )
@@ -92,8 +92,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.streams = Streams(service)
     app.state.connections = Connections(service.settings)
     problems.install(app)
-    document.install_conventions(app)
-    document.install_document(app)
+    openapi.install_conventions(app)
+    openapi.install_document(app)
     own = tuple(app.routes)
     for router in ROUTERS:
         policies.describe(router)

@@ -14,7 +14,7 @@ from watchstep.store.store import Store
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.models import AlertInstanceRow, Project, RunRow, Segment
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.projects import archived
+from watchstep_services.tenancy import archived
 
 
 def find_run(session: Session, project: str, run: str) -> RunRow:

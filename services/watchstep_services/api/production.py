@@ -16,7 +16,7 @@ from watchstep_services.api.middleware.connections import server_options
 from watchstep_services.core.process import forget_folder, settle_collector
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import logs, tracing
-from watchstep_services.core.telemetry.exposition import registry, serve
+from watchstep_services.core.telemetry.metrics import registry, serve
 from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.metrics import DatabaseFigures
 from watchstep_services.db.schema import prepare

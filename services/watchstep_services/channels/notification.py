@@ -11,8 +11,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from watchstep.errors import FormatError
-from watchstep_rules.engine.explanation import Explanation
-from watchstep_rules.engine.incident import IncidentSummary
+from watchstep_rules.engine.incident import Explanation, IncidentSummary
 from watchstep_services.core.events import rfc3339
 
 Status = Literal["firing", "resolved"]

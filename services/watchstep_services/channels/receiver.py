@@ -22,14 +22,13 @@ from pydantic import (
 )
 
 from watchstep.errors import ConfigError
-from watchstep_rules.config import message_template
-from watchstep_rules.config.message_template import lines
-from watchstep_rules.config.rule_config import ReceiverName
+from watchstep_rules.config import rule_config
+from watchstep_rules.config.rule_config import ReceiverName, lines
 from watchstep_services.channels import wording
 from watchstep_services.core.egress import MOST_CHARACTERS, parse_address
 
 _Template = Annotated[
-    str, StringConstraints(min_length=1, max_length=message_template.MOST_CHARACTERS), AfterValidator(lines)
+    str, StringConstraints(min_length=1, max_length=rule_config.MOST_CHARACTERS), AfterValidator(lines)
 ]
 
 

@@ -2,25 +2,80 @@
 
 Receivers in this file may use the service's AWS permissions and may read secrets from files. The file does not contain
 secrets.
+
+The kinds of receivers: how each is configured and how messages are sent to it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from watchstep.errors import ConfigError
-from watchstep_rules.rule_files.yaml_source import Loc, YamlNodes, data_of
-from watchstep_services.channels.kinds import AnyReceiver
-from watchstep_services.channels.receiver import EncryptedSecret, PlainSecret
+from watchstep_rules.rule_files.rule_file import Loc, YamlNodes, data_of
+from watchstep_services.channels import alertmanager, aws, mail, slack, webhook
+from watchstep_services.channels.delivery import DeliveryContext, Message
+from watchstep_services.channels.receiver import EncryptedSecret, PlainSecret, Receiver
 from watchstep_services.channels.routing import RootNode, RouteNode
+from watchstep_services.core.due_action import AttemptResult
+
+Sender = Callable[[Any, Message, DeliveryContext], AttemptResult]
+"""Sends a message once.
+
+It takes at most ``delivery.seconds`` in total. The result states whether it is tried again. If it raises an exception, it is tried
+again.
+"""
+
+AnyReceiver = Annotated[
+    webhook.WebhookReceiver
+    | slack.SlackReceiver
+    | mail.EmailReceiver
+    | aws.SnsReceiver
+    | aws.SqsReceiver
+    | aws.EventBridgeReceiver
+    | alertmanager.AlertmanagerReceiver,
+    Field(discriminator="kind"),
+]
+
+RECEIVER: TypeAdapter[AnyReceiver] = TypeAdapter(AnyReceiver, config=ConfigDict(hide_input_in_errors=True))
+
+_SENDERS: dict[type[Receiver], Sender] = {
+    webhook.WebhookReceiver: webhook.send,
+    slack.SlackReceiver: slack.send,
+    mail.EmailReceiver: mail.send,
+    aws.SnsReceiver: aws.send_to_sns,
+    aws.SqsReceiver: aws.send_to_sqs,
+    aws.EventBridgeReceiver: aws.send_to_eventbridge,
+    alertmanager.AlertmanagerReceiver: alertmanager.send,
+}
+
+KINDS = tuple(_SENDERS)
+"""All kinds of receivers."""
+
+
+def send(receiver: Receiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
+    """Send a message to a receiver, once.
+
+    Raises:
+        WatchstepError: an error that the owner of the receiver can correct; it is tried again.
+    """
+    return _SENDERS[type(receiver)](receiver, message, delivery)
+
 
 MAX_BYTES = 1_000_000
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

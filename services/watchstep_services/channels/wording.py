@@ -1,6 +1,6 @@
 """Rendering of notifications: a title and a text, by the receiver's templates or the default ones.
 
-A template is text with ``{field}`` placeholders, which are looked up by name (`watchstep_rules.config.message_template`). It has no
+A template is text with ``{field}`` placeholders, which are looked up by name (`watchstep_rules.config.rule_config`). It has no
 code, loops or attributes, so its length and time are bounded by its fields. The text for each alert is a template of its own, and
 replaces ``{alerts}`` in the text.
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from watchstep_rules.config import message_template
+from watchstep_rules.config import rule_config
 from watchstep_services.channels.notification import Notification, NotifiedAlert
 
 MOST_TITLE = 250
@@ -107,10 +107,10 @@ def check_alert(text: str) -> str:
 def render(notification: Notification, templates: Templates) -> tuple[str, str]:
     """Render title and text. The title has one line; neither has control characters."""
     shared = _values(notification)
-    title = message_template.fill(templates.title or DEFAULT_TITLE, shared, MOST_TITLE)
+    title = rule_config.fill(templates.title or DEFAULT_TITLE, shared, MOST_TITLE)
     alert_template = templates.alert or DEFAULT_ALERT
     alerts = [
-        message_template.fill(alert_template, _of_alert(alert)) for alert in notification.alerts[:MOST_ALERTS]
+        rule_config.fill(alert_template, _of_alert(alert)) for alert in notification.alerts[:MOST_ALERTS]
     ]
     left = len(notification.alerts) - len(alerts)
     alerts += [f"and {left} more"] if left else []
@@ -119,12 +119,12 @@ def render(notification: Notification, templates: Templates) -> tuple[str, str]:
         "alerts": "\n\n".join(alerts)[:MOST_TEXT],
         "incidents": _incidents(notification)[:MOST_TEXT],
     }
-    text = message_template.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
+    text = rule_config.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
     return " ".join(_plain(title).split()), _plain(text).strip()
 
 
 def _checked(text: str, fields: Mapping[str, str]) -> str:
-    message_template.check(text, None, fields)
+    rule_config.check(text, None, fields)
     return text
 
 
@@ -167,7 +167,7 @@ def _of_alert(alert: NotifiedAlert) -> dict[str, str]:
         "message": alert.message,
         "title": f"{alert.name} ({alert.severity}) {alert.phase} at step {alert.step}",
         "acknowledged_by": alert.acknowledged_by or "-",
-        **{message_template.LABEL + name: value for name, value in alert.labels.items()},
+        **{rule_config.LABEL + name: value for name, value in alert.labels.items()},
     }
     if alert.explanation is not None:
         explained = alert.explanation

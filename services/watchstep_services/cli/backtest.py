@@ -28,14 +28,16 @@ from watchstep_rules.backtest.backtest import (
     ReplayOutcome,
     Task,
     backtest_many,
+    location_of,
+    read_report,
+    report,
 )
 from watchstep_rules.backtest.replay import NO_JOURNAL
-from watchstep_rules.backtest.report import location_of, read_report, report
 from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Transition
-from watchstep_rules.engine.explanation import RunName, event_message
+from watchstep_rules.engine.incident import RunName, event_message
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
 from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption, call, service_of

@@ -21,8 +21,7 @@ from watchstep.platform.terminal_text import printable
 from watchstep.store.store import checked_scheme
 from watchstep.wrapper.run_command import parser as run_options
 from watchstep.wrapper.store_commands import migrate_parser, sync_parser
-from watchstep_launch.backend import Backend
-from watchstep_launch.backend_registry import open_backend
+from watchstep_launch.backend import Backend, open_backend
 from watchstep_launch.job import ENDED, Job
 from watchstep_launch.view.run_status import RunWatcher
 from watchstep_launch.view.show import Showing, kind_of

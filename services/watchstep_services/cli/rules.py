@@ -1,4 +1,7 @@
-"""``watchstep rules``: lists and explains rules, checks rule files, and manages permissions to stop jobs."""
+"""``watchstep rules``: lists and explains rules, checks rule files, and manages permissions to stop jobs.
+
+``watchstep rules test``: runs rule tests, which define series and the expected alerts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -15,15 +19,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from watchstep.errors import NotFoundError, RuleError
+from watchstep.errors import ConfigError, NotFoundError, RuleError
 from watchstep_rules.config.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
 from watchstep_rules.config.rule_config import KeepFiring, MinimumDuration, RuleConfig
 from watchstep_rules.custom.python_rule import PythonParams
-from watchstep_rules.engine.explanation import sentence
+from watchstep_rules.engine.incident import sentence
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_rules.rule import AnyRule
 from watchstep_rules.rule_files.checks import CheckResult, Remark, check_text
 from watchstep_rules.rule_files.rule_file import schema_text, text_of
+from watchstep_rules.testing import file
+from watchstep_rules.testing.running import TestResult, junit_xml, lines, run_file, summary
 from watchstep_services.cli.connection import (
     DEFAULT_STORE,
     JsonOption,
@@ -35,7 +41,7 @@ from watchstep_services.cli.connection import (
     default_project,
     service_of,
 )
-from watchstep_services.core.console import console, echo_own, moment, show, show_json, table
+from watchstep_services.core.console import console, echo, echo_own, moment, show, show_json, table
 
 
 def list_rules(as_json: JsonOption = False) -> None:
@@ -395,3 +401,55 @@ def stop_grants(
             grant["reason"], revoked,
         )  # fmt: skip
     show(rows)
+
+
+def run_tests(
+    files: Annotated[list[Path] | None, typer.Argument(help="Rule test files.")] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="Also write the results to this file as JUnit XML.")
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of rule test files.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run rule tests: series or recorded runs, and the expected alerts. Exit code 1 if a test fails.
+
+    Examples:
+        watchstep rules test tests/*.yaml
+        watchstep rules test tests/loss.yaml --junit results.xml
+        watchstep rules test tests/*.yaml --json
+    """
+    if schema:
+        echo_own(file.schema_text())
+        return
+    if not files:
+        raise ConfigError(
+            "rules test: no file specified", "pass a rule test file; --schema prints its schema"
+        )
+    results = {}
+    for path in files:
+        results[str(path)] = run_file(file.load(path), path.absolute().parent)
+        if not as_json:
+            for line in lines(str(path), results[str(path)]):
+                echo(line)
+    if as_json:
+        show_json(_as_data(results))
+    else:
+        echo(summary(results))
+    if junit is not None:
+        try:
+            junit.write_bytes(junit_xml(results))
+        except OSError as error:
+            raise ConfigError(
+                f"--junit {junit}: {error.strerror}", "use a file that can be written"
+            ) from error
+    if not all(result.passed for file_results in results.values() for result in file_results):
+        raise typer.Exit(1)
+
+
+def _as_data(results: Mapping[str, Sequence[TestResult]]) -> list[dict[str, Any]]:
+    return [
+        {"file": name, "tests": [{**asdict(result), "passed": result.passed} for result in file_results]}
+        for name, file_results in results.items()
+    ]

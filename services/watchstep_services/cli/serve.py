@@ -28,7 +28,7 @@ from watchstep_services.cli.runs.events import lines_of
 from watchstep_services.core.console import echo
 from watchstep_services.core.process import raise_file_limit, settle_collector
 from watchstep_services.core.settings import settings_for, warn_of_unknown
-from watchstep_services.core.telemetry import exposition, logs, tracing
+from watchstep_services.core.telemetry import logs, metrics, tracing
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
 from watchstep_services.db.metrics import DatabaseFigures
@@ -103,7 +103,7 @@ def serve(
 
 @contextmanager
 def _figures(service: EmbeddedService) -> Iterator[None]:
-    end = exposition.serve(service.settings, exposition.registry(DatabaseFigures(service.database)))
+    end = metrics.serve(service.settings, metrics.registry(DatabaseFigures(service.database)))
     try:
         yield
     finally:

@@ -18,16 +18,20 @@ import typer
 from sqlalchemy import select
 
 from watchstep.errors import ConfigError
-from watchstep_services.auth.token_register import (
+from watchstep_services.auth import (
     LIFETIME_SECONDS,
     MAX_LIFETIME,
+    ROLES,
+    Role,
     RunTokenRequest,
     create_for_run,
+    create_token,
+    ends_ns,
+    id_of,
     of_project,
     revoke,
     state_of,
 )
-from watchstep_services.auth.tokens import ROLES, Role, create_token, ends_ns, id_of
 from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, StoreOption, call, service_of
 from watchstep_services.core.console import echo, echo_json, echo_own, show, table
 from watchstep_services.core.events import rfc3339

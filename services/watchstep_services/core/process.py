@@ -2,7 +2,7 @@
 
 The collector of reference cycles holds the interpreter's lock while it traverses the process's objects. The limit of open files is raised
 at the start, and shared between connections and everything else. The processes of one service share a folder of metrics, so that
-they can be summed. This module is separate from `exposition`, because the folder must be set before prometheus_client is imported.
+they can be summed. This module is separate from `metrics`, because the folder must be set before prometheus_client is imported.
 """
 
 from __future__ import annotations

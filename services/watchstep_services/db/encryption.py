@@ -13,8 +13,7 @@ from watchstep.errors import ConfigError
 from watchstep_services.core.redaction import keep_secret
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.encrypted_addresses import use_cipher
-from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.limits import DatabaseTimeouts
+from watchstep_services.db.engine import Database, DatabaseTimeouts, open_database
 
 KEY_FILE = "secret.key"
 KEY_SETTING = "WATCHSTEP_SECRET_KEY"

@@ -17,8 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import ConfigError
 from watchstep_services.core.settings import Settings
-from watchstep_services.db.engine import Database
-from watchstep_services.db.limits import lift
+from watchstep_services.db.engine import Database, lift
 
 _LOCK = 7_201_947  # an arbitrary number that must not change: concurrent starts wait for each other on it
 

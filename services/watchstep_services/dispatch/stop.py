@@ -31,7 +31,7 @@ from watchstep_services.runs import attempts
 from watchstep_services.runs.discovery import discover, listing_due
 from watchstep_services.runs.stops import SIGNALS_SENT, StopStage
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.backends import bound_job
+from watchstep_services.tenancy import bound_job
 
 _AHEAD_NS = 15 * NANOSECONDS
 """If a segment of this attempt was found so much later than the newest attempt's newest segment, the newest attempt has ended."""

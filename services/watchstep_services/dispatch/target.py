@@ -19,7 +19,7 @@ from watchstep_services.db.models import Attempt, Project, RunRow
 from watchstep_services.runs import attempts
 from watchstep_services.runs.control import change, mirror, request_change
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.backends import bound_job
+from watchstep_services.tenancy import bound_job
 
 STATUS_SECONDS = 5.0
 """Timeout of a stop's request to a job's backend before the workers are requested to stop. Most backends answer within a second; one

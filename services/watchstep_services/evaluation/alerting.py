@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from watchstep.format.control import SnapshotRequest
 from watchstep_rules.config.rule_config import RuleConfig, StopAction
 from watchstep_rules.engine.alert import Phase, Transition, coalesce
-from watchstep_rules.engine.explanation import RunName, event_message, explain
+from watchstep_rules.engine.incident import RunName, event_message, explain
 from watchstep_services.core.events import CloudEvent, EventType, make_event
 from watchstep_services.core.redaction import action_key, without_addresses
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, RuleConfigRow

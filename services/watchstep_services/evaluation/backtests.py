@@ -14,8 +14,14 @@ from sqlalchemy import select
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import check_name
-from watchstep_rules.backtest.backtest import Failed, Replayed, Task, judge_run
-from watchstep_rules.backtest.report import result_as_data, result_from_data
+from watchstep_rules.backtest.backtest import (
+    Failed,
+    Replayed,
+    Task,
+    judge_run,
+    result_as_data,
+    result_from_data,
+)
 from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.pool import on_behalf_of

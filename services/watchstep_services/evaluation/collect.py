@@ -15,7 +15,7 @@ from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.format.segment import check_steps
 from watchstep.format.tensors import MAX_WORD_BYTES, TensorInfo
 from watchstep.store.store import Store
-from watchstep_rules.engine.history import canonical
+from watchstep_rules.engine.rule_inputs import canonical
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.evaluation import inbox as cursors

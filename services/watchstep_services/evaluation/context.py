@@ -22,8 +22,7 @@ from watchstep.reading.compacted import COMPACTED
 from watchstep.reading.index import RunIndex
 from watchstep.store.store import Store
 from watchstep_rules.backtest.replay import StepReader
-from watchstep_rules.engine.history import History, canonical, joined, trimmed
-from watchstep_rules.engine.rule_inputs import Lookback
+from watchstep_rules.engine.rule_inputs import History, Lookback, canonical, joined, trimmed
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Attempt, Segment
 from watchstep_services.evaluation.collect import RunSource, decode, fetch

@@ -21,12 +21,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from watchstep.errors import WatchstepError
 from watchstep.format import layout
 from watchstep_rules.custom.sandbox.pool import on_behalf_of
-from watchstep_rules.engine.history import History, joined, trimmed
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback
+from watchstep_rules.engine.rule_inputs import History, JudgingProgress, Lookback, joined, trimmed
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
+from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.lease import RUN_LEASE, LeasedRow, keep_lease
-from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import Attempt
 from watchstep_services.evaluation import inbox as cursors
 from watchstep_services.evaluation import ticks

@@ -12,9 +12,8 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError, WatchstepError
-from watchstep_services.auth.tokens import AuthenticatedCaller
+from watchstep_services.auth import AuthenticatedCaller
 from watchstep_services.channels.alertmanager import AlertmanagerReceiver
-from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.receiver import (
     EncryptedSecret,
     FromEnvironment,
@@ -23,6 +22,7 @@ from watchstep_services.channels.receiver import (
     Receiver,
     read_secret,
 )
+from watchstep_services.channels.receiver_file import RECEIVER
 from watchstep_services.channels.routing import RootNode, Route, routes_for
 from watchstep_services.core.egress import EgressPolicy, parse_allowed
 from watchstep_services.core.redaction import keep_secret
@@ -31,7 +31,7 @@ from watchstep_services.db.clock import read_clock
 from watchstep_services.db.encryption import SecretBox
 from watchstep_services.db.models import ReceiverRow, ReceiverSecret, RoutingTree
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.projects import ConflictError
+from watchstep_services.tenancy import ConflictError
 
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 

@@ -16,10 +16,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep_rules.engine.explanation import Explanation
-from watchstep_rules.engine.incident import IncidentSummary
+from watchstep_rules.engine.incident import Explanation, IncidentSummary
 from watchstep_rules.rule import SEVERITIES
-from watchstep_services.channels import kinds
+from watchstep_services.channels import receiver_file
 from watchstep_services.channels.delivery import DeliveryContext, Message
 from watchstep_services.channels.notification import Notification, NotifiedAlert, Status, as_cloud_event
 from watchstep_services.channels.receiver import Receiver
@@ -30,7 +29,7 @@ from watchstep_services.core.events import run_url
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
-from watchstep_services.db.limits import is_of_all
+from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.models import AlertGroup, AlertInstanceRow, GroupMember, Incident, RunRow
 from watchstep_services.db.records import add_action
 from watchstep_services.notify import silences
@@ -455,7 +454,7 @@ def deliver(receiver: Receiver, notification: Notification, delivery: DeliveryCo
         WatchstepError: an error that the receiver's owner can correct.
     """
     try:
-        return kinds.send(receiver, message_of(notification, receiver.templates), delivery)
+        return receiver_file.send(receiver, message_of(notification, receiver.templates), delivery)
     except AddressRefusedError as error:
         return AttemptResult("failed", f"{error.what} ({error.hint})")
 

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep_rules.engine.explanation import Explanation
+from watchstep_rules.engine.incident import Explanation
 from watchstep_services.channels.notification import (
     Notification,
     NotifiedAlert,

@@ -25,7 +25,7 @@ from watchstep_services.runs.discovery import UNLISTED
 from watchstep_services.runs.rule_health import report_silent_rules
 from watchstep_services.runs.stops import StopStage, stop_key
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.backends import BoundJob, bound_job, launch_of
+from watchstep_services.tenancy import BoundJob, bound_job, launch_of
 
 RunState = Literal["created", "running", "completed", "failed", "stopped", "lost"]
 ENDED = ("completed", "failed", "stopped")

@@ -34,11 +34,11 @@ from watchstep_rules.custom.python_rule import NOT_FROM_RECORDERS, no_programs
 from watchstep_rules.custom.sandbox.pool import BusyError, on_behalf_of
 from watchstep_rules.custom.sql.rule import Sql, SqlParams
 from watchstep_rules.rule_files import rule_file
+from watchstep_services import tenancy
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
-from watchstep_services.db.engine import insert_missing
-from watchstep_services.db.limits import is_of_all
+from watchstep_services.db.engine import insert_missing, is_of_all
 from watchstep_services.db.models import BoundJobRow, Project, RunRow
 from watchstep_services.db.records import hint
 from watchstep_services.runs import attempts, rule_configs
@@ -46,9 +46,14 @@ from watchstep_services.runs.lifecycle import ENDED
 from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import retry_unconfirmed
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy import backends
-from watchstep_services.tenancy.backends import allow_local, allow_owned, allowed_backend
-from watchstep_services.tenancy.projects import create_project, open_project, own_store
+from watchstep_services.tenancy import (
+    allow_local,
+    allow_owned,
+    allowed_backend,
+    create_project,
+    open_project,
+    own_store,
+)
 
 MOST_RULES = 100
 MOST_QUERIES = 3
@@ -213,7 +218,7 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
         if backend is not None:
             job = backend.settled(job)
         identity = dict(job.identity)
-        backends.claim_job(session, project.name, kind, job)
+        tenancy.claim_job(session, project.name, kind, job)
         attempts.ensure(session, run_id, attempt)
         values = {
             "run_id": run_id, "attempt": attempt, "backend": job.backend, "job_id": job.id,

@@ -16,7 +16,7 @@ from celery.signals import worker_process_shutdown
 from watchstep.errors import WatchstepError
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import load_settings
-from watchstep_services.retention.upkeep import UpkeepThreads
+from watchstep_services.retention import UpkeepThreads
 from watchstep_services.scheduler import celery_client, work
 from watchstep_services.scheduler.celery_client import (
     BACKTEST,

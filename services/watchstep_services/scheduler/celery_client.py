@@ -19,7 +19,7 @@ from celery.signals import (
 from watchstep_services.core.process import forget_folder, settle_collector
 from watchstep_services.core.settings import Settings, load_settings
 from watchstep_services.core.telemetry import logs, tracing
-from watchstep_services.core.telemetry.exposition import registry, serve
+from watchstep_services.core.telemetry.metrics import registry, serve
 
 EVALUATE = "watchstep.evaluate"
 DISPATCH = "watchstep.dispatch"

@@ -21,8 +21,8 @@ from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.lease import POLL_LEASE, unlocked
-from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import BoundJobRow, Project, RunRow
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import ENDED, advance_run

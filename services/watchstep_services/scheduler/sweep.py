@@ -14,8 +14,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from watchstep.errors import WatchstepError
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import follow_clock, now_ns
+from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.lease import RUN_LEASE, unlocked
-from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import RunRow
 from watchstep_services.dispatch.dispatch import due_actions
 from watchstep_services.evaluation.backtests import due_backtests

@@ -27,11 +27,10 @@ from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.platform.process import ProcessIdentity
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
-from watchstep_launch.backend_registry import BACKENDS_FILE
+from watchstep_launch.backend import BACKENDS_FILE
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.connections import server_options
-from watchstep_services.auth.token_register import forget_named
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token, forget_named
 from watchstep_services.core.settings import NANOSECONDS, Settings
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.encryption import open_encrypted_database
@@ -40,12 +39,12 @@ from watchstep_services.db.lease import ACTION_LEASE, RUN_LEASE
 from watchstep_services.db.models import ActionRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.dispatch.dispatch import next_due_ns
-from watchstep_services.retention.upkeep import UpkeepThreads
+from watchstep_services.retention import UpkeepThreads
 from watchstep_services.runs.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
-from watchstep_services.tenancy.projects import own_store
+from watchstep_services.tenancy import own_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self

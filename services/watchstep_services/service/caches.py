@@ -11,8 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from watchstep_rules.engine.history import History
-from watchstep_rules.engine.rule_inputs import Lookback
+from watchstep_rules.engine.rule_inputs import History, Lookback
 from watchstep_services.service.judging import Loaded
 
 _ROWS = 2_000_000

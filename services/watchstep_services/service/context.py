@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from watchstep.errors import ConfigError
-from watchstep_launch.backend import Backend
-from watchstep_launch.backend_registry import IN_SERVICE, open_backend
+from watchstep_launch.backend import IN_SERVICE, Backend, open_backend
 from watchstep_launch.backends.local.backend import Local
-from watchstep_launch.job_status import JobPolling
+from watchstep_launch.job_record import JobPolling
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.confinement import set_demand

@@ -14,9 +14,8 @@ from watchstep.format.block import Block
 from watchstep_rules.baseline import with_baseline
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Transition
-from watchstep_rules.engine.history import over_one_catalogue
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, failed, judge_set
-from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs, over_one_catalogue
 from watchstep_rules.rule import Finding
 from watchstep_services.db.models import RuleConfigRow
 

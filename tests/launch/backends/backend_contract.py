@@ -215,7 +215,7 @@ def test_a_handle_outlives_the_process_that_made_it(bench: Bench) -> None:
     program = (
         "import json, pathlib, sys\n"
         "from watchstep_launch.backend import Launch\n"
-        "from watchstep_launch.backend_registry import open_backend\n"
+        "from watchstep_launch.backend import open_backend\n"
         "kind, settings, command, folder, name = json.loads(sys.argv[1])\n"
         "backend = open_backend(kind, settings)\n"
         "job = backend.submit(Launch(tuple(command), {}, pathlib.Path(folder), name=name))\n"

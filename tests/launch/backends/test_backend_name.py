@@ -16,7 +16,7 @@ from watchstep_rules import non_finite_values
 from watchstep_services.core.settings import load_settings
 from watchstep_services.runs.registration import ensure_project
 from watchstep_services.serve.embedded import EmbeddedService
-from watchstep_services.tenancy.backends import allow_backends, register_backend
+from watchstep_services.tenancy import allow_backends, register_backend
 
 SECONDS = 120.0
 NAMESPACE = "research"

@@ -27,7 +27,7 @@ from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep_launch import Backend, Ray, Slurm
 from watchstep_launch.job import ENDED
 from watchstep_services.api.routes import credentials
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.serve.embedded import EmbeddedService

@@ -24,7 +24,7 @@ from tests.services.postgres import Postgres
 from tests.services.redis import running_redis
 from watchstep_launch import Backend, Ray, Slurm
 from watchstep_launch.job import ENDED
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.db.engine import open_database
 
 pytestmark = pytest.mark.slow

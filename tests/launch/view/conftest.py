@@ -11,7 +11,7 @@ from tests.services.api.serving import serving
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.client import Client
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
 

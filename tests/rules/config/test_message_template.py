@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep_rules.config import message_template
-from watchstep_rules.config.message_template import FIELDS, MOST_FILLED, check, fill
+from watchstep_rules.config import rule_config
+from watchstep_rules.config.rule_config import FIELDS, MOST_FILLED, check, fill
 
 VALUES = {name: name.upper() for name in FIELDS} | {"label.team": "vision"}
 
@@ -47,4 +47,4 @@ def test_any_text_is_refused_or_filled(text: str) -> None:
 
 
 def test_every_field_is_described() -> None:
-    assert all(message_template.FIELDS.values())
+    assert all(rule_config.FIELDS.values())

@@ -14,11 +14,10 @@ from tests.rules.runs import Rows, Said, all_at_once, follow
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block, concatenate
 from watchstep.format.tensors import TensorInfo
-from watchstep_rules.backtest.backtest import backtest
-from watchstep_rules.backtest.report import _transition, _transition_from
+from watchstep_rules.backtest.backtest import _transition, _transition_from, backtest
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition, coalesce
-from watchstep_rules.engine.explanation import RunName
+from watchstep_rules.engine.incident import RunName
 from watchstep_rules.engine.inhibition import AlertUpdate, inhibit
 from watchstep_rules.rule import Finding, finding_at, likelihood
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
-from watchstep_rules.config.message_template import FIELDS
-from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.config.rule_config import FIELDS, RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition
-from watchstep_rules.engine.explanation import Explanation, RunName, event_message, explain, sentence
+from watchstep_rules.engine.incident import Explanation, RunName, event_message, explain, sentence
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule import Finding, finding_at, finding_of_run
 

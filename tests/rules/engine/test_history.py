@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.sdk.format.blocks import blocks, rows_of
 from watchstep.format.block import Block
-from watchstep_rules.engine.history import History, joined, trimmed
+from watchstep_rules.engine.rule_inputs import History, joined, trimmed
 
 
 def plain(history: History) -> list[tuple[object, ...]]:

@@ -21,7 +21,7 @@ from watchstep.format.layout import SnapshotKey
 from watchstep.platform.transport import ServiceRefusedError
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.db.engine import open_database
 from watchstep_services.db.schema import upgrade
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from tests.services.driving import Driven
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.connections import LimitedH11, LimitedHttp
-from watchstep_services.auth.tokens import Role, create_token
+from watchstep_services.auth import Role, create_token
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from tests.services.api.walking import Operation, ask, operations
 from watchstep_services.api import app as app_module
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.policies import PERMISSION, SCOPE, describe
-from watchstep_services.api.openapi.document import ASSETS
-from watchstep_services.auth.tokens import PERMISSIONS, Role
+from watchstep_services.api.openapi import ASSETS
+from watchstep_services.auth import PERMISSIONS, Role
 
 RUNS = "/v1/projects/vision/runs"
 OPEN = {"/healthz", "/readyz"}

@@ -10,8 +10,17 @@ from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven, make_service
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
 from watchstep.store.store import Store
-from watchstep_rules.backtest.backtest import Failed, Replayed, Task, backtest_run, judge_run
-from watchstep_rules.backtest.report import read_report, report, result_as_data, result_from_data
+from watchstep_rules.backtest.backtest import (
+    Failed,
+    Replayed,
+    Task,
+    backtest_run,
+    judge_run,
+    read_report,
+    report,
+    result_as_data,
+    result_from_data,
+)
 from watchstep_rules.backtest.sweep import parse_sweep, variations
 from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
 from watchstep_services.api.app import create_app

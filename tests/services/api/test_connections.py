@@ -18,7 +18,7 @@ from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from watchstep_services.api.middleware import connections
 from watchstep_services.api.middleware.connections import LimitedHttp
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 

@@ -18,13 +18,13 @@ from sqlalchemy import select, update
 from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven
 from watchstep.errors import ConfigError
+from watchstep_services.api import openapi
 from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
 from watchstep_services.api.middleware.idempotency import Once
-from watchstep_services.api.openapi import document
 from watchstep_services.api.schemas import problems
 from watchstep_services.api.schemas.filters import time_ns
 from watchstep_services.api.schemas.paging import ListOrder, Paged
-from watchstep_services.auth.tokens import Role
+from watchstep_services.auth import Role
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import ApiRequest, RunRow
 from watchstep_services.runs.registration import ensure_project, register
@@ -77,7 +77,7 @@ def client(driven: Driven) -> Client:
     app = FastAPI()
     app.state.service = driven.service
     problems.install(app)
-    document.install_conventions(app)
+    openapi.install_conventions(app)
     app.include_router(router)
     CREATED.clear()
     HELD["n"] = 1

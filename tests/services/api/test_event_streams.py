@@ -16,7 +16,7 @@ from tests.services.api.serving import serving
 from tests.services.driving import Driven
 from watchstep_services.api import streaming
 from watchstep_services.api.streaming import Streams
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.core.events import make_event
 from watchstep_services.db.engine import open_database
 from watchstep_services.db.records import add_event

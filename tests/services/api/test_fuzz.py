@@ -7,7 +7,7 @@ import pytest
 from tests.services.api.fuzzing import fuzz, prepared
 from tests.services.driving import Driven
 from watchstep.store.store import Store
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 
 pytestmark = pytest.mark.slow
 

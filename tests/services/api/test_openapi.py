@@ -12,7 +12,7 @@ from openapi_spec_validator import validate
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
 from watchstep_services.api.app import create_app
-from watchstep_services.api.openapi.document import ASSETS, operations
+from watchstep_services.api.openapi import ASSETS, operations
 from watchstep_services.api.schemas.problems import PREFIX, TYPES
 
 JSON = "application/json"

@@ -15,7 +15,7 @@ from tests.services.api.walking import Answer, ask
 from tests.services.redis import free_port, running_redis
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.rate_limits import RateLimits, TooOftenError, redis_storage
-from watchstep_services.auth.tokens import AuthenticatedCaller, id_of
+from watchstep_services.auth import AuthenticatedCaller, id_of
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import metrics
 

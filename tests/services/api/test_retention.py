@@ -6,7 +6,7 @@ from tests.services.api.conftest import Api
 from tests.services.recording import Recording
 from watchstep.store.store import Store
 from watchstep_services.db.models import RunRow
-from watchstep_services.retention.upkeep import upkeep
+from watchstep_services.retention import upkeep
 
 PROJECT = "/v1/projects/vision"
 RUN = f"{PROJECT}/runs/run-1"

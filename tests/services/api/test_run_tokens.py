@@ -14,12 +14,11 @@ from tests.services.api.conftest import Api, Client
 from tests.services.api.walking import Answer, Ask, asking, operations
 from tests.services.driving import Driven
 from watchstep_services.api.app import create_app
-from watchstep_services.auth.token_register import LIFETIME_SECONDS, revoke
-from watchstep_services.auth.tokens import OVER_SECONDS, Role, id_of
+from watchstep_services.auth import LIFETIME_SECONDS, OVER_SECONDS, Role, id_of, revoke
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import RunRow, Token
-from watchstep_services.retention.upkeep import delete_rows
+from watchstep_services.retention import delete_rows
 
 PROJECT = "test"
 RUNS = f"/v1/projects/{PROJECT}/runs"

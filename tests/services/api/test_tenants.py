@@ -18,7 +18,7 @@ from tests.services.api.walking import Answer, Ask, Operation, asking, operation
 from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
-from watchstep_services.auth.tokens import Role
+from watchstep_services.auth import Role
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Base
 

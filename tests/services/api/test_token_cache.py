@@ -7,8 +7,7 @@ import json
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
 from watchstep_services.api.middleware.access import CACHE_SECONDS, TokenCache
-from watchstep_services.auth.token_register import revoke
-from watchstep_services.auth.tokens import AuthenticatedCaller, create_token, id_of
+from watchstep_services.auth import AuthenticatedCaller, create_token, id_of, revoke
 
 RUN = "/v1/projects/vision/runs"
 SAID = {"attempt": "a1", "node": "n", "writer": "w", "seq": 0, "first": 0, "last": 3}

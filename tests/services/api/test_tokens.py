@@ -8,7 +8,7 @@ import pytest
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
-from watchstep_services.auth.tokens import Role, id_of, identify
+from watchstep_services.auth import Role, id_of, identify
 
 ALL = "/v1/tokens"
 VISION = "/v1/projects/vision/tokens"

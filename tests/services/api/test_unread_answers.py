@@ -21,7 +21,7 @@ from watchstep.format.layout import SnapshotKey
 from watchstep.store.store import Store
 from watchstep_services.api.middleware.transports import UnreadBytes
 from watchstep_services.api.schemas.problems import RequestRefusedError
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 
 SIZE = 24 * 1024 * 1024
 VALUES = np.arange(SIZE // 4, dtype=np.int32)

@@ -19,7 +19,7 @@ from watchstep_rules.custom.sandbox.pool import POOL, BusyError
 from watchstep_rules.custom.sandbox.process import StartError
 from watchstep_rules.custom.sql import rule as sql_rule
 from watchstep_rules.custom.sql.process import SqlProgram, checked
-from watchstep_services.auth.tokens import Role
+from watchstep_services.auth import Role
 
 RUNS = "/v1/projects/vision/runs"
 RULE = {"rule": "sql", "name": "mine", "params": {"query": "SELECT tensor FROM statistics WHERE l2 > 7"}}

@@ -14,8 +14,17 @@ from tests.services.driving import Driven, make_service
 from tests.services.jobs import eventually
 from tests.services.postgres import Postgres
 from watchstep.store.store import Store
-from watchstep_services.auth.token_register import RunTokenRequest, TooMuchError, create_for_run, revoke
-from watchstep_services.auth.tokens import AuthenticatedCaller, add_token, create_token, id_of, identify
+from watchstep_services.auth import (
+    AuthenticatedCaller,
+    RunTokenRequest,
+    TooMuchError,
+    add_token,
+    create_for_run,
+    create_token,
+    id_of,
+    identify,
+    revoke,
+)
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.models import RunRow, Token

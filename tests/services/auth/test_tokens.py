@@ -12,14 +12,18 @@ from hypothesis import strategies as st
 from sqlalchemy import event, select, update
 
 from watchstep.errors import BadNameError, ConfigError, NotFoundError
-from watchstep_services.auth.token_register import TokenRequest, TooMuchError, create_for, find_token, revoke
-from watchstep_services.auth.tokens import (
+from watchstep_services.auth import (
     PERMISSIONS,
     ROLES,
     AuthenticatedCaller,
+    TokenRequest,
+    TooMuchError,
+    create_for,
     create_token,
+    find_token,
     id_of,
     identify,
+    revoke,
 )
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.engine import Database

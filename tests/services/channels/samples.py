@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from watchstep_rules.engine.explanation import Explanation
+from watchstep_rules.engine.incident import Explanation
 from watchstep_services.channels.notification import (
     Notification,
     NotifiedAlert,

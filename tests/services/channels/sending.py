@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.services.channels.samples import NOW, sample
 from watchstep_services.channels.delivery import DeliveryContext
-from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.notification import Notification
+from watchstep_services.channels.receiver_file import RECEIVER
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import EgressPolicy
 from watchstep_services.notify.flush import deliver

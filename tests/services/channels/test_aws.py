@@ -18,7 +18,7 @@ from watchstep_services.channels.aws import (
     send_to_eventbridge,
     sms,
 )
-from watchstep_services.channels.kinds import RECEIVER
+from watchstep_services.channels.receiver_file import RECEIVER
 
 REGION = "eu-central-1"
 ACCOUNT = "123456789012"

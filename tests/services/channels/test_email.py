@@ -14,8 +14,8 @@ from tests.services.channels.certificates import Certificate
 from tests.services.channels.samples import sample
 from tests.services.channels.sending import LOOPBACK, delivery_context, send
 from tests.services.channels.smtp_server import PASSWORD, USER, SmtpServer, smtp_server
-from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.mail import EmailReceiver, render_email
+from watchstep_services.channels.receiver_file import RECEIVER
 from watchstep_services.core.egress import EgressPolicy
 from watchstep_services.notify.flush import message_of
 

@@ -12,7 +12,7 @@ from tests.services.channels.http_server import HttpServer
 from tests.services.channels.samples import NOW, sample
 from tests.services.channels.sending import delivery_context, send
 from watchstep.errors import ConfigError
-from watchstep_services.channels.kinds import RECEIVER
+from watchstep_services.channels.receiver_file import RECEIVER
 from watchstep_services.channels.webhook import MOST_BYTES, new_secret, signature, signing_key
 from watchstep_services.core.egress import EgressPolicy
 

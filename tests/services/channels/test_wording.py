@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.services.channels.samples import sample
-from watchstep_services.channels.kinds import RECEIVER
+from watchstep_services.channels.receiver_file import RECEIVER
 from watchstep_services.channels.wording import (
     ALERT_FIELDS,
     MOST_TEXT,

@@ -21,7 +21,7 @@ from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.models import ProjectStore
 from watchstep_services.db.schema import downgrade, prepare, status, upgrade
 from watchstep_services.runs.registration import register
-from watchstep_services.tenancy.projects import own_store
+from watchstep_services.tenancy import own_store
 
 
 @pytest.fixture(scope="module")

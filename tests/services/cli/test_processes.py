@@ -13,7 +13,7 @@ import httpx
 
 from tests.services.jobs import eventually
 from tests.services.redis import free_port
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.db.engine import open_database
 from watchstep_services.db.schema import upgrade
 

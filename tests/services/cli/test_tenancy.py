@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from watchstep.errors import ServiceError, WatchstepError
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.cli.main import app
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService

@@ -14,7 +14,7 @@ from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, ServiceError
 from watchstep.store.store import Store
-from watchstep_services.auth.tokens import create_token, id_of, identify
+from watchstep_services.auth import create_token, id_of, identify
 from watchstep_services.cli.main import app
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.engine import Database, open_database

@@ -18,7 +18,7 @@ from tests.services.redis import free_port
 from watchstep.store.store import Store
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import metrics
-from watchstep_services.core.telemetry.exposition import registry, serve, written
+from watchstep_services.core.telemetry.metrics import registry, serve, written
 from watchstep_services.db.engine import Database
 from watchstep_services.db.metrics import FIGURES, DatabaseFigures
 from watchstep_services.dispatch.dispatch import dispatch
@@ -155,7 +155,7 @@ SHARED = """
 import os, sys
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.dispatch.dispatch import dispatch
-from watchstep_services.core.telemetry.exposition import registry, written
+from watchstep_services.core.telemetry.metrics import registry, written
 if os.fork() == 0:
     metrics.CONNECTIONS.labels("idle").inc(3)
     metrics.EVALUATIONS.labels("committed").inc(2)

@@ -6,8 +6,7 @@ import hashlib
 
 import sqlalchemy as sa
 
-from watchstep_services.auth.token_register import revoke
-from watchstep_services.auth.tokens import create_token, id_of, identify
+from watchstep_services.auth import create_token, id_of, identify, revoke
 from watchstep_services.db.engine import Database
 from watchstep_services.db.schema import downgrade, upgrade
 

@@ -19,8 +19,7 @@ from watchstep.errors import ConfigError
 from watchstep.store.store import Store
 from watchstep_services.core import failpoints
 from watchstep_services.core.settings import load_settings
-from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.limits import DatabaseTimeouts, lift
+from watchstep_services.db.engine import Database, DatabaseTimeouts, lift, open_database
 from watchstep_services.db.models import RunRow
 from watchstep_services.db.schema import upgrade
 

@@ -6,8 +6,7 @@ import sqlalchemy as sa
 
 from tests.services.driving import Driven, make_service
 from watchstep.store.store import Store
-from watchstep_services.auth.token_register import RunTokenRequest, create_for_run
-from watchstep_services.auth.tokens import create_token, id_of, identify
+from watchstep_services.auth import RunTokenRequest, create_for_run, create_token, id_of, identify
 from watchstep_services.db.engine import Database
 from watchstep_services.db.schema import downgrade, upgrade
 from watchstep_services.runs.registration import register

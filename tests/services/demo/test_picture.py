@@ -7,7 +7,7 @@ import pytest
 
 from tests.sdk.training import Training
 from watchstep import CaptureConfig, Hook, open_run
-from watchstep_services.demo.picture import Evidence, draw_png
+from watchstep_services.demo.report import Evidence, draw_png
 
 LONG = (
     "non_finite_values: 18432 NaN among 18432 elements of features.0.block.conv1:output, 0 tolerated, in "

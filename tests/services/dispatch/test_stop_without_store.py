@@ -31,7 +31,7 @@ from watchstep_services.runs.registration import register
 from watchstep_services.runs.stops import StopStage, request_stop
 from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.projects import create_project, register_store
+from watchstep_services.tenancy import create_project, register_store
 
 FAR = "far"
 BUCKET = "s3://bucket/runs"

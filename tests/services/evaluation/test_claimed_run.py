@@ -14,7 +14,7 @@ from watchstep_services.db.models import Attempt, Project, RunRow, Segment
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS, open_inbox
 from watchstep_services.runs.claim import Claim, claim, claim_longest_due
 from watchstep_services.runs.discovery import key_of
-from watchstep_services.tenancy.projects import find_project, move_project
+from watchstep_services.tenancy import find_project, move_project
 
 LEASE_NS = 10**12
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from watchstep_rules.config.defaults import DEFAULT_RULES
-from watchstep_rules.engine.history import History
-from watchstep_rules.engine.rule_inputs import Lookback
+from watchstep_rules.engine.rule_inputs import History, Lookback
 from watchstep_services.service.caches import HistoryCache
 
 REACH = Lookback.of(DEFAULT_RULES)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep_services.retention.policy import RetentionTimes, UpkeepProgress, next_step
+from watchstep_services.retention import RetentionTimes, UpkeepProgress, next_step
 
 spans = st.none() | st.integers(0, 1000)
 policies = st.builds(RetentionTimes, st.none() | st.integers(1, 1000), spans, spans, spans)

@@ -16,6 +16,7 @@ from watchstep.format.documents import AttemptDocument
 from watchstep.reading.compaction import compact
 from watchstep.reading.run_documents import read_journal
 from watchstep.store.store import Store
+from watchstep_services import retention as upkeeping
 from watchstep_services.db.models import (
     ActionRow,
     AlertGroup,
@@ -30,9 +31,7 @@ from watchstep_services.db.models import (
 )
 from watchstep_services.db.records import add_action
 from watchstep_services.evaluation.journal import unwritten, write_journal
-from watchstep_services.retention import upkeep as upkeeping
-from watchstep_services.retention.policy import IDLE_NS, purge_groups
-from watchstep_services.retention.upkeep import delete_rows, upkeep
+from watchstep_services.retention import IDLE_NS, delete_rows, purge_groups, upkeep
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import discover_runs

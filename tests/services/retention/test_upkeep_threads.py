@@ -11,9 +11,9 @@ from tests.services.jobs import eventually
 from tests.services.recording import PROJECT
 from tests.services.retention.test_upkeep import ended
 from watchstep.store.store import Store
+from watchstep_services import retention as upkeeping
 from watchstep_services.db.models import Project, ProjectStore, RunRow
-from watchstep_services.retention import upkeep as upkeeping
-from watchstep_services.retention.upkeep import UpkeepThreads
+from watchstep_services.retention import UpkeepThreads
 
 
 def move(driven: Driven, run_id: int, project: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from watchstep import Hook, open_run
 from watchstep.capture.config import Bounds, CaptureConfig
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 

@@ -20,7 +20,7 @@ from watchstep_services.runs.registration import register
 from watchstep_services.scheduler.polling import poll_due_runs
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.stores.bulkhead import Bulkhead
-from watchstep_services.tenancy.projects import create_project, register_store
+from watchstep_services.tenancy import create_project, register_store
 
 BUCKET = StoreRegistration("s3://bucket/runs")
 OTHER = StoreRegistration("s3://other/runs")

@@ -15,12 +15,11 @@ from tests.services.recording import Recording, nan_from
 from watchstep.errors import StoreError
 from watchstep.store.store import Store
 from watchstep_services.core.telemetry import metrics
-from watchstep_services.db.engine import open_database
-from watchstep_services.db.limits import DatabaseTimeouts
+from watchstep_services.db.engine import DatabaseTimeouts, open_database
 from watchstep_services.db.models import AlertGroup, Project, RunRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.notify import flush as flushing
-from watchstep_services.retention.upkeep import delete_rows
+from watchstep_services.retention import delete_rows
 from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler import polling

@@ -19,7 +19,7 @@ from tests.services.stores.iam import Request, allowed
 from watchstep import Hook, open_run
 from watchstep.capture.config import Bounds, CaptureConfig
 from watchstep.errors import ConfigError
-from watchstep_services.auth.tokens import create_token
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.stores import role

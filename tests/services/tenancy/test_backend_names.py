@@ -14,7 +14,7 @@ from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import bind_job
-from watchstep_services.tenancy.backends import allow_backends, register_backend
+from watchstep_services.tenancy import allow_backends, register_backend
 
 
 @pytest.mark.parametrize("name", ["box", "gpu-1"])

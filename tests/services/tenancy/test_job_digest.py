@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from watchstep_launch.backend import JobHandle
-from watchstep_services.tenancy.backends import digest_of
+from watchstep_services.tenancy import digest_of
 
 IDENTITY = {"cluster": "c", "name": "train-1", "submitted": 1000, "restarts": 0}
 

@@ -9,7 +9,7 @@ from watchstep_launch.backend import JobHandle
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import JobOwner, Project, StoreRow
 from watchstep_services.db.schema import downgrade, upgrade
-from watchstep_services.tenancy.backends import backends_of, digest_of
+from watchstep_services.tenancy import backends_of, digest_of
 
 IDENTITY = {"pid": 7, "start_ticks": 9, "boot": "b", "host": "h"}
 PLACES = {"audio": "s3://runs/audio", "text": "/data/runs", "vision": "/data/runs"}

@@ -27,9 +27,15 @@ from watchstep_launch.backends.kubernetes.identity import (
     join_id,
     split_id,
 )
-from watchstep_launch.backends.kubernetes.manifest import LABELS, KubernetesSettings
 from watchstep_launch.backends.kubernetes.states import kill, read_logs, stop
-from watchstep_launch.backends.kubernetes.submission import path_of, pods_of, submit, submitted_job
+from watchstep_launch.backends.kubernetes.submission import (
+    LABELS,
+    KubernetesSettings,
+    path_of,
+    pods_of,
+    submit,
+    submitted_job,
+)
 
 if TYPE_CHECKING:
     from watchstep_launch.backends.kubernetes.client import KubernetesClient

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from watchstep_launch.backend import LARGEST_PART, JobState, JobStatus, LogPart
 from watchstep_launch.backends.kubernetes.identity import KubernetesRefusedError, Resource
-from watchstep_launch.backends.kubernetes.manifest import CONTAINER
-from watchstep_launch.backends.kubernetes.submission import path_to
+from watchstep_launch.backends.kubernetes.submission import CONTAINER, path_to
 
 if TYPE_CHECKING:
     from watchstep_launch.backends.kubernetes.client import KubernetesClient

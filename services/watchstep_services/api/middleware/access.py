@@ -28,7 +28,7 @@ from watchstep_services.api.middleware.rate_limits import RateLimits
 from watchstep_services.api.middleware.request_limits import check_head, check_length, limited
 from watchstep_services.api.schemas.filters import check_query
 from watchstep_services.api.schemas.problems import RequestRefusedError, answer_to
-from watchstep_services.auth.tokens import PERMISSIONS, AuthenticatedCaller, Permission, digest_of, identify
+from watchstep_services.auth import PERMISSIONS, AuthenticatedCaller, Permission, digest_of, identify
 from watchstep_services.service.context import Service
 
 __all__ = ["Caller", "Gate", "Served", "document_token", "open_to_all", "permits"]

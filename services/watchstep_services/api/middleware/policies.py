@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 from watchstep_services.api.middleware.request_limits import MOST_BODY
-from watchstep_services.auth.tokens import Permission
+from watchstep_services.auth import Permission
 
 PERMISSION = "x-watchstep-permission"
 """Extension of an operation in the OpenAPI document: the required permission, or ``none`` if no token is required."""

@@ -23,7 +23,7 @@ from limits.storage import MemoryStorage, Storage
 from limits.strategies import SlidingWindowCounterRateLimiter
 
 from watchstep_services.api.schemas.problems import RequestRefusedError
-from watchstep_services.auth.tokens import AuthenticatedCaller, Permission, digest_of
+from watchstep_services.auth import AuthenticatedCaller, Permission, digest_of
 from watchstep_services.core.settings import Settings
 from watchstep_services.core.telemetry import metrics
 

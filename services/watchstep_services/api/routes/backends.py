@@ -12,7 +12,7 @@ from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
 from watchstep_services.db.models import BackendRow
-from watchstep_services.tenancy.backends import (
+from watchstep_services.tenancy import (
     change_backend,
     find_backend,
     register_backend,

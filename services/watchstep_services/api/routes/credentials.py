@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from watchstep.format.layout import attempt_document, run_prefix
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.stores.role import scoped_credentials
-from watchstep_services.tenancy.projects import open_project
+from watchstep_services.tenancy import open_project
 
 router = APIRouter(
     prefix="/v1/projects/{project}/runs/{run}/attempts/{attempt}/credentials", tags=["recording"]

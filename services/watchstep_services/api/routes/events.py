@@ -17,7 +17,7 @@ from watchstep_services.api.schemas.filters import Since, Until, Word, between, 
 from watchstep_services.api.schemas.models import EventList
 from watchstep_services.api.schemas.paging import ListOrder, Paged, Paging
 from watchstep_services.api.streaming import EventFilter, EventStream, Streaming, Subscription
-from watchstep_services.auth.tokens import identify
+from watchstep_services.auth import identify
 from watchstep_services.core.events import CloudEvent
 from watchstep_services.core.redaction import without_addresses
 from watchstep_services.db.models import EventRow, RunRow

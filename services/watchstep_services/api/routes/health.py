@@ -16,7 +16,7 @@ from watchstep.errors import WatchstepError
 from watchstep_services.api.middleware.access import Caller, Served, open_to_all, permits
 from watchstep_services.api.schemas.models import ServiceHealth
 from watchstep_services.api.schemas.problems import RequestRefusedError
-from watchstep_services.core.telemetry.exposition import registry, written
+from watchstep_services.core.telemetry.metrics import registry, written
 from watchstep_services.db.metrics import DatabaseFigures
 from watchstep_services.service.context import Service
 

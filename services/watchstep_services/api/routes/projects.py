@@ -13,13 +13,14 @@ from watchstep_services.api.middleware.request_limits import Working
 from watchstep_services.api.routes.stores import StoreCheck, check_output
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
-from watchstep_services.auth.tokens import AuthenticatedCaller
+from watchstep_services.auth import AuthenticatedCaller
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Project
 from watchstep_services.stores.opening import check_store
-from watchstep_services.tenancy.backends import allow_backends, backends_of
-from watchstep_services.tenancy.projects import (
+from watchstep_services.tenancy import (
     ConflictError,
+    allow_backends,
+    backends_of,
     create_project,
     find_project,
     find_store,

@@ -16,9 +16,9 @@ from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.middleware.request_limits import Working
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
-from watchstep_services.channels.kinds import RECEIVER, AnyReceiver
 from watchstep_services.channels.notification import Status
 from watchstep_services.channels.receiver import Receiver
+from watchstep_services.channels.receiver_file import RECEIVER, AnyReceiver
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ReceiverRow
 from watchstep_services.notify import directory, samples

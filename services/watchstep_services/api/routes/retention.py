@@ -16,7 +16,7 @@ from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import insert_missing
 from watchstep_services.db.models import Project, RetentionPolicy, RunRow, Upkeep
-from watchstep_services.retention.upkeep import is_being_stopped
+from watchstep_services.retention import is_being_stopped
 from watchstep_services.runs.lifecycle import ENDED
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["retention"])

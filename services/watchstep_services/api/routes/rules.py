@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError, RuleError
 from watchstep.format.layout import check_name
-from watchstep_rules.backtest.report import report
+from watchstep_rules.backtest.backtest import report
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python_rule import Python
@@ -38,7 +38,7 @@ from watchstep_services.api.schemas.models import (
 )
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
-from watchstep_services.auth.tokens import AuthenticatedCaller
+from watchstep_services.auth import AuthenticatedCaller
 from watchstep_services.core.redaction import without_addresses
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ProjectRule, RuleConfigRow, RuleStateRow, RunRow

@@ -37,7 +37,7 @@ from watchstep_services.api.schemas.models import (
 )
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
-from watchstep_services.auth.tokens import AuthenticatedCaller
+from watchstep_services.auth import AuthenticatedCaller
 from watchstep_services.core.events import run_url
 from watchstep_services.db.models import AlertRow, Attempt, BoundJobRow, RunRow
 from watchstep_services.runs import registration
@@ -45,7 +45,7 @@ from watchstep_services.runs.registration import bind_job, register
 from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import StopRequester, allow, request_stop
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.backends import bound_job
+from watchstep_services.tenancy import bound_job
 
 router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 

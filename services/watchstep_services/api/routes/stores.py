@@ -17,7 +17,7 @@ from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.models import StoreRow
 from watchstep_services.service.context import Service
 from watchstep_services.stores.opening import CheckedStep, check_store, failed
-from watchstep_services.tenancy.projects import (
+from watchstep_services.tenancy import (
     change_store,
     checked,
     find_store,

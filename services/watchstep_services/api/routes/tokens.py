@@ -18,23 +18,27 @@ from watchstep_services.api.middleware.access import Caller, Served, permits, se
 from watchstep_services.api.middleware.idempotency import OnceSecret
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput, Paging
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
-from watchstep_services.auth.token_register import (
+from watchstep_services.auth import (
     LIFETIME_SECONDS,
     MAX_LIFETIME,
+    MAX_NAME,
     MOST_SECONDS,
+    AuthenticatedCaller,
     Revocation,
+    Role,
     RunTokenRequest,
     TokenRequest,
     TooMuchError,
     create_for,
     create_for_run,
+    ends_ns,
     find_token,
+    id_of,
     of_project,
     revoke,
     state_of,
     that_work,
 )
-from watchstep_services.auth.tokens import MAX_NAME, AuthenticatedCaller, Role, ends_ns, id_of
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Token
 from watchstep_services.service.context import Service

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from watchstep_rules.engine.explanation import Explanation
-from watchstep_rules.engine.incident import IncidentSummary
+from watchstep_rules.engine.incident import Explanation, IncidentSummary
 from watchstep_services.api.schemas.paging import PageOutput
 from watchstep_services.core.events import CloudEvent
 

@@ -21,7 +21,7 @@ from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError,
 from watchstep.reading.budget import OverBudgetError
 from watchstep_rules.custom.sandbox.pool import BusyError
 from watchstep_services.core.redaction import redact
-from watchstep_services.tenancy.projects import ConflictError
+from watchstep_services.tenancy import ConflictError
 
 PREFIX = "urn:watchstep:problem:"
 

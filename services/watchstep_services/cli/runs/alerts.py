@@ -58,8 +58,7 @@ def alerts(
         show_json([dict(alert) for alert in run_alerts])
         return
     # These import all rules.
-    from watchstep_rules.engine.explanation import Explanation
-    from watchstep_rules.engine.incident import IncidentSummary
+    from watchstep_rules.engine.incident import Explanation, IncidentSummary
 
     out = console()
     fired = [alert for alert in run_alerts if alert["details"] is not None]

@@ -173,7 +173,7 @@ def lines_of(event: dict[str, Any]) -> list[str]:
         return [f"{head}rule {data['name']} was not evaluated up to step {data['step']}: it has no data"]
     if kind not in ("alert.firing", "alert.revised", "alert.resolved"):
         return []
-    from watchstep_rules.engine.explanation import Explanation  # imports all rules
+    from watchstep_rules.engine.incident import Explanation  # imports all rules
 
     explanation = Explanation.model_validate(data["explanation"])
     if data["inhibited_by"]:

@@ -32,10 +32,9 @@ from watchstep_launch.backend import (
     JobNotFoundError,
     Launch,
     SubmissionRejectedError,
+    open_backend,
 )
-from watchstep_launch.backend_registry import open_backend
-from watchstep_launch.backends.aws.batch import AwsBatch, status_of, streams_of
-from watchstep_launch.backends.aws.batch_request import definition_of, submission
+from watchstep_launch.backends.aws.batch import AwsBatch, definition_of, status_of, streams_of, submission
 
 NEVER = [{"onExitCode": str(code), "action": "EXIT"} for code in (EXIT_STOPPED, EXIT_TOMBSTONE)]
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:watchstep/token-a1b2c3"

@@ -43,8 +43,8 @@ from watchstep_launch.backend import (
     JobStatus,
     Launch,
     SubmissionRejectedError,
+    open_backend,
 )
-from watchstep_launch.backend_registry import open_backend
 from watchstep_launch.backends.aws.sagemaker import SageMaker, exit_code, status_of
 
 EFS = {

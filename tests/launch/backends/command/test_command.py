@@ -12,14 +12,15 @@ from tests.launch.backends.backend_contract import Bench
 from tests.launch.backends.kubernetes import small_cluster
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import (
+    IN_SERVICE,
     BackendDownError,
     CredentialsExpiredError,
     JobHandle,
     Launch,
     SubmissionRejectedError,
+    open_backend,
 )
-from watchstep_launch.backend_registry import IN_SERVICE, open_backend
-from watchstep_launch.backends.command.backend import Command, words
+from watchstep_launch.backends.command import Command, words
 
 STATES = {"RUNNING": "running", "ENDED": "ended", "VANISHED": "vanished"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from watchstep_launch.backends.command.backend import CommandResult, TimedOutError, run
+from watchstep_launch.backends.command import CommandResult, TimedOutError, run
 
 HANGS_SECONDS = 60.0
 """After which a call counts as one that does not return."""

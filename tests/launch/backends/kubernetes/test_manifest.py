@@ -17,7 +17,7 @@ from tests.launch.backends.kubernetes.double_kubelet import expanded
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import Launch
 from watchstep_launch.backends.kubernetes.backend import Kubernetes
-from watchstep_launch.backends.kubernetes.manifest import manifest, name_of, secret
+from watchstep_launch.backends.kubernetes.submission import manifest, name_of, secret
 
 LAUNCH = Launch(
     ("python", "train.py", "$(HOME)"),

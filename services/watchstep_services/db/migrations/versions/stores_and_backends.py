@@ -174,7 +174,7 @@ def _hold_jobs(connection: sa.Connection) -> None:
 
 
 def _digest(kind: str, job: str, identity: Any) -> str:
-    """As `watchstep_services.tenancy.backends` computed it when this migration was written."""
+    """As `watchstep_services.tenancy` computed it when this migration was written."""
     if kind == "local":
         what: Any = [kind, *(identity.get(name) for name in ("boot", "pid", "start_ticks"))]
     else:

@@ -1,1 +1,0 @@
-"""Jobs by the user's own commands."""

@@ -1,1 +1,0 @@
-"""Who may reach what: registered stores and backends, the projects that use them, and the jobs that are theirs."""
