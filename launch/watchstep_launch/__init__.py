@@ -27,7 +27,7 @@ _MODULES = {
     "AwsBatch": "backends.aws.batch",
     "Backend": "backend",
     "BackendModel": "backend",
-    "Command": "backends.command.backend",
+    "Command": "backends.command",
     "Estimator": "estimator",
     "Job": "job",
     "JobHandle": "backend",

@@ -1,8 +1,8 @@
 """Run summaries and pinned baselines.
 
 `summarize_run` reads a finished run with bounded memory and returns the span of each statistic in each phase. The service merges such
-summaries to a baseline, and stores it as an object before it judges the first rows of an attempt. The object never changes. A
-backtest reads the same object, so it judges the attempt as it was judged live.
+summaries into a baseline, and stores it as an object before it evaluates the first rows of an attempt. The object never changes. A
+backtest reads the same object, so its result equals the live evaluation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from watchstep_rules.signals.baseline import (
 )
 
 _ROWS_PER_PHASE = 500_000
-"""Rows of a phase that are read at once; of longer phases some spans of steps, evenly spaced, are read."""
+"""Maximum number of rows read for a phase. Of longer phases, evenly spaced spans of steps are read."""
 
 _SPANS = 4
 _LOW, _HIGH = 0.05, 0.95
@@ -46,55 +46,55 @@ _MODES = (MODES.index("train"), MODES.index("global"))
 def summarize_run(run: Run) -> BaselineRun:
     """Reduce a run to the spans of its statistics.
 
-    Steps of the newest attempt are read, in train mode, and those of no mode. Shards are merged, and of replicas the first is taken.
+    Reads steps of the newest attempt, in train mode and without a mode. Merges shards, and uses the first replica.
 
     Args:
-        run: finished or not.
+        run: the run, finished or not.
 
     Raises:
         StoreError: the store cannot be read.
     """
     infos = run.index.tensors()
     chosen = _chosen(infos)
-    spans: dict[str, dict[int, Span]] = {infos[place].name: {} for place in chosen}
+    spans: dict[str, dict[int, Span]] = {infos[index].name: {} for index in chosen}
     for phase, columns in _columns_by_phase(run):
         rows = _judged_rows(columns)
         order = rows[np.argsort(columns["tensor"][rows], kind="stable")]
         tensors = columns["tensor"][order]
-        for own in np.split(order, np.flatnonzero(np.diff(tensors)) + 1):
-            place = int(columns["tensor"][own[0]]) if len(own) else -1
-            if place not in chosen:
+        for tensor_rows in np.split(order, np.flatnonzero(np.diff(tensors)) + 1):
+            index = int(columns["tensor"][tensor_rows[0]]) if len(tensor_rows) else -1
+            if index not in chosen:
                 continue
-            values = columns[chosen[place]][own]
+            values = columns[chosen[index]][tensor_rows]
             values = values[np.isfinite(values)]
             if len(values):
                 low, high = (float(value) for value in np.quantile(values, [_LOW, _HIGH]))
-                spans[infos[place].name][phase] = (low, high)
+                spans[infos[index].name][phase] = (low, high)
     return BaselineRun(
         tensors={
-            infos[place].name: BaselineTensor(
-                shape=infos[place].shape,
+            infos[index].name: BaselineTensor(
+                shape=infos[index].shape,
                 statistic=statistic,
                 phases=tuple(
-                    spans[infos[place].name].get(phase) for phase in range(_end(spans[infos[place].name]))
+                    spans[infos[index].name].get(phase) for phase in range(_end(spans[infos[index].name]))
                 ),
             )
-            for place, statistic in chosen.items()
-            if spans[infos[place].name]
+            for index, statistic in chosen.items()
+            if spans[infos[index].name]
         }
     )
 
 
 def _chosen(infos: Sequence[TensorInfo]) -> dict[int, Statistic]:
-    """Place of a tensor among the run's → its statistic; losses first, then by the model's order."""
-    rank = {name: place for place, (name, _) in enumerate(BASELINE_COLLECTIONS)}
-    judged = {
-        place: statistic for place, info in enumerate(infos) if (statistic := statistic_of(info)) is not None
+    """Map the index of each compared tensor to its statistic; losses first, then in model order."""
+    rank = {name: index for index, (name, _) in enumerate(BASELINE_COLLECTIONS)}
+    compared = {
+        index: statistic for index, info in enumerate(infos) if (statistic := statistic_of(info)) is not None
     }
     order = sorted(
-        judged, key=lambda place: min(rank[name] for name in infos[place].collections if name in rank)
+        compared, key=lambda index: min(rank[name] for name in infos[index].collections if name in rank)
     )
-    return {place: judged[place] for place in order[:MAX_TENSORS]}
+    return {index: compared[index] for index in order[:MAX_TENSORS]}
 
 
 def _end(spans: Mapping[int, Span]) -> int:
@@ -102,7 +102,7 @@ def _end(spans: Mapping[int, Span]) -> int:
 
 
 def _judged_rows(columns: Columns) -> NDArray[np.intp]:
-    """Rows in train mode and of no mode, of the first replica, and of the lowest worker that has the tensor."""
+    """Return rows in train mode or without a mode, of the first replica and of the lowest worker that has the tensor."""
     rows = np.flatnonzero(np.isin(columns["mode"], _MODES) & (columns["replica"] == 0))
     lowest = np.full(int(columns["tensor"].max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(lowest, columns["tensor"][rows], columns["worker"][rows])
@@ -120,7 +120,7 @@ def _columns_by_phase(run: Run) -> Iterator[tuple[int, Columns]]:
 
 
 def _phase_columns(run: Run, start: int, end: int) -> Columns:
-    """The statistics of the steps from ``start`` to ``end``; of some spans of them where there are too many rows."""
+    """Read the statistics of the steps ``start`` to ``end``, or of some spans of them if there are too many rows."""
     tensors = max(1, len(run.index.tensors()) * max(1, len(run.workers)))
     steps = max(_SPANS, _ROWS_PER_PHASE // tensors)
     if end - start + 1 <= steps:
@@ -132,8 +132,10 @@ def _phase_columns(run: Run, start: int, end: int) -> Columns:
 
 
 def _read(run: Run, first: int, last: int) -> Columns:
-    want = Selection((), None, first, last)
-    return run.index.consistently(lambda: queries.columns_of(run.index, ("mean", "rms"), want, merge=True))
+    selection = Selection((), None, first, last)
+    return run.index.consistently(
+        lambda: queries.columns_of(run.index, ("mean", "rms"), selection, merge=True)
+    )
 
 
 MAX_BYTES = 4 * 1024 * 1024
@@ -141,7 +143,7 @@ _MAX_MEMORY = 64 * 1024 * 1024
 
 
 def read_baseline(run_store: Store, attempt: str) -> str | None:
-    """The JSON text of an attempt's baseline; None where none was pinned.
+    """Return the JSON text of an attempt's baseline; None if no baseline is pinned.
 
     Raises:
         FormatError: the object is not a baseline.
@@ -159,11 +161,11 @@ def read_baseline(run_store: Store, attempt: str) -> str | None:
 
 
 def with_baseline(config: RuleConfig, baseline: str | None) -> RuleConfig:
-    """A rule config with the baseline of an attempt; itself where it has one of its own, or is of another rule.
+    """Add the baseline of an attempt to a rule config. Configs with their own baseline or of other rules stay unchanged.
 
     Args:
         config: the rule config.
-        baseline: as JSON text, checked before; None where the attempt has none.
+        baseline: validated JSON text; None if the attempt has no baseline.
     """
     if baseline is None or config.rule != UnlikeEarlierRuns.name or "baseline" in config.params:
         return config
@@ -173,10 +175,10 @@ def with_baseline(config: RuleConfig, baseline: str | None) -> RuleConfig:
 def configs_of_attempt(
     configs: Sequence[RuleConfig], run_store: Store, attempt: str
 ) -> tuple[list[RuleConfig], str]:
-    """The rule configs as they judge an attempt.
+    """Return the rule configs that apply to an attempt.
 
     Returns:
-        The configs, and what is wrong with the attempt's baseline; empty where nothing is.
+        The configs, and the error in the attempt's baseline; empty if there is none.
 
     Raises:
         StoreError: the store cannot be read.
@@ -192,6 +194,6 @@ def configs_of_attempt(
 
 @functools.lru_cache(maxsize=64)
 def _with_baseline(config: str, baseline: str) -> RuleConfig:
-    plain = RuleConfig.model_validate_json(config)
-    params = {**plain.params, "baseline": Baseline.model_validate_json(baseline).model_dump(mode="json")}
-    return plain.model_copy(update={"params": params})
+    parsed = RuleConfig.model_validate_json(config)
+    params = {**parsed.params, "baseline": Baseline.model_validate_json(baseline).model_dump(mode="json")}
+    return parsed.model_copy(update={"params": params})

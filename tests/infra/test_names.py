@@ -48,7 +48,6 @@ def test_public_class_names_are_unique() -> None:
 
 RETIRED = frozenset(
     [
-        "agreement",
         "anew",
         "as_told",
         "ask",

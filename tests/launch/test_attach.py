@@ -194,7 +194,7 @@ def test_a_named_service_that_looks_elsewhere_is_refused(
         monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(sqlite, "recorder"))
         with pytest.raises(ServiceError, match="role recorder may not"):
             Job.attach(foreign.url, foreign.job, [non_finite_values().stop()], service=url)
-    with pytest.raises(ServiceError, match="no answer"):
+    with pytest.raises(ServiceError, match="does not respond"):
         Job.attach(foreign.url, foreign.job, [non_finite_values().stop()], service=url)
 
 

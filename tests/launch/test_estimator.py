@@ -157,7 +157,7 @@ def test_a_stop_reaches_the_program_and_is_recorded(estimate: Estimator, folder:
 def test_a_missing_program_starts_nothing(estimate: Estimator) -> None:
     with pytest.raises(SubmissionRejectedError, match=r"missing\.py"):
         changed(estimate, program="missing.py").fit()
-    with pytest.raises(SubmissionRejectedError, match="none is named"):
+    with pytest.raises(SubmissionRejectedError, match="program is empty"):
         changed(estimate, program="").fit()
     with pytest.raises(ConfigError, match="on_stop 'save'"):
         changed(estimate, on_stop="save")
@@ -170,7 +170,7 @@ def test_a_missing_program_starts_nothing(estimate: Estimator) -> None:
 def test_a_service_that_is_down_or_a_rule_that_is_none_starts_nothing(estimate: Estimator) -> None:
     with pytest.raises(ServiceError):
         changed(estimate, service="http://127.0.0.1:9").fit()
-    with pytest.raises(WatchstepError, match="no rule"):
+    with pytest.raises(WatchstepError, match="is not a rule"):
         changed(estimate, rules=["non_finite_values"]).fit()
     assert estimate.backend.jobs() == []
 

@@ -112,7 +112,7 @@ def test_a_token_that_was_named_for_jobs_is_theirs(caplog: pytest.LogCaptureFixt
     assert recorder_token(found(nowhere, "of an operator"), "vision", "r1", "of a job") == "of a job"
     assert recorder_token(found(nowhere, ""), "vision", "r1") == ""
     assert caplog.text == ""
-    with pytest.raises(ServiceError, match="no answer"):
+    with pytest.raises(ServiceError, match="does not respond"):
         recorder_token(found(nowhere, "of an operator"), "vision", "r1")
 
 
@@ -131,7 +131,7 @@ def test_a_program_under_watchstep_run_starts_with_any_token(
     )  # fmt: skip
     assert done.returncode == 7, done.stderr
     if role == "viewer":
-        assert "may not record\n  The program starts and records. No rule judges it" in done.stderr
+        assert "may not record\n  The program starts and records. Its rules are not evaluated" in done.stderr
         assert "hint: use a token of role recorder" in done.stderr
     else:
         assert "a recorder token may not bind a job" in done.stderr

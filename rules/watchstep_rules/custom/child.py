@@ -22,19 +22,19 @@ from watchstep_rules.custom.sandbox.kernel import die_with
 from watchstep_rules.custom.sandbox.protocol import pack, read_blocking, write_blocking
 
 _READABLE = {"sql": (Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))}
-"""DuckDB reads its limits there whenever a database is opened, and aborts where it may not. No query can name a file."""
+"""DuckDB reads its limits there whenever it opens a database, and aborts if it may not. No query can name a file."""
 
 _Answer = tuple[dict[str, Any], bytes]
 
 
 class _Server(Protocol):
-    """What answers requests in the child."""
+    """Answers requests in the child."""
 
     def load(self, setup: dict[str, Any]) -> None:
-        """Take what is to be run."""
+        """Load the program."""
 
     def answers(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
-        """Answer a request by one message or several."""
+        """Answer a request with one or more messages."""
 
 
 class _PythonRule:
@@ -46,21 +46,21 @@ class _PythonRule:
 
 
 def main(parent: int) -> None:
-    """Serve until the parent closes its end, or dies."""
+    """Serve requests until the parent closes the pipe or dies."""
     die_with(parent)
     incoming, outgoing = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
+        os.dup2(devnull, descriptor)
     setup, _ = read_blocking(incoming)
-    files, space = shut_files((incoming, outgoing), _READABLE.get(setup["kind"], ()))
+    landlock_abi, space = shut_files((incoming, outgoing), _READABLE.get(setup["kind"], ()))
     _warm_up()
     server = _server(setup["kind"], incoming, outgoing, space)
-    # DuckDB starts threads as it likes; a query cannot. A class could start thousands.
-    reached = shut_in(setup["memory_mb"], files, space, threads=setup["kind"] != "python")
+    # DuckDB starts threads itself, and a query cannot. A rule class could start thousands.
+    isolation = shut_in(setup["memory_mb"], landlock_abi, space, threads=setup["kind"] != "python")
     if setup["kind"] == "python":
         space.close()
-    write_blocking(outgoing, pack(reached.model_dump()))
+    write_blocking(outgoing, pack(isolation.model_dump()))
     try:
         setup, _ = read_blocking(incoming)
         if _loads(server, setup, outgoing):
@@ -72,10 +72,10 @@ def main(parent: int) -> None:
 
 
 def _server(kind: str, incoming: int, outgoing: int, space: AddressSpace) -> _Server:
-    """What answers requests of a kind; all that it needs is loaded."""
+    """Return the server of a kind, with all its libraries loaded."""
     if kind == "python":
         return _PythonRule()
-    from watchstep_rules.custom.sql.server import SqlServer  # here: DuckDB need not be installed
+    from watchstep_rules.custom.sql.server import SqlServer  # imported here: DuckDB may be missing
 
     return SqlServer(incoming, outgoing, space)
 
@@ -83,7 +83,7 @@ def _server(kind: str, incoming: int, outgoing: int, space: AddressSpace) -> _Se
 def _loads(server: _Server, setup: dict[str, Any], outgoing: int) -> bool:
     try:
         server.load(setup)
-    except BaseException as error:  # noqa: BLE001 - whatever a program raises is an answer
+    except BaseException as error:  # noqa: BLE001 - any error of a program is a reply
         _reply(outgoing, {"error": program.error_text(error)})
         return False
     _reply(outgoing, {})
@@ -94,7 +94,7 @@ def _answer(server: _Server, request: dict[str, Any], parts: list[bytearray], ou
     try:
         for document, payload in server.answers(request, parts):
             _reply(outgoing, document, payload)
-    except BaseException as error:  # noqa: BLE001 - whatever a program raises is an answer
+    except BaseException as error:  # noqa: BLE001 - any error of a program is a reply
         _reply(outgoing, {"error": program.error_text(error)})
 
 
@@ -105,8 +105,8 @@ def _reply(outgoing: int, document: dict[str, Any], payload: bytes = b"") -> Non
 
 
 def _warm_up() -> None:
-    """Load what is loaded when first used: its memory is not the program's."""
-    import pyarrow as pa  # here: it starts a thread
+    """Load everything that is loaded lazily, so that its memory does not count against the program."""
+    import pyarrow as pa  # imported here: it starts a thread
 
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)

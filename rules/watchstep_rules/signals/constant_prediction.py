@@ -1,4 +1,4 @@
-"""What a loss is worth that does no better than to say the same for every example, from the labels that were recorded."""
+"""Losses of a constant prediction (the same output for every example), computed from the recorded labels."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Baselines(NamedTuple):
     """Losses of the best constant prediction, for the usual kinds of loss.
 
     Attributes:
-        step: from which on these hold.
-        losses: ascending, the cross-entropy last; empty where labels are all alike, so that they cannot be what is learnt.
-        in_order: whether batches come sorted by label.
-        least: the lowest that each can be, where the shares of some classes are not known.
+        step: first step at which they apply.
+        losses: losses in ascending order, the cross-entropy last; empty if all labels are equal and so cannot be the target.
+        in_order: whether batches are sorted by label.
+        least: lower bound of each loss, because the shares of some classes are unknown.
     """
 
     step: int
@@ -38,9 +38,9 @@ class Baselines(NamedTuple):
 
 
 class LabelState(State):
-    """Labels so far: how many measured ones, their mean and sum of squared deviations; and the last figures made of any.
+    """Labels so far: count, mean, sum of squared deviations, and the last baselines.
 
-    Also how many batches these came in, and their squared deviations from the means of their batches.
+    Also the number of batches, and the squared deviations of labels from the means of their batches.
     """
 
     count: int = 0
@@ -54,56 +54,58 @@ class LabelState(State):
 
     @property
     def in_order(self) -> bool:
-        """Whether labels differ between batches, and within them hardly do.
+        """Whether labels differ between batches, but hardly within a batch.
 
-        Of labels that were shuffled the share of deviations within batches of n is ``1 - 1/n``, however rare a class is.
+        For shuffled labels, the share of deviations within batches of n is ``1 - 1/n``, however rare a class is.
         """
         enough = self.batches >= _BATCHES and self.count >= _EXAMPLES * self.batches
         return enough and self.m2 > 0 and self.within <= _WITHIN * self.m2
 
 
 def follow_labels(state: LabelState, block: Block) -> tuple[LabelState, list[Baselines]]:
-    """Follow the labels of a block, those of the first worker that has any at each step.
+    """Follow the labels of a block, at each step those of the first worker with labels.
 
-    Of k classes with shares p: cross-entropy ``-sum p log p``, and squared error against one-hot labels, summed or averaged
-    over classes. Of measured targets: their variance, the squared error. Nothing where several tensors are recorded as
-    labels, or whole numbers that were not counted, as tokens are. The shares of the largest and the smallest class are known, the others are taken as
-    alike; ``least`` takes them as far apart as they can be.
+    For k classes with shares p: cross-entropy ``-sum p log p``, and squared error against one-hot labels, summed or averaged
+    over classes. For continuous targets: their variance, the squared error. No baseline if several tensors are recorded as
+    labels, or for integers that were not counted, such as tokens. The shares of the largest and the smallest class are
+    known. The others are assumed equal; ``least`` assumes the most unequal shares possible.
 
     Returns:
-        The state afterwards, and the baselines of each step with labels, ascending; first what the state had.
+        The state afterwards, and the baselines of each step with labels, ascending, starting with those of ``state``.
     """
-    found = [] if state.last is None else [Baselines(-1, state.last, state.in_order, state.least)]
+    baselines = [] if state.last is None else [Baselines(-1, state.last, state.in_order, state.least)]
     rows = np.flatnonzero(rows_where(block, has_role, "label"))
-    done = -1
+    last_step = -1
     for row in map(int, rows[np.argsort(block.step[rows], kind="stable")]):
         step = int(block.step[row])
-        if block.mode_name(row) not in ("train", "global") or step == done:
+        if block.mode_name(row) not in ("train", "global") or step == last_step:
             continue
-        done = step
+        last_step = step
         state = _with(state, block, row)
         if state.last is not None:
-            found.append(Baselines(step, state.last, state.in_order, state.least))
-    return state, found
+            baselines.append(Baselines(step, state.last, state.in_order, state.least))
+    return state, baselines
 
 
 def at(found: list[Baselines], steps: NDArray[np.int64]) -> list[tuple[float, ...] | None]:
-    """The baselines that hold at each of some steps; None where labels are not known."""
+    """Return the baselines at each step; None if labels are unknown."""
     return [found[place].losses if place >= 0 else None for place in _places(found, steps)]
 
 
 def least_at(found: list[Baselines], steps: NDArray[np.int64]) -> list[tuple[float, ...]]:
-    """The lowest that the baselines of `at` can be; empty where labels are not known."""
+    """Return the lower bounds of the baselines of `at`; empty if labels are unknown."""
     return [found[place].least if place >= 0 else () for place in _places(found, steps)]
 
 
 def in_order_at(found: list[Baselines], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether batches come sorted by label, as far as is known at each of some steps."""
+    """Return whether batches are sorted by label, as known at each step."""
     return np.array([place >= 0 and found[place].in_order for place in _places(found, steps)], np.bool_)
 
 
 def _places(found: list[Baselines], steps: NDArray[np.int64]) -> list[int]:
-    places: list[int] = (np.searchsorted([each.step for each in found], steps, side="right") - 1).tolist()
+    places: list[int] = (
+        np.searchsorted([baselines.step for baselines in found], steps, side="right") - 1
+    ).tolist()
     return places
 
 
@@ -114,51 +116,51 @@ def _with(state: LabelState, block: Block, row: int) -> LabelState:
     if len(names) > 1 or not count:
         return LabelState(names=names) if len(names) > 1 else state
     total = state.count + count
-    apart = float(statistics.mean[row]) - state.mean
-    mean = state.mean + apart * count / total
-    m2 = state.m2 + float(statistics.m2[row]) + apart * apart * state.count * count / total
+    difference = float(statistics.mean[row]) - state.mean
+    mean = state.mean + difference * count / total
+    m2 = state.m2 + float(statistics.m2[row]) + difference * difference * state.count * count / total
     classes = _of_classes(block, row)
-    measured = None if "int" in block.info(row).dtype else (m2 / total,) if m2 > 0 else ()
-    last, least = (measured, measured or ()) if classes is None else classes
-    enough = total >= _ENOUGH and last is not None
+    variance = None if "int" in block.info(row).dtype else (m2 / total,) if m2 > 0 else ()
+    last, least = (variance, variance or ()) if classes is None else classes
+    complete = total >= _ENOUGH and last is not None
     return LabelState(
         count=total,
         mean=mean,
         m2=m2,
         names=names,
-        last=last if enough else state.last,
-        least=least if enough else state.least,
+        last=last if complete else state.last,
+        least=least if complete else state.least,
         batches=state.batches + 1,
         within=state.within + float(statistics.m2[row]),
     )
 
 
 def _of_classes(block: Block, row: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """The losses of a constant prediction, ascending, and the lowest that each can be."""
-    known = [
+    """Return the losses of a constant prediction, ascending, and their lower bounds."""
+    figures = [
         float(block.probes[name][row]) if name in block.probes else np.nan
         for name in ("labels_counted", "classes", "largest_class", "smallest_class")
     ]
-    if not np.isfinite(known).all() or known[0] <= 0:
+    if not np.isfinite(figures).all() or figures[0] <= 0:
         return None
-    counted, classes, largest, smallest = known
+    counted, classes, largest, smallest = figures
     if classes < 2:
         return (), ()
-    most, fewest, others = largest / counted, smallest / counted, int(classes) - 2
+    largest_share, smallest_share, others = largest / counted, smallest / counted, int(classes) - 2
     rest = max(0.0, counted - largest - smallest) / counted
-    alike = np.full(others, rest / max(1, others))
-    apart = np.full(others, fewest)
-    if most > fewest:
-        many = min(others, int(max(0.0, rest - others * fewest) / (most - fewest)))
-        apart[:many] = most
-        if many < others:
-            apart[many] = max(fewest, rest - apart.sum() + apart[many])
-    ends = [most, fewest]
-    return _guessed(np.array([*ends, *alike])), _guessed(np.array([*ends, *apart]))
+    equal = np.full(others, rest / max(1, others))
+    unequal = np.full(others, smallest_share)
+    if largest_share > smallest_share:
+        number = min(others, int(max(0.0, rest - others * smallest_share) / (largest_share - smallest_share)))
+        unequal[:number] = largest_share
+        if number < others:
+            unequal[number] = max(smallest_share, rest - unequal.sum() + unequal[number])
+    known_shares = [largest_share, smallest_share]
+    return _guessed(np.array([*known_shares, *equal])), _guessed(np.array([*known_shares, *unequal]))
 
 
 def _guessed(shares: Floats) -> tuple[float, ...]:
-    """Squared error as a mean over classes, squared error, cross-entropy: ascending, since ``-log p >= 1 - p``."""
+    """Return squared error averaged over classes, squared error, cross-entropy. They are ascending, since ``-log p >= 1 - p``."""
     classes, shares = len(shares), shares[shares > 0]
     squared = float(1 - (shares**2).sum())
     return squared / classes, squared, float(-(shares * np.log(shares)).sum())
@@ -170,12 +172,12 @@ _SQUARED = "MseLoss"
 
 
 def own_baseline(losses: tuple[float, ...] | None, function: str) -> int | None:
-    """Which of the baselines is that of a loss, by the function that computes it; None where none is.
+    """Return the index of a loss's baseline, by the function that computes the loss; None if no baseline applies.
 
     Args:
-        losses: as `at` gives them.
-        function: as `TensorInfo.module_type` has it; empty where it is not known. Then labels that are classes are taken to
-            be learnt by cross-entropy, as they nearly always are.
+        losses: baselines from `at`.
+        function: loss function, as in `TensorInfo.module_type`; empty if unknown. Class labels are then assumed to be
+            learned by cross-entropy, as they nearly always are.
     """
     if not losses:
         return None
@@ -189,32 +191,32 @@ def own_baseline(losses: tuple[float, ...] | None, function: str) -> int | None:
 
 
 def own_baselines(known: list[tuple[float, ...] | None], function: str) -> Floats:
-    """The baseline of a loss at each of some steps, by the function that computes it; NaN where there is none.
+    """Return the baseline of a loss at each step, by the function that computes the loss; NaN if no baseline applies.
 
     Args:
-        known: as `at` gives them.
-        function: as of `own_baseline`.
+        known: baselines from `at`.
+        function: as in `own_baseline`.
     """
     places = [own_baseline(losses, function) for losses in known]
     return _picked(known, places)
 
 
-def _picked(held: Sequence[tuple[float, ...] | None], places: list[int | None]) -> Floats:
-    pairs = zip(held, places, strict=True)
-    return np.array([each[place] if each and place is not None else np.nan for each, place in pairs])
+def _picked(losses_by_step: Sequence[tuple[float, ...] | None], places: list[int | None]) -> Floats:
+    pairs = zip(losses_by_step, places, strict=True)
+    return np.array([losses[place] if losses and place is not None else np.nan for losses, place in pairs])
 
 
 @dataclass(frozen=True)
 class AgainstLabels:
-    """Levels of a loss held against what labels say of it, columns of shape (n,).
+    """Levels of a loss compared with the losses of constant predictions, columns of shape (n,).
 
     Attributes:
-        own: the loss of a constant prediction, by the function that the loss is; NaN where labels are not known, or do not tell.
-        least: the lowest that it can be, by what is known of the labels.
-        constant: the level is that, or where the function is not known one that it may be: within 3 %, and no more than a
-            standard error below.
-        above: the level is at least the highest of them; false where labels are not known.
-        told: labels are not known, or differ.
+        own: loss of a constant prediction, by the loss function; NaN if labels are unknown or do not determine it.
+        least: lower bound of ``own``, by what is known of the labels.
+        constant: the level is that of a constant prediction (of any candidate, if the function is unknown): within 3 %,
+            and at most one standard error below.
+        above: the level is at least the highest candidate; false if labels are unknown.
+        told: labels are unknown, or differ.
     """
 
     own: Floats
@@ -231,34 +233,36 @@ def against_labels(
     least: list[tuple[float, ...]],
     function: str,
 ) -> AgainstLabels:
-    """Hold levels of a loss against the losses of constant predictions, one tuple for each.
+    """Compare levels of a loss with the losses of constant predictions, one tuple for each level.
 
     Args:
-        level: of the loss, shape (n,).
-        error: their standard errors, shape (n,).
-        known: as `at` gives them.
-        least: as `least_at` gives them.
-        function: that computes the loss, as `TensorInfo.module_type` has it.
+        level: levels of the loss, shape (n,).
+        error: standard errors of the levels, shape (n,).
+        known: baselines from `at`.
+        least: lower bounds from `least_at`.
+        function: function that computes the loss, as in `TensorInfo.module_type`.
     """
     places = [own_baseline(losses, function) for losses in known]
     own, lowest = _picked(known, places), _picked(least, places)
-    may_be = [
+    candidates = [
         range(len(losses or ())) if not function else () if place is None else (place,)
         for losses, place in zip(known, places, strict=True)
     ]
     highest = np.array(
         [
             (losses or ())[chosen[-1]] if chosen else np.inf
-            for losses, chosen in zip(known, may_be, strict=True)
+            for losses, chosen in zip(known, candidates, strict=True)
         ]
     )
     is_near = np.zeros(len(level), np.bool_)
-    for row, (losses, lows, chosen) in enumerate(zip(known, least, may_be, strict=True)):
-        one, off = float(level[row]), float(error[row])
+    for row, (losses, lows, chosen) in enumerate(zip(known, least, candidates, strict=True)):
+        value, deviation = float(level[row]), float(error[row])
         is_near[row] = any(
-            max((1 - _NEAR) * lows[place], lows[place] - off) <= one <= (1 + _NEAR) * losses[place]
+            max((1 - _NEAR) * lows[place], lows[place] - deviation) <= value <= (1 + _NEAR) * losses[place]
             for place in chosen
             if losses
         )
-    told = [losses is None or bool(losses) for losses in known]
-    return AgainstLabels(own, lowest, is_near, level >= (1 - _NEAR) * highest, np.array(told, np.bool_))
+    informative = [losses is None or bool(losses) for losses in known]
+    return AgainstLabels(
+        own, lowest, is_near, level >= (1 - _NEAR) * highest, np.array(informative, np.bool_)
+    )

@@ -1,7 +1,7 @@
-"""Deviations: which tensors left the range of their own run at a step, the most unusual first. Evidence for a reader of an alert.
+"""Deviations: the tensors that left the range of their own run at a step, the most unusual first. They are evidence for a reader of an alert.
 
 A rule fires for one tensor. Others may have changed at the same step, or more. `deviations_of` compares each statistic of each
-tensor at a step with its own earlier values, and ranks the tensors. It judges nothing: no alert follows from it.
+tensor at a step with its own earlier values, and ranks the tensors. It never raises an alert.
 
 **Usual range.** The last `MAX_STEPS` values of a series (tensor, worker, replica, stage, mode) before the step. A resistant line
 through the medians of their first and last third removes drift. The median absolute deviation of what remains is the spread. Up to a
@@ -27,18 +27,18 @@ from watchstep.reading.columns import Columns, Selection
 from watchstep.reading.run import Run
 
 STATISTICS = ("mean", "rms", "abs_max", "nonfinite_share")
-"""Statistics that are read; any value that is not finite where there was none ranks first."""
+"""The compared statistics. New nonfinite values rank first."""
 
 MAX_DEVIATIONS = 5
 MIN_SPREADS = 6.0
-"""Of normal noise, one value in 500 million is so far away; this is evidence, and need not be exhaustive."""
+"""In normal noise, one value in 500 million is so far away. Deviations are evidence, and need not be exhaustive."""
 
 MIN_STEPS = 16
-"""Fewest earlier values of a series. Of fewer, the spread says little."""
+"""Minimum number of earlier values of a series. With fewer, the spread is not meaningful."""
 
 MAX_STEPS = 200
 ONSET_STEPS = 20
-"""A series that is not recorded at the step is judged at its first row in so many steps from there on."""
+"""A series without a row at the step is compared at its first row within this number of steps."""
 
 _MAX_SERIES = 2000
 _MAX_ROWS = 500_000
@@ -47,7 +47,7 @@ _FEWEST_FOR_READ = 50
 _READ_STEPS = (200, 2_000, 20_000)
 
 _LEAST_SPREAD = 0.01
-"""Spread, relative to the level, of a series that hardly changes; else rounding in a frozen tensor would rank first.
+"""Spread, relative to the level, of a series that hardly changes; otherwise rounding in a frozen tensor would rank first.
 
 The level of a mean is at least the median rms of its tensor.
 """
@@ -82,7 +82,7 @@ class Deviation(BaseModel):
     )
 
     def as_line(self) -> str:
-        """In words."""
+        """Format the deviation as one line of text."""
         away = f"more than {_MAX_SPREADS:,.0f}" if self.spreads >= _MAX_SPREADS else f"{self.spreads:,.0f}"
         return (
             f"{self.tensor}: {self.statistic} {self.value:.3g} at step {self.step}, usually {self.low:.3g} to {self.high:.3g}, "
@@ -106,45 +106,45 @@ class RunDeviations:
 
 
 def deviations_of(blocks: Sequence[Columns], names: Sequence[str], step: int) -> list[Deviation]:
-    """Rank tensors by how far they are from their own earlier values.
+    """Rank tensors by their distance from their own earlier values.
 
     Args:
-        blocks: columns of `STATISTICS` and of identity, each of shape (n,), rows in any order and cut anywhere.
-        names: of the tensors that the column ``tensor`` indexes.
-        step: compared with the steps before it.
+        blocks: columns of `STATISTICS` and of identity, each of shape (n,), with rows in any order and split anywhere.
+        names: names of the tensors that the column ``tensor`` indexes.
+        step: step to compare with the steps before it.
 
     Returns:
-        At most `MAX_DEVIATIONS`, one for each tensor, the most unusual first, equal ones in the order of ``names``.
+        At most `MAX_DEVIATIONS`, one for each tensor, the most unusual first, ties in the order of ``names``.
     """
     worst: dict[int, Deviation] = {}
     for columns in _series(blocks):
-        place = int(columns["tensor"][0])
+        index = int(columns["tensor"][0])
         for statistic in STATISTICS:
             with np.errstate(all="ignore"):
-                found = _deviation(columns, names[place], statistic, step)
-            if found is not None and (place not in worst or _rank(found) < _rank(worst[place])):
-                worst[place] = found
-    order = sorted(worst, key=lambda place: (_rank(worst[place]), place))
-    return [worst[place] for place in order[:MAX_DEVIATIONS]]
+                deviation = _deviation(columns, names[index], statistic, step)
+            if deviation is not None and (index not in worst or _rank(deviation) < _rank(worst[index])):
+                worst[index] = deviation
+    order = sorted(worst, key=lambda index: (_rank(worst[index]), index))
+    return [worst[index] for index in order[:MAX_DEVIATIONS]]
 
 
 def _rank(deviation: Deviation) -> tuple[bool, float]:
-    """Sorts the most unusual first: values that are not finite where there were none, then by spreads."""
+    """Return the sort key, most unusual first: new nonfinite values, then by spreads."""
     is_new_damage = deviation.statistic == "nonfinite_share" and deviation.spreads >= _MAX_SPREADS
     return not is_new_damage, -deviation.spreads
 
 
 def read_deviations(run: Run, attempt: str, step: int) -> RunDeviations:
-    """`deviations_of` a run in train mode, from a bounded number of rows.
+    """Compute `deviations_of` a run in train mode, from a bounded number of rows.
 
     Args:
-        run: whose rows.
-        attempt: that the step belongs to; of earlier steps that it did not do itself, those of the attempt before it count.
+        run: the run.
+        attempt: attempt of the step. Earlier steps that it did not run itself come from the attempt before it.
         step: usually the first step of an alert's findings.
 
     Raises:
         StoreError: the store cannot be read.
-        OverBudgetError: it takes more than the run's budget.
+        OverBudgetError: reading exceeds the run's budget.
     """
     attempts = run.index.attempts()
     later = attempts[attempts.index(attempt) + 1 :] if attempt in attempts else []
@@ -152,19 +152,21 @@ def read_deviations(run: Run, attempt: str, step: int) -> RunDeviations:
         return RunDeviations([], superseded=True)
     infos = run.index.tensors()
     onset = Selection((), None, step, step + ONSET_STEPS - 1)
-    seen = run.index.consistently(partial(run.index.collect, onset))
-    workers = max(1, len(np.unique(seen["worker"])))
+    onset_columns = run.index.consistently(partial(run.index.collect, onset))
+    workers = max(1, len(np.unique(onset_columns["worker"])))
     chosen = sorted(infos, key=_order)[: max(1, _MAX_SERIES // workers)]
-    wanted = frozenset(info.name for info in chosen)
+    tensor_names = frozenset(info.name for info in chosen)
     columns: Columns = {}
-    for length in _READ_STEPS:
-        first = max(0, step - min(length, max(MAX_STEPS, _MAX_ROWS // (len(chosen) * workers or 1))))
-        want = Selection((), wanted, first, step + ONSET_STEPS - 1)
-        columns = run.index.consistently(partial(queries.columns_of, run.index, STATISTICS, want, merge=True))
+    for window in _READ_STEPS:
+        first = max(0, step - min(window, max(MAX_STEPS, _MAX_ROWS // (len(chosen) * workers or 1))))
+        selection = Selection((), tensor_names, first, step + ONSET_STEPS - 1)
+        columns = run.index.consistently(
+            partial(queries.columns_of, run.index, STATISTICS, selection, merge=True)
+        )
         if first == 0 or len(np.unique(columns["step"])) >= _FEWEST_FOR_READ:
             break
-    found = deviations_of([columns], [info.name for info in infos], step)
-    return RunDeviations(found, len(infos) - len(chosen))
+    deviations = deviations_of([columns], [info.name for info in infos], step)
+    return RunDeviations(deviations, len(infos) - len(chosen))
 
 
 def _order(info: TensorInfo) -> tuple[int, str]:
@@ -172,7 +174,7 @@ def _order(info: TensorInfo) -> tuple[int, str]:
 
 
 def _series(blocks: Sequence[Columns]) -> Iterator[Columns]:
-    """Rows of each series, by step; equal rows by their values, so that the order of the blocks does not count."""
+    """Yield the rows of each series by step, ties by value, so that the result does not depend on the order of blocks."""
     needed = (*_SERIES, "step", *STATISTICS)
     columns = {name: np.concatenate([block[name] for block in blocks]) for name in needed} if blocks else {}
     if not columns:
@@ -184,30 +186,30 @@ def _series(blocks: Sequence[Columns]) -> Iterator[Columns]:
     changes = np.zeros(len(rows), np.bool_)
     for name in _SERIES:
         changes[1:] |= columns[name][rows][1:] != columns[name][rows][:-1]
-    for own in np.split(rows, np.flatnonzero(changes)):
-        yield {name: column[own] for name, column in columns.items()}
+    for series_rows in np.split(rows, np.flatnonzero(changes)):
+        yield {name: column[series_rows] for name, column in columns.items()}
 
 
 def _deviation(columns: Columns, name: str, statistic: str, step: int) -> Deviation | None:
     steps: NDArray[np.int64] = columns["step"].astype(np.int64)
     values: Floats = columns[statistic].astype(np.float64)
-    now = np.flatnonzero((steps >= step) & (steps < step + ONSET_STEPS) & np.isfinite(values))
+    onset = np.flatnonzero((steps >= step) & (steps < step + ONSET_STEPS) & np.isfinite(values))
     before = np.flatnonzero((steps < step) & np.isfinite(values))[-MAX_STEPS:]
-    if not len(now) or len(before) < MIN_STEPS:
+    if not len(onset) or len(before) < MIN_STEPS:
         return None
-    at, value = int(steps[now[0]]), float(values[now[0]])
+    onset_step, value = int(steps[onset[0]]), float(values[onset[0]])
     past = values[before]
     logarithmic = statistic in ("rms", "abs_max")
     if logarithmic and float(np.median(past)) <= 0:
         return None  # a tensor of zeros, such as a bias before its first update, has no scale to compare with
     if logarithmic:
-        past, seen = np.log(np.maximum(past, _TINY)), float(np.log(max(value, _TINY)))
+        past, current = np.log(np.maximum(past, _TINY)), float(np.log(max(value, _TINY)))
     else:
-        seen = value
-    distance = (steps[before] - at).astype(np.float64)
+        current = value
+    distance = (steps[before] - onset_step).astype(np.float64)
     slope = _slope(distance, past)
-    rest = past - slope * distance
-    expected = float(np.median(rest))
+    residuals = past - slope * distance
+    expected = float(np.median(residuals))
     level = 1.0 if logarithmic else abs(expected)
     if statistic == "mean":
         # A mean is compared with the size of the tensor's values: one that is zero by symmetry has no level of its own.
@@ -216,9 +218,9 @@ def _deviation(columns: Columns, name: str, statistic: str, step: int) -> Deviat
         if level == 0:
             return None
     floor = _LEAST_SPREAD * level
-    spread = max(1.4826 * float(np.median(np.abs(rest - expected))), floor, _TINY)
-    away = min(abs(seen - expected) / spread, _MAX_SPREADS)
-    if not away >= MIN_SPREADS:  # NaN, where values overflow, is no deviation
+    spread = max(1.4826 * float(np.median(np.abs(residuals - expected))), floor, _TINY)
+    spreads = min(abs(current - expected) / spread, _MAX_SPREADS)
+    if not spreads >= MIN_SPREADS:  # NaN from overflow is not a deviation
         return None
     low, high = expected - 3 * spread, expected + 3 * spread
     if logarithmic:
@@ -226,17 +228,17 @@ def _deviation(columns: Columns, name: str, statistic: str, step: int) -> Deviat
     return Deviation(
         tensor=name,
         statistic=statistic,
-        worker=int(columns["worker"][now[0]]),
-        step=at,
+        worker=int(columns["worker"][onset[0]]),
+        step=onset_step,
         value=value,
         low=max(low, -_LARGEST),
         high=min(high, _LARGEST),
-        spreads=away,
+        spreads=spreads,
     )
 
 
 def _slope(x: Floats, y: Floats) -> float:
-    """The slope between the medians of the first and of the last third of the points, which are in the order of ``x``."""
+    """Return the slope between the medians of the first and the last third of the points, which are ordered by ``x``."""
     third = len(x) // 3
     width = float(np.median(x[-third:]) - np.median(x[:third]))
     return float(np.median(y[-third:]) - np.median(y[:third])) / width if width else 0.0

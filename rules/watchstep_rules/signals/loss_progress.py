@@ -1,4 +1,4 @@
-"""Progress of the training loss: how far it has fallen since it began, and what it does now.
+"""Progress of the training loss: its fall since the start, and its current course.
 
 It separates a training that has converged from one that is stuck. `follow_rates` finds jumps and drops of the learning rate, from the
 recorded ``optimizer:learning_rate/0``, which has a row at every change.
@@ -219,22 +219,22 @@ def follow_loss(
     rows = np.flatnonzero(rows_where(block, has_role, "loss"))
     rows = rows[block.statistics.finite[rows] > 0]
     losses, courses = dict(kept), Courses(np.zeros(steps, np.bool_), [], [], [])
-    held = view(block, rows)
-    by_series = SeriesRows.of(held)
-    of_series = dict(zip(by_series.names, by_series.rows(), strict=True))
-    for name in [*kept, *(name for name in of_series if name not in kept)]:
+    loss_rows = view(block, rows)
+    by_series = SeriesRows.of(loss_rows)
+    rows_of_series = dict(zip(by_series.names, by_series.rows(), strict=True))
+    for name in [*kept, *(name for name in rows_of_series if name not in kept)]:
         before = losses.get(name, LossProgress())
-        places = of_series.get(name, np.empty(0, np.intp))
-        course = _course(before, held.statistics.mean[places].tolist()) if len(places) else []
+        positions = rows_of_series.get(name, np.empty(0, np.intp))
+        course = _course(before, loss_rows.statistics.mean[positions].tolist()) if len(positions) else []
         losses[name] = course[-1] if course else before
-        at = numbers[rows[places]]
-        every = np.searchsorted(at, np.arange(steps), side="right")
-        known = np.array([one.seen > 0 for one in (before, *course)], np.bool_)[every]
-        courses.known[:] |= known
-        low = np.array([one.low for one in (before, *course)])[every]
-        first = np.array([one.first for one in (before, *course)])[every]
+        step_numbers = numbers[rows[positions]]
+        course_index = np.searchsorted(step_numbers, np.arange(steps), side="right")
+        exists = np.array([point.seen > 0 for point in (before, *course)], np.bool_)[course_index]
+        courses.known[:] |= exists
+        low = np.array([point.low for point in (before, *course)])[course_index]
+        first = np.array([point.first for point in (before, *course)])[course_index]
         courses.names.append(name.rpartition("@")[0])
-        courses.low.append(np.where(known, low, np.inf))
+        courses.low.append(np.where(exists, low, np.inf))
         courses.first.append(first)
     return losses, courses
 
@@ -249,29 +249,29 @@ def _course(before: LossProgress, values: list[float]) -> list[LossProgress]:
 
 _SHORT = 20
 _PROGRESS = 4.0
-"""Standard errors by which a loss must have fallen over all of its past: noise is so far down once in 30,000 looks."""
+"""Standard errors by which a loss must fall over its whole past: noise falls this far once in 30,000 checks."""
 _CAPPED = 4.0
-"""Times its start a loss counts as at most in its trend: one explosion would tilt the line for good."""
+"""Cap of a loss in its trend, as a multiple of its start: one explosion would tilt the line permanently."""
 _EXPLODED = 10.0
-"""How far the median of the first losses lies above the first, and the highest above the median, after an explosion.
+"""Minimum factor from the first loss to the median of the first losses, and from the median to the highest, in an explosion.
 
-A low first loss alone (one easy batch) or a loss that begins at nothing and grows (a divergence from a start) has no such overshoot.
+A low first loss alone (one easy batch), or a loss that grows from zero (divergence from the start), has no such overshoot.
 """
 
 
 class Beginning(NamedTuple):
-    """What is kept of a series.
+    """State of a series.
 
     Attributes:
-        seen: losses so far.
-        start: median of the first ones, None before there are so many, where one was not finite, where it or the first one is next to nothing,
-            and where the attempt resumes a run; the first, where they exploded.
-        lowest: lowest mean of twenty losses in a row, None before there are so many.
-        signed: a loss was below zero: this is no measure of error.
-        peak: highest of the first ones, where they exploded; 0 where they did not.
-        first_step: of the first loss.
-        trend: of the losses after the first ones.
-        fell: the trend has shown a fall.
+        seen: number of losses so far.
+        start: median of the first losses, or the first loss if they exploded. None before there are enough, if one was not finite,
+            if the median or the first loss is nearly zero, and if the attempt resumes a run.
+        lowest: lowest mean of twenty consecutive losses, None before there are twenty.
+        signed: whether a loss was negative, so that it does not measure an error.
+        peak: highest of the first losses if they exploded, else 0.
+        first_step: step of the first loss.
+        trend: trend of the losses after the first losses.
+        fell: whether the trend has shown a fall.
     """
 
     seen: int = 0
@@ -288,19 +288,19 @@ class Beginning(NamedTuple):
 class LossProgressColumns:
     """Columns over the rows of a series, float64 of shape (n,), NaN before there are enough losses.
 
-    What not every rule asks for is worked out where it is asked for.
+    Columns that not every rule needs are computed on first use.
 
     Attributes:
         series: the losses.
-        warmup: first losses, whose median is the start.
+        warmup: number of first losses; their median is the start.
         half: half of the patience, in losses.
-        seen: losses so far.
-        start: median of the first losses; the first one, where they exploded.
-        peak: the highest of them, where they exploded; 0 where they did not.
+        seen: number of losses so far.
+        start: median of the first losses, or the first loss if they exploded.
+        peak: highest of the first losses if they exploded, else 0.
         lowest: lowest mean of twenty losses so far.
-        signed: bool: a loss was below zero by then.
-        fell: bool: since the first losses it has fallen by four standard errors of its trend, at this loss or before.
-        trends: of the losses since the first ones, as of each row.
+        signed: bool: a loss has been negative.
+        fell: bool: since the first losses, the loss has fallen by four standard errors of its trend, at this loss or before.
+        trends: trend of the losses after the first losses, at each row.
     """
 
     series: LossSeries
@@ -320,17 +320,17 @@ class LossProgressColumns:
 
     @cached_property
     def level(self) -> Floats:
-        """Mean of the last half of the patience."""
+        """Mean over the last half of the patience."""
         return np.where(self.seen < self.warmup + 2 * self.half, np.nan, self._newest)
 
     @cached_property
     def earlier(self) -> Floats:
-        """Mean of the half before."""
+        """Mean over the half of the patience before `level`."""
         return 2 * self.series.trailing(2 * self.half, _mean) - self._newest
 
     @cached_property
     def before_that(self) -> Floats:
-        """Mean of half a patience before that, NaN where it reaches into the beginning."""
+        """Mean over half a patience before `earlier`; NaN where it overlaps the first losses."""
         longer = self.series.trailing(3 * self.half, lambda windows: _mean(windows[:, : self.half]))
         return np.where(self.seen < self.warmup + 3 * self.half, np.nan, longer)
 
@@ -351,27 +351,27 @@ class LossProgressColumns:
 
     @cached_property
     def error(self) -> Floats:
-        """Standard error of that fall; infinite before there are ten losses."""
+        """Standard error of the fall; infinite before there are ten losses."""
         return np.array([trend.error for trend in self.trends])
 
     @property
     def uncertainty(self) -> Floats:
-        """Standard error of ``earlier - level``, were losses independent."""
+        """Standard error of ``earlier - level`` for independent losses."""
         return self.noise * math.sqrt(2 / self.half)
 
     @property
     def mean(self) -> Floats:
-        """Over the patience."""
+        """Mean over the patience."""
         return (self.earlier + self.level) / 2
 
     @property
     def mean_error(self) -> Floats:
-        """Standard error of `mean`, were losses independent."""
+        """Standard error of `mean` for independent losses."""
         return self.noise / math.sqrt(2 * self.half)
 
 
 def lookback(warmup: int, patience: int) -> int:
-    """How many earlier losses `progress` needs."""
+    """Return the number of earlier losses that `progress` needs."""
     return max(warmup, patience + patience // 2, _SHORT)
 
 
@@ -381,10 +381,10 @@ def progress(
     """Follow a series.
 
     Args:
-        series: the losses; their context holds `lookback` rows.
-        past: as the last call returned it.
-        warmup: first losses whose median is the start.
-        patience: losses that are looked at, at least 4.
+        series: the losses; their context has `lookback` rows.
+        past: state from the last call.
+        warmup: number of first losses; their median is the start.
+        patience: number of losses to consider, at least 4.
     """
     half = max(2, patience // 2)
     seen = past.seen + 1 + np.arange(len(series.values))
@@ -419,12 +419,12 @@ def progress(
 
 
 def _resumes(first: int, later: int, warmup: int) -> bool:
-    """Whether losses begin so late that the attempt goes on with a run: later than three of their distances, and the warm-up."""
+    """Return whether the attempt resumes a run: its first step is later than three loss intervals plus the warm-up."""
     return first > warmup + 3 * (later - first) / max(1, warmup - 1)
 
 
 def _trends(values: Floats, start: Floats, since_warmup: NDArray[np.int64], trend: Trend) -> list[Trend]:
-    """The trend after each loss; the first losses are left out, and where there is no start all are."""
+    """Return the trend after each loss, without the first losses; without a start, all losses are left out."""
     caps = np.where(since_warmup > 0, _CAPPED * start, np.nan)
     trends = []
     for value in np.where(np.isnan(values), np.nan, np.minimum(values, caps)).tolist():

@@ -1,4 +1,4 @@
-"""Losses as series: one for each name, with statistics over the last values, and the trend with its confidence."""
+"""Losses as series by name: statistics over the last values, and the trend with its confidence."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _WHOLE = ("loss", "train_loss", "total_loss", "loss_total")
 _NUMBERED = re.compile(r"loss_\d+")
 _POLICY = frozenset({"policy", "actor", "pg", "surrogate"})
-"""Words of the name of a policy's loss. Its sum with a value's error measures no progress: errors grow as returns do."""
+"""Words in the names of policy losses. Their sum with a value loss does not measure progress: value errors grow with the returns."""
 _ROWS_AT_ONCE = 4096
 NOTHING = 1e-6
-"""A first loss so small sets no threshold: of a loss of about 1 it is what float32 rounds away, and what grows from it grew from nothing."""
+"""A first loss below this sets no threshold. It is about the rounding error of float32 for a loss of 1, so growth from it is growth from zero."""
 _KEPT_NUMBERS = 1 << 16
-"""So many numbers of windows are kept for the next figure of the same width, as in a run that goes on."""
+"""Maximum number of window elements that are cached for the next statistic of the same width, as in a live run."""
 
 
 @dataclass(frozen=True)
 class LossSeries:
-    """One loss; at each step that of the lowest worker that recorded it.
+    """A loss, at each step from the lowest worker that recorded it.
 
     Attributes:
         key: ``name/mode``.
-        name: the loss's.
-        function: that computes it, as `TensorInfo.module_type` has it; empty where it is not known.
-        derived: it was found at ``backward()``, and named by its place among those found: the first is ``loss``.
+        name: name of the loss.
+        function: function that computes it, as in `TensorInfo.module_type`; empty if unknown.
+        derived: whether it was found at ``backward()`` and named by its position among those found: the first is ``loss``.
         rows: its rows in the block, int64 of shape (n,).
-        steps: their steps, int64 of shape (n,).
-        values: their losses, float64 of shape (n,); NaN where any element was not finite.
-        before: the losses that the context holds, oldest first.
+        steps: steps of the rows, int64 of shape (n,).
+        values: losses of the rows, float64 of shape (n,); NaN if any element was not finite.
+        before: losses in the context, oldest first.
     """
 
     key: str
@@ -61,11 +61,11 @@ class LossSeries:
     _windows: dict[int, Floats] = field(default_factory=dict, repr=False, compare=False)
 
     def trailing(self, width: int, figure: Callable[[Floats], Floats]) -> Floats:
-        """A figure of the last ``width`` losses at each row, the row's own included; NaN where there are fewer.
+        """Compute a statistic of the last ``width`` losses at each row, including the row itself; NaN if there are fewer.
 
         Args:
-            width: how many losses; the rule's lookback must be at least that, less one.
-            figure: of a matrix of shape (rows, width), one number for each row.
+            width: number of losses. The rule's lookback must be at least ``width - 1``.
+            figure: maps a matrix of shape (rows, width) to one number for each row.
         """
         with np.errstate(all="ignore"):
             if len(self.values) * width <= _KEPT_NUMBERS:
@@ -75,25 +75,25 @@ class LossSeries:
             return np.concatenate([figure(windows) for windows in self._parts(width)])
 
     def _parts(self, width: int) -> Iterator[Floats]:
-        """The windows of rows after rows; not to be changed."""
+        """Yield the windows, some rows at a time. Do not modify them."""
         lacking = max(0, width - 1 - len(self.before))
         padded = np.concatenate(
             [np.full(lacking, np.nan), self.before[len(self.before) + lacking - width + 1 :], self.values]
         )
-        # Copied, so that sums run in the same order however many rows there are: findings must not depend on the split.
+        # Copied, so that sums have the same order for any number of rows: findings must not depend on the split.
         for first in range(0, len(self.values), _ROWS_AT_ONCE):
             starts = np.arange(first, min(first + _ROWS_AT_ONCE, len(self.values)))
             yield padded[starts[:, None] + np.arange(width)]
 
 
 def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
-    """The losses in a block, by key.
+    """Return the losses in a block, by key.
 
     Args:
         context: earlier rows.
-        block: rows to judge.
-        kind: of training: those in modes train and global; or of validation: those in mode eval, and in any mode where a
-            word of the name says so (``val_loss``, ``loss/validation``, ``testLoss``, but not ``value_loss``).
+        block: rows to evaluate.
+        kind: ``train``: losses in the modes train and global. ``eval``: losses in mode eval, and in any mode if a word of
+            the name marks a validation loss (``val_loss``, ``loss/validation``, ``testLoss``, but not ``value_loss``).
     """
     past = _by_key(context, kind)
     return [
@@ -114,8 +114,8 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
 def _losses(block: Block, rows: NDArray[np.intp]) -> Floats:
     statistics = block.statistics
     nonfinite = statistics.nan[rows] + statistics.pos_inf[rows] + statistics.neg_inf[rows]
-    whole = (statistics.count[rows] > nonfinite) & (nonfinite == 0)
-    return np.where(whole, statistics.mean[rows], np.nan)
+    is_finite = (statistics.count[rows] > nonfinite) & (nonfinite == 0)
+    return np.where(is_finite, statistics.mean[rows], np.nan)
 
 
 def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
@@ -123,17 +123,17 @@ def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
     if not len(chosen):
         return {}
     series = (block.tensor[chosen].astype(np.int64) << 32) | block.mode[chosen]
-    found = {}
+    rows_by_key = {}
     for number in sorted(set(series.tolist())):
         rows = chosen[series == number]
         name, mode = block.info(int(rows[0])).name, block.mode_name(int(rows[0]))
         if kind_of(name, mode) == kind:
-            found[f"{name}/{mode}"] = _first_of_each_step(block, rows)
-    return found
+            rows_by_key[f"{name}/{mode}"] = _first_of_each_step(block, rows)
+    return rows_by_key
 
 
 def _first_of_each_step(block: Block, rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Rows by step, of each the lowest worker's."""
+    """Return the row of the lowest worker at each step, by step."""
     step = block.step[rows]
     if bool((step[1:] > step[:-1]).all()):
         return rows
@@ -143,7 +143,7 @@ def _first_of_each_step(block: Block, rows: NDArray[np.intp]) -> NDArray[np.intp
 
 @functools.lru_cache(maxsize=4096)
 def kind_of(name: str, mode: str) -> Kind | None:
-    """Whether a loss or metric is of training or of validation, by the mode and the words of its name; None of predictions."""
+    """Return whether a loss or metric belongs to training or validation, by mode and words of its name; None for predictions."""
     if mode == "predict":
         return None
     words = (word.lower() for word in _WORD.findall(name))
@@ -151,23 +151,23 @@ def kind_of(name: str, mode: str) -> Kind | None:
 
 
 def first_steps(known: Mapping[str, int], series: list[LossSeries]) -> dict[str, int]:
-    """The step at which each loss was first seen, by name, those of earlier blocks included."""
+    """Return the first step of each loss by name, including earlier blocks."""
     steps = dict(known)
-    for one in series:
-        steps[one.name] = min(steps.get(one.name, int(one.steps[0])), int(one.steps[0]))
+    for loss in series:
+        steps[loss.name] = min(steps.get(loss.name, int(loss.steps[0])), int(loss.steps[0]))
     return steps
 
 
 def is_whole(series: LossSeries, known: Mapping[str, int]) -> NDArray[np.bool_]:
-    """At which rows a loss is what the program as a whole makes smaller.
+    """Return at which rows a loss is the total loss that the program minimizes.
 
-    Of several losses that is the one whose name says so: the parts of a sum, and the two sides of a game (GAN), need not
-    fall. A loss that was found at ``backward()`` and named ``loss`` as the first of several was not named by anybody. A sum of which
-    a policy's loss is a part (``policy_loss``, ``actor_loss``, ``pg_loss``) is not it either: what is made smaller depends on returns.
+    Of several losses, it is the one with a corresponding name: the parts of a sum, and the two sides of a game (GAN), need
+    not fall. A loss that was found at ``backward()`` and named ``loss`` as the first of several was not named by the user. A sum
+    that includes a policy loss (``policy_loss``, ``actor_loss``, ``pg_loss``) does not count either: the minimum depends on returns.
 
     Args:
         series: the loss.
-        known: as `first_steps` gives it.
+        known: first steps from `first_steps`.
     """
     others = [step for name, step in known.items() if name != series.name]
     if series.name.rpartition("/")[2].lower() in _WHOLE:
@@ -180,15 +180,15 @@ def is_whole(series: LossSeries, known: Mapping[str, int]) -> NDArray[np.bool_]:
 
 
 def is_of_a_policy(name: str) -> bool:
-    """Whether a loss is named as that of a policy: ``policy_loss``, ``losses/pg_loss``, ``actorLoss``.
+    """Return whether a loss has the name of a policy loss: ``policy_loss``, ``losses/pg_loss``, ``actorLoss``.
 
-    A program that has one learns by reinforcement, where losses do not tell how good the model is.
+    Such a program does reinforcement learning, where losses do not measure the quality of the model.
     """
     return any(word.lower() in _POLICY for word in _WORD.findall(name))
 
 
 def noise(windows: Floats) -> Floats:
-    """Standard deviation from loss to loss, what changes slowly left out: ``rms(difference) / sqrt(2)`` (von Neumann, 1941).
+    """Return the standard deviation from loss to loss, without slow changes: ``rms(difference) / sqrt(2)`` (von Neumann, 1941).
 
     Args:
         windows: shape (rows, width), width at least 2.
@@ -198,7 +198,7 @@ def noise(windows: Floats) -> Floats:
 
 
 def falls(windows: Floats) -> Floats:
-    """1 where the mean of the second half is below that of the first by more than two standard errors, from differences of neighbours; else 0.
+    """Return 1 if the mean of the second half is below that of the first by over two standard errors (from differences of neighbours), else 0.
 
     Args:
         windows: shape (rows, width), width at least 2.
@@ -210,20 +210,20 @@ def falls(windows: Floats) -> Floats:
 
 _LEAST = 10
 _IMPROVES = 3.0
-"""Standard errors by which a metric must have improved: one series in 700 does so by chance."""
+"""Standard errors by which a metric must improve: one series in 700 does so by chance."""
 _LEAST_SHARE = 0.05
-"""Share of its first value by which it must have improved: an evaluation has so little noise that any step shows in it."""
+"""Share of its first value by which a metric must improve: an evaluation has so little noise that any step is significant."""
 _RISES_WHEN_BETTER = ("acc", "auc", "bleu", "f1", "margin", "reward", "return", "rouge", "score", "success")
-"""Beginnings of words in the names of metrics of which more is better."""
+"""Prefixes of words in the names of metrics for which higher is better."""
 
 
 class Trend(NamedTuple):
-    """A straight line through all finite values so far, by least squares, against the scatter from value to value.
+    """A least-squares line through all finite values so far, and the noise from value to value.
 
     Attributes:
-        seen: finite values so far.
-        first: the first one; sums are of distances from it.
-        last: the last one.
+        seen: number of finite values so far.
+        first: first value; sums are of distances from it.
+        last: last value.
         total: sum of the values.
         weighted: sum of ``i * value``, i from 0.
         rough: sum of squared differences of neighbours.
@@ -237,18 +237,18 @@ class Trend(NamedTuple):
     rough: float = 0.0
 
     def after(self, value: float) -> Trend:
-        """With one more value; one that is not finite is left out."""
+        """Add a value. Nonfinite values are ignored."""
         if not math.isfinite(value):
             return self
         if self.seen == 0:
             return Trend(1, value, value)
-        apart, step = value - self.first, value - self.last
+        distance, step = value - self.first, value - self.last
         return Trend(
             self.seen + 1,
             self.first,
             value,
-            self.total + apart,
-            self.weighted + self.seen * apart,
+            self.total + distance,
+            self.weighted + self.seen * distance,
             self.rough + step * step,
         )
 
@@ -259,7 +259,7 @@ class Trend(NamedTuple):
 
     @property
     def fall(self) -> float:
-        """By how much the line falls from the first value to the last; 0 of fewer than ten."""
+        """Fall of the line from the first value to the last; 0 for fewer than ten values."""
         if self.seen < _LEAST:
             return 0.0
         middle = (self.seen - 1) / 2
@@ -268,12 +268,12 @@ class Trend(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Standard error of `fall`, were values independent; infinite of fewer than ten."""
+        """Standard error of `fall` for independent values; infinite for fewer than ten values."""
         return self.noise * math.sqrt(12 / self.seen) if self.seen >= _LEAST else math.inf
 
     @property
     def confidence(self) -> float:
-        """`fall` in standard errors; 0 where nothing moves."""
+        """`fall` in standard errors; 0 for constant values."""
         fall, error = self.fall, self.error
         if error == 0:
             return math.copysign(math.inf, fall) if fall else 0.0
@@ -283,22 +283,22 @@ class Trend(NamedTuple):
 def improvement(
     kept: dict[str, Trend], since: int | None, context: Block, block: Block
 ) -> tuple[dict[str, Trend], int | None]:
-    """Follow what else a program records of its progress: metrics of which more is better, and validation losses.
+    """Follow other measures of progress: metrics for which higher is better, and validation losses.
 
     Args:
-        kept: of each series, as the last call returned it.
-        since: as the last call returned it, None at first.
+        kept: trend of each series, from the last call.
+        since: step from the last call, None at first.
         context: earlier rows.
         block: rows to follow.
 
     Returns:
-        What is to be kept; and the first step at which some series had improved over all of its past, by three standard errors and
-        by a twentieth of its first value.
+        The trends for the next call; and the first step at which some series had improved over its whole past, by three standard
+        errors and by a twentieth of its first value.
     """
     trends = dict(kept)
-    for key, at, values in [*better_high(block), *_validation(context, block)]:
+    for key, steps, values in [*better_high(block), *_validation(context, block)]:
         trend = trends.get(key, Trend())
-        for step, value in zip(at, values, strict=True):
+        for step, value in zip(steps, values, strict=True):
             trend = trend.after(value)
             if trend.confidence >= _IMPROVES and trend.fall >= _LEAST_SHARE * abs(trend.first):
                 since = step if since is None else min(since, step)
@@ -307,14 +307,14 @@ def improvement(
 
 
 def better_high(block: Block, *, validation: bool = False) -> list[tuple[str, list[int], list[float]]]:
-    """Metrics of which more is better, with the sign turned around.
+    """Return metrics for which higher is better, with the opposite sign.
 
     Args:
-        block: rows to look through.
-        validation: those of validation only.
+        block: rows to search.
+        validation: whether to return only validation metrics.
 
     Returns:
-        Of each its ``name/mode``, its steps and its values there, at each step of the lowest worker that has any.
+        ``name/mode``, steps and values of each metric, at each step from the lowest worker that has it.
     """
     chosen = np.flatnonzero(rows_where(block, _is_better_high) & (block.statistics.finite > 0))
     if validation:
@@ -346,5 +346,5 @@ def _is_better_high(info: TensorInfo) -> bool:
 
 
 def as_flags(since: int | None, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each of some steps is at or after one; false where there is none."""
+    """Return whether each step is at or after ``since``; false if it is None."""
     return np.zeros(len(steps), np.bool_) if since is None else steps >= since

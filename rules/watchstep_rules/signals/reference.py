@@ -1,12 +1,12 @@
-"""Comparison with another run: a compact record of its figures, and whether two records of a tensor can be close element by element.
+"""Comparison with another run: a compact record of its statistics, and whether two records of a tensor can be close element by element.
 
-Elements within ``atol + rtol * |old|`` of each other keep these figures within bounds. Figures outside the bounds rule closeness out;
-figures within the bounds do not prove it.
+If elements are within ``atol + rtol * |old|`` of each other, these statistics stay within bounds. Statistics outside the bounds rule
+closeness out; statistics within the bounds do not prove it.
 
-- ``x - atol - rtol * |x|`` and ``x + atol + rtol * |x|`` grow with x where ``rtol < 1``, so the least and the largest element
+- ``x - atol - rtol * |x|`` and ``x + atol + rtol * |x|`` increase with x if ``rtol < 1``, so the smallest and the largest element
   move by no more than their own tolerance.
 - The mean moves by at most the mean tolerance, ``atol + rtol * mean |old|``; so does the mean magnitude.
-- The root mean square moves by at most that of the tolerances, ``atol + rtol * rms(old)``, by the triangle inequality.
+- The root mean square moves by at most the rms of the tolerances, ``atol + rtol * rms(old)``, by the triangle inequality.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ COLUMNS: Mapping[str, Column] = {
     "abs_mean": _derived(abs_mean),
     "rms": _derived(rms),
 }
-"""The figures that are compared."""
+"""The compared statistics."""
 
 Figures = Callable[[str], Floats]
-"""Each of `COLUMNS` by its name, float64 of shape (n,); NaN where there is no record."""
+"""Returns a statistic of `COLUMNS` by name, float64 of shape (n,); NaN without a record."""
 
 
 def may_be_close(new: Figures, old: Figures, rtol: float, atol: float) -> NDArray[np.bool_]:
-    """Whether no figure rules closeness out, bool of shape (n,).
+    """Return whether no statistic rules closeness out, bool of shape (n,).
 
     Args:
-        new: of the later records.
-        old: of the earlier ones.
-        rtol: share of the earlier element.
-        atol: whatever the element.
+        new: statistics of the later records.
+        old: statistics of the earlier records.
+        rtol: relative tolerance, as a share of the earlier element.
+        atol: absolute tolerance.
     """
     close = np.ones(len(new("count")), np.bool_)
     for name in _COUNTS:
@@ -70,7 +70,7 @@ def may_be_close(new: Figures, old: Figures, rtol: float, atol: float) -> NDArra
 
 
 def is_within(new: Floats, old: Floats, scale: Floats, rtol: float, atol: float) -> NDArray[np.bool_]:
-    """Whether figures moved by ``atol + rtol * |scale|`` at most, or are NaN in both records; bool of shape (n,)."""
+    """Return whether values moved by at most ``atol + rtol * |scale|``, or are NaN in both records; bool of shape (n,)."""
     with np.errstate(invalid="ignore"):
         close: NDArray[np.bool_] = np.abs(new - old) <= atol + rtol * np.abs(scale)
     return close | (np.isnan(new) & np.isnan(old))
@@ -81,31 +81,31 @@ MOST_TENSORS = 500
 MOST_POINTS = 1000
 
 Point = tuple[int, float] | tuple[int, float, float, float]
-"""A step and the figure there; where steps before it were left out, the lowest and highest figure among those too."""
+"""A step and its value; if steps before it were left out, also their lowest and highest value."""
 
 Reference = dict[str, list[Point]]
 """For each tensor, points in ascending order of their steps."""
 
 
 def figure_of(statistics: StatisticsBatch, figure: str) -> Floats:
-    """One of `FIGURES` of each row, float64 of shape (n,)."""
+    """Return a statistic of `FIGURES` for each row, float64 of shape (n,)."""
     derive = DERIVED.get(figure)
-    held: Floats = derive(statistics) if derive else getattr(statistics, figure)
-    return held
+    values: Floats = derive(statistics) if derive else getattr(statistics, figure)
+    return values
 
 
 def reference_of(rows: Block, figure: str = "rms", include: str = ".*", points: int = 100) -> Reference:
-    """What ``similar_across_runs`` takes as its ``reference``.
+    """Build the ``reference`` parameter of ``similar_across_runs``.
 
     Args:
-        rows: of the run to be held against, as `watchstep.Run.rows` gives them; those in train mode and of the mode
-            global count, shards merged, at each step of the lowest worker that has the tensor.
+        rows: rows of the run to compare with, from `watchstep.Run.rows`. Rows in the modes train and global count, with
+            shards merged, at each step of the lowest worker that has the tensor.
         figure: one of `FIGURES`.
-        include: only tensors whose names this regular expression, in RE2's syntax, matches from the start.
-        points: the most steps of a tensor, evenly among those that were recorded.
+        include: regular expression in RE2 syntax; only tensors with names that match from the start are included.
+        points: maximum number of steps of a tensor, evenly spaced among the recorded steps.
 
     Raises:
-        RuleError: there is no such figure, ``include`` is no regular expression, or there are more than 500
+        RuleError: the figure is unknown, ``include`` is not a valid regular expression, or there are more than 500
             tensors or 1000 points.
     """
     if figure not in FIGURES:
@@ -125,13 +125,17 @@ def reference_of(rows: Block, figure: str = "rms", include: str = ".*", points: 
     values = figure_of(chosen.statistics, figure)
     reference: Reference = {}
     for tensor in np.unique(chosen.tensor):
-        own = np.flatnonzero((chosen.tensor == tensor) & np.isfinite(values))
-        if not len(own):
+        tensor_rows = np.flatnonzero((chosen.tensor == tensor) & np.isfinite(values))
+        if not len(tensor_rows):
             continue
-        own = own[lowest_workers(chosen)[own]]
-        own = own[np.unique(chosen.step[own], return_index=True)[1]]
-        kept = np.unique(np.linspace(0, len(own) - 1, min(points, len(own))).astype(np.intp))
-        reference[chosen.catalogue[tensor].name] = _points(chosen.step[own], values[own], kept)
+        tensor_rows = tensor_rows[lowest_workers(chosen)[tensor_rows]]
+        tensor_rows = tensor_rows[np.unique(chosen.step[tensor_rows], return_index=True)[1]]
+        chosen_points = np.unique(
+            np.linspace(0, len(tensor_rows) - 1, min(points, len(tensor_rows))).astype(np.intp)
+        )
+        reference[chosen.catalogue[tensor].name] = _points(
+            chosen.step[tensor_rows], values[tensor_rows], chosen_points
+        )
     if len(reference) > MOST_TENSORS:
         raise RuleError(
             f"{len(reference)} tensors are too many for the parameters of a rule",
@@ -140,10 +144,10 @@ def reference_of(rows: Block, figure: str = "rms", include: str = ".*", points: 
     return reference
 
 
-def _points(steps: NDArray[np.int64], values: Floats, kept: NDArray[np.intp]) -> list[Point]:
-    """Some of the steps with their figures as they are, and the range of those that are left out before each."""
+def _points(steps: NDArray[np.int64], values: Floats, chosen: NDArray[np.intp]) -> list[Point]:
+    """Return the chosen steps with their values, and the range of the values left out before each."""
     points: list[Point] = [(int(steps[0]), float(values[0]))]
-    for before, at in pairwise(kept.tolist()):
+    for before, at in pairwise(chosen.tolist()):
         step, value, between = int(steps[at]), float(values[at]), values[before + 1 : at]
         points.append(
             (step, value, float(between.min()), float(between.max())) if len(between) else (step, value)
@@ -152,7 +156,7 @@ def _points(steps: NDArray[np.int64], values: Floats, kept: NDArray[np.intp]) ->
 
 
 def lowest_workers(block: Block) -> NDArray[np.bool_]:
-    """Which rows are of the lowest worker that has their tensor at their step in their mode, bool of shape (n,)."""
+    """Return which rows belong to the lowest worker that has the tensor at this step and mode, bool of shape (n,)."""
     key = sort_key(block.step, block.mode, block.tensor)
     _, group = np.unique(key, return_inverse=True)
     lowest = np.full(int(group.max()) + 1 if len(group) else 0, np.iinfo(np.int64).max)
@@ -161,5 +165,5 @@ def lowest_workers(block: Block) -> NDArray[np.bool_]:
 
 
 def is_training(block: Block) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Rows of the modes train and global."""
+    """Return which rows are in the modes train and global, bool of shape (n,)."""
     return np.asarray((block.mode == 0) | (block.mode == 3))

@@ -20,39 +20,39 @@ _DIGITS = 9
 
 
 def surely_below(batch: StatisticsBatch, limit: float | Floats) -> Counts:
-    """How many samples are surely below a limit.
+    """Count the samples that are certainly below a limit.
 
     Args:
         batch: n rows.
-        limit: above zero; one for all rows, or one for each.
+        limit: positive limit; one for all rows, or one for each row.
     """
     bins = batch.histogram.bins
     low = is_negative_bin(bins) | (_powers(bins, 1) <= _of_bins(batch, limit))
     some = np.maximum(_counted(batch, low) + batch.zero, 1)
     with np.errstate(invalid="ignore"):
-        whole, none = batch.max < limit, ~(batch.min < limit)
-    return np.where(whole, batch.finite, np.where(none, 0, some)).astype(np.int64)
+        all_below, none_below = batch.max < limit, ~(batch.min < limit)
+    return np.where(all_below, batch.finite, np.where(none_below, 0, some)).astype(np.int64)
 
 
 def surely_above(batch: StatisticsBatch, limit: float | Floats) -> Counts:
-    """How many samples are surely at or above a limit.
+    """Count the samples that are certainly at or above a limit.
 
     Args:
         batch: n rows.
-        limit: above zero; one for all rows, or one for each. None is above one that is NaN.
+        limit: positive limit; one for all rows, or one for each row. No sample is above NaN.
     """
     bins = batch.histogram.bins
     high = ~is_negative_bin(bins) & (_powers(bins, 0) >= _of_bins(batch, limit))
     some = np.maximum(_counted(batch, high), 1)
     with np.errstate(invalid="ignore"):
-        whole, none = batch.min >= limit, ~(batch.max >= limit)
-    return np.where(whole, batch.finite, np.where(none, 0, some)).astype(np.int64)
+        all_above, none_above = batch.min >= limit, ~(batch.max >= limit)
+    return np.where(all_above, batch.finite, np.where(none_above, 0, some)).astype(np.int64)
 
 
-def _powers(bins: NDArray[np.int16], above: int) -> Floats:
-    """Two to the power of each bin, or of the one above it."""
+def _powers(bins: NDArray[np.int16], offset: int) -> Floats:
+    """Return two to the power of each bin plus ``offset``."""
     with np.errstate(over="ignore"):
-        powers: Floats = np.ldexp(1.0, exponent_of_bin(bins).astype(np.int64) + above)
+        powers: Floats = np.ldexp(1.0, exponent_of_bin(bins).astype(np.int64) + offset)
     return powers
 
 
@@ -63,18 +63,18 @@ def _of_bins(batch: StatisticsBatch, limit: float | Floats) -> Floats:
 
 def _counted(batch: StatisticsBatch, chosen: NDArray[np.bool_]) -> Counts:
     owner = np.repeat(np.arange(len(batch)), np.diff(batch.histogram.offsets))
-    found = np.zeros(len(batch), np.int64)
-    np.add.at(found, owner[chosen], batch.histogram.counts[chosen])
-    return found
+    counted = np.zeros(len(batch), np.int64)
+    np.add.at(counted, owner[chosen], batch.histogram.counts[chosen])
+    return counted
 
 
 class Recent(NamedTuple):
-    """A weighted mean of samples, of which older ones count for less and less.
+    """An exponentially weighted mean of samples.
 
     Attributes:
-        seen: samples so far, all of them.
-        total: of the samples' figures, weighted.
-        weight: of the samples.
+        seen: number of samples so far.
+        total: weighted sum of the samples.
+        weight: sum of the weights.
     """
 
     seen: int = 0
@@ -83,27 +83,27 @@ class Recent(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Of the last samples; NaN before the first."""
+        """Mean of the recent samples; NaN before the first."""
         return self.total / self.weight if self.weight else math.nan
 
     def after(self, total: float, samples: int, window: float) -> Recent:
-        """With samples more.
+        """Add samples.
 
         Args:
-            total: of their figures; where it is counted how many are so, how many.
-            samples: how many they are.
-            window: after so many more their weight is down by a factor of e.
+            total: sum of their values; for a share, the number of samples that fulfil the condition.
+            samples: number of samples.
+            window: number of samples after which a weight has decayed by a factor of e.
         """
-        kept = math.exp(-samples / window)
+        decay = math.exp(-samples / window)
         return Recent(
             self.seen + samples,
-            round(self.total * kept + total, _DIGITS),
-            round(self.weight * kept + samples, _DIGITS),
+            round(self.total * decay + total, _DIGITS),
+            round(self.weight * decay + samples, _DIGITS),
         )
 
 
 def by_step(block: Block) -> Iterator[list[int]]:
-    """Rows of each step of each worker in each mode: what was sampled at the same time. In their order."""
+    """Yield the rows of each step, worker and mode, in order: samples of the same time."""
     key = np.stack([block.step, block.worker, block.mode])
     cuts = np.flatnonzero((np.diff(key, axis=1) != 0).any(axis=0)) + 1
     for part in np.split(np.arange(len(block)), cuts):
@@ -112,10 +112,10 @@ def by_step(block: Block) -> Iterator[list[int]]:
 
 
 def series_name(block: Block, row: int) -> str:
-    """The figure of one worker, or in another mode: ``figure@worker/mode``."""
+    """Return the name of a row's series: ``figure@worker/mode``."""
     return f"{block.info(row).name}@{block.worker[row]}/{block.mode_name(row)}"
 
 
 def means(block: Block) -> Floats:
-    """The mean of each row; NaN where a sample is no number."""
+    """Return the mean of each row; NaN if a sample is not finite."""
     return np.where(block.statistics.nonfinite == 0, block.statistics.mean, np.nan)

@@ -32,22 +32,22 @@ _ABRUPT = 0.1  # of the usual update; a cosine to zero leaves less at its last r
 _RAN_DOWN = 1000
 _LEAST_RECORDS = 10
 _LEAST_STEPS = 50
-"""At a millionth a step weights have changed by a twenty-thousandth then. No sound program of the part ``tune`` raised an alarm by it."""
+"""At a ratio of 1e-6 per step, weights have changed by 1/20,000 by then. No healthy program of the ``tune`` split raised an alarm."""
 _GROWS = 2
-"""By so much the first ten updates may be exceeded: momentum has built up by then; a warm-up, and a search for a rate, exceed it by more."""
+"""Factor by which later updates may exceed the first ten, because momentum builds up. A warm-up or a rate search exceeds it by more."""
 _HIGH = 0.5  # of the first losses
 
 
 class WeightHistory(NamedTuple):
-    """What is kept of a parameter.
+    """State of a parameter.
 
     Attributes:
-        last: root mean square of the last gradient; negative before the first.
-        largest: the largest so far.
-        dense: whether at least half of the last gradient's elements were not zero.
-        ratio: of the last update that was not none, over the weight; 0 before the first.
-        usual: the largest such ratio, forgotten by a tenth at each.
-        since_zero: gradients since the last that was zero everywhere, counted up to eight.
+        last: rms of the last gradient; negative before the first.
+        largest: largest rms of a gradient so far.
+        dense: whether at least half of the last gradient's elements were nonzero.
+        ratio: ratio of the last effective update to the weight; 0 before the first.
+        usual: largest such ratio, decayed by a tenth at each update.
+        since_zero: number of gradients since the last all-zero gradient, up to eight.
     """
 
     last: float = -1.0
@@ -59,11 +59,11 @@ class WeightHistory(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """Whether updates that end here end at once, and not as a learning rate that runs down to zero."""
+        """Whether updates that end here end abruptly, not like a learning rate that decays to zero."""
         return self.ratio >= _ABRUPT * self.usual
 
     def is_alive(self, share: float) -> bool:
-        """Whether its gradients are neither zero now and then nor a small share of what they were."""
+        """Whether its gradients are neither occasionally zero nor a small share of their maximum."""
         return self.since_zero >= DENSE and self.last > 0 and self.last >= share * self.largest
 
     @property
@@ -73,15 +73,15 @@ class WeightHistory(NamedTuple):
 
 
 class WeightPace(NamedTuple):
-    """How fast weights are.
+    """How fast the weights change.
 
     Attributes:
-        fastest: the largest ratio of any so far.
-        down: records in a row in which the fastest had run down.
-        since: the step of the first of these.
-        early: the largest ratio of the first ten records.
-        begun: the step of the first of these.
-        records: how many there were, counted up to ten.
+        fastest: largest ratio of any weight so far.
+        down: number of consecutive records in which the fastest weight had run down.
+        since: step of the first of these records.
+        early: largest ratio in the first ten records.
+        begun: step of the first record.
+        records: number of records, up to ten.
     """
 
     fastest: float = 0.0
@@ -92,7 +92,7 @@ class WeightPace(NamedTuple):
     records: int = 0
 
     def after(self, ran_down: float, step: int, ratio: float) -> WeightPace:
-        """With a step whose fastest weight has such a ratio."""
+        """Add a step, given the ratio of its fastest weight."""
         value = round_value(ratio)
         fastest = max(self.fastest, value)
         is_early = self.records < _LEAST_RECORDS
@@ -104,17 +104,17 @@ class WeightPace(NamedTuple):
         return WeightPace(fastest, self.down + 1, self.since if self.down else step, early, begun, records)
 
     def has_run_down(self, step: int) -> bool:
-        """Whether it did long before the end: a schedule's last steps are few beside those before."""
+        """Whether updates ran down long before this step. The last steps of a schedule are few compared with the earlier ones."""
         return self.down >= _LEAST_RECORDS and 4 * (step - self.since) >= step
 
     def never_began(self, ran_down: float, step: int) -> bool:
-        """Whether weights have been moving all the time, but never by an amount that counts; a rate that is warmed up grows."""
+        """Whether weights always moved, but never by a significant amount. The ratio of a warm-up grows."""
         is_slow = 0 < self.fastest <= min(ran_down, _GROWS * self.early)
         return is_slow and self.records >= _LEAST_RECORDS and step - self.begun >= _LEAST_STEPS
 
 
 class Figures(NamedTuple):
-    """Of each row: root mean square, that over the weight's (the former, where that is not known), share of zeros."""
+    """Statistics of each row: rms, ratio of the rms to that of the weight (the rms itself if unknown), share of zeros."""
 
     rms: Floats
     ratio: Floats
@@ -122,7 +122,7 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, block: Block) -> Figures:
-        """The figures of a block."""
+        """Compute the statistics of a block."""
         size = np.nan_to_num(rms(block.statistics), nan=0.0)
         ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
         return cls(size, np.where(np.isfinite(ratio), ratio, size), zero_share(block.statistics))
@@ -130,7 +130,7 @@ class Figures(NamedTuple):
 
 @dataclass
 class Weights:
-    """The state of `WeightNotUpdating` while a block is judged."""
+    """State of `WeightNotUpdating` during the evaluation of a block."""
 
     parameters: dict[str, WeightHistory]
     computed: dict[str, int]
@@ -146,15 +146,15 @@ class Weights:
 
     @property
     def loss_is_high(self) -> bool:
-        """Whether there is a loss, and none has come far."""
+        """Whether there is a loss, and no loss has converged."""
         return bool(self.losses) and not any(loss.converged(_HIGH) for loss in self.losses.values())
 
     def of(self, block: Block, row: int) -> WeightHistory:
-        """Of a row's parameter."""
+        """Return the state of a row's parameter."""
         return self.parameters.get(parameter_name(block, row), WeightHistory())
 
     def follow(self, block: Block, rows: NDArray[np.intp], figures: Figures) -> list[int]:
-        """Take in a step's gradients, outputs and losses; gives the rows of its updates."""
+        """Add a step's gradients, outputs and losses; return the rows of its updates."""
         updates = []
         for row in map(int, rows):
             info = block.info(row)
@@ -180,7 +180,7 @@ class Weights:
         return updates
 
     def move(self, block: Block, figures: Figures, updates: list[int], threshold: float) -> None:
-        """Take in a step's updates."""
+        """Add a step's updates."""
         self.held = self.held.with_updates(block, updates) if updates else self.held
         for row in updates:
             ratio, before = round_value(figures.ratio[row]), self.of(block, row)
@@ -190,7 +190,7 @@ class Weights:
 
 
 def parameter_name(block: Block, row: int) -> str:
-    """Of the parameter that a row of a gradient or an update speaks of: ``name@worker``."""
+    """Return the parameter of a gradient or update row, as ``name@worker``."""
     return f"{block.info(row).name.rpartition(':')[0]}@{block.worker[row]}"
 
 
@@ -199,26 +199,29 @@ Rows = NDArray[np.intp]
 
 
 class UpdateThresholds(Protocol):
-    """What the rule holds figures against: its parameters."""
+    """The thresholds of the rule, from its parameters."""
 
     @property
     def threshold(self) -> float:
-        """Ratio up to which an update is none."""
+        """Ratio up to which an update counts as missing."""
 
     @property
     def rounded(self) -> float:
-        """Share of zeros from which on an update may be lost to rounding."""
+        """Share of zeros at or above which an update may be lost to rounding."""
 
     @property
     def ran_down(self) -> float:
-        """Ratio of the fastest weight up to which a rate may have run down."""
+        """Ratio of the fastest weight up to which the learning rate may have run down."""
 
 
 class Stretch(NamedTuple):
-    """Rows of whole steps, ``first`` … ``end - 1``: one step to be judged, or several calm ones.
+    """Rows of whole steps, ``first`` … ``end - 1``: one step to evaluate, or several calm steps.
 
     Attributes:
-        pace: after them.
+        first: first row.
+        end: row after the last.
+        is_calm: whether the steps need no evaluation.
+        pace: pace after the steps.
     """
 
     first: int
@@ -233,12 +236,12 @@ class StepsOfWeights:
 
     Attributes:
         block: the rows.
-        figures: of each.
-        limits: of the rule.
-        numbers: the number of each row's step, from 0.
-        names: of the parameters, ``name@worker``.
-        parameter: that of each row of a gradient or an update, an index into ``names``; -1 for other rows.
-        gradients, updates: rows with some finite element.
+        figures: statistics of each row.
+        limits: thresholds of the rule.
+        numbers: index of each row's step, from 0.
+        names: names of the parameters, ``name@worker``.
+        parameter: index into ``names`` of each gradient or update row; -1 for other rows.
+        gradients, updates: rows with a finite element.
     """
 
     block: Block
@@ -252,7 +255,7 @@ class StepsOfWeights:
 
     @classmethod
     def of(cls, block: Block, figures: Figures, limits: UpdateThresholds) -> StepsOfWeights:
-        """The steps of a block."""
+        """Prepare the steps of a block."""
         is_gradient, is_update = (
             rows_where(block, has_role, role) & (block.statistics.finite > 0)
             for role in ("gradient", "update")
@@ -270,17 +273,17 @@ class StepsOfWeights:
         )
 
     def stretches(self, past: Weights) -> Iterator[Stretch]:
-        """All rows, in stretches; each is taken in before the next is asked for."""
+        """Yield all rows in stretches. Take in each stretch before requesting the next."""
         if not len(self.block):
             return
         pace = past.pace
-        begins = np.flatnonzero(np.diff(self.numbers, prepend=-1))
-        ends = [*begins[1:].tolist(), len(self.block)]
-        steps = self.block.step[begins].tolist()
+        starts = np.flatnonzero(np.diff(self.numbers, prepend=-1))
+        ends = [*starts[1:].tolist(), len(self.block)]
+        steps = self.block.step[starts].tolist()
         suspicious = self._suspicious(past).tolist()
         fastest = self._fastest().tolist()
-        waiting: int | None = None
-        for number, (first, end) in enumerate(zip(begins.tolist(), ends, strict=True)):
+        calm_start: int | None = None
+        for number, (first, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
             before = pace
             if fastest[number] >= 0:
                 pace = pace.after(self.limits.ran_down, steps[number], fastest[number])
@@ -288,22 +291,22 @@ class StepsOfWeights:
                 self.limits.ran_down, steps[number]
             )
             if not suspicious[number] and not too_slow:
-                waiting = first if waiting is None else waiting
+                calm_start = first if calm_start is None else calm_start
                 continue
-            if waiting is not None:
-                yield Stretch(waiting, first, is_calm=True, pace=before)
-                waiting = None
+            if calm_start is not None:
+                yield Stretch(calm_start, first, is_calm=True, pace=before)
+                calm_start = None
             yield Stretch(first, end, is_calm=False, pace=pace)
-        if waiting is not None:
-            yield Stretch(waiting, len(self.block), is_calm=True, pace=pace)
+        if calm_start is not None:
+            yield Stretch(calm_start, len(self.block), is_calm=True, pace=pace)
 
     def take_in(self, past: Weights, stretch: Stretch) -> None:
-        """Remember calm steps, as if each had been followed by itself."""
+        """Add calm steps, with the same result as following each step separately."""
         block, statistics = self.block, self.block.statistics
         updates = _between(self.updates, stretch)
         if len(updates):
             past.still, past.pace = 0, stretch.pace
-            past.held = self._held(past.held, updates)
+            past.held = self._optimized(past.held, updates)
         self._take_in_gradients(past, _between(self.gradients, stretch))
         self._take_in_updates(past, updates)
         rows = np.arange(stretch.first, stretch.end)
@@ -319,70 +322,72 @@ class StepsOfWeights:
         for tensor in found[np.argsort(first)].tolist():
             past.computed[block.catalogue[tensor].module] = block.catalogue[tensor].order
 
-    def _judged(self) -> Rows:
-        """Updates of matrices; of all where a step has no matrix."""
+    def _relevant_updates(self) -> Rows:
+        """Return updates of matrices, or all updates of a step without a matrix."""
         wide = tensors_where(self.block.catalogue, _is_wide)
         is_wide = wide[self.block.tensor[self.updates]]
         some = self._by_step(self.updates[is_wide])
         return self.updates[is_wide | ~some[self.numbers[self.updates]]]
 
     def _fastest(self) -> Floats:
-        """The largest ratio of each step's updates; negative where it has none."""
+        """Return the largest ratio of each step's updates; negative without updates."""
         fastest = np.full(int(self.numbers[-1]) + 1, -1.0)
-        judged = self._judged()
-        np.maximum.at(fastest, self.numbers[judged], self.figures.ratio[judged])
+        updates = self._relevant_updates()
+        np.maximum.at(fastest, self.numbers[updates], self.figures.ratio[updates])
         return fastest
 
     def _suspicious(self, past: Weights) -> Flags:
-        """Steps that must be looked at one by one: all that may have findings, and some that have none."""
+        """Return the steps that need separate evaluation: all that may have findings, and some without."""
         infos, tensor = self.block.catalogue, self.block.tensor
-        judged = self._judged()
-        none = self.figures.ratio[judged] <= self.limits.threshold
-        half = tensors_where(infos, _is_half)[tensor[judged]]
-        lost = half & (self.figures.zero[judged] >= self.limits.rounded)
-        vector = ~tensors_where(infos, _is_wide)[tensor[judged]]
+        updates = self._relevant_updates()
+        missing = self.figures.ratio[updates] <= self.limits.threshold
+        half = tensors_where(infos, _is_half)[tensor[updates]]
+        lost = half & (self.figures.zero[updates] >= self.limits.rounded)
+        vector = ~tensors_where(infos, _is_wide)[tensor[updates]]
         first = np.full(len(self.names), len(self.block), np.int64)
         np.minimum.at(first, self.parameter[self.gradients], self.numbers[self.gradients])
-        known = [past.parameters.get(name, _NEW).last >= 0 for name in self.names]
-        first[np.array(known, np.bool_)] = -1
-        starved = first[self.parameter[judged]] > self.numbers[judged]
-        found = self._by_step(judged[none | lost | vector | starved])
+        has_gradient = [past.parameters.get(name, _NEW).last >= 0 for name in self.names]
+        first[np.array(has_gradient, np.bool_)] = -1
+        starved = first[self.parameter[updates]] > self.numbers[updates]
+        suspicious = self._by_step(updates[missing | lost | vector | starved])
         if "changed" in self.block.probes:
             not_in_optimizer = rows_where(self.block, has_role, "not_in_optimizer")
-            found |= self._by_step(np.flatnonzero(not_in_optimizer))
-        return found
+            suspicious |= self._by_step(np.flatnonzero(not_in_optimizer))
+        return suspicious
 
     def _by_step(self, rows: Rows) -> Flags:
         flags = np.zeros(int(self.numbers[-1]) + 1 if len(self.numbers) else 0, np.bool_)
         flags[self.numbers[rows]] = True
         return flags
 
-    def _held(self, before: OptimizedWeights, updates: Rows) -> OptimizedWeights:
+    def _optimized(self, before: OptimizedWeights, updates: Rows) -> OptimizedWeights:
         infos = self.block.catalogue
         size = _sizes.get(infos, "", lambda: np.array([math.prod(info.shape) for info in infos], np.int64))
-        place = self.numbers[updates].astype(np.int64) * len(infos) + self.block.tensor[updates]
-        there = np.zeros(int(place.max()) + 1 - (base := int(place.min())), np.bool_)
-        there[place - base] = True  # of several workers one
-        step, tensor = np.divmod(np.flatnonzero(there) + base, len(infos))
+        key = self.numbers[updates].astype(np.int64) * len(infos) + self.block.tensor[updates]
+        present = np.zeros(int(key.max()) + 1 - (base := int(key.min())), np.bool_)
+        present[key - base] = True  # counts a tensor once for all workers
+        step, tensor = np.divmod(np.flatnonzero(present) + base, len(infos))
         elements = np.zeros(int(step[-1] - step[0]) + 1, np.int64)
         np.add.at(elements, step - step[0], size[tensor])
-        found = [
-            info for info, some in zip(infos, np.bincount(tensor, minlength=len(infos)), strict=True) if some
+        updated = [
+            info
+            for info, occurs in zip(infos, np.bincount(tensor, minlength=len(infos)), strict=True)
+            if occurs
         ]
-        orders = [info.order for info in found if is_weighted(info) and len(info.shape) > 1]
-        least = min([*orders, *([before.first] if before.first >= 0 else [])], default=-1)
-        return OptimizedWeights(max(before.elements, int(elements.max())), least)
+        module_orders = [info.order for info in updated if is_weighted(info) and len(info.shape) > 1]
+        first_order = min([*module_orders, *([before.first] if before.first >= 0 else [])], default=-1)
+        return OptimizedWeights(max(before.elements, int(elements.max())), first_order)
 
     def _take_in_gradients(self, past: Weights, rows: Rows) -> None:
         if not len(rows):
             return
         rows = rows[np.argsort(self.parameter[rows], kind="stable")]
-        number, size = self.parameter[rows], self.figures.rms[rows]
-        starts = np.flatnonzero(np.diff(number, prepend=-1))
+        parameter, size = self.parameter[rows], self.figures.rms[rows]
+        starts = np.flatnonzero(np.diff(parameter, prepend=-1))
         ends = np.append(starts[1:], len(rows)) - 1
         last_zero = np.maximum.reduceat(np.where(size == 0, np.arange(len(rows)), -1), starts)
         columns = zip(
-            number[starts].tolist(),
+            parameter[starts].tolist(),
             (ends - starts + 1).tolist(),
             (ends - last_zero).tolist(),
             (last_zero >= starts).tolist(),
@@ -391,9 +396,9 @@ class StepsOfWeights:
             (self.figures.zero[rows[ends]] <= 0.5).tolist(),
             strict=True,
         )
-        for which, count, since, some_zero, last, largest, dense in columns:
-            before = past.parameters.get(self.names[which], _NEW)
-            past.parameters[self.names[which]] = before._replace(
+        for index, count, since, some_zero, last, largest, dense in columns:
+            before = past.parameters.get(self.names[index], _NEW)
+            past.parameters[self.names[index]] = before._replace(
                 last=round_value(last),
                 largest=max(round_value(largest), before.largest),
                 dense=dense,
@@ -401,20 +406,20 @@ class StepsOfWeights:
             )
 
     def _take_in_updates(self, past: Weights, rows: Rows) -> None:
-        """Of all parameters at once, the first update of each, then the second, …: each forgets by what came before."""
+        """Add the first update of every parameter, then the second, and so on, because the decay depends on the order."""
         ratio = round_significant(self.figures.ratio[rows])
         rows, ratio = rows[ratio > self.limits.threshold], ratio[ratio > self.limits.threshold]
-        number = self.parameter[rows]
+        parameter = self.parameter[rows]
         usual = np.array([past.parameters.get(name, _NEW).usual for name in self.names])
         last = np.full(len(self.names), np.nan)
-        for places in _turns(number):
-            of = number[places]
-            usual[of] = np.maximum(ratio[places], round_significant(FORGET * usual[of]))
-            last[of] = ratio[places]
-        for one in np.flatnonzero(~np.isnan(last)).tolist():
-            before = past.parameters.get(self.names[one], _NEW)
-            past.parameters[self.names[one]] = before._replace(
-                ratio=float(last[one]), usual=float(usual[one])
+        for positions in _by_occurrence(parameter):
+            parameters = parameter[positions]
+            usual[parameters] = np.maximum(ratio[positions], round_significant(FORGET * usual[parameters]))
+            last[parameters] = ratio[positions]
+        for index in np.flatnonzero(~np.isnan(last)).tolist():
+            before = past.parameters.get(self.names[index], _NEW)
+            past.parameters[self.names[index]] = before._replace(
+                ratio=float(last[index]), usual=float(usual[index])
             )
 
 
@@ -435,31 +440,33 @@ def _is_computed(info: TensorInfo) -> bool:
 
 
 def _parameters(block: Block, chosen: Flags) -> tuple[list[str], Rows]:
-    """Names of the parameters of chosen rows, and of each row which it is."""
+    """Return the names of the parameters of chosen rows, and the index of each row's parameter."""
     owners = {}
     for tensor in np.unique(block.tensor[chosen]).tolist():
         owners[tensor] = block.catalogue[tensor].name.rpartition(":")[0]
-    place = {name: number for number, name in enumerate(sorted(set(owners.values())))}
+    index_of = {name: number for number, name in enumerate(sorted(set(owners.values())))}
     of_tensor = np.zeros(len(block.catalogue), np.int64)
     for tensor, name in owners.items():
-        of_tensor[tensor] = place[name]
+        of_tensor[tensor] = index_of[name]
     workers, worker = np.unique(block.worker, return_inverse=True)
-    both = np.where(chosen, of_tensor[block.tensor] * len(workers) + worker, -1)
-    return [f"{name}@{one}" for name in place for one in workers.tolist()], both.astype(np.intp)
+    parameter = np.where(chosen, of_tensor[block.tensor] * len(workers) + worker, -1)
+    return [
+        f"{name}@{worker_number}" for name in index_of for worker_number in workers.tolist()
+    ], parameter.astype(np.intp)
 
 
 def _between(rows: Rows, stretch: Stretch) -> Rows:
     return rows[np.searchsorted(rows, stretch.first) : np.searchsorted(rows, stretch.end)]
 
 
-def _turns(number: Rows) -> list[Rows]:
-    """The places of the first of each number, of the second of each, and so on."""
-    if not len(number):
+def _by_occurrence(numbers: Rows) -> list[Rows]:
+    """Return the positions of the first occurrence of each number, then of the second, and so on."""
+    if not len(numbers):
         return []
-    order = np.argsort(number, kind="stable")
-    ordered = number[order]
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
     lengths = np.diff([*starts, len(ordered)])
-    turn = np.arange(len(ordered)) - np.repeat(starts, lengths)
-    by_turn = np.argsort(turn, kind="stable")
-    return np.split(order[by_turn], np.flatnonzero(np.diff(turn[by_turn])) + 1)
+    occurrence = np.arange(len(ordered)) - np.repeat(starts, lengths)
+    by_occurrence = np.argsort(occurrence, kind="stable")
+    return np.split(order[by_occurrence], np.flatnonzero(np.diff(occurrence[by_occurrence])) + 1)

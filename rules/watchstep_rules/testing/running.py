@@ -1,4 +1,4 @@
-"""Rule tests: builds the rows of a test as recorders write them, judges them as a backtest does, and compares the alerts.
+"""Rule tests: builds the rows of a test as recorders write them, evaluates them like a backtest, and compares the alerts.
 
 Results are text in the form of a diff, and JUnit XML.
 """
@@ -43,16 +43,16 @@ _COLLECTIONS = {
 
 
 def made(test: RuleTest) -> Block:
-    """All rows, in canonical order.
+    """Build all rows of a test, in canonical order.
 
     Raises:
-        ValueError: a series has a figure that no tensor of its shape can have; the message names it.
+        ValueError: a series has a value that is impossible for its shape; the message names the series.
     """
     parts: list[Block] = []
-    for place, series in enumerate(test.series):
+    for index, series in enumerate(test.series):
         workers = range(test.workers) if series.worker is None else (series.worker,)
         try:
-            rows = _rows(series, info_of(series, place), round(test.interval * 1e9))
+            rows = _rows(series, info_of(series, index), round(test.interval * 1e9))
         except ValueError as error:
             raise ValueError(f"series {series.tensor!r}: {error}") from error
         parts.extend(_of_worker(rows, worker) for worker in workers)
@@ -60,7 +60,7 @@ def made(test: RuleTest) -> Block:
 
 
 def info_of(series: Series, place: int) -> TensorInfo:
-    """What is known of a series' tensor; what it does not say follows from its name, as the SDK names tensors."""
+    """Return the catalogue entry of a series. Missing fields follow from its name, by the naming scheme of the SDK."""
     path, _, suffix = series.tensor.partition(":")
     module, _, last = path.rpartition(".")
     role = series.role or _OF_SUFFIX.get(suffix) or _role_of(last, bool(module))
@@ -87,7 +87,7 @@ def _role_of(last: str, has_module: bool) -> str:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a series, of any worker."""
+    """The rows of a series, without a worker."""
 
     info: TensorInfo
     mode: int
@@ -98,13 +98,13 @@ class _Rows:
 
 
 def _rows(series: Series, info: TensorInfo, interval_ns: int) -> _Rows:
-    written = values_of(str(series.values))
-    at = [place for place, value in enumerate(written) if value is not None]
+    all_values = values_of(str(series.values))
+    indices = [index for index, value in enumerate(all_values) if value is not None]
     count = math.prod(info.shape)
     figure = series.figure or ("mean" if count == 1 else "abs_mean")
-    step = series.start + series.every * np.array(at, np.int64)
-    probes = {name: _probe(str(values), len(written), at) for name, values in series.probes.items()}
-    values = [value for value in written if value is not None]
+    step = series.start + series.every * np.array(indices, np.int64)
+    probes = {name: _probe(str(values), len(all_values), indices) for name, values in series.probes.items()}
+    values = [value for value in all_values if value is not None]
     return _Rows(
         info,
         MODES.index(series.mode),
@@ -115,10 +115,10 @@ def _rows(series: Series, info: TensorInfo, interval_ns: int) -> _Rows:
     )
 
 
-def _probe(text: str, length: int, at: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _probe(text: str, length: int, indices: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     values = [math.nan if value is None else value for value in values_of(text)]
-    whole = values * length if len(values) == 1 else values
-    return np.array([whole[place] for place in at], np.float64)
+    all_values = values * length if len(values) == 1 else values
+    return np.array([all_values[index] for index in indices], np.float64)
 
 
 def _of_worker(rows: _Rows, worker: int) -> Block:
@@ -141,7 +141,7 @@ _MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class RuleDifference:
-    """What one rule config should have done, and what it did; each in a few words."""
+    """The expected and the actual result of a rule config, as short texts."""
 
     rule: str
     expected: str
@@ -150,17 +150,17 @@ class RuleDifference:
 
 @dataclass(frozen=True)
 class TestResult:
-    """How one test went.
+    """The result of a test.
 
     Attributes:
-        name: the test's.
-        rows: rows that were judged.
-        seconds: that it took.
-        differences: none where it passed.
-        problem: why it could not be run; empty where it could.
+        name: name of the test.
+        rows: number of evaluated rows.
+        seconds: duration.
+        differences: differences from the expectation; empty if the test passed.
+        problem: why the test could not run; empty if it ran.
     """
 
-    __test__ = False  # its name is no test for pytest
+    __test__ = False  # keeps pytest from collecting the class
 
     name: str
     rows: int
@@ -170,86 +170,88 @@ class TestResult:
 
     @property
     def passed(self) -> bool:
-        """Whether everything was as expected."""
+        """Whether the test passed."""
         return not self.differences and not self.problem
 
 
 def run_file(held: RuleTestFile, folder: Path) -> list[TestResult]:
-    """All tests of a file, in order.
+    """Run all tests of a file, in order.
 
     Args:
-        held: its content.
-        folder: where its paths begin.
+        held: content of the file.
+        folder: folder that its paths are relative to.
 
     Raises:
-        RuleError: a rule file cannot be loaded, or two have a rule config of one name.
+        RuleError: a rule file cannot be loaded, or two rule configs have the same name.
     """
     configs = _configs(held, folder)
-    return [_timed(test, configs, folder) for test in held.tests]
+    return [_run_test(test, configs, folder) for test in held.tests]
 
 
-def _configs(held: RuleTestFile, folder: Path) -> tuple[RuleConfig, ...]:
-    if not held.rule_files:
+def _configs(test_file: RuleTestFile, folder: Path) -> tuple[RuleConfig, ...]:
+    if not test_file.rule_files:
         return DEFAULT_RULES
-    found = [config for path in held.rule_files for config in rule_file.load(folder / path)]
-    names = [config.name for config in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise RuleError(f"rule files: two rule configs are named {twice!r}", "give one of them a 'name'")
-    return tuple(found)
+    configs = [config for path in test_file.rule_files for config in rule_file.load(folder / path)]
+    names = [config.name for config in configs]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise RuleError(f"rule files: two rule configs are named {duplicate!r}", "give one of them a 'name'")
+    return tuple(configs)
 
 
-def _timed(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> TestResult:
+def _run_test(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> TestResult:
     began = time.perf_counter()
     try:
-        rows, outcomes = _judged(test, configs, folder)
+        rows, outcomes = _evaluate(test, configs, folder)
     except (ValueError, RuleError, StoreError) as error:
         return TestResult(test.name, 0, time.perf_counter() - began, (), str(error))
     differences = _differences(test, outcomes)
     return TestResult(test.name, rows, time.perf_counter() - began, tuple(differences))
 
 
-def _judged(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> tuple[int, list[ReplayOutcome]]:
+def _evaluate(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> tuple[int, list[ReplayOutcome]]:
     if test.run is None:
         rows = made(test)
         return len(rows), backtest(rows, configs)
-    place = test.run if "://" in test.run else str(folder / Path(test.run).expanduser())
-    attempts = backtest_run(place, configs).attempts
-    chosen = [found for found in attempts if test.attempt in {None, found.attempt}]
+    location = test.run if "://" in test.run else str(folder / Path(test.run).expanduser())
+    attempts = backtest_run(location, configs).attempts
+    chosen = [attempt for attempt in attempts if test.attempt in {None, attempt.attempt}]
     if not chosen:
-        names = ", ".join(found.attempt for found in attempts) or "none"
+        names = ", ".join(attempt.attempt for attempt in attempts) or "none"
         raise RuleError(f"run {test.run}: has no attempt {test.attempt or ''!r}", f"it has {names}")
     return chosen[-1].rows, chosen[-1].outcomes
 
 
 def _differences(test: RuleTest, outcomes: list[ReplayOutcome]) -> list[RuleDifference]:
     by_name = {outcome.config.name: outcome for outcome in outcomes}
-    found = []
+    differences = []
     for expected in test.expect:
         outcome = by_name.get(expected.rule)
         if outcome is None:
-            found.append(
+            differences.append(
                 RuleDifference(
                     expected.rule,
-                    _words(expected),
+                    _expected_text(expected),
                     (f"no rule config; there are {', '.join(sorted(by_name))}",),
                 )
             )
         elif not _as_expected(expected, outcome):
-            found.append(RuleDifference(expected.rule, _words(expected), _life(outcome)))
+            differences.append(
+                RuleDifference(expected.rule, _expected_text(expected), _transitions_text(outcome))
+            )
     named = {expected.rule for expected in test.expect}
-    found.extend(
-        RuleDifference(name, "can be evaluated", _life(outcome))
+    differences.extend(
+        RuleDifference(name, "can be evaluated", _transitions_text(outcome))
         for name, outcome in by_name.items()
         if name not in named and outcome.health is RuleHealth.ERROR
     )
     if test.others == "silent":
-        found.extend(
-            RuleDifference(name, "is silent", _life(outcome))
+        differences.extend(
+            RuleDifference(name, "is silent", _transitions_text(outcome))
             for name, outcome in by_name.items()
             if name not in named and outcome.fired and outcome.health is not RuleHealth.ERROR
         )
-    return found
+    return differences
 
 
 def _as_expected(expected: Expectation, outcome: ReplayOutcome) -> bool:
@@ -259,22 +261,22 @@ def _as_expected(expected: Expectation, outcome: ReplayOutcome) -> bool:
         else outcome.health.value == expected.health
     )
     config = outcome.config
-    of_config = expected.severity in {None, config.severity} and expected.stops in {None, config.stops}
-    life = coalesce(outcome.transitions)
+    config_matches = expected.severity in {None, config.severity} and expected.stops in {None, config.stops}
+    transitions = coalesce(outcome.transitions)
     firings = [
-        place
-        for place, transition in enumerate(life)
+        index
+        for index, transition in enumerate(transitions)
         if transition.phase is Phase.FIRING and _is_about(expected, transition)
     ]
     if expected.never:
-        return health and of_config and not firings
+        return health and config_matches and not firings
     if _is_about_health(expected):
-        return health and of_config
-    return health and of_config and any(_fits(expected, life[place:]) for place in firings)
+        return health and config_matches
+    return health and config_matches and any(_fits(expected, transitions[index:]) for index in firings)
 
 
 def _is_about_health(expected: Expectation) -> bool:
-    """An expectation of no data or of an error is that alone."""
+    """Return whether the expectation is only about health: no data or an error."""
     return (
         expected.health in {"no_data", "error"} and expected.fires_at is None and expected.resolved_at is None
     )
@@ -292,14 +294,16 @@ def _is_about(expected: Expectation, firing: Transition) -> bool:
     )
 
 
-def _fits(expected: Expectation, life: list[Transition]) -> bool:
-    """Whether an alert that begins to fire there does so when it shall, and ends when it shall."""
-    ends = [transition.step for transition in life if transition.phase is Phase.RESOLVED][:1]
+def _fits(expected: Expectation, transitions: list[Transition]) -> bool:
+    """Return whether an alert that fires at the first transition fires and resolves when expected."""
+    ends = [transition.step for transition in transitions if transition.phase is Phase.RESOLVED][:1]
     if expected.resolved_at == "never":
-        ended = not ends
+        ends_as_expected = not ends
     else:
-        ended = expected.resolved_at is None or bool(ends and _within(expected.resolved_at, ends[0]))
-    return ended and (expected.fires_at is None or _within(expected.fires_at, life[0].step))
+        ends_as_expected = expected.resolved_at is None or bool(
+            ends and _within(expected.resolved_at, ends[0])
+        )
+    return ends_as_expected and (expected.fires_at is None or _within(expected.fires_at, transitions[0].step))
 
 
 def _within(steps: Steps, step: int) -> bool:
@@ -307,7 +311,7 @@ def _within(steps: Steps, step: int) -> bool:
     return first <= step <= last
 
 
-def _words(expected: Expectation) -> str:
+def _expected_text(expected: Expectation) -> str:
     parts = ["does not fire" if expected.never else "fires"]
     if expected.fires_at is not None:
         parts[0] += f" at {_range(expected.fires_at)}"
@@ -331,16 +335,16 @@ def _range(steps: Steps | str) -> str:
     return f"{steps[0]} to {steps[1]}" if isinstance(steps, tuple) else str(steps)
 
 
-def _life(outcome: ReplayOutcome) -> tuple[str, ...]:
-    """What the alert did, one line a firing."""
+def _transitions_text(outcome: ReplayOutcome) -> tuple[str, ...]:
+    """Describe the transitions of the alert, one line for each firing."""
     lines = []
     config = outcome.config
     stops = ", stops the job" if config.stops else ""
-    life = coalesce(outcome.transitions)
-    for place, transition in enumerate(life):
+    transitions = coalesce(outcome.transitions)
+    for index, transition in enumerate(transitions):
         if transition.phase is not Phase.FIRING:
             continue
-        ends = [after.step for after in life[place:] if after.phase is Phase.RESOLVED]
+        ends = [later.step for later in transitions[index:] if later.phase is Phase.RESOLVED]
         end = f"resolved at {ends[0]}" if ends else "not resolved"
         finding = transition.finding
         about = (
@@ -362,7 +366,7 @@ def _life(outcome: ReplayOutcome) -> tuple[str, ...]:
 
 
 def lines(name: str, results: Sequence[TestResult]) -> Iterator[str]:
-    """The results of one file."""
+    """Format the results of a file."""
     yield name
     for result in results:
         mark = "ok  " if result.passed else "FAIL"
@@ -377,27 +381,27 @@ def lines(name: str, results: Sequence[TestResult]) -> Iterator[str]:
 
 
 def summary(results: Mapping[str, Sequence[TestResult]]) -> str:
-    """How many of all passed."""
-    every = [result for held in results.values() for result in held]
-    failed = sum(not result.passed for result in every)
-    tests = f"{len(every)} test{'' if len(every) == 1 else 's'}"
+    """Format the number of tests and of failures."""
+    all_results = [result for of_file in results.values() for result in of_file]
+    failed = sum(not result.passed for result in all_results)
+    tests = f"{len(all_results)} test{'' if len(all_results) == 1 else 's'}"
     return f"{tests}, {failed} failed" if failed else f"{tests}, all passed"
 
 
 def junit_xml(results: Mapping[str, Sequence[TestResult]]) -> bytes:
-    """JUnit's XML: one test suite a file."""
+    """Format the results as JUnit XML, with one test suite for each file."""
     root = ET.Element("testsuites")
-    for name, held in results.items():
+    for name, of_file in results.items():
         suite = ET.SubElement(
             root,
             "testsuite",
             name=name,
-            tests=str(len(held)),
-            failures=str(sum(bool(result.differences) for result in held)),
-            errors=str(sum(bool(result.problem) for result in held)),
-            time=f"{sum(result.seconds for result in held):.3f}",
+            tests=str(len(of_file)),
+            failures=str(sum(bool(result.differences) for result in of_file)),
+            errors=str(sum(bool(result.problem) for result in of_file)),
+            time=f"{sum(result.seconds for result in of_file):.3f}",
         )
-        for result in held:
+        for result in of_file:
             case = ET.SubElement(
                 suite, "testcase", name=_plain(result.name), classname=name, time=f"{result.seconds:.3f}"
             )
@@ -413,5 +417,5 @@ def junit_xml(results: Mapping[str, Sequence[TestResult]]) -> bytes:
 
 
 def _plain(text: str) -> str:
-    """Without characters that XML cannot hold."""
+    """Replace characters that XML does not allow."""
     return "".join(c if c in "\n\t" or c >= " " else "?" for c in text)

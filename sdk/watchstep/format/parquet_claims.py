@@ -1,9 +1,9 @@
 """Sizes that a Parquet file claims, read before decompression.
 
-pyarrow allocates what a page header claims, and aborts the process on some damaged footers when it is asked for their
-details; so the footer and the page headers are read here. Both are structs in Thrift's compact protocol:
-https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md and
-https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift, whose field numbers these are.
+pyarrow allocates the size that a page header claims, and aborts the process when it reads the details of some damaged footers.
+So the footer and the page headers are parsed here. Both are structs in Thrift's compact protocol:
+https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. The field numbers are defined by
+https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _MAGIC = b"PAR1"
 _MAX_FIELDS = 100_000
 _MAX_DEPTH = 16
 _MAX_PAIRS = 64
-"""Entries of metadata, of the file and of its columns together; Watchstep's own writer has at most four."""
+"""Maximum number of metadata entries of the file and its columns. Watchstep's own writer creates at most four."""
 _MAX_CHUNKS = 2048
-"""Columns of all row groups. Watchstep's own writer makes one row group of at most some 90 columns."""
+"""Maximum number of columns of all row groups. Watchstep's own writer creates one row group of at most about 90 columns."""
 _MAX_PAGES = 16_384
-"""Pages of the columns that are read. The largest segment of Watchstep's own writer has some 5,000 (a million rows in pages of
-20,000, 88 columns of them; 32 million histogram elements in pages of 1 MiB)."""
+"""Maximum number of pages of the columns that are read. The largest segment of Watchstep's own writer has about 5,000 (88 columns of
+a million rows in pages of 20,000; 32 million histogram elements in pages of 1 MiB)."""
 _MAX_PAGE_FIELDS = 64
-"""Fields of one page's header; pyarrow writes up to 21 with statistics."""
+"""Maximum number of fields of a page header. pyarrow writes up to 21, with statistics."""
 Bytes = bytes | bytearray | memoryview
 _TRUE, _FALSE, _BYTE, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 5, 6, 7, 8, 9, 10, 12
 _MAX_FIELD = 2**15 - 1
 _BITS = {4: 16, _I32: 32, _I64: 64}
-_MORE = 128
-"""A byte of a number from which on further ones follow."""
+_CONTINUATION = 128
+"""A byte of a number with at least this value is followed by another byte."""
 _LONG_LIST = 15
-"""A list's size that says that its size follows."""
+"""A list size that means that the size follows."""
 
 
 class _Field(NamedTuple):
-    """The type of a field on the wire: Arrow skips a field of another one, and reads a list's elements without a look at theirs."""
+    """Wire type of a field. Arrow skips fields of another type, and reads elements of a list without checking their type."""
 
     kind: int
     element: int = 0
@@ -86,11 +86,11 @@ class ColumnClaim:
     """One column's part of one row group.
 
     Attributes:
-        path: the column's name; of a list's elements, with ``.list.element``.
-        values: how many values it claims.
-        pages: bytes that its pages claim to take when unpacked, dictionaries included.
-        dictionary_values: how many values its dictionaries claim.
-        dictionary_pages: bytes that its dictionaries claim to take when unpacked.
+        path: Name of the column, with ``.list.element`` for elements of a list.
+        values: Claimed number of values.
+        pages: Claimed uncompressed size of its pages in bytes, including dictionaries.
+        dictionary_values: Claimed number of values of its dictionaries.
+        dictionary_pages: Claimed uncompressed size of its dictionaries in bytes.
         encodings: Parquet's numbers of the encodings of its values.
     """
 
@@ -104,7 +104,7 @@ class ColumnClaim:
 
 @dataclass(frozen=True)
 class Claims:
-    """A file's rows, and its columns in each row group."""
+    """The number of rows of a file, and its columns in each row group."""
 
     rows: int
     columns: list[ColumnClaim]
@@ -112,15 +112,15 @@ class Claims:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where one column's part of one row group lies, as the footer says.
+    """Location of one column's part of one row group, according to the footer.
 
     Attributes:
-        path: as in `ColumnClaim`.
-        values: how many values it claims.
-        start: its first byte.
-        length: bytes, packed.
-        least: the smallest value's bytes, where the writer said it.
-        most: the largest value's bytes, where the writer said it.
+        path: As in `ColumnClaim`.
+        values: Claimed number of values.
+        start: Offset of its first byte.
+        length: Compressed size in bytes.
+        least: Bytes of the smallest value, if the writer recorded it.
+        most: Bytes of the largest value, if the writer recorded it.
     """
 
     path: str
@@ -133,7 +133,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Footer:
-    """A file's rows, its columns in each row group, the paths of its columns in the schema, and its metadata."""
+    """The number of rows of a file, its columns in each row group, the paths of its columns in the schema, and its metadata."""
 
     rows: int
     chunks: list[Chunk]
@@ -167,7 +167,7 @@ def read_footer(data: Bytes) -> Footer:
         AttributeError,
         KeyError,
         IndexError,
-    ) as error:  # a header of another shape than Parquet's
+    ) as error:  # the header does not have Parquet's form
         raise ValueError(f"the footer has another form ({error})") from error
 
 
@@ -192,7 +192,7 @@ def _footer(data: Bytes, size: int) -> Footer:
 
 
 def _check_apart(chunks: list[Chunk]) -> None:
-    """Check that chunks do not share bytes: the same pages would be read once for each of them."""
+    """Check that chunks do not overlap: shared pages would be read once per chunk."""
     end = 0
     for chunk in sorted((chunk for chunk in chunks if chunk.length), key=lambda chunk: chunk.start):
         if chunk.start < end:
@@ -201,9 +201,9 @@ def _check_apart(chunks: list[Chunk]) -> None:
 
 
 def _leaves(elements: list[dict[int, Any]]) -> list[tuple[str, ...]]:
-    """The paths of a schema's columns, whose groups stand before what they hold."""
+    """Return the paths of a schema's columns. In the schema, groups precede their members."""
     leaves: list[tuple[str, ...]] = []
-    groups: list[tuple[tuple[str, ...], int]] = []  # each open group's path, and how many children are due
+    groups: list[tuple[tuple[str, ...], int]] = []  # path and remaining number of children of each open group
     for number, element in enumerate(elements):
         children = element.get(5, 0)
         if (1 in element) == (children > 0) or (number > 0 and not groups):
@@ -212,10 +212,10 @@ def _leaves(elements: list[dict[int, Any]]) -> list[tuple[str, ...]]:
             return []
         path: tuple[str, ...] = ()
         if number > 0:
-            parent, due = groups.pop()
+            parent, remaining = groups.pop()
             path = (*parent, _entry(element, 4, bytes).decode())
-            if due > 1:
-                groups.append((parent, due - 1))
+            if remaining > 1:
+                groups.append((parent, remaining - 1))
         if len(path) > _MAX_DEPTH:
             raise ValueError("the schema is too deep")
         if children:
@@ -228,7 +228,7 @@ def _leaves(elements: list[dict[int, Any]]) -> list[tuple[str, ...]]:
 
 
 def _chunks(size: int, group: dict[int, Any], leaves: list[tuple[str, ...]]) -> list[Chunk]:
-    """A row group's columns. Arrow reads them by their place in the schema, whatever path they name."""
+    """Return the columns of a row group. Arrow identifies them by their index in the schema, not by their path."""
     metas = [_entry(chunk, 3, dict) for chunk in _entry(group, 1, list)]
     chunks = [_chunk(size, meta) for meta in metas]
     if [tuple(part.decode() for part in meta[3]) for meta in metas] != leaves:
@@ -237,34 +237,34 @@ def _chunks(size: int, group: dict[int, Any], leaves: list[tuple[str, ...]]) -> 
 
 
 def claims_of(data: Bytes, footer: Footer, columns: Container[str] | None = None) -> Claims:
-    """Read what the pages claim.
+    """Read the claims of pages.
 
     Args:
-        data: the file; where only some columns are asked for, the others' bytes may be missing (be zero).
-        footer: what `read_footer` gave for it.
-        columns: names of columns; all where it is left out.
+        data: The file. If only some columns are requested, bytes of others may be zero.
+        footer: Result of `read_footer` for the file.
+        columns: Names of columns; None for all.
 
     Raises:
-        ValueError: the pages contradict the footer.
+        ValueError: The pages contradict the footer.
     """
     claims: list[ColumnClaim] = []
-    left = _MAX_PAGES
+    budget = _MAX_PAGES
     for chunk in footer.chunks:
         if columns is None or is_chosen(chunk.path, columns):
-            claim, left = _column_claim(data, chunk, left)
+            claim, budget = _column_claim(data, chunk, budget)
             claims.append(claim)
     return Claims(footer.rows, claims)
 
 
 def is_chosen(path: str, columns: Container[str]) -> bool:
-    """Whether pyarrow reads a column where some names are asked for: by its path, or by any part of it that ends at a dot."""
+    """Return whether pyarrow reads a column for requested names: by its path, or by a prefix of it that ends before a dot."""
     return path in columns or any(path[:end] in columns for end, sign in enumerate(path) if sign == ".")
 
 
 def _chunk(size: int, meta: dict[int, Any]) -> Chunk:
     path = b".".join(_entry(meta, 3, list)).decode()
     values, length = _entry(meta, 5, int), _entry(meta, 7, int)
-    if values == 0:  # Arrow reads no page of it, and writes no place for one
+    if values == 0:  # Arrow reads no page of it, and writes no offset
         return Chunk(path, 0, 4, 0, None, None)
     start = min(_entry(meta, 9, int), meta.get(11, _entry(meta, 9, int)))
     if start < 4 or length < 0 or values < 0 or start + length > size:
@@ -273,13 +273,13 @@ def _chunk(size: int, meta: dict[int, Any]) -> Chunk:
     return Chunk(path, values, start, length, statistics.get(6), statistics.get(5))
 
 
-def _column_claim(data: Bytes, chunk: Chunk, left: int) -> tuple[ColumnClaim, int]:
-    """What a chunk's pages claim, and how many pages may follow of those that may follow."""
+def _column_claim(data: Bytes, chunk: Chunk, budget: int) -> tuple[ColumnClaim, int]:
+    """Return the claim of a chunk's pages, and the remaining number of allowed pages."""
     values = size = dictionary_values = dictionary_size = 0
     encodings: set[int] = set()
     for page in _pages(data, chunk.start, chunk.start + chunk.length):
-        left -= 1
-        if left < 0:
+        budget -= 1
+        if budget < 0:
             raise ValueError(f"more than {_MAX_PAGES} pages")
         size += page.unpacked
         encodings.add(page.encoding)
@@ -291,12 +291,12 @@ def _column_claim(data: Bytes, chunk: Chunk, left: int) -> tuple[ColumnClaim, in
     if values != chunk.values:
         raise ValueError(f"column {chunk.path[:80]} claims {chunk.values} values, its pages {values}")
     claim = ColumnClaim(chunk.path, values, size, dictionary_values, dictionary_size, frozenset(encodings))
-    return claim, left
+    return claim, budget
 
 
 _DICTIONARY = 2
 _HEADERS = {0: (5, 2), _DICTIONARY: (7, 2), 3: (8, 4)}
-"""Page types; the field of the header that is theirs, and in it the field of the encoding: data, dictionary, data of version 2."""
+"""By page type (data, dictionary, data of version 2): its field in the header, and the field of the encoding in it."""
 
 
 class _Page(NamedTuple):
@@ -306,10 +306,10 @@ class _Page(NamedTuple):
     encoding: int
 
 
-def _pages(data: Bytes, place: int, end: int) -> Iterator[_Page]:
-    """The pages between two places."""
-    while place < end:
-        header, behind, _ = _struct(data, place, end, _MAX_PAGE_FIELDS, form=_PAGE)
+def _pages(data: Bytes, offset: int, end: int) -> Iterator[_Page]:
+    """Yield the pages between two offsets."""
+    while offset < end:
+        header, behind, _ = _struct(data, offset, end, _MAX_PAGE_FIELDS, form=_PAGE)
         kind, unpacked, packed = (_entry(header, number, int) for number in (1, 2, 3))
         if kind not in _HEADERS or unpacked < 0 or packed < 0:
             raise ValueError("a page is of an unknown type, or claims a size below nothing")
@@ -319,8 +319,8 @@ def _pages(data: Bytes, place: int, end: int) -> Iterator[_Page]:
         if values < 0:
             raise ValueError("a page claims a number of values below nothing")
         yield _Page(kind, values, unpacked, _entry(details, encoding, int))
-        place = behind + packed
-    if place != end:
+        offset = behind + packed
+    if offset != end:
         raise ValueError("a page reaches beyond its column")
 
 
@@ -331,127 +331,130 @@ def _entry(struct: Any, number: int, kind: type) -> Any:
     return value
 
 
-# Every segment's footer is read by what follows: places are handed on and short numbers read in line, for calls are felt.
+# The functions below parse every segment's footer. For speed, offsets are passed on and short numbers are parsed inline.
 def _struct(
-    data: Bytes, place: int, end: int, left: int, depth: int = 0, form: _Form = _ANY
+    data: Bytes, offset: int, end: int, budget: int, depth: int = 0, form: _Form = _ANY
 ) -> tuple[dict[int, Any], int, int]:
-    """A struct as a dict by field number, believing no length beyond its end; the place behind it, and how many fields are left.
+    """Parse a struct without trusting lengths beyond ``end``.
+
+    Returns:
+        The struct as a dict by field number, the offset after it, and the remaining number of allowed fields.
 
     Raises:
-        ValueError: it is cut short, too large, too deep, or of another form, or Thrift would read another value of it.
-        IndexError: it is cut short where the data are.
+        ValueError: The struct is truncated, too large, too deep or of another form, or Thrift would parse another value.
+        IndexError: The struct is truncated at the end of the data.
     """
     fields: dict[int, Any] = {}
     number = 0
     if depth > _MAX_DEPTH:
         raise ValueError("a header is too deep")
-    while place < end:
-        head = data[place]
-        place += 1
+    while offset < end:
+        head = data[offset]
+        offset += 1
         if head == 0:
-            return fields, place, left
+            return fields, offset, budget
         kind = head & 15
         if head >> 4:
             number += head >> 4
         else:
-            number, place = _number(data, place, end, _I64)
-        left -= 1
-        if left < 0:
+            number, offset = _number(data, offset, end, _I64)
+        budget -= 1
+        if budget < 0:
             raise ValueError("a header is too large")
         if number in fields or not 1 <= number <= _MAX_FIELD:
             raise ValueError(f"a header holds field {number} twice, or its number cannot be")
-        due = form.get(number)
-        if due is not None and due.kind != kind:
-            raise ValueError(f"field {number} of a header is of type {kind} and not {due.kind}")
-        if _BYTE < kind <= _I64:  # as most are
-            if place < end and (short := data[place]) < _MORE:
-                fields[number], place = (short >> 1) ^ -(short & 1), place + 1
+        expected = form.get(number)
+        if expected is not None and expected.kind != kind:
+            raise ValueError(f"field {number} of a header is of type {kind} and not {expected.kind}")
+        if _BYTE < kind <= _I64:  # most fields
+            if offset < end and (short := data[offset]) < _CONTINUATION:
+                fields[number], offset = (short >> 1) ^ -(short & 1), offset + 1
             else:
-                fields[number], place = _number(data, place, end, kind)
+                fields[number], offset = _number(data, offset, end, kind)
         elif kind == _BINARY:
-            fields[number], place = _bytes(data, place, end)
+            fields[number], offset = _bytes(data, offset, end)
         elif _TRUE <= kind <= _FALSE:
             fields[number] = kind == _TRUE
         elif kind == _STRUCT:
-            fields[number], place, left = _struct(
-                data, place, end, left, depth + 1, due.form if due is not None else _ANY
+            fields[number], offset, budget = _struct(
+                data, offset, end, budget, depth + 1, expected.form if expected is not None else _ANY
             )
         elif _LIST <= kind <= _SET:
-            fields[number], place, left = _list(data, place, end, left, depth + 1, due)
+            fields[number], offset, budget = _list(data, offset, end, budget, depth + 1, expected)
         else:
-            fields[number], place = _plain(kind, data, place, end)
+            fields[number], offset = _plain(kind, data, offset, end)
     raise ValueError("a header is cut short")
 
 
 def _list(
-    data: Bytes, place: int, end: int, left: int, depth: int, due: _Field | None = None
+    data: Bytes, offset: int, end: int, budget: int, depth: int, expected: _Field | None = None
 ) -> tuple[list[Any], int, int]:
-    head, place = data[place], place + 1
+    head, offset = data[offset], offset + 1
     size, kind = head >> 4, head & 15
     if size == _LONG_LIST:
-        size, place = _varint(data, place, end)
-    left -= size
-    if left < 0 or depth > _MAX_DEPTH:
+        size, offset = _varint(data, offset, end)
+    budget -= size
+    if budget < 0 or depth > _MAX_DEPTH:
         raise ValueError("a header is too large or too deep")
-    if due is not None and size and kind != due.element:
-        raise ValueError(f"a list of a header holds type {kind} and not {due.element}")
-    form = due.form if due is not None else _ANY
+    if expected is not None and size and kind != expected.element:
+        raise ValueError(f"a list of a header holds type {kind} and not {expected.element}")
+    form = expected.form if expected is not None else _ANY
     values: list[Any] = []
     for _ in range(size):
         value: Any
         if kind == _STRUCT:
-            value, place, left = _struct(data, place, end, left, depth + 1, form)
+            value, offset, budget = _struct(data, offset, end, budget, depth + 1, form)
         elif _BYTE < kind <= _I64:
-            value, place = _number(data, place, end, kind)
+            value, offset = _number(data, offset, end, kind)
         elif kind == _BINARY:
-            value, place = _bytes(data, place, end)
+            value, offset = _bytes(data, offset, end)
         elif _LIST <= kind <= _SET:
-            value, place, left = _list(data, place, end, left, depth + 1)
+            value, offset, budget = _list(data, offset, end, budget, depth + 1)
         else:
-            value, place = _plain(kind, data, place, end)
+            value, offset = _plain(kind, data, offset, end)
         values.append(value)
-    return values, place, left
+    return values, offset, budget
 
 
-def _plain(kind: int, data: Bytes, place: int, end: int) -> tuple[int | bytes, int]:
-    """A value of another type; a truth takes a byte in a list."""
+def _plain(kind: int, data: Bytes, offset: int, end: int) -> tuple[int | bytes, int]:
+    """Parse a value of another type. In a list, a boolean takes one byte."""
     if kind != _DOUBLE and not _TRUE <= kind <= _BYTE:
         raise ValueError(f"a header holds a value of unknown type {kind}")
     size = 8 if kind == _DOUBLE else 1
-    if size > end - place:
+    if size > end - offset:
         raise ValueError("a header is cut short")
-    text = bytes(data[place : place + size])
-    return (text if kind == _DOUBLE else text[0]), place + size
+    text = bytes(data[offset : offset + size])
+    return (text if kind == _DOUBLE else text[0]), offset + size
 
 
-def _bytes(data: Bytes, place: int, end: int) -> tuple[bytes, int]:
-    if place < end and (size := data[place]) < _MORE:
-        place += 1
+def _bytes(data: Bytes, offset: int, end: int) -> tuple[bytes, int]:
+    if offset < end and (size := data[offset]) < _CONTINUATION:
+        offset += 1
     else:
-        size, place = _varint(data, place, end)
-    if size > end - place:
+        size, offset = _varint(data, offset, end)
+    if size > end - offset:
         raise ValueError("a header is cut short")
-    return bytes(data[place : place + size]), place + size
+    return bytes(data[offset : offset + size]), offset + size
 
 
-def _number(data: Bytes, place: int, end: int, kind: int) -> tuple[int, int]:
-    """A signed number, and the place behind it."""
-    if place < end and (value := data[place]) < _MORE:
-        return (value >> 1) ^ -(value & 1), place + 1
-    value, place = _varint(data, place, end)
-    if value >> _BITS[kind]:  # Thrift would cut it
+def _number(data: Bytes, offset: int, end: int, kind: int) -> tuple[int, int]:
+    """Return a signed number, and the offset after it."""
+    if offset < end and (value := data[offset]) < _CONTINUATION:
+        return (value >> 1) ^ -(value & 1), offset + 1
+    value, offset = _varint(data, offset, end)
+    if value >> _BITS[kind]:  # Thrift would truncate it
         raise ValueError("a header holds a number that is too large for its type")
-    return (value >> 1) ^ -(value & 1), place
+    return (value >> 1) ^ -(value & 1), offset
 
 
-def _varint(data: Bytes, place: int, end: int) -> tuple[int, int]:
+def _varint(data: Bytes, offset: int, end: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
-        if place >= end:
+        if offset >= end:
             raise ValueError("a header is cut short")
-        byte = data[place]
-        place += 1
+        byte = data[offset]
+        offset += 1
         value |= (byte & 127) << shift
-        if byte < _MORE:
-            return value, place
+        if byte < _CONTINUATION:
+            return value, offset
     raise ValueError("a header holds a number that is too long")

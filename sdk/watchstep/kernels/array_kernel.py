@@ -1,12 +1,9 @@
 """Statistics and checksums of arrays in host memory with numpy.
 
-Statistics use numpy operations over chunks that fit in the cache.
-
-Sums are accumulated in float64 by numpy's pairwise summation within a chunk, and chunks are merged by
+Statistics use numpy operations over chunks that fit in the cache. Sums are accumulated in float64 by numpy's pairwise summation within a chunk, and chunks are merged by
 `watchstep.format.statistics.merge_rows`.
 
-Checksums of the bits of tensors: equal bits have equal checksums on every device and in every implementation.
-
+Checksums cover the bits of tensors: equal bits have equal checksums on every device and in every implementation.
 They show whether replicas have bitwise equal weights, and whether a weight has changed. -0 and +0 differ, and
 NaN are distinguished by their bits. Only the order of the elements and their bits matter, not shape or type.
 
@@ -23,11 +20,10 @@ A float64 represents the remaining 53 bits exactly.
 Strength. If two tensors of the same size differ in one word, the sums of that block differ, because keys are odd. If they
 differ in more, sums of products with odd keys drawn at random are equal with a probability of at most ``2 ** (t - 63)``,
 where ``2 ** t`` divides all differences of ``w ^ w >> 16`` in the block (Carter, Wegman 1979): at most ``2 ** -48`` for
-elements of 8 or 16 bits, and for those of 32 bits but where each difference is in bits 16 and up alone, all in the same
-way; never more than ``2 ** -32``. Blocks are mixed before they are added up, each with its place, so that their
-differences do not cancel but by chance, with a probability of about ``2 ** -64``; of the last 64 bits 53 are kept, which adds
-``2 ** -53``. Keys are fixed: this holds for what happens by accident (faults of memory, races, lost updates), and is no
-protection against someone who looks for a collision.
+elements of 8 or 16 bits, and for those of 32 bits unless each difference is only in bits 16 and up, all in the same way; never more
+than ``2 ** -32``. Blocks are mixed with their index before they are summed, so that their differences cancel only by chance, with a
+probability of about ``2 ** -64``. 53 of the last 64 bits are kept, which adds ``2 ** -53``. Keys are fixed: these bounds apply to
+accidents (memory faults, races, lost updates), and give no protection against a deliberate collision.
 """
 
 from __future__ import annotations
@@ -127,7 +123,7 @@ def _histogram(x: NDArray[Any]) -> Histograms:
 
 
 BLOCK = 1024
-"""Words of a block."""
+"""Number of words of a block."""
 
 STEP = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -132,11 +132,12 @@ class Rescaled:
         lower, upper = BIN_RANGE
         bins = statistics.histogram.bins.astype(np.int64) - 2 * (math.frexp(scale)[1] - 1)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            by = np.float64(1.0) / scale
+            factor = np.float64(1.0) / scale
             linear = {
-                name: getattr(statistics, name) * by for name in ("min", "max", "abs_min", "mean", "abs_sum")
+                name: getattr(statistics, name) * factor
+                for name in ("min", "max", "abs_min", "mean", "abs_sum")
             }
-            squared = {name: getattr(statistics, name) * by * by for name in ("m2", "square_sum")}
+            squared = {name: getattr(statistics, name) * factor * factor for name in ("m2", "square_sum")}
         histogram = replace(statistics.histogram, bins=np.clip(bins, lower, upper).astype(np.int16))
         return replace(statistics, **linear, **squared, histogram=histogram)
 
@@ -160,11 +161,11 @@ class Repeated:
 
     def collect(self) -> StatisticsBatch:
         """Wait for the device, and return the statistics."""
-        statistics, by = self.measurement.collect(), self.factors
-        counts = {name: getattr(statistics, name) * by for name in COUNT_COLUMNS}
-        sums = {name: getattr(statistics, name) * by for name in ("m2", "abs_sum", "square_sum")}
+        statistics, factors = self.measurement.collect(), self.factors
+        counts = {name: getattr(statistics, name) * factors for name in COUNT_COLUMNS}
+        sums = {name: getattr(statistics, name) * factors for name in ("m2", "abs_sum", "square_sum")}
         histogram = statistics.histogram
-        scaled = histogram.counts * np.repeat(by, np.diff(histogram.offsets))
+        scaled = histogram.counts * np.repeat(factors, np.diff(histogram.offsets))
         return replace(statistics, **counts, **sums, histogram=replace(histogram, counts=scaled))
 
 
@@ -195,5 +196,5 @@ class Reordered:
 
     def collect(self) -> StatisticsBatch:
         """Wait for every device, and return the statistics, one row per tensor."""
-        together = StatisticsBatch.concatenate([part.collect() for part in self.parts])
-        return together.take(np.array(self.order, np.intp))
+        rows = StatisticsBatch.concatenate([part.collect() for part in self.parts])
+        return rows.take(np.array(self.order, np.intp))

@@ -127,27 +127,32 @@ class NativeKernel:
             ValueError: A kind is unknown.
         """
         rows = len(tensors)
-        room = sum(min(t.elements, _BINS_FLOAT64 if t.kind == _FLOAT64 else _BINS) for t in tensors)
-        sizes_of_parts = (0, rows, rows, rows, _COUNTS * rows, _VALUES * rows, rows + 1, room)
-        places = list(itertools.accumulate(sizes_of_parts))
-        buffer = self._room_for(places[-1] + room)
-        buffer[: places[3]] = [
+        max_bins = sum(min(t.elements, _BINS_FLOAT64 if t.kind == _FLOAT64 else _BINS) for t in tensors)
+        sizes_of_parts = (0, rows, rows, rows, _COUNTS * rows, _VALUES * rows, rows + 1, max_bins)
+        offsets_of_parts = list(itertools.accumulate(sizes_of_parts))
+        buffer = self._buffer(offsets_of_parts[-1] + max_bins)
+        buffer[: offsets_of_parts[3]] = [
             *(tensor.address for tensor in tensors),
             *(tensor.elements for tensor in tensors),
             *(tensor.kind for tensor in tensors),
         ]
         start = buffer.ctypes.data
-        data, sizes, kinds, counts, values, offsets, index, bins = (start + 8 * place for place in places)
+        data, sizes, kinds, counts, values, offsets, index, bins = (
+            start + 8 * offset for offset in offsets_of_parts
+        )
         nonfinite = self._measure(
             rows, data, sizes, kinds, int(histogram), counts, values, offsets, bins, index
         )
         if nonfinite < 0:
             raise _unknown_kind(tensors, -nonfinite - 1)
-        used = int(buffer[places[6] - 1])
-        figures = buffer[places[3] : places[6] + used], buffer[places[7] : places[7] + (used + 3) // 4]
+        used = int(buffer[offsets_of_parts[6] - 1])
+        figures = (
+            buffer[offsets_of_parts[3] : offsets_of_parts[6] + used],
+            buffer[offsets_of_parts[7] : offsets_of_parts[7] + (used + 3) // 4],
+        )
         return NativeMeasurement(np.concatenate(figures), rows, nonfinite=nonfinite > 0)
 
-    def _room_for(self, numbers: int) -> NDArray[np.int64]:
+    def _buffer(self, numbers: int) -> NDArray[np.int64]:
         """Return a buffer of this thread, reused by later calls: its allocation would cost more than small tensors."""
         memory: NDArray[np.int64] | None = getattr(self._local, "buffer", None)
         if memory is None or len(memory) < numbers:

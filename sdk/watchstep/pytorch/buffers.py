@@ -1,4 +1,4 @@
-"""Running statistics of normalisation layers, and whether the layers take part in training as they should."""
+"""Running statistics of normalisation layers, and the training state of these layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase  # all that keep running statistics; has no public name
+from torch.nn.modules.batchnorm import (
+    _NormBase,
+)  # base of layers with running statistics; not public
 
 from watchstep.capture.record import Group
 from watchstep.capture.session import Session
@@ -34,13 +36,13 @@ class _Buffer:
 
     @property
     def values(self) -> Tensor:
-        """As it is now."""
+        """Current values."""
         values = own_tensor(self.module, self.leaf)
         assert values is not None
         return values
 
     def learns(self, optimized: frozenset[int]) -> bool:
-        """Whether one of the parameters that optimizers hold is the layer's scale, and it has a gradient."""
+        """Return whether the layer's scale is in an optimizer and has a gradient."""
         scale = own_tensor(self.module, "weight")
         return (
             isinstance(scale, Tensor)
@@ -52,12 +54,12 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _States:
-    """One value for each buffer, of the layer that has it.
+    """One value per buffer, which describes its layer.
 
-    The columns: ``training``, whether the layer is in training mode; ``model_training``, whether the model is; ``learns``,
-    whether an optimizer updates the layer's scale, which has a gradient; ``batches_tracked``, how many batches its running
-    statistics have taken in, NaN where it does not count them; ``affine_square``, of a layer in evaluation mode
-    ``mean(scale²) + mean(shift²)``, also where these are frozen and have no rows of their own, NaN in training mode.
+    Columns: ``training``: whether the layer is in training mode. ``model_training``: whether the model is in training mode.
+    ``learns``: whether an optimizer updates the layer's scale, and the scale has a gradient. ``batches_tracked``: number of
+    batches in its running statistics; NaN if the layer does not count them. ``affine_square``: ``mean(scale²) + mean(shift²)``
+    of a layer in evaluation mode, also if these are frozen and have no rows of their own; NaN in training mode.
     """
 
     training: Floats
@@ -71,7 +73,7 @@ class _States:
     def collect(self) -> dict[str, Floats]:
         numbers = [] if self.batches is None else self.batches.numbers().tolist()
         squares = [] if self.squares is None else self.squares.numbers().tolist()
-        # The place of none is the last one.
+        # Index -1 means no value, and selects the NaN at the end.
         batches = np.array([*numbers, np.nan])[self.counted]
         affine_square = np.array([*squares, np.nan])[self.affine]
         return {
@@ -84,7 +86,7 @@ class _States:
 
 
 class Buffers:
-    """Measures the running statistics of one model's layers, where their collection is due."""
+    """Measures the running statistics of one model's layers when their collection is due."""
 
     def __init__(self, session: Session, names: Names, parameters: Parameters, kernel: Kernel) -> None:
         self._recorder = session.recorder
@@ -113,10 +115,10 @@ class Buffers:
             )
 
     def measure(self, step: int) -> None:
-        """Record what is due, once a step.
+        """Record the collections that are due, once per step.
 
         Args:
-            step: of the run, of which gradients are there.
+            step: Step of the run to which the current gradients belong.
         """
         if step == self._measured:
             return
@@ -136,32 +138,32 @@ class Buffers:
         numbers = {key: count.reshape(()) for key, count in counts.items() if isinstance(count, Tensor)}
         place = {key: number for number, key in enumerate(numbers)}
         squares = {key: _affine_square(layer) for key, layer in layers.items() if not layer.training}
-        place_of_square = {key: number for number, key in enumerate(squares)}
+        square_index = {key: number for number, key in enumerate(squares)}
         return _States(
             training=np.array([float(buffer.module.training) for buffer in buffers]),
             model_training=np.full(len(buffers), float(self._model.training)),
             learns=np.array([float(buffer.learns(optimized)) for buffer in buffers]),
             counted=[place.get(id(buffer.module), -1) for buffer in buffers],
             batches=OnTheWay(stacked(list(numbers.values()))) if numbers else None,
-            affine=[place_of_square.get(id(buffer.module), -1) for buffer in buffers],
+            affine=[square_index.get(id(buffer.module), -1) for buffer in buffers],
             squares=OnTheWay(stacked(list(squares.values()))) if squares else None,
         )
 
 
 @torch.no_grad()
 def _affine_square(layer: _NormBase) -> Tensor:
-    """``mean(scale²) + mean(shift²)``, float32 of no dimensions: the mean square of a layer's output where its statistics fit the data.
+    """Return ``mean(scale²) + mean(shift²)``, float32 of shape (): the mean square of a layer's output if its statistics fit the data.
 
-    NaN where the scale or shift is a shard, or is computed by a parametrization.
+    NaN if the scale or shift is a shard, or is computed by a parametrization.
     """
     statistic = next(
         values for values in (layer.running_var, layer.running_mean) if isinstance(values, Tensor)
     )
     total = torch.zeros((), device=statistic.device)
-    for name, of_none in (("weight", 1.0), ("bias", 0.0)):
+    for name, default in (("weight", 1.0), ("bias", 0.0)):
         parameter = own_tensor(layer, name)
         if parameter is None and name in layer.__dict__["_parameters"]:
-            total = total + of_none
+            total = total + default
         elif parameter is not None and type(parameter) in _PLAIN:
             total = total + parameter.float().square().mean()
         else:

@@ -1,11 +1,11 @@
-"""Activations that a model calls as functions: `torch.relu`, `torch.tanh` and `torch.sigmoid`, under whichever name.
+"""Activations that a model calls as functions: `torch.relu`, `torch.tanh` and `torch.sigmoid`, including their aliases.
 
-No module hook sees them. A `torch.overrides.TorchFunctionMode` does, and slows every operation of a pass down; so it is entered
-only for passes in which activations are measured, and only where the probe ``function_calls`` asks for it. Outputs are recorded as
-``MODULE:relu_0``, by the module whose method makes the call and the number of the call in the pass.
+No module hook observes them. A `torch.overrides.TorchFunctionMode` does, but slows down every operation of a pass. So it is entered
+only for passes in which activations are measured, and only if the probe ``function_calls`` is configured. Outputs are recorded as
+``MODULE:relu_0``: the module that makes the call, and the number of the call in the pass.
 
-Not observed are models of which a part is compiled, for another mode would compile it anew, and programs that call parts of a model
-and never the model itself.
+Models with a compiled part are not observed, because another mode would recompile it. Programs that call parts of a model but
+never the model itself are not observed either.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _IN_PLACE: dict[Any, str] = {
     torch.sigmoid_: "Sigmoid",
     torch.Tensor.sigmoid_: "Sigmoid",
 }
-_DEEPEST = 64
-"""Frames that are looked at for the module that makes a call."""
+_MAX_FRAMES = 64
+"""Maximum number of frames that are searched for the calling module."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One place at which a model calls such a function."""
+    """One call site of such a function in a model."""
 
     info: TensorInfo
     channels: ChannelProbe | None
@@ -63,10 +63,10 @@ class _Call:
 
 
 class FunctionCalls:
-    """Sees the calls of one watched model, in the passes in which activations are due.
+    """Observes the calls of one watched model, in the passes in which activations are due.
 
     Attributes:
-        applies: whether any rule or program asks for them.
+        applies: Whether the probe and the collection are configured.
     """
 
     def __init__(self, session: Session, names: Names, kernel: Kernel) -> None:
@@ -77,12 +77,16 @@ class FunctionCalls:
         self.applies = bool(of_kind(probes, FUNCTION_CALLS)) and tensors.ACTIVATIONS in session.config.chosen
         self._modules: dict[int, tuple[str, int, nn.Module]] = {}
         self._calls: dict[tuple[str, str, int], _Call] = {}
-        self._counted: Counter[tuple[str, str]] = Counter()
-        self._mode: _Listening | None = None
+        self._call_counts: Counter[tuple[str, str]] = Counter()
+        self._mode: _FunctionMode | None = None
         self._depth = 0
 
     def enter(self, mode: Mode | None) -> None:
-        """A pass of the model begins, in a mode; None where it is not recorded."""
+        """Handle the start of a pass of the model.
+
+        Args:
+            mode: Mode of the pass; None if it is not recorded.
+        """
         if not self.applies:
             return
         if self._mode is not None:
@@ -97,30 +101,30 @@ class FunctionCalls:
             id(module): (path, order, module)
             for order, (path, module) in enumerate(self._names.model.named_modules())
         }
-        self._counted.clear()
-        self._mode = _Listening(self, mode, charged)
+        self._call_counts.clear()
+        self._mode = _FunctionMode(self, mode, charged)
         self._mode.begin()
 
     def leave(self) -> None:
-        """The pass is over, also by an exception."""
+        """Handle the end of the pass, also after an exception."""
         if self._mode is None:
             return
         if self._depth:
             self._depth -= 1
             return
-        entered, self._mode = self._mode, None
+        function_mode, self._mode = self._mode, None
         self._modules = {}
-        entered.end()
+        function_mode.end()
 
     def seen(self, kind: str, given: Tensor | None, output: Any, mode: Mode, charged: str) -> None:
         """Measure one call.
 
         Args:
-            kind: of the activation.
-            given: what it was given; None where the output is written over it.
-            output: what it gave.
-            mode: of the pass.
-            charged: the collection that is due.
+            kind: Kind of the activation.
+            given: Its input; None if the output overwrites it.
+            output: Its output.
+            mode: Mode of the pass.
+            charged: The collection that is due.
         """
         try:
             if not isinstance(output, Tensor) or output.is_nested or not output.is_floating_point():
@@ -141,17 +145,17 @@ class FunctionCalls:
             probes.append(call.channels.look(output, recorder.step, mode))
         if call.activity is not None:
             probes.append(call.activity.look(given, output, recorder.step, mode))
-        found = tuple(probe for probe in probes if probe is not None)
+        used_probes = tuple(probe for probe in probes if probe is not None)
         group = Group.of((info,), standing(output, self._names.whole).weight)
-        recorder.add(group, self._kernel.measure([output]), mode, found)
+        recorder.add(group, self._kernel.measure([output]), mode, used_probes)
 
     def _call(self, kind: str) -> _Call | None:
         owner = self._owner()
         if owner is None:
             return None
         path, order, module = owner
-        number = self._counted[path, kind]
-        self._counted[path, kind] += 1
+        number = self._call_counts[path, kind]
+        self._call_counts[path, kind] += 1
         place = (path, kind, number)
         if place not in self._calls:
             probes = self._session.config.probes
@@ -166,9 +170,9 @@ class FunctionCalls:
         return self._calls[place]
 
     def _owner(self) -> tuple[str, int, nn.Module] | None:
-        """The module whose method makes the call; None where that is an activation's own, whose hook sees it."""
+        """Return path, order and module of the caller; None if the caller is an activation module, which its own hook observes."""
         frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - the documented way to a frame
-        for _ in range(_DEEPEST):
+        for _ in range(_MAX_FRAMES):
             if frame is None:
                 return None
             caller = frame.f_locals.get("self")
@@ -193,30 +197,30 @@ class FunctionCalls:
         return compiled
 
 
-class _Listening(TorchFunctionMode):
-    """Shows calls of some functions to a `FunctionCalls`, and changes none."""
+class _FunctionMode(TorchFunctionMode):
+    """Reports calls of the activation functions to a `FunctionCalls`, without changing them."""
 
     def __init__(self, calls: FunctionCalls, mode: Mode, charged: str) -> None:
         super().__init__()
         self._calls = calls
-        self._passed = mode
+        self._pass_mode = mode
         self._charged = charged
 
     def begin(self) -> None:
-        """Be told of calls on this thread from now on."""
+        """Start to observe calls on this thread."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Be told no more."""
+        """Stop observing."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by PyTorch for each operation; runs it."""
+        """Run one operation, and report it if it is an activation. PyTorch calls this for each operation."""
         output = func(*args, **(kwargs or {}))
         kind = _KINDS.get(func)
         in_place = _IN_PLACE.get(func)
         if kind is not None or in_place is not None:
             overwritten = in_place is not None or bool((kwargs or {}).get("inplace"))
             given = args[0] if args and isinstance(args[0], Tensor) and not overwritten else None
-            self._calls.seen(kind or in_place or "", given, output, self._passed, self._charged)
+            self._calls.seen(kind or in_place or "", given, output, self._pass_mode, self._charged)
         return output

@@ -1,13 +1,9 @@
 """Statistics and checksums of PyTorch tensors on any device.
 
-Statistics of PyTorch tensors: host memory by the compiled kernel or numpy, devices by theirs.
+Tensors in host memory are measured by the compiled kernel or numpy, others on their device. Results of a device are copied
+without synchronizing the stream; `collect` waits for the copy, on the writer's thread.
 
-On a device everything is computed there and copied without synchronising the stream; `collect` waits for the copy, on
-the writer's thread.
-
-Checksums of PyTorch tensors on any device, and the probe that records them: one number, exact in float64.
-
-`watchstep.kernels.array_kernel` defines the checksum.
+A checksum is one number, exact in float64. `watchstep.kernels.array_kernel` defines it.
 """
 
 from __future__ import annotations
@@ -41,16 +37,16 @@ from watchstep.pytorch.probes.staging import OnTheWay
 
 
 class TorchKernel:
-    """Measures dense and sparse tensors of every real dtype; complex ones as their real and imaginary parts."""
+    """Measures dense and sparse tensors of every dtype. A complex tensor is measured as its real and imaginary parts."""
 
     def measure(self, tensors: Sequence[Tensor]) -> Measurement:
-        """Start to measure.
+        """Start a measurement.
 
         Args:
-            tensors: on any devices, mixed too.
+            tensors: Tensors on one or several devices.
 
         Raises:
-            DeviceError: a CUDA graph is being captured on the current stream.
+            DeviceError: A CUDA graph is being captured on the current stream.
         """
         collapsed = [_collapsed(_plain(tensor)) for tensor in tensors]
         factors = np.array([factor for _, factor in collapsed], np.int64)
@@ -69,10 +65,12 @@ class TorchKernel:
 
 
 def _measure(plain: list[Tensor]) -> Measurement:
-    """Tensors of one device."""
+    """Measure tensors of one device."""
     if plain and plain[0].device.type != "cpu":
         return device_kernel.measure([_dense(tensor) for tensor in plain])
-    if any(type(tensor) is not Tensor for tensor in plain):  # they hold their values in tensors of their own
+    if any(
+        type(tensor) is not Tensor for tensor in plain
+    ):  # wrapper subclasses store their values in inner tensors
         return measure_by_operations(plain)
     native = native_kernel.load()
     if native is not None and all(tensor.dtype in _NATIVE for tensor in plain):
@@ -82,19 +80,19 @@ def _measure(plain: list[Tensor]) -> Measurement:
 
 
 def device_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a device's kernel takes: the values that this process holds, dense in any order."""
+    """Return the values in this process as dense tensors in any element order, as a device's kernel requires."""
     return [_dense(_plain(tensor)) for tensor in tensors]
 
 
 def distinct_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As `device_tensors`, without repetitions of elements: enough to find one that is not finite."""
+    """Return `device_tensors` without repeated elements, which is sufficient to find non-finite ones."""
     return [_dense(_collapsed(_plain(tensor))[0]) for tensor in tensors]
 
 
 def native_memory(tensors: Sequence[Tensor]) -> list[MemoryRange] | None:
-    """Where tensors lie that the compiled kernel can take as they are; None where one of them is of another sort.
+    """Return the memory of tensors that the compiled kernel can read without conversion; None if it cannot read one of them.
 
-    Asked of every gradient at every step: a microsecond here is felt where there are thousands.
+    Called for every gradient at every step: with thousands of gradients, each microsecond counts.
     """
     ranges = []
     for tensor in tensors:
@@ -112,12 +110,12 @@ def native_memory(tensors: Sequence[Tensor]) -> list[MemoryRange] | None:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all elements are finite, by operations: of tensors in host memory that the compiled kernel does not take."""
+    """Return whether all elements are finite, by PyTorch operations. For tensors in host memory that the compiled kernel cannot read."""
     return all(bool(torch.isfinite(_comparable(_collapsed(_plain(tensor))[0])).all()) for tensor in tensors)
 
 
 def _comparable(tensor: Tensor) -> Tensor:
-    """The tensor in a dtype that ``torch.isfinite`` takes: there is none for fp8."""
+    """Return the tensor in a dtype that ``torch.isfinite`` supports; it does not support fp8."""
     return tensor.float() if tensor.element_size() == 1 else tensor
 
 
@@ -129,14 +127,14 @@ _NATIVE = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor where its elements lie one behind the other in any order, else a copy that does."""
+    """Return the tensor if its elements are contiguous in any order, else a contiguous copy."""
     return tensor if _is_dense(tensor) else tensor.contiguous()
 
 
 def _collapsed(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor without the dimensions along which it repeats its elements, and how often it repeats them.
+    """Return a tensor without the dimensions along which it repeats its elements, and the number of repetitions.
 
-    An expanded tensor of a few bytes may stand for gigabytes, which a copy would take.
+    A copy of an expanded tensor of a few bytes may take gigabytes.
     """
     if type(tensor) is not Tensor or 0 not in tensor.stride():
         return tensor, 1
@@ -149,7 +147,7 @@ def _collapsed(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are there: programs free the storage of one that they compute anew, and keep its shape."""
+    """Return whether a tensor has storage: programs free the storage of a tensor that they will recompute, and keep its shape."""
     return tensor.layout is not torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
@@ -158,17 +156,17 @@ def _is_dense(tensor: Tensor) -> bool:
         return False
     if tensor.is_contiguous():
         return True
-    if tensor.dim() == _IMAGES:
+    if tensor.dim() == _IMAGE_DIMENSIONS:
         return tensor.is_contiguous(memory_format=torch.channels_last)
     return tensor.dim() > 1 and tensor.transpose(-1, -2).is_contiguous()
 
 
-_IMAGES = 4
+_IMAGE_DIMENSIONS = 4
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The values that this process holds, as a dense real tensor that shares memory where it can; none where they were freed."""
+    """Return the values in this process as a dense real tensor, which shares memory if possible; empty if they were freed."""
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
@@ -194,31 +192,31 @@ def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 _SLICE = 1024 * BLOCK
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Types of words by bytes of an element."""
+"""Word dtype by element size in bytes."""
 
-_OF_WORD = {torch.uint8: 0xFF, torch.int16: 0xFFFF, torch.int32: 0xFFFFFFFF}
+_WORD_MASKS = {torch.uint8: 0xFF, torch.int16: 0xFFFF, torch.int32: 0xFFFFFFFF}
 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Checksums of the values that this process holds.
+    """Compute checksums of the values in this process.
 
-    Those of a sparse tensor are of its values alone, without their places; quantised ones are read as their values.
+    The checksum of a sparse tensor covers its values only, not their indices. Quantized tensors are dequantized.
 
     Args:
-        tensors: all on one device, or all on the host; of any dtype, shape and strides.
+        tensors: Tensors of one device or the host, with any dtype, shape and strides.
 
     Returns:
-        int64, shape (n,), on that device: there it is not waited for.
+        int64 of shape (n,) on that device. This does not wait for the device.
 
     Raises:
-        ValueError: tensors lie on several devices.
+        ValueError: The tensors are on several devices.
     """
     plain = [_plain(tensor) for tensor in tensors]
     devices = {tensor.device for tensor in plain}
     if len(devices) > 1:
-        named = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"checksums of tensors on {named}: give those of one device at a time")
+        device_names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"checksums of tensors on {device_names}: give those of one device at a time")
     if devices - {torch.device("cpu")}:
         return torch.stack([checksum_on_device(tensor) for tensor in plain])
     contiguous = [tensor.contiguous() for tensor in plain]
@@ -235,21 +233,21 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def checksum_on_device(tensor: Tensor) -> Tensor:
-    """The checksum by operations on the tensor's device, which are not waited for.
+    """Compute the checksum by operations on the tensor's device, without waiting for them.
 
-    Takes some 32 MB beside the tensor, and a copy of it where its elements do not lie in the order in which they are read.
+    This takes about 32 MB in addition to the tensor, and a copy of the tensor if it is not contiguous.
 
     Args:
-        tensor: dense and real, of any dtype and shape.
+        tensor: A dense real tensor of any dtype and shape.
 
     Returns:
-        int64, shape ().
+        int64 of shape ().
     """
     words, device = _words(tensor.detach().contiguous()), tensor.device
     keys = _mixed(torch.arange(1, BLOCK + 1, device=device) * _signed(STEP)) | 1
     total = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, len(words), _SLICE):
-        part = words[start : start + _SLICE].long().bitwise_and_(_OF_WORD[words.dtype])
+        part = words[start : start + _SLICE].long().bitwise_and_(_WORD_MASKS[words.dtype])
         part = functional.pad(part ^ (part >> 16), (0, -len(part) % BLOCK)).view(-1, BLOCK)
         first = start // BLOCK
         order = torch.arange(first + 1, first + 1 + len(part), device=device) * _signed(STEP)
@@ -259,7 +257,7 @@ def checksum_on_device(tensor: Tensor) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
-    if flat.stride() != (1,):  # of none or one element, which passes for contiguous
+    if flat.stride() != (1,):  # a tensor of zero or one element counts as contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(_WORDS[tensor.element_size()])
 
@@ -271,27 +269,27 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """To the right, with zeros coming in: int64 shifts its sign."""
+    """Shift right and fill with zeros; int64 would shift in its sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """A measurement whose rows hold checksums."""
+    """A measurement of checksums."""
 
     figures: OnTheWay
     nonfinite: bool | None = False
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Checksums:
-        """The checksums of what this worker holds of each tensor."""
+        """Start to compute the checksum of this worker's part of each tensor."""
         return cls(OnTheWay(checksums(tensors)))
 
     def collect(self) -> StatisticsBatch:
-        """One row each."""
+        """Wait for the device, and return one row per tensor."""
         return scalars(self.figures.numbers().tolist())

@@ -1,18 +1,13 @@
-"""Losses: those that a program logs, and those that are found at ``backward()``.
+"""Losses that a program logs, and losses that are observed at ``backward()``.
 
-Losses: the function that computed a loss, division by the number of micro-batches, and scalars that are tensors.
+The autograd graph shows which function computed a loss. If the last operation before ``backward()`` divides by a plain
+number that equals the number of backward passes of the step, losses are recorded undivided. A division by the batch size does
+not match the number of passes. Scalars are recorded without reading them on the training thread.
 
-autograd's graph tells which function computed a loss. If the last operation before ``backward()`` divides by a plain
-number, and as many backward passes make up the step, losses are recorded undivided. A division by the batch size does not
-match the number of passes. Scalars are recorded without reading them on the training thread.
-
-Losses found at ``backward()``, where the program does not log them.
-
-No hook of PyTorch sees ``backward()``, and a `TorchFunctionMode` costs 1.7 times the CPU; so
-`torch.autograd.backward`, which ``Tensor.backward`` calls, is wrapped once for the process. Each place in the program
-that calls it is one loss: the first is named ``loss``, the next ``loss_2``. Under a gradient scaler the loss before
-scaling is taken. Losses found here are marked derived: where the program divides its loss for accumulation, and
-`watchstep.pytorch.losses` does not know by how much, they are as the program divided them.
+PyTorch has no hook for ``backward()``, and a `TorchFunctionMode` costs 1.7 times the CPU. So `torch.autograd.backward`, which
+``Tensor.backward`` calls, is wrapped once per process. Each line of the program that calls it is one loss: the first is named
+``loss``, the next ``loss_2``. With a gradient scaler, the loss before scaling is recorded. These losses are marked as derived:
+if the program divides its loss for accumulation by a number that is not known here, they are recorded as divided.
 """
 
 from __future__ import annotations
@@ -37,23 +32,24 @@ from watchstep.pytorch.observable import observable
 
 _DIVIDES, _MULTIPLIES = "DivBackward0", "MulBackward0"
 _SUMS = "SumBackward0"
-"""A sum over the examples of a batch becomes a mean by the division: as many micro-batches as examples are a coincidence."""
+"""Dividing a sum over the examples of a batch makes it a mean: an equal number of micro-batches is a coincidence."""
 
-_MOST = 1e6
-"""Micro-batches that a step has at most. What is divided by infinity, or by a number without an inverse, is no mean of them."""
+_MAX_DIVISOR = 1e6
+"""Maximum number of micro-batches of a step. A larger divisor, e.g. infinity, is not a number of micro-batches."""
 
 
 def divisor_of(loss: Tensor) -> float:
-    """By what whole number a loss was divided last, also as a factor that is one over it; 1.0 where it was not, or nobody knows.
+    """Return the whole number by which a loss was divided last, also as a factor of its reciprocal; 1.0 if there is none or it is unknown.
 
-    The number is read where PyTorch keeps it for the backward pass, in host memory. Hooks on saved tensors, which may compute, are not called.
+    The number is read from the tensor that PyTorch saves for the backward pass, in host memory. Hooks on saved tensors, which may
+    compute, are not called.
     """
     node: Any = loss.grad_fn
     name = node.name() if node is not None else ""
     if name not in {_DIVIDES, _MULTIPLIES}:
         return 1.0
-    before = node.next_functions[0][0] if node.next_functions else None
-    if before is not None and before.name() == _SUMS:
+    previous = node.next_functions[0][0] if node.next_functions else None
+    if previous is not None and previous.name() == _SUMS:
         return 1.0
     saved = getattr(node, "_raw_saved_other", None)
     if saved is None or getattr(saved, "unpack_hook", None) is not None:
@@ -65,25 +61,29 @@ def divisor_of(loss: Tensor) -> float:
         return 1.0
     value = float(number.item())
     if name == _MULTIPLIES:
-        value = 1 / value if value > 1 / _MOST else 1.0
-    return float(round(value)) if 2 <= value <= _MOST and abs(value - round(value)) < 1e-6 * value else 1.0
+        value = 1 / value if value > 1 / _MAX_DIVISOR else 1.0
+    return (
+        float(round(value))
+        if 2 <= value <= _MAX_DIVISOR and abs(value - round(value)) < 1e-6 * value
+        else 1.0
+    )
 
 
 class AccumulatedLosses:
-    """Multiplies the losses of a step by their divisor, once that is known to be the number of its micro-batches.
+    """Multiplies the losses of a step by their divisor once it is confirmed as the number of micro-batches.
 
-    It is known at the end of the first step whose losses were all divided by their number. From then on a step with fewer, as the last of an
-    epoch, is multiplied as well.
+    The first step in which all losses were divided by their number confirms it. After that, a step with fewer micro-batches is also
+    multiplied, e.g. the last one of an epoch.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._step = -1
         self._divisors: dict[str, list[float]] = {}
-        self._known: dict[str, float] = {}
+        self._confirmed: dict[str, float] = {}
 
     def found(self, name: str, divisor: float) -> None:
-        """A loss of the step under way is recorded as it was divided."""
+        """Note the divisor of a loss of the current step."""
         if self._recorder.step != self._step:
             self._step = self._recorder.step
             self._divisors.clear()
@@ -91,21 +91,21 @@ class AccumulatedLosses:
             self._divisors.setdefault(name, []).append(divisor)
 
     def undivide(self) -> None:
-        """The losses of the step have all been found: an update comes."""
+        """Undivide the losses of the current step. Called before the update, when all of them have been observed."""
         if not self._divisors or self._recorder.step != self._step:
             return
         for name, divisors in self._divisors.items():
             divisor = divisors[0]
             if divisor > 1 and all(number == divisor for number in divisors):
                 if len(divisors) == divisor:
-                    self._known[name] = divisor
-                if self._known.get(name) == divisor:
+                    self._confirmed[name] = divisor
+                if self._confirmed.get(name) == divisor:
                     self._recorder.undivide(name, divisor)
         self._divisors.clear()
 
 
-_MOST_NODES = 8
-_KEEPS_THE_VALUE = frozenset(
+_MAX_NODES = 8
+_VALUE_PRESERVING = frozenset(
     {
         "AliasBackward",
         "CloneBackward",
@@ -117,27 +117,27 @@ _KEEPS_THE_VALUE = frozenset(
         "ViewBackward",
     }
 )
-"""Operations that leave a loss as it is, or take the mean of the examples'."""
+"""Operations that do not change a loss, or average it over examples."""
 _MEAN, _SUM = 1, 2  # `torch.nn._reduction.get_enum`
 _NUMBERED = re.compile(r"\d+$")
 
 
 def loss_function(loss: Tensor) -> str:
-    """The function that a loss is the plain value of, e.g. ``NllLoss``, ``MseLoss``, ``BinaryCrossEntropyWithLogits``.
+    """Return the function that computed a loss, e.g. ``NllLoss``, ``MseLoss``, ``BinaryCrossEntropyWithLogits``.
 
     Args:
-        loss: one element, on its graph.
+        loss: A tensor of one element with its graph.
 
     Returns:
-        The name of autograd's node without ``Backward0``; empty where the loss is no longer on its graph, or is a sum, a
-        product or anything else of a function's value.
+        The name of autograd's node without ``Backward0``; empty if the loss has no graph, or is not the plain value of a loss
+        function, e.g. a sum or a product.
     """
     node: Any = loss.grad_fn
     if node is None:
         return ""
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         name = _operation(type(node).__name__)
-        if name not in _KEEPS_THE_VALUE:
+        if name not in _VALUE_PRESERVING:
             kind = name.removesuffix("Backward")
             is_plain = getattr(node, "_saved_reduction", _MEAN) != _SUM
             return kind if is_plain and ("Loss" in kind or "CrossEntropy" in kind) else ""
@@ -147,26 +147,26 @@ def loss_function(loss: Tensor) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _operation(node: str) -> str:
-    """The name of a node's class without its number; cached, because it is needed at each ``backward()``."""
+    """Return the name of a node's class without its number. Cached, because each ``backward()`` needs it."""
     return _NUMBERED.sub("", node)
 
 
 @dataclass(frozen=True)
 class TensorScalar:
-    """A tensor of one element in a device's memory."""
+    """A tensor of one element in device memory."""
 
     tensor: Tensor
 
     def measure(self) -> Measurement:
-        """Start to measure it."""
+        """Start to measure the scalar."""
         return TorchKernel().measure([self.tensor])
 
     def copy(self) -> TensorScalar:
-        """The number as it is now."""
+        """Return a copy of the current value."""
         return TensorScalar(self.tensor.detach().reshape(()).clone())
 
     def measure_all(self, scalars: Sequence[TensorScalar]) -> Measurement:
-        """Start to measure several as one tensor."""
+        """Start to measure several scalars as one tensor."""
         with torch.no_grad():
             return TorchKernel().measure([torch.stack([scalar.tensor for scalar in scalars])])
 
@@ -174,10 +174,10 @@ class TensorScalar:
 def record_tensor(
     recorder: Recorder, name: str, value: Tensor, mode: Mode, *, derived: bool = False, replaces: bool = False
 ) -> None:
-    """Record a tensor of one element; where it is still on its graph, the function that computed it is recorded too.
+    """Record a tensor of one element, and the function that computed it if the tensor still has its graph.
 
     Raises:
-        ValueError: it has another number of elements.
+        ValueError: The tensor has another number of elements.
     """
     if value.numel() != 1:
         raise ValueError(f"a tensor of shape {tuple(value.shape)}: log one number, e.g. its mean")
@@ -192,9 +192,9 @@ Place = tuple[str, int]
 _UNSCALED = "_watchstep_unscaled"
 _FUNCTION = "_watchstep_function"
 _DIVISOR = "_watchstep_divisor"
-_MOST_PLACES = 16
-_PASSED_OVER = {"torch", "accelerate"}
-"""Packages that call ``backward()`` for a program: who calls them is the place."""
+_MAX_PLACES = 16
+_WRAPPERS = {"torch", "accelerate"}
+"""Packages that call ``backward()`` for a program. Their caller is the place of the loss."""
 
 _installed: list[bool] = []
 
@@ -203,13 +203,13 @@ _LIGHTNING = {"lightning", "pytorch_lightning"}
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """A loss as ``backward()`` met it.
+    """A loss that was passed to ``backward()``.
 
     Attributes:
-        place: file and line of the program that called ``backward()``.
-        value: before scaling, off the graph.
-        function: the function that computed it, as `loss_function` names it.
-        divisor: by what the program divided it last; 1 where it did not.
+        place: File and line of the program that called ``backward()``.
+        value: The value before scaling, detached from the graph.
+        function: Name of the function that computed it, as returned by `loss_function`.
+        divisor: Number by which the program divided it last; 1 if it did not.
     """
 
     place: Place
@@ -219,18 +219,18 @@ class FoundLoss:
 
 
 class LossListener(Protocol):
-    """Is told of losses, before their gradients are computed."""
+    """Receives losses before their gradients are computed."""
 
     def backward_begins(self) -> None:
-        """A backward pass is about to begin, whatever from."""
+        """Handle the start of a backward pass from any tensor."""
         ...
 
     def found(self, loss: FoundLoss) -> None:
-        """A loss of the step that is under way."""
+        """Handle a loss of the current step."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """Looking for a loss failed."""
+        """Handle a failure of the observation."""
         ...
 
 
@@ -238,13 +238,13 @@ _listeners: list[weakref.ref[LossListener]] = []
 
 
 def listen(listener: LossListener) -> None:
-    """Tell a listener of losses for as long as it lives."""
+    """Register a listener. Only a weak reference to it is kept."""
     install()
     _listeners.append(weakref.ref(listener))
 
 
 def forget(listener: LossListener) -> None:
-    """Tell it no more."""
+    """Unregister a listener."""
     _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
@@ -255,7 +255,7 @@ def install() -> None:
     _installed.append(True)
     torch.autograd.backward = _reporting(torch.autograd.backward)
     scaler = torch.amp.GradScaler
-    scaler.scale = _remembering(scaler.scale)  # type: ignore[method-assign]
+    scaler.scale = _with_unscaled(scaler.scale)  # type: ignore[method-assign]
 
 
 def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +275,7 @@ def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
+def _with_unscaled(scale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scale)
     def call(self: Any, outputs: Any) -> Any:
         scaled = scale(self, outputs)
@@ -294,7 +294,7 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _report(error: Exception) -> None:
-    """Count a fault of this module in the health of all that listen."""
+    """Report a fault of this module to all listeners, which count it in their health."""
     for reference in _listeners:
         if (listener := reference()) is not None:
             listener.failed(error)
@@ -317,15 +317,15 @@ def _notify(loss: Tensor, frame: FrameType) -> None:
 
 
 def _place_of(frame: FrameType | None) -> Place:
-    """The place outside PyTorch and Accelerate from which ``backward()`` is called."""
-    while frame is not None and _package_of(frame) in _PASSED_OVER:
+    """Return the place outside PyTorch and Accelerate from which ``backward()`` is called."""
+    while frame is not None and _package_of(frame) in _WRAPPERS:
         frame = frame.f_back
-    frame = _beyond_lightning(frame)
+    frame = _outside_lightning(frame)
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
 
 
-def _beyond_lightning(frame: FrameType | None) -> FrameType | None:
-    """Who called a LightningModule's ``manual_backward``; the same frame where nobody did."""
+def _outside_lightning(frame: FrameType | None) -> FrameType | None:
+    """Return the caller of a LightningModule's ``manual_backward``; the same frame if there is none."""
     above = frame
     while above is not None and _package_of(above) in _LIGHTNING:
         if above.f_code.co_name == "manual_backward":
@@ -335,37 +335,37 @@ def _beyond_lightning(frame: FrameType | None) -> FrameType | None:
 
 
 class LossNames:
-    """Names for places: the first is ``loss``, the next ``loss_2``, up to sixteen. One for all models of a hook."""
+    """Names of loss places: ``loss``, ``loss_2``, … up to sixteen. Shared by all models of a hook."""
 
     def __init__(self) -> None:
         self._names: dict[Place, str] = {}
         self._last: weakref.ref[FoundLoss] | None = None
 
     def is_new(self, loss: FoundLoss) -> bool:
-        """Whether this loss was not asked about before: each watched model is told of it."""
+        """Return whether this loss has not been passed before: every watched model receives it."""
         if self._last is not None and self._last() is loss:
             return False
         self._last = weakref.ref(loss)
         return True
 
     def of(self, place: Place) -> str | None:
-        """The name of the loss at a place; None past the sixteenth."""
+        """Return the name of the loss at a place; None after the sixteenth."""
         if place not in self._names:
-            if len(self._names) >= _MOST_PLACES:
+            if len(self._names) >= _MAX_PLACES:
                 return None
             self._names[place] = f"loss_{len(self._names) + 1}" if self._names else "loss"
         return self._names[place]
 
 
 class SummedLosses:
-    """Adds up what the backward passes of one step start from, where a program divides its loss among them."""
+    """Adds up the losses of the backward passes of one step, for programs that split a loss among them."""
 
     def __init__(self) -> None:
         self._step = -1
         self._sums: dict[str, Tensor] = {}
 
     def of(self, step: int, name: str, value: Tensor) -> Tensor:
-        """The sum so far, with one part more. Nothing is waited for."""
+        """Add a loss, and return the sum of the step so far. This does not wait for a device."""
         if step != self._step:
             self._step, self._sums = step, {}
         total = self._sums.get(name)

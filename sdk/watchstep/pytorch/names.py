@@ -1,8 +1,8 @@
-"""Names of parameters and modules as the model's author knows them, and their placement: whole, replica or shard.
+"""Names of parameters and modules in the author's model, and their placement: whole, replica or shard.
 
-Shards are recognized by `torch.distributed.tensor.DTensor`, as FSDP2 and tensor parallelism make them: along a mesh
-dimension that shards, workers hold disjoint parts, which merge; along one that replicates they hold the same values,
-which are compared and never merged.
+Shards are detected by `torch.distributed.tensor.DTensor`, which FSDP2 and tensor parallelism use. Along a sharding mesh
+dimension, workers have disjoint parts, which are merged. Along a replicating one, they have the same values, which are compared
+and never merged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.jit._trace import TracedModule  # takes hooks; has no public name
+from torch.jit._trace import TracedModule  # supports hooks; has no public name
 
 from watchstep.capture.config import Collection, placed
 from watchstep.errors import ConfigError
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """One parameter's part.
+    """Placement of one parameter.
 
     Attributes:
-        weight: placement of the parameter and of what the optimizer keeps for it.
-        gradient: placement of its gradient, as the optimizer sees it.
-        replicas: how many workers hold the same part.
+        weight: Placement of the parameter and its optimizer state.
+        gradient: Placement of its gradient as passed to the optimizer.
+        replicas: Number of workers with the same part.
     """
 
     weight: Placement = field(default_factory=Placement)
@@ -40,12 +40,12 @@ class ParameterPlacement:
 
     @property
     def records(self) -> bool:
-        """Whether this worker records statistics of it: of equal replicas, the first does."""
+        """Return whether this worker records statistics of the parameter: only the first of equal replicas does."""
         return self.weight.replica == 0
 
 
 def replicated(model: Any) -> ParameterPlacement:
-    """How a whole model stands: under DistributedDataParallel each rank holds a replica, and gradients are reduced."""
+    """Return the placement of a model. Under DistributedDataParallel each rank has a replica, and gradients are reduced."""
     return (
         replica(model.process_group)
         if isinstance(model, nn.parallel.DistributedDataParallel)
@@ -54,7 +54,7 @@ def replicated(model: Any) -> ParameterPlacement:
 
 
 def replica(group: ProcessGroup | None = None) -> ParameterPlacement:
-    """How a model stands of which each rank of a group, or of the world, holds a replica; gradients are reduced."""
+    """Return the placement of a model with a replica on each rank of a group, or of the world; gradients are reduced."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return ParameterPlacement()
     rank = torch.distributed.get_rank(group)
@@ -66,11 +66,11 @@ def replica(group: ProcessGroup | None = None) -> ParameterPlacement:
 
 
 def standing(parameter: torch.Tensor, whole: ParameterPlacement) -> ParameterPlacement:
-    """How one parameter stands.
+    """Return the placement of one parameter.
 
     Args:
-        parameter: of the model.
-        whole: how the model stands where the parameter itself does not say.
+        parameter: The parameter or buffer.
+        whole: Placement of the model, for a parameter without a device mesh.
     """
     mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
     if mesh is None or placements is None:
@@ -93,11 +93,10 @@ _SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_del
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The author's model inside wrappers for compiling and distributed training.
+    """Return the author's model inside wrappers for compilation and distributed training.
 
     Raises:
-        ConfigError: no module, `nn.DataParallel`, whose replicas live for one forward pass only, a script module, or one whose
-            parameters have no shape yet.
+        ConfigError: The model is not a module, or is `nn.DataParallel`, which creates new replicas for each forward pass.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"watch({type(model).__name__})", "give a torch.nn.Module")
@@ -114,7 +113,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter, and how it, its gradient, its update and its checksum are recorded.
+    """A parameter and the descriptions under which it, its gradient, its update and its checksum are recorded.
 
     ``not_in_optimizer`` describes the gradient while the parameter is in no optimizer.
     """
@@ -133,8 +132,8 @@ class Names:
     """Describes tensors of one watched model.
 
     Attributes:
-        model: inside its wrappers.
-        whole: how the model stands among the workers.
+        model: The model inside its wrappers.
+        whole: Placement of the model among the workers.
     """
 
     def __init__(
@@ -142,23 +141,23 @@ class Names:
         model: Any,
         prefix: str,
         collections: Mapping[str, Collection],
-        held: set[str],
+        used_collections: set[str],
         *,
         replicated: bool = False,
     ) -> None:
         self.model = unwrap(model)
         _check_modules(self.model)
-        self.whole = replica() if replicated else _outermost(model)
+        self.whole = replica() if replicated else _placement_of_wrapped(model)
         self._prefix = prefix
         self._collections = collections
-        self._taken = held
+        self._used_collections = used_collections
 
     def path(self, path: str) -> str:
-        """A module's path, below the name of its model where it was given one."""
+        """Return a module's path, prefixed with the name of its model if it has one."""
         return f"{self._prefix}.{path}" if self._prefix and path else self._prefix or path
 
     def parameters(self) -> dict[int, NamedParameter]:
-        """The model's parameters by id. A shared parameter has the name of its first owner."""
+        """Return the model's parameters by id. A shared parameter has the name of its first owner."""
         named: dict[int, NamedParameter] = {}
         for order, (path, module) in enumerate(self.model.named_modules()):
             for leaf, parameter in module.named_parameters(recurse=False):
@@ -186,46 +185,46 @@ class Names:
         gradient = replace(plain, name=f"{name}:gradient", role="gradient")
         update = replace(plain, name=f"{name}:update", role="update")
         not_in_optimizer = replace(plain, name=f"{name}:not_in_optimizer", role="not_in_optimizer")
-        stands = standing(parameter, self.whole)
-        # Each shard has a checksum of its own: they do not merge.
-        shard = f"_{stands.weight.shard_index}" if stands.weight.shard_count > 1 else ""
+        placement = standing(parameter, self.whole)
+        # Each shard has its own checksum, because checksums cannot be merged.
+        shard = f"_{placement.weight.shard_index}" if placement.weight.shard_count > 1 else ""
         checksum = replace(plain, name=f"{name}:checksum{shard}", role="checksum", shape=(), dtype="float64")
         return NamedParameter(
             parameter,
-            weight=self._placed(plain, bases, tensors.BIASES if is_bias else tensors.WEIGHTS),
-            gradient=self._placed(gradient, bases, tensors.GRADIENTS),
-            update=self._placed(update, bases, tensors.UPDATES, tensors.OPTIMIZER_STATE),
-            checksum=self._placed(checksum, bases, tensors.CHECKSUMS),
-            not_in_optimizer=self._placed(not_in_optimizer, bases, tensors.NOT_IN_OPTIMIZER),
-            standing=stands,
+            weight=self._with_collections(plain, bases, tensors.BIASES if is_bias else tensors.WEIGHTS),
+            gradient=self._with_collections(gradient, bases, tensors.GRADIENTS),
+            update=self._with_collections(update, bases, tensors.UPDATES, tensors.OPTIMIZER_STATE),
+            checksum=self._with_collections(checksum, bases, tensors.CHECKSUMS),
+            not_in_optimizer=self._with_collections(not_in_optimizer, bases, tensors.NOT_IN_OPTIMIZER),
+            standing=placement,
             bases=bases,
         )
 
     def state(self, named: NamedParameter, key: str, state: torch.Tensor) -> TensorInfo:
-        """How a tensor that an optimizer keeps for a parameter is recorded.
+        """Describe a tensor of the optimizer state of a parameter.
 
         Args:
-            named: the parameter.
-            key: the optimizer's word for it, e.g. ``exp_avg``.
-            state: the tensor.
+            named: The parameter.
+            key: Key in the optimizer state, e.g. ``exp_avg``.
+            state: The tensor.
         """
         role = "momentum" if key in _MOMENTA else "second_moment" if key in _SECOND_MOMENTS else "state"
         info = replace(
             named.weight, name=f"{named.weight.name}:{key}", role=role, dtype=dtype_name(state.dtype)
         )
-        return self._placed(info, named.bases, tensors.OPTIMIZER_STATE)
+        return self._with_collections(info, named.bases, tensors.OPTIMIZER_STATE)
 
     def of_module(
         self, path: str, module: nn.Module, order: int, role: str, built_in: tuple[str, ...]
     ) -> TensorInfo:
-        """How the output or input of a module is recorded; its shape and dtype are not known yet.
+        """Describe the output or input of a module. Its shape and dtype are not known yet.
 
         Args:
-            path: the module's path.
-            module: the module.
-            order: its rank in the order of registration.
+            path: Path of the module.
+            module: The module.
+            order: Its index in the order of registration.
             role: ``output`` or ``input``.
-            built_in: the built-in collections whose tensor it is.
+            built_in: Built-in collections that include the tensor.
         """
         info = TensorInfo(
             name=f"{self.path(path) or 'model'}:{role}",
@@ -235,16 +234,16 @@ class Names:
             module_type=type(module).__name__,
             order=order,
         )
-        return self._placed(info, bases_of(module), *built_in)
+        return self._with_collections(info, bases_of(module), *built_in)
 
     def buffer(self, path: str, leaf: str, module: nn.Module, order: int) -> TensorInfo:
-        """How a buffer of a module is recorded.
+        """Describe a buffer of a module.
 
         Args:
-            path: the module's path.
-            leaf: the buffer's name in it.
-            module: the module.
-            order: its rank in the order of registration.
+            path: Path of the module.
+            leaf: Name of the buffer in the module.
+            module: The module.
+            order: Its index in the order of registration.
         """
         tensor = module.get_buffer(leaf)
         module_path = self.path(path)
@@ -258,39 +257,42 @@ class Names:
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
         )
-        return self._placed(info, bases_of(module), tensors.BUFFERS)
+        return self._with_collections(info, bases_of(module), tensors.BUFFERS)
 
-    def _placed(self, info: TensorInfo, bases: tuple[str, ...], *built_in: str) -> TensorInfo:
+    def _with_collections(self, info: TensorInfo, bases: tuple[str, ...], *built_in: str) -> TensorInfo:
         placed_info = placed(info, built_in, self._collections, bases)
-        self._taken.update(placed_info.collections)
+        self._used_collections.update(placed_info.collections)
         return placed_info
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raise `ConfigError` for modules that take no hooks, and for parameters that have no shape yet."""
+    """Raise `ConfigError` for modules that do not support hooks, and for parameters without a shape."""
     for path, module in model.named_modules():
-        what = f"watch({type(model).__name__}): module {path!r}" if path else f"watch({type(model).__name__})"
+        description = (
+            f"watch({type(model).__name__}): module {path!r}" if path else f"watch({type(model).__name__})"
+        )
         if isinstance(module, torch.jit.ScriptModule) and not isinstance(module, TracedModule):
             raise ConfigError(
-                f"{what} is a script module, which takes no hooks", "script the model after it is watched"
+                f"{description} is a script module, which takes no hooks",
+                "script the model after it is watched",
             )
         if any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
             raise ConfigError(
-                f"{what} has parameters without a shape", "watch the model after one forward pass"
+                f"{description} has parameters without a shape", "watch the model after one forward pass"
             )
 
 
-def _outermost(model: Any) -> ParameterPlacement:
-    """How the model stands, also where it was compiled around its wrapper."""
+def _placement_of_wrapped(model: Any) -> ParameterPlacement:
+    """Return the placement of a model, also if its DistributedDataParallel wrapper is compiled."""
     inner = getattr(model, "_orig_mod", None)
-    return _outermost(inner) if isinstance(inner, nn.Module) else replicated(model)
+    return _placement_of_wrapped(inner) if isinstance(inner, nn.Module) else replicated(model)
 
 
 def bases_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the classes that a module's class derives from, its own first."""
+    """Return the names of a module's class and its base classes in method resolution order."""
     return tuple(kind.__name__ for kind in type(module).__mro__)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return the name of a dtype, e.g. ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

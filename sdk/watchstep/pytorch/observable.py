@@ -1,7 +1,7 @@
-"""Whether what runs now computes numbers, and module hooks that stay behind when their module is copied.
+"""Detection of code that computes no numbers, and module hooks that are inactive in a copy of their module.
 
 Programs deep-copy models for averages and targets, and pickle them to save or spawn. A copy is not the watched model:
-its hook does nothing, and unpickles where Watchstep is not installed.
+its hook does nothing, and can be unpickled without Watchstep.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001 - has no public name
 
 
 def observable() -> bool:
-    """Not where code is compiled, traced, exported, transformed by `torch.func`, or run on tensors that hold nothing."""
+    """Return False while code is compiled, traced, exported, transformed by `torch.func`, or run on fake tensors."""
     if torch.compiler.is_compiling():
         return False
     return (
-        torch._C._get_tracing_state() is None  # noqa: SLF001 - what torch.jit.is_tracing asks
+        torch._C._get_tracing_state() is None  # noqa: SLF001 - as torch.jit.is_tracing
         and torch._C._functorch.maybe_current_level() is None  # noqa: SLF001 - inside vmap, grad, jvp, …
         and torch._C._get_dispatch_mode(_FAKE) is None  # noqa: SLF001 - programs estimate memory with fake tensors
     )
 
 
 def dense_values(tensor: Tensor) -> Tensor | None:
-    """A tensor that has one shape and holds numbers: of a nested one all its values; None where there are none."""
+    """Return a tensor of one shape with values: all values of a nested tensor; None for a meta tensor."""
     if tensor.is_meta:
         return None
     return tensor.values() if tensor.is_nested else tensor
 
 
 class ModuleHook:
-    """Calls a function when its module is called, but not where it computes no numbers."""
+    """Calls a function when its module is called, unless the module computes no numbers."""
 
     __slots__ = ("_call",)
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
-    def __call__(self, *given: Any) -> None:
-        """Called by the module."""
+    def __call__(self, *arguments: Any) -> None:
+        """Call the function. PyTorch calls this with the hook's arguments."""
         if observable():
-            self._call(*given)
+            self._call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nullcontext().__exit__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What the standard library has that takes anything and returns None.
+        # A callable of the standard library that accepts any arguments and returns None.
         return getattr, (nullcontext(), "__exit__")
 
 
 def own_tensor(module: nn.Module, name: str) -> Tensor | None:
-    """A parameter or buffer that a module stores under a name; None where it has none.
+    """Return the parameter or buffer that a module stores under a name; None if there is none.
 
     Reading the attribute instead would run a parametrization or property of the program, which may use random numbers.
     """

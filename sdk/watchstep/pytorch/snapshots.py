@@ -1,4 +1,4 @@
-"""Full tensors of a model's weights and gradients, copied out of training's way."""
+"""Snapshots: complete weights and gradients of a model, copied with little delay of training."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _FORMAT_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""PyTorch's dtypes by their names in a safetensors header."""
+"""Names of PyTorch's dtypes in a safetensors header."""
 
 
 @dataclass(frozen=True)
 class _TensorCopy:
-    """A tensor to be copied, and how the snapshot describes it."""
+    """A tensor to copy, and its description in the snapshot."""
 
     described: Described
     tensor: Tensor
 
 
 def prepare(session: Session, parameters: Sequence[NamedParameter]) -> None:
-    """Have memory for a model's snapshots made off the training thread, where a cadence says that there will be some."""
+    """Request memory for a model's snapshots, allocated outside the training thread, if a cadence for snapshots is configured."""
     trained = [named.parameter for named in parameters if named.parameter.requires_grad]
     if any(parameter.is_cuda for parameter in trained):
-        session.snapshot_writer.memory.allocate = _pinned
+        session.snapshot_writer.memory.allocate = _allocate_pinned
     if session.config.snapshots.every is not None:
         copies = [_copy_of("", parameter) for parameter in trained]
         session.snapshot_writer.prepare(2 * sum(copy.described.length for copy in copies if copy is not None))
@@ -59,16 +59,16 @@ def prepare(session: Session, parameters: Sequence[NamedParameter]) -> None:
 def take(
     session: Session, occasion: Occasion, step: int, parameters: Sequence[NamedParameter], state: str
 ) -> None:
-    """Copy the weights, and the gradients that there are, each in its own dtype, and hand them over.
+    """Copy the weights and existing gradients, each in its own dtype, and pass them to the snapshot writer.
 
-    One copy on the training thread, into memory that is kept; a device copies while training goes on. What does not
-    fit is left out and named; of a bad step the bad tensors come first then.
+    This makes one copy on the training thread, into reused memory; a device copies while training continues. Tensors that do not
+    fit are omitted and listed as missing. If not all fit for a snapshot of the gate, non-finite tensors take precedence.
 
     Args:
-        session: the recording.
-        occasion: why.
-        step: the step.
-        parameters: in the model's order.
+        session: The recording.
+        occasion: Reason for the snapshot.
+        step: Step of the run.
+        parameters: Parameters in the model's order.
         state: "before the update" or "after the update".
     """
     writer, health = session.snapshot_writer, session.health
@@ -88,7 +88,7 @@ def take(
         health.count("truncated_snapshots")
     ordered = [fitting_copies[place] for place in aligned_order([copy.described for copy in fitting_copies])]
     try:
-        ready = _copied(ordered, memory)
+        ready = _start_copy(ordered, memory)
     except BaseException:
         writer.memory.release(memory)
         raise
@@ -106,8 +106,8 @@ def _copies_of(parameters: Sequence[NamedParameter]) -> list[_TensorCopy]:
 
 
 def _copy_of(name: str, tensor: Any) -> _TensorCopy | None:
-    """None for a dtype or layout that a snapshot cannot hold."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard, as this worker holds it
+    """Return None for a dtype or layout that a snapshot does not support."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # the shard of this worker
     dtype = _FORMAT_NAMES.get(local.dtype)
     if dtype is None or local.layout is not torch.strided:
         return None
@@ -115,7 +115,7 @@ def _copy_of(name: str, tensor: Any) -> _TensorCopy | None:
 
 
 def _is_finite(copy: _TensorCopy) -> bool:
-    """Whether a tensor holds only finite numbers; not asked of a device, for it would have to be waited for."""
+    """Return whether a tensor is finite; True for a device, because the answer would require waiting."""
     tensor = copy.tensor
     if tensor.device.type != "cpu":
         return True
@@ -123,20 +123,20 @@ def _is_finite(copy: _TensorCopy) -> bool:
     return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())
 
 
-def _pinned(size: int) -> NDArray[np.uint8]:
+def _allocate_pinned(size: int) -> NDArray[np.uint8]:
     memory: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
     return memory
 
 
-def _copied(copies: Sequence[_TensorCopy], memory: NDArray[np.uint8]) -> Callable[[], None]:
-    """Copy tensors one behind the other; returns what waits until they are there."""
+def _start_copy(copies: Sequence[_TensorCopy], memory: NDArray[np.uint8]) -> Callable[[], None]:
+    """Start to copy tensors one after another, and return a function that waits for the copies."""
     whole = torch.from_numpy(memory)
     place = 0
     for copy in copies:
         length = copy.described.length
         if length:
-            into = whole[place : place + length].view(copy.tensor.dtype).view(copy.tensor.shape)
-            into.copy_(copy.tensor, non_blocking=True)
+            target = whole[place : place + length].view(copy.tensor.dtype).view(copy.tensor.shape)
+            target.copy_(copy.tensor, non_blocking=True)
         place += length
     events = []
     for device in {copy.tensor.device for copy in copies if copy.tensor.is_cuda}:
@@ -148,13 +148,13 @@ def _copied(copies: Sequence[_TensorCopy], memory: NDArray[np.uint8]) -> Callabl
         for event in events:
             event.synchronize()
         if sys.byteorder == "big":
-            _turn_bytes([copy.described for copy in copies], memory)
+            _swap_bytes([copy.described for copy in copies], memory)
 
     return ready
 
 
-def _turn_bytes(tensors: Sequence[Described], memory: NDArray[np.uint8]) -> None:
-    """A snapshot's elements are little-endian."""
+def _swap_bytes(tensors: Sequence[Described], memory: NDArray[np.uint8]) -> None:
+    """Convert elements to little-endian, as the snapshot format requires."""
     place = 0
     for tensor in tensors:
         part = memory[place : place + tensor.length]

@@ -1,4 +1,4 @@
-"""A watched model: which of its tensors are due at a step, and when a step begins and ends."""
+"""A watched model: measures the tensors that are due at a step, and detects where steps begin and end."""
 
 from __future__ import annotations
 
@@ -41,21 +41,23 @@ from watchstep.pytorch.parameters.updates import (
     StaleGradients,
 )
 
-_OBSERVED_AFTER = 3  # finished steps after which what is silent is reported as not observed
-_ENDLESS = 500  # backward passes within one step
+_STEPS_UNTIL_REPORT = (
+    3  # number of finished steps after which tensors without rows are reported as not observed
+)
+_MAX_PASSES = 500  # number of backward passes without an update after which a warning is reported
 NONFINITE_APPLIED = "gradients:nonfinite_applied"
-"""Metric: 1 at a step whose update is made by a gradient that is not finite; 0 where the optimizer left that gradient out."""
+"""Metric: 1 at a step with an update by a non-finite gradient; 0 if the optimizer ignored that gradient."""
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """An update that is measured, and not made yet.
+    """An update that has been measured, but not made yet.
 
     Attributes:
-        update: its number.
-        ids: of the parameters.
-        numbered: how many gradient norms the step had before, as `ClippedGradients` counts them.
-        nonfinite: whether a gradient is NaN or infinite: of this update in host memory, of an earlier one on a device.
+        update: Number of the update.
+        ids: Ids of the parameters.
+        numbered: Number of gradient norms of the step before it, as counted by `ClippedGradients`.
+        nonfinite: Whether a gradient is NaN or infinite: of this update in host memory, of an earlier one on a device.
     """
 
     update: int
@@ -69,23 +71,23 @@ _Observer: TypeAlias = "Callable[Concatenate[Watch, _P], None]"
 
 
 def observes(where: str, *, in_graphs: bool = False) -> Callable[[_Observer[_P]], _Observer[_P]]:
-    """Make a method of `Watch` one that the program's hooks may call: its faults are counted in health, and never reach training.
+    """Decorate a method of `Watch` that hooks call, so that its faults are counted in health and never reach training.
 
-    `StopTraining`, a `SystemExit`, passes. While a CUDA graph is captured nothing is computed, so the method is not called.
+    `StopTraining`, a `SystemExit`, is not caught. While a CUDA graph is captured nothing is computed, so the method is not called.
 
     Args:
-        where: the kind of fault, as health names it.
-        in_graphs: call the method also while a graph is captured.
+        where: Kind of fault in the health report.
+        in_graphs: Whether to call the method also while a graph is captured.
     """
 
     def decorate(method: _Observer[_P]) -> _Observer[_P]:
         @functools.wraps(method)
         def call(watch: Watch, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
             try:
-                if in_graphs or not watch._captured():  # noqa: SLF001 - as below
+                if in_graphs or not watch._captured():  # noqa: SLF001 - this decorates methods of the class
                     method(watch, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
-                watch._health.fault(where, error)  # noqa: SLF001 - decorates its methods
+                watch._health.fault(where, error)  # noqa: SLF001 - this decorates methods of the class
 
         return call
 
@@ -93,15 +95,15 @@ def observes(where: str, *, in_graphs: bool = False) -> Callable[[_Observer[_P]]
 
 
 class Watch:
-    """Listens to one model and the optimizers that update it. Hooks call it, and it calls the hook's recorder.
+    """Observes one model and the optimizers that update it. PyTorch's hooks call it, and it calls the recorder.
 
     Attributes:
-        counts_steps: whether the primary optimizer's steps count as steps of the run. Of several watched models,
-            that of the first does.
-        model: unwrapped.
-        loss_names: names of the losses that are found.
-        loss_divisor: gives what the program divides each loss by before ``backward()``; losses are recorded undivided.
-        summed_losses: adds up the losses of a step, where they are parts of one; None where they are not.
+        counts_steps: Whether the primary optimizer's steps count as steps of the run. With several watched models,
+            only those of the first one count.
+        model: The unwrapped model.
+        loss_names: Names of the observed losses.
+        loss_divisor: Returns the number by which the program divides each loss before ``backward()``. Losses are recorded undivided.
+        summed_losses: Adds up the losses of a step if they are parts of one; else None.
     """
 
     def __init__(
@@ -114,10 +116,10 @@ class Watch:
         name: str = "",
         replicated: bool = False,
     ) -> None:
-        """Begin to listen.
+        """Start to observe.
 
         Raises:
-            ConfigError: the model or the optimizer is none that can be watched.
+            ConfigError: The model or the optimizer cannot be watched.
         """
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -133,10 +135,10 @@ class Watch:
         self._gate = GradientGate()
         self.loss_names = LossNames()
         self.summed_losses: SummedLosses | None = None
-        self.loss_divisor: Callable[[], float] = _one
+        self.loss_divisor: Callable[[], float] = _no_divisor
         self._in_closure: set[str] | None = None
         self._passes_declared = False
-        self._saw_closure = False
+        self._closure_called = False
         self._backward = (-1, 0)
         self._attempts: MutableMapping[Optimizer, _Attempt] = WeakIdKeyDictionary()
         self._counting = CountingOptimizer(optimizer)
@@ -186,7 +188,7 @@ class Watch:
             self._health.note("clipping", f"not observed in this version of PyTorch: {', '.join(unseen)}")
 
     def detach(self) -> None:
-        """Stop listening, and take the hooks off the model."""
+        """Stop observing, and remove the hooks from the model."""
         optimizer_steps.forget(self)
         losses.forget(self)
         amp.forget(self)
@@ -196,47 +198,47 @@ class Watch:
 
     @observes("stale gradients")
     def backward_begins(self) -> None:
-        """A backward pass is about to add to gradients."""
+        """Handle the start of a backward pass, which adds to gradients."""
         self._stale.backward_begins()
 
     @observes("loss")
     def found(self, loss: FoundLoss) -> None:
-        """A loss at ``backward()``."""
+        """Handle a loss at ``backward()``."""
         if not self._passes.owns_backward():
-            return  # another training's, in a thread beside this one's
+            return  # it belongs to another training in a concurrent thread
         self._begin()
         self._parts.ended()
         self._activations.new_pass()
         self._clipped.after_backward()
-        self._note_endless()
+        self._report_missing_steps()
         name = self.loss_names.of(loss.place)
         is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, name or "")
         if is_bad:
-            self._look_at_outputs()
+            self._measure_bad_pass()
             self._suspect()
         self._missing.backward_begins(finite=not is_bad)
-        if self.counts_steps and not is_bad:  # a program may skip the updates of bad losses
+        if self.counts_steps and not is_bad:  # a program may skip the update of a non-finite loss
             self._overdue.backward_begins()
         if self.loss_names.is_new(loss):
             bursts = self._schedule.bursts
-            self._look_for_onset(loss)
+            self._detect_onsets(loss)
             self._record_loss(loss, name)
             if self._schedule.bursts > bursts:
                 self._measure_live()
 
     def failed(self, error: Exception) -> None:
-        """A fault where losses, steps or closures are observed, outside of this watch."""
+        """Count a fault in the observation of losses, steps or closures outside this watch."""
         self._health.fault("observing", error)
 
-    def _look_for_onset(self, loss: FoundLoss) -> None:
-        """Of losses on a device: those that have arrived. The recorder sees those in host memory."""
+    def _detect_onsets(self, loss: FoundLoss) -> None:
+        """Pass arrived losses of a device to the onset detection. The recorder passes those in host memory."""
         if self._session.onsets is None or loss.value.device.type == "cpu":
             return
         for name, value in self._gate.late_losses():
             self._session.onsets.add(name, value, derived=True)
 
     def _measure_live(self) -> None:
-        """An onset: outputs that are still there are those of the batch whose loss it is."""
+        """Measure outputs that still exist at an onset: they are of the batch of this loss."""
         since = self._schedule.now()
         self._activations.record_live()
         self._schedule.report_extra(since)
@@ -247,7 +249,7 @@ class Watch:
             return
         if self._in_closure is not None:
             if name in self._in_closure:
-                return  # a closure is called several times in a step: its first loss is that of the weights before the update
+                return  # of several calls of a closure in a step, the first one has the loss of the weights before the update
             self._in_closure.add(name)
         divisor = self.loss_divisor()
         if divisor == 1 and self.summed_losses is None and self._in_closure is None:
@@ -265,15 +267,15 @@ class Watch:
         optimizer: Optimizer,
         *,
         has_closure: bool,
-        is_retry: bool,  # noqa: ARG002 - what a failed step measured is withdrawn, whatever has happened since
+        is_retry: bool,  # noqa: ARG002 - measurements of a failed step are always withdrawn
     ) -> None:
-        """The optimizer is about to update: measure gradients, and weights as they were used."""
-        self._saw_closure = False
+        """Measure gradients, and weights as the passes used them. The optimizer is about to update."""
+        self._closure_called = False
         self._in_closure = set() if has_closure else None
         self._withdraw_failed(optimizer)
         scaling = amp.scaling_of(optimizer)
         if scaling.skips:
-            self._see_skip(optimizer)
+            self._handle_skip(optimizer)
             return
         self._checks.before_update(optimizer, self._parameters.of(optimizer))
         if not has_closure:
@@ -282,18 +284,18 @@ class Watch:
 
     @observes("measuring")
     def closure_done(self, optimizer: Optimizer) -> None:
-        """A closure has computed gradients inside the optimizer's step: now they are known, and nothing is updated yet."""
-        self._saw_closure = True
+        """Measure gradients that a closure has computed inside the optimizer's step. Nothing is updated yet."""
+        self._closure_called = True
         self._measure(optimizer, amp.PLAIN, updated_already=False)
 
     @observes("step", in_graphs=True)
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """The optimizer has updated: the step is over, if it is the primary one's."""
+        """Handle the end of an update, which ends the step if the optimizer is the primary one."""
         self._in_closure = None
         if self._captured():
             return
         self._overdue.step_ends()
-        if has_closure and not self._saw_closure:  # what looked like one was none
+        if has_closure and not self._closure_called:  # the argument was not a closure
             self._measure(optimizer, amp.PLAIN, updated_already=True)
         attempt = self._attempts.pop(optimizer, None)
         if attempt is not None:
@@ -305,51 +307,51 @@ class Watch:
 
     @observes("gradient scaler")
     def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """A gradient scaler is about to call the optimizer, or to leave it out."""
+        """Handle a scaler's step before it calls or skips the optimizer."""
         if self._updated(optimizer) is not None and self._counting.counts(optimizer):
             self._scaler.scale(scale)
 
     @observes("gradient scaler", in_graphs=True)
     def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """A gradient scaler left the optimizer out. The batch is used up: that is a step of the run all the same."""
+        """Handle a step in which a scaler skipped the optimizer. It consumed the batch, so it counts as a step of the run."""
         self._overdue.step_ends()
-        if self._see_skip(optimizer) and self._counting.counts(optimizer):
+        if self._handle_skip(optimizer) and self._counting.counts(optimizer):
             self._scaler.scale(scale, skipped=True)
         self._finish(optimizer)
 
     @observes("clipping")
     def clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Gradients are about to be clipped."""
+        """Measure gradients that are about to be clipped."""
         self._clipped.clipping(parameters)
 
     @observes("clipping")
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
-        """The norm of gradients that are clipped."""
+        """Record the norm of clipped gradients."""
         self._clipped.clipped(parameters, norm)
         if self._is_bad_norm(parameters, norm):
             self._suspect()
             self._missing.pass_is_bad()
 
     def adopt_loss(self, found: list[FoundLoss]) -> None:
-        """Losses that were found before this model was watched belong to the step under way."""
+        """Add losses of the current step that were observed before this model was watched."""
         for loss in found:
             self.found(loss)
 
     def _captured(self) -> bool:
-        """Whether a CUDA graph is being captured: nothing is computed then, and nothing may be measured."""
+        """Return whether a CUDA graph is being captured: then nothing is computed, and nothing can be measured."""
         if not device_kernel.capturing():
             return False
         self._health.note("cuda_graphs", "steps inside a CUDA graph are not observed: a replay calls no hook")
         return True
 
-    def _note_endless(self) -> None:
-        """Say so where backward passes come and come, and nothing ends a step."""
+    def _report_missing_steps(self) -> None:
+        """Report a step with many backward passes and no end."""
         step, passes = self._backward
         self._backward = (self._recorder.step, passes + 1 if step == self._recorder.step else 1)
-        if passes == _ENDLESS and self.counts_steps:
+        if passes == _MAX_PASSES and self.counts_steps:
             self._health.note(
                 "steps",
-                f"no optimizer of PyTorch's updated this model in {_ENDLESS} backward passes: weights and gradients are "
+                f"no optimizer of PyTorch's updated this model in {_MAX_PASSES} backward passes: weights and gradients are "
                 "not recorded; call hook.step() after each update, or all of it is one step",
             )
 
@@ -370,7 +372,7 @@ class Watch:
         self._calls.leave()
 
     def _part_called(self, path: str, mode: Mode) -> None:
-        """The program has called a module by itself: a pass may begin with it, unless the program says where passes begin."""
+        """Handle a direct call of a module. It may begin a pass, unless the program declares where passes begin."""
         if self._passes_declared or not self._parts.begins(path, mode, counts_steps=self.counts_steps):
             return
         if mode == "train":
@@ -379,17 +381,17 @@ class Watch:
 
     @observes("begin", in_graphs=True)
     def begin_pass(self) -> None:
-        """A forward pass begins, also where the model itself is not called; from now on only this tells of passes."""
+        """Begin a forward pass, also without a call of the model. From now on only this method begins passes."""
         self._passes_declared = True
         self._pass_begins(self._passes.mode_of_call())
 
     def step_by_hand(self) -> None:
-        """The program says that a step is done, and this thread trains: from now on no optimizer's steps count."""
+        """Handle the end of a step that the program reports, from its training thread. From now on no optimizer's steps count."""
         self.counts_steps = False
         self._passes.set_training_thread()
 
     def _pass_begins(self, mode: Mode | None) -> None:
-        """A forward pass begins, in a mode; None where it is not recorded."""
+        """Handle the start of a forward pass in a mode; None if it is not recorded."""
         if mode is None or device_kernel.capturing():
             return
         system = self._session.system
@@ -409,19 +411,19 @@ class Watch:
         self._missing.pass_begins(logged_nan=logged_nan)
 
     def _suspect(self) -> None:
-        """A loss or a gradient norm is not finite: look at buffers, which this pass has changed, and later at what is updated."""
+        """Handle a non-finite loss or gradient norm: check buffers, which this pass has changed, now and updated tensors later."""
         self._recorder.logged_nan = False
         self._checks.suspect(self._recorder.step)
         self._checks.check_buffers(self._recorder.step)
 
     def _is_bad_norm(self, parameters: Sequence[Tensor], norm: Tensor) -> bool:
-        """Whether a norm of this model's gradients is in host memory, and not finite."""
+        """Return whether a norm of this model's gradients is in host memory and not finite."""
         if not self._config.gate or norm.device.type != "cpu" or norm.numel() != 1:
             return False
         return not math.isfinite(norm.detach().item()) and bool(self._parameters.watched(parameters))
 
     def _check_update(self, optimizer: Optimizer, *, is_nonfinite: bool) -> None:
-        """The optimizer has updated: see whether what it wrote is finite, where there is reason to."""
+        """Check whether the tensors that the optimizer updated are finite, if there is a reason to."""
         updated, step = self._parameters.of(optimizer), self._recorder.step
         if self._recorder.logged_nan:
             self._suspect()
@@ -429,11 +431,13 @@ class Watch:
             self._missing.updated()
             if self._applies_nonfinite:
                 self._record_applied(0.0)
-                self._schedule.demand(step + 1)  # a gradient that was recorded is seen to be finite again
+                self._schedule.demand(step + 1)  # so that recorded gradients show that they are finite again
         else:
             self._checks.suspect(step)
             self._missing.left_out()
-            if self._checks.has_damage(optimizer, updated) is False:  # it sees such gradients itself
+            if (
+                self._checks.has_damage(optimizer, updated) is False
+            ):  # the optimizer handles such gradients itself
                 self._record_applied(0.0)
         self._checks.after_update(optimizer, updated, step)
 
@@ -442,14 +446,14 @@ class Watch:
         if self._records_applied:
             self._recorder.scalar(self._applied, value)
 
-    def _look_at_outputs(self) -> None:
-        """The loss is bad: measure what is left of the forward pass, and the rest of this step."""
+    def _measure_bad_pass(self) -> None:
+        """Measure remaining outputs of the forward pass, and the rest of this step, because the loss is not finite."""
         self._activations.record_live()
         self._schedule.demand(self._recorder.step)
-        self._saw_bad(self._recorder.step)
+        self._note_nonfinite(self._recorder.step)
 
     def _updated(self, optimizer: Optimizer) -> Updated | None:
-        """The watched parameters of an optimizer whose turn it is; None where there are none."""
+        """Return the watched parameters of an optimizer that is about to update; None if it has none."""
         updated = self._parameters.of(optimizer)
         if not updated.parameters:
             return None
@@ -465,8 +469,8 @@ class Watch:
             self._recorder.finish()
             self._report_unseen()
 
-    def _see_skip(self, optimizer: Optimizer) -> bool:
-        """The update is left out: its gradients are no part of the record. Whether it is one of this model's."""
+    def _handle_skip(self, optimizer: Optimizer) -> bool:
+        """Discard the gradients of a skipped update. Returns whether the update is of this model."""
         self._accumulated.undivide()
         updated = self._updated(optimizer)
         if updated is None:
@@ -480,7 +484,7 @@ class Watch:
         return True
 
     def _withdraw_failed(self, optimizer: Optimizer) -> None:
-        """The last step of this optimizer raised: what was measured for it is not of the update that is made."""
+        """Withdraw the measurements of an optimizer's last step if it raised: that update was not made."""
         attempt = self._attempts.pop(optimizer, None)
         if attempt is None:
             return
@@ -499,14 +503,14 @@ class Watch:
             self._recorder.update = 0
 
     def _measure_update(self, optimizer: Optimizer, scaling: Scaling, *, updated_already: bool) -> None:
-        began = self._schedule.now()
+        start = self._schedule.now()
         self._accumulated.undivide()
         updated = self._updated(optimizer)
         if updated is None:
             counts = self.counts_steps and self._counting.counts(optimizer)
             if (
                 counts or self._counting.is_gone
-            ):  # another optimizer has come in its place, and holds nothing of the model
+            ):  # another optimizer without parameters of the model has replaced it
                 self._not_in_optimizer.measure(self._recorder.step)
             return
         step = self._recorder.step
@@ -520,18 +524,18 @@ class Watch:
         elif self._config.gate and self._has_nonfinite(optimizer, updated):
             self._schedule.demand(step)
             self._parameters.measure_again()
-            self._saw_bad(step)
+            self._note_nonfinite(step)
             self._attempts[optimizer] = replace(attempt, nonfinite=True)
             if (
                 updated.parameters[0].parameter.device.type == "cpu"
-            ):  # of a device it may be an earlier update's
+            ):  # on a device it may be of an earlier update
                 self._record_applied(1.0)
-        self._schedule.floor(self._schedule.now() - began + self._activations.idle_seconds)
+        self._schedule.floor(self._schedule.now() - start + self._activations.idle_seconds)
         self._parameters.measure_weights(updated, step)
         self._parameters.measure_checksums(updated, step)
         measured = self._clipped.release(updated.ids, scaling.updates)
         if self._clipped.released_nonfinite and not self._attempts[optimizer].nonfinite:
-            self._record_applied(0.0)  # clipping has made it finite
+            self._record_applied(0.0)  # clipping made it finite
         self._parameters.measure_gradients(updated, step, scaling, measured)
         self._buffers.measure(step)
         self._not_in_optimizer.measure(step)
@@ -545,7 +549,7 @@ class Watch:
             self._schedule.onset(self._recorder.step, 1.0)
         return self._gate.has_nonfinite(gradients, at_once=self._recorder.guarding is not None)
 
-    def _saw_bad(self, step: int) -> None:
+    def _note_nonfinite(self, step: int) -> None:
         if self._session.snapshots.bad(step):
             self._session.snapshot_writer.protect()
 
@@ -558,7 +562,7 @@ class Watch:
 
     def _report_unseen(self) -> None:
         self._steps += 1
-        if self._steps != _OBSERVED_AFTER:
+        if self._steps != _STEPS_UNTIL_REPORT:
             return
         if reason := device_kernel.reason():
             self._health.note("kernel", reason)
@@ -567,9 +571,9 @@ class Watch:
         if tensors.ACTIVATIONS in self._config.collections:
             unseen = self._activations.unseen
             if unseen:
-                named = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")
-                self._health.note("activations", f"not observed: {named} (compiled, or not called)")
+                names = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")
+                self._health.note("activations", f"not observed: {names} (compiled, or not called)")
 
 
-def _one() -> float:
+def _no_divisor() -> float:
     return 1.0

@@ -1,6 +1,6 @@
 """Translates obstore's exceptions to Watchstep's errors.
 
-obstore raises types of its own for some refusals and a `GenericError` for the others. The reason of a folder's refusal is determined by another
+obstore raises specific types for some errors and a `GenericError` for others. The reason for a folder's error is determined by another
 call of the file system. obstore reports a cloud's response (HTTP status and error code) only in its message: `CloudAnswer` parses it,
 and tests verify that with a server. Keys and URLs in a message cannot be mistaken for it, because they are percent-encoded.
 """
@@ -27,7 +27,7 @@ _DENIED = frozenset({401, 403})
 _METADATA_SERVICE = "169.254.169.254"
 """The last place where AWS clients look for credentials, used only if nothing else configures any."""
 
-_MOST_REASON = 300
+_MAX_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def refusal_of_folder(path: str, verb: Verb) -> int:
             os.scandir(path).close()
         else:
             folder = os.path.dirname(path)  # noqa: PTH120 - as obstore names it
-            while not _is_there(folder):
+            while not _exists(folder):
                 folder = os.path.dirname(folder)  # noqa: PTH120
             if not stat.S_ISDIR(os.stat(folder).st_mode):  # noqa: PTH116
                 return errno.ENOTDIR
@@ -155,7 +155,7 @@ def refusal_of_folder(path: str, verb: Verb) -> int:
     return 0
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
         os.stat(path)  # noqa: PTH116 - as obstore names it
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def _denied(call: FailedCall) -> StoreError:
 
 def _other(error: Exception, call: FailedCall) -> StoreError:
     line = str(error).strip().split("\n", 1)[0]
-    reason = line[:_MOST_REASON] or type(error).__name__
+    reason = line[:_MAX_REASON] or type(error).__name__
     return StoreError(
         f"store {call.url}: cannot {call.verb} {call.key!r} ({reason})",
         "check the URL, and that the store is reachable",

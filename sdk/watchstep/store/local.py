@@ -193,19 +193,19 @@ def read_owned_file(
     """
     file = os.open(path, OPENING | os.O_NOFOLLOW, dir_fd=folder)
     try:
-        facts = os.fstat(file)
-        if not stat.S_ISREG(facts.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-        if facts.st_uid not in owners:
-            raise PermissionError(errno.EPERM, f"belongs to another user ({facts.st_uid})", os.fspath(path))
-        if facts.st_mode & refused_modes:
-            mode = stat.S_IMODE(facts.st_mode)
+        if status.st_uid not in owners:
+            raise PermissionError(errno.EPERM, f"belongs to another user ({status.st_uid})", os.fspath(path))
+        if status.st_mode & refused_modes:
+            mode = stat.S_IMODE(status.st_mode)
             raise PermissionError(errno.EPERM, f"others may write to it (mode {mode:04o})", os.fspath(path))
-        if max_bytes is not None and facts.st_size > max_bytes:
+        if max_bytes is not None and status.st_size > max_bytes:
             raise OSError(
-                errno.EFBIG, f"{facts.st_size} bytes, at most {max_bytes} are read", os.fspath(path)
+                errno.EFBIG, f"{status.st_size} bytes, at most {max_bytes} are read", os.fspath(path)
             )
-        return read_range(file, 0, facts.st_size)
+        return read_range(file, 0, status.st_size)
     finally:
         os.close(file)
 
@@ -218,12 +218,12 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _size(facts: os.stat_result, path: str | os.PathLike[str]) -> int:
-    if stat.S_ISDIR(facts.st_mode):
+def _size(status: os.stat_result, path: str | os.PathLike[str]) -> int:
+    if stat.S_ISDIR(status.st_mode):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-    if not stat.S_ISREG(facts.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise _not_regular(path)
-    return facts.st_size
+    return status.st_size
 
 
 def _not_regular(path: str | os.PathLike[str]) -> StoreError:
@@ -240,7 +240,7 @@ STORE_ID = "WATCHSTEP_STORE_ID"
 
 _ID = re.compile(rb"[0-9a-f]{32}")
 _VALUE = re.compile(r"(?P<id>[0-9a-f]{32}) (?P<url>\S.*)")
-_MEND = "bring the folder back, e.g. mount its disk; until then nothing is written there"
+_HINT = "bring the folder back, e.g. mount its disk; until then nothing is written there"
 
 
 class StoreIdentity:
@@ -256,7 +256,7 @@ class StoreIdentity:
     def __init__(self, id: str = "") -> None:  # noqa: A002 - what it is
         self.id = id
         self._folder: Path | None = None
-        self._seen: tuple[int, int, int] | None = None
+        self._last_stamp: tuple[int, int, int] | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -307,8 +307,8 @@ class StoreIdentity:
         with self._lock:
             was_known, self._folder = self.is_known, folder
             if not was_known:
-                with self._noticing(folder):
-                    self.id = _read(folder) or (_created(folder) if create else "")
+                with self._translating(folder):
+                    self.id = _read(folder) or (_create_marker(folder) if create else "")
         self.check()
 
     def check(self) -> None:
@@ -318,7 +318,7 @@ class StoreIdentity:
             MissingStoreError: The folder is not the store.
         """
         if self._folder is not None:
-            with self._noticing(self._folder):
+            with self._translating(self._folder):
                 self._check(self._folder, None)
 
     @contextlib.contextmanager
@@ -330,7 +330,7 @@ class StoreIdentity:
         """
         assert self._folder is not None
         with contextlib.ExitStack() as stack:
-            with self._noticing(self._folder):
+            with self._translating(self._folder):
                 folder = stack.enter_context(opened_folder(self._folder))
                 self._check(self._folder, folder)
             yield folder
@@ -345,24 +345,24 @@ class StoreIdentity:
             return
         status = os.stat(name, dir_fd=folder)
         stamp = (status.st_dev, status.st_ino, status.st_mtime_ns)
-        if stamp == self._seen:
+        if stamp == self._last_stamp:
             return
         identity = _read(path)
         if identity != self.id:
             raise MissingStoreError(
                 f"store {path}: the folder contains another store ({identity or 'unmarked'} instead of {self.id})",
-                _MEND,
+                _HINT,
             )
-        self._seen = stamp
+        self._last_stamp = stamp
 
     @contextlib.contextmanager
-    def _noticing(self, path: Path) -> Iterator[None]:
+    def _translating(self, path: Path) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
             raise MissingStoreError(
                 f"store {path}: the folder of the store no longer exists ({error.strerror}: {error.filename})",
-                _MEND,
+                _HINT,
             ) from error
         except OSError as error:
             raise MissingStoreError(
@@ -380,7 +380,7 @@ def _read(folder: Path) -> str:
     """
     try:
         # Do not wait: a named pipe has no writer. Links are followed, because they can only lead to another id.
-        with open(folder / MARKER, "rb", opener=_opened_at_once) as file:
+        with open(folder / MARKER, "rb", opener=_open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _no_marker(folder)
             match = _ID.match(file.read(64))
@@ -393,7 +393,7 @@ def _read(folder: Path) -> str:
     return match[0].decode() if match else ""
 
 
-def _opened_at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -404,14 +404,14 @@ def _no_marker(folder: Path) -> MissingStoreError:
     )
 
 
-def _created(folder: Path) -> str:
+def _create_marker(folder: Path) -> str:
     """Create a marker in a folder unless it has one. Returns the id; empty if the folder is not writable."""
-    made = secrets.token_hex(16)
+    identity = secrets.token_hex(16)
     try:
         with opened_folder(folder) as opened:
-            create_file(opened, MARKER, (f"{made}\n".encode(),))
+            create_file(opened, MARKER, (f"{identity}\n".encode(),))
             if not _read(folder):  # an empty marker, after a power failure
-                put_file(opened, MARKER, (f"{made}\n".encode(),))
+                put_file(opened, MARKER, (f"{identity}\n".encode(),))
             return _read(folder)
     except OSError:
         return ""

@@ -75,7 +75,7 @@ _CLOUD_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
 _PART = (
     5 * 1024 * 1024
 )  # the minimum of S3; two at a time pass through a slow connection within a request's timeout
-_MOST_PARTS = 9_000  # S3 accepts 10,000
+_MAX_PARTS = 9_000  # S3 accepts 10,000
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,13 @@ class Store:
 
     def child(self, prefix: str) -> Store:
         """Return the same store with a prefix below this one."""
-        return self._seen_from(f"{self._prefix}{prefix.rstrip('/')}/", self._gate)
+        return self._view(f"{self._prefix}{prefix.rstrip('/')}/", self._gate)
 
     def gated(self, gate: WriteGate) -> Store:
         """Return the same store, which writes and deletes only while a gate is open."""
-        return self._seen_from(self._prefix, gate)
+        return self._view(self._prefix, gate)
 
-    def _seen_from(self, prefix: str, gate: WriteGate | None) -> Store:
+    def _view(self, prefix: str, gate: WriteGate | None) -> Store:
         return Store(
             self.url,
             self._backend,
@@ -254,7 +254,7 @@ class Store:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
-        part = max(_PART, -(-size // _MOST_PARTS))
+        part = max(_PART, -(-size // _MAX_PARTS))
         try:
             with self._writing(key):
                 if self._identity is not None:
@@ -262,7 +262,7 @@ class Store:
                         return create_file(folder, name, parts)
                 if size <= part:  # one request, which itself checks that the key does not exist
                     obstore.put(self._backend, self._prefix + key, b"".join(parts), mode="create")
-                elif self._is_taken(key):
+                elif self._exists(key):
                     return False
                 else:
                     chunks = iter(parts)
@@ -291,7 +291,7 @@ class Store:
 
     def _check_gate(self, key: str) -> None:
         if self._gate is not None:
-            self._gate.check(f"object {self._named(key)}")
+            self._gate.check(f"object {self._description(key)}")
 
     @contextlib.contextmanager
     def _written_folder(self, identity: StoreIdentity, key: str) -> Iterator[tuple[int, str]]:
@@ -315,7 +315,7 @@ class Store:
         parts = (self._prefix + key).split("/")
         if any(part in {"", ".", ".."} or "\0" in part for part in parts):
             raise StoreError(
-                f"object {self._named(key)} has an invalid key",
+                f"object {self._description(key)} has an invalid key",
                 "use names between single slashes, and no '..'",
             )
         return parts
@@ -329,7 +329,7 @@ class Store:
         except OSError as error:
             raise self._translated("read", key, error) from error
 
-    def _is_taken(self, key: str) -> bool:
+    def _exists(self, key: str) -> bool:
         try:
             self.size(key)
         except NotFoundError:
@@ -352,17 +352,17 @@ class Store:
             with self._reading(key) as path, opened_object(path) as (file, size):
                 if limit is None or size <= limit:
                     return read_range(file, 0, size)
-            raise oversized(self._named(key), size, limit)
+            raise oversized(self._description(key), size, limit)
         import obstore
 
         try:
-            answer = obstore.get(self._backend, self._prefix + key)
-            size = int(answer.meta["size"])
+            response = obstore.get(self._backend, self._prefix + key)
+            size = int(response.meta["size"])
             if limit is None or size <= limit:
-                return bytes(answer.bytes())
+                return bytes(response.bytes())
         except Exception as error:
             raise self._translated("read", key, error) from error
-        raise oversized(self._named(key), size, limit)
+        raise oversized(self._description(key), size, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Read ``length`` bytes (at least 1) of an object from ``start``; fewer if the object ends before.
@@ -556,7 +556,7 @@ class Store:
         except Exception:  # noqa: BLE001 - listing is also refused: the refusal remains
             return False
 
-    def _named(self, key: str) -> str:
+    def _description(self, key: str) -> str:
         return f"{self.location}/{key}"
 
     def _path(self, key: str) -> str:
@@ -569,7 +569,7 @@ class Store:
     def _translated(self, verb: Verb, key: str, error: Exception) -> StoreError:
         self.check_identity()
         path = self._path(key) if self.is_local else None
-        call = FailedCall(verb, key, self.url, self._named(key), path)
+        call = FailedCall(verb, key, self.url, self._description(key), path)
         if verb == "read" and self._is_hidden(key, error):
             return not_found(call)
         return translate(error, call)

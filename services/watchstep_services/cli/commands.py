@@ -148,7 +148,7 @@ RULES = {
         "List the rules that are allowed to stop jobs of a project, with author and reason. Token: WATCHSTEP_TOKEN.",
     ),
     "test": CommandEntry(
-        "rule_tests",
+        "rules",
         "run_tests",
         "Run rule tests: series or recorded runs, and the expected alerts. Exit code 1 if a test fails.",
     ),

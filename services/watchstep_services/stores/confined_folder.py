@@ -80,7 +80,7 @@ class ConfinedFolder(Store):
         with self._translating("read", key), self._file(key) as (file, size):
             if limit is None or size <= limit:
                 return read_range(file, 0, size)
-        raise oversized(self._named(key), size, limit)
+        raise oversized(self._description(key), size, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """As `Store.get_range`."""
@@ -88,7 +88,7 @@ class ConfinedFolder(Store):
             if start < size:
                 return read_range(file, start, min(length, size - start))
         raise StoreError(
-            f"object {self._named(key)}: has {size} bytes, cannot be read from byte {start} on",
+            f"object {self._description(key)}: has {size} bytes, cannot be read from byte {start} on",
             "read it again: it may have changed",
         )
 
@@ -182,7 +182,7 @@ class ConfinedFolder(Store):
         try:
             yield
         except OSError as error:
-            named = self._named(key)
+            named = self._description(key)
             if error.errno == errno.ELOOP:
                 raise StoreError(
                     f"object {named}: a symbolic link, which is not followed", "put the object itself there"

@@ -44,7 +44,7 @@ def test_all_that_there_is_to_see() -> None:
         "loss       not finite  █▃▁▁\N{MULTIPLICATION SIGN}",
         "[bold]aux           -",
         "recording       4.47%  of the program's time; budget 1.0%",
-        "problems                  1,200 rows dropped",
+        "problems               1,200 rows dropped",
         "rules  1 firing, 1 inactive, 1 no data",
         "  ● nan_or_inf  firing",
         "never  stop requested: NaN in loss",

@@ -109,7 +109,7 @@ def test_a_service_that_is_away_takes_nothing_from_what_was_seen(
     watcher.look()
     watcher._connected = away
     assert watcher.look() == []
-    assert (watcher.status.step, "no answer" in watcher.status.trouble) == (19, True)
+    assert (watcher.status.step, "does not respond" in watcher.status.trouble) == (19, True)
     assert RunWatcher(lambda: client, PROJECT, "never").look() == []
 
 

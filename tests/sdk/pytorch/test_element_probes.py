@@ -33,7 +33,7 @@ def test_a_name_holds_the_kind_and_its_arguments(kind: str, arguments: tuple[str
     "name", ["inactive_units", "inactive_units:many", "unchanged:1e-5:1e-8:perhaps", "input_variance:1"]
 )
 def test_arguments_that_are_wrong_are_an_error_that_says_which_are_right(name: str) -> None:
-    with pytest.raises(ConfigError, match="its arguments are wrong"):
+    with pytest.raises(ConfigError, match="invalid arguments"):
         CaptureConfig(probes=(name,))
     with pytest.raises(ConfigError, match="unknown"):
         CaptureConfig(probes=("activity:1.0",))

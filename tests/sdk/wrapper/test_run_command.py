@@ -85,7 +85,7 @@ def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None
         [sys.executable, tmp_path / "train.py", "--lr", "1 2"], capture_output=True, text=True, check=True
     )
     assert done.stdout == plain.stdout
-    told = f"watchstep: run default/r in file://{tmp_path}/runs; no service watches it yet: it is recorded, and judged once one does (watchstep serve)\n"
+    told = f"watchstep: run default/r in file://{tmp_path}/runs; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)\n"
     assert done.stderr == told
     run = recorded(tmp_path)
     assert run.steps() == list(range(20))
@@ -256,7 +256,7 @@ def test_without_a_service_rules_are_kept_with_the_run(tmp_path: Path) -> None:
         (["run", "--run", "../x", "--", "true"], "run name '../x'"),
         (["run", "--store", "ftp://x", "--", "true"], "unknown scheme 'ftp'"),
         (["run", "--require-store", "--store", "/dev/null/x", "--", "true"], "cannot create the folder"),
-        (["run", "--require-service", "--", "true"], "no service watches it"),
+        (["run", "--require-service", "--", "true"], "no service watches store"),
         (["run", "--rules", "missing.yaml", "--", "true"], "rule file missing.yaml"),
         (["run", "--service", "localhost:80", "--", "true"], "is not an http or https URL"),
         (

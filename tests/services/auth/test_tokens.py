@@ -146,27 +146,28 @@ requests = st.builds(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mine=requests, asked=requests)
+@given(mine=requests, requested=requests)
 def test_nobody_makes_a_token_that_may_more(
-    sqlite: Database, mine: TokenRequest, request: TokenRequest
+    sqlite: Database, mine: TokenRequest, requested: TokenRequest
 ) -> None:
     lifetime = mine.lifetime_seconds
     maker = identify(sqlite, create_token(sqlite, mine.role, mine.project, lifetime_seconds=lifetime))
     assert maker is not None
     fits = (
-        PERMISSIONS[request.role] <= PERMISSIONS[mine.role]
-        and mine.project in {None, request.project}
+        PERMISSIONS[requested.role] <= PERMISSIONS[mine.role]
+        and mine.project in {None, requested.project}
         and (
-            lifetime is None or (request.lifetime_seconds is not None and request.lifetime_seconds < lifetime)
+            lifetime is None
+            or (requested.lifetime_seconds is not None and requested.lifetime_seconds < lifetime)
         )
     )
     if not fits:
         with pytest.raises(TooMuchError):
-            create_for(sqlite, request, maker)
+            create_for(sqlite, requested, maker)
         return
-    caller = identify(sqlite, create_for(sqlite, request, maker))
+    caller = identify(sqlite, create_for(sqlite, requested, maker))
     assert caller is not None
-    assert (caller.role, caller.project) == (request.role, request.project)
+    assert (caller.role, caller.project) == (requested.role, requested.project)
     with sqlite.read() as session:
         assert (
             session.execute(select(Token.created_by).where(Token.id == caller.token)).scalar_one()

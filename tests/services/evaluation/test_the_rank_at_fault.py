@@ -111,4 +111,4 @@ def test_the_rank_at_fault_is_named(
     assert last["finding"]["role"] == "output"
     assert last["finding"]["upstream"] == ["model:input"]
     assert "; the input contained 1 NaN among 128 elements of model:input" in last["message"]
-    assert last["explanation"]["usual_causes"][0].startswith("The batch of this step was bad, as measured")
+    assert last["explanation"]["usual_causes"][0].startswith("The batch of this step was measured as bad")

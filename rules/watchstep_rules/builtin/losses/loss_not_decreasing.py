@@ -26,7 +26,7 @@ from watchstep_rules.signals.loss_series import (
 
 _MOST_NOISE = 0.4
 _ROUNDING = 1e-9
-_UNSURE = 0.5  # standard errors by which a loss may have fallen, and still be said to stay
+_UNSURE = 0.5  # standard errors by which a flat loss may have fallen
 
 
 class LossNotDecreasingParams(Params):
@@ -143,7 +143,7 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     )
 
     def lookback(self, params: LossNotDecreasingParams) -> int:
-        """The losses of the means."""
+        """Return the number of losses for the means."""
         return lookback(params.warmup, params.patience)
 
     def evaluate(
@@ -154,32 +154,32 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         block: Block,
         now: int,
     ) -> tuple[LossNotDecreasingState, list[Finding]]:
-        """Judge each training loss by itself."""
+        """Evaluate each training loss independently."""
         losses = loss_series(context, block, "train")
         labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
         others, improved = improvement(state.others, state.improved, context, block)
-        kept, findings = dict(state.series), {}
+        beginnings, findings = dict(state.series), {}
         for series in losses:
-            seen, kept[series.key] = progress(
-                series, kept.get(series.key, Beginning()), params.warmup, params.patience
+            columns, beginnings[series.key] = progress(
+                series, beginnings.get(series.key, Beginning()), params.warmup, params.patience
             )
-            said = against_labels(
-                seen.mean,
-                seen.mean_error,
+            labels_verdict = against_labels(
+                columns.mean,
+                columns.mean_error,
                 constant_prediction.at(baselines, series.steps),
                 constant_prediction.least_at(baselines, series.steps),
                 series.function,
             )
-            stays, rises = _verdict(params, seen, said, as_flags(improved, series.steps))
+            stays, rises = _verdict(params, columns, labels_verdict, as_flags(improved, series.steps))
             rises &= series.trailing(max(2, params.patience // 5), falls) != 1
-            whole = is_whole(series, names)
-            for place in np.flatnonzero((stays | rises) & whole):
-                findings[int(series.rows[place])] = self._finding(
-                    block, params, series, seen, int(place), rises=bool(rises[place])
+            is_total = is_whole(series, names)
+            for index in np.flatnonzero((stays | rises) & is_total):
+                findings[int(series.rows[index])] = self._finding(
+                    block, params, series, columns, int(index), rises=bool(rises[index])
                 )
         state = LossNotDecreasingState(
-            series=kept, names=names, labels=labels, others=others, improved=improved
+            series=beginnings, names=names, labels=labels, others=others, improved=improved
         )
         return state, [findings[row] for row in sorted(findings)]
 
@@ -206,28 +206,28 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
 def _verdict(
     params: LossNotDecreasingParams,
     seen: LossProgressColumns,
-    said: AgainstLabels,
+    labels: AgainstLabels,
     improved: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Rows at which a loss stays at its start, and rows at which it rises far above."""
+    """Return the rows at which a loss stays at its start, and the rows at which it rises far above."""
     level, start, unsure = seen.level, seen.start, seen.uncertainty
-    unknown = np.isnan(said.own)
-    measure = ~seen.signed & (start > 0) & (level > 0) & ~(unknown & improved)
+    unknown = np.isnan(labels.own)
+    is_measurable = ~seen.signed & (start > 0) & (level > 0) & ~(unknown & improved)
     flat = np.abs(level - seen.earlier) <= 2 * unsure + _ROUNDING * level
     was_lower = level - seen.lowest > 4 * seen.noise / np.sqrt(20) + params.min_fall * level
     settled = (params.certainty * seen.error <= params.min_fall * level) & (seen.confidence <= _UNSURE)
     settled &= (seen.seen >= params.warmup + 2 * params.patience) | (seen.noise <= _ROUNDING * level)
-    of_noise = 2 * seen.noise * math.sqrt(1 / params.warmup + 1 / seen.half)
+    noise_fall = 2 * seen.noise * math.sqrt(1 / params.warmup + 1 / seen.half)
     fallen = start - level
-    as_began = (fallen <= params.min_fall * start) & settled & unknown
-    as_began |= (fallen <= np.maximum(params.min_fall * start, of_noise)) & said.above
-    better = seen.mean + seen.mean_error < said.least
-    stuck = (as_began & ~seen.fell & ~better) | (said.constant & (level >= start / 2))
-    plain = seen.noise <= _MOST_NOISE * level
-    stays = measure & said.told & plain & flat & stuck & ~was_lower
-    bar = np.where(said.above, params.growth, params.far)
-    rises = measure & (level >= bar * start) & (level - seen.earlier > 3 * unsure)
-    high = (seen.middle >= params.growth * start) & said.above
-    high |= (seen.middle >= params.far * start) & plain
-    lost = measure & (seen.peak > 0) & high & (seen.earlier - level <= 2 * unsure)
+    at_start = (fallen <= params.min_fall * start) & settled & unknown
+    at_start |= (fallen <= np.maximum(params.min_fall * start, noise_fall)) & labels.above
+    better = seen.mean + seen.mean_error < labels.least
+    stuck = (at_start & ~seen.fell & ~better) | (labels.constant & (level >= start / 2))
+    clear = seen.noise <= _MOST_NOISE * level
+    stays = is_measurable & labels.told & clear & flat & stuck & ~was_lower
+    required_ratio = np.where(labels.above, params.growth, params.far)
+    rises = is_measurable & (level >= required_ratio * start) & (level - seen.earlier > 3 * unsure)
+    high = (seen.middle >= params.growth * start) & labels.above
+    high |= (seen.middle >= params.far * start) & clear
+    lost = is_measurable & (seen.peak > 0) & high & (seen.earlier - level <= 2 * unsure)
     return stays | lost, rises

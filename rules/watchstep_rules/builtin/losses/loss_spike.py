@@ -63,7 +63,7 @@ class LossSpikeParams(Params):
 
 
 class SpikeSeries(NamedTuple):
-    """What is stored of a series.
+    """State of a series.
 
     Attributes:
         first: the first losses, up to ten.
@@ -144,13 +144,13 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     )
 
     def lookback(self, params: LossSpikeParams) -> int:
-        """The window and the losses that are compared with it."""
+        """Return the number of losses in the window and after it."""
         return params.window + max(params.lasting, params.exploded, _CLIMB) - 1
 
     def evaluate(
         self, params: LossSpikeParams, state: LossSpikeState, context: Block, block: Block, now: int
     ) -> tuple[LossSpikeState, list[Finding]]:
-        """Judge each training loss by itself."""
+        """Evaluate each training loss independently."""
         losses = loss_series(context, block, "train")
         names = first_steps(state.names, losses)
         heights, findings = dict(state.heights), {}
@@ -179,18 +179,18 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
         self, params: LossSpikeParams, block: Block, series: LossSeries, place: int, spike: _Spikes
     ) -> Finding:
         nearest, level, above = (float(column[place]) for column in (spike.nearest, spike.level, spike.above))
-        end, bar = ("lowest", level + above) if nearest > level else ("highest", level - above)
-        figure = (
+        end, threshold = ("lowest", level + above) if nearest > level else ("highest", level - above)
+        description = (
             f"mean of the last {_CLIMB // 2}, which climb,"
             if spike.climbs
             else f"{end}{' but one' if spike.one_dips[place] else ''} of the last {spike.lasting}"
         )
         message = (
-            f"{series.name} is {series.values[place]:.4g}, the {figure} is {nearest:.4g}; the median "
+            f"{series.name} is {series.values[place]:.4g}, the {description} is {nearest:.4g}; the median "
             f"of the {params.window} before is {level:.4g}"
         )
         return finding_at(
-            self.name, block, int(series.rows[place]), value=nearest, threshold=bar, message=message
+            self.name, block, int(series.rows[place]), value=nearest, threshold=threshold, message=message
         )
 
 
@@ -235,7 +235,7 @@ class _Spikes(NamedTuple):
 
 
 def _may_spike(params: LossSpikeParams, series: LossSeries, began: Floats) -> bool:
-    """Whether some losses are high, or below zero. In a healthy training none are, and nothing more is computed.
+    """Return whether some losses are high, or negative. In a healthy training none are, and nothing more is computed.
 
     The newest loss may be the one that dips, to half of the others.
     """
@@ -251,24 +251,24 @@ def _level(params: LossSpikeParams, series: LossSeries, lasting: int) -> Floats:
 def _began(
     past: SpikeSeries, series: LossSeries, level: Floats
 ) -> tuple[Floats, NDArray[np.bool_], SpikeSeries]:
-    """The first value of the loss, or its highest level, as of each row (NaN before it is known), and whether it was below zero before."""
+    """Return the first value of the loss, or its highest level, at each row (NaN before it is known), and whether it was negative before."""
     first, highest, signed = past.first, past.level, past.signed
     began, was_signed = np.full(len(level), np.nan), np.zeros(len(level), np.bool_)
     start = abs(statistics.median(first)) if len(first) == _FIRST else math.nan
-    for place, (value, middle) in enumerate(zip(series.values.tolist(), level.tolist(), strict=True)):
+    for index, (value, middle) in enumerate(zip(series.values.tolist(), level.tolist(), strict=True)):
         if len(first) < _FIRST and math.isfinite(value):
             first = (*first, value)
             start = abs(statistics.median(first)) if len(first) == _FIRST else math.nan
         if math.isfinite(middle):
             highest = max(highest, abs(middle))
             signed = signed or middle < 0
-        was_signed[place] = signed
-        began[place] = max(start, highest)  # NaN while the start is unknown, because NaN is first
+        was_signed[index] = signed
+        began[index] = max(start, highest)  # NaN while the start is unknown, because NaN is first
     return began, was_signed, past._replace(first=first, level=highest, signed=signed)
 
 
 def _beyond(params: LossSpikeParams, past: SpikeSeries, series: LossSeries) -> tuple[Floats, SpikeSeries]:
-    """`_Past.beyond` of each row.
+    """Compute `_Past.beyond` of each row.
 
     The extremes are those of the whole run, because an adversarial loss may swing again as far as it did long ago, without the newest
     losses, which may be the jump.
@@ -331,19 +331,19 @@ def _spikes(params: LossSpikeParams, series: LossSeries, lasting: int, past: _Pa
 
 
 def _second(windows: Floats) -> Floats:
-    """The second lowest of each row; of one number that."""
-    found: Floats = np.sort(windows, axis=1)[:, min(1, windows.shape[1] - 1)]
-    return found
+    """Return the second lowest value of each row, or the only one."""
+    second: Floats = np.sort(windows, axis=1)[:, min(1, windows.shape[1] - 1)]
+    return second
 
 
 def _lowest_usual(windows: Floats) -> Floats:
-    """The lowest of each row but for outliers."""
-    found: Floats = np.sort(windows, axis=1)[:, min(_TURNED_OUTLIERS, windows.shape[1] - 1)]
-    return found
+    """Return the lowest value of each row, without outliers."""
+    lowest: Floats = np.sort(windows, axis=1)[:, min(_TURNED_OUTLIERS, windows.shape[1] - 1)]
+    return lowest
 
 
 def _climbs(params: LossSpikeParams, series: LossSeries, past: _Past) -> _Spikes:
-    """Losses that are on their way up, over a part of what had been learned and the faster the longer."""
+    """Find losses that climb at a growing rate, over a part of the earlier fall."""
     width, half = params.window + _CLIMB, _CLIMB // 2
     level = _level(params, series, _CLIMB)
     spread = series.trailing(width, lambda windows: robust_spread(windows[:, : params.window]))
@@ -363,12 +363,12 @@ def _climbs(params: LossSpikeParams, series: LossSeries, past: _Past) -> _Spikes
             & (newer >= level + above)
             & (newer - level >= _CLIMB_FACTOR * (older - level))
         )
-    anywhere = np.zeros(len(level), np.bool_)
-    return _Spikes(_CLIMB, newer, level, above, climbs, anywhere, anywhere, anywhere, climbs=True)
+    nowhere = np.zeros(len(level), np.bool_)
+    return _Spikes(_CLIMB, newer, level, above, climbs, nowhere, nowhere, nowhere, climbs=True)
 
 
 def _inversions(windows: Floats) -> Floats:
-    """How many pairs of each row do not rise."""
+    """Count the pairs of each row that do not rise."""
     older, newer = np.triu_indices(windows.shape[1], k=1)
-    found: Floats = (windows[:, newer] <= windows[:, older]).sum(axis=1).astype(np.float64)
-    return found
+    inversions: Floats = (windows[:, newer] <= windows[:, older]).sum(axis=1).astype(np.float64)
+    return inversions

@@ -107,49 +107,52 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
     )
 
     def lookback(self, params: LostProgressParams) -> int:
-        """The losses of the means."""
+        """Return the number of losses for the means."""
         return loss_lookback(params.warmup, 2 * params.window)
 
     def evaluate(
         self, params: LostProgressParams, state: LostProgressState, context: Block, block: Block, now: int
     ) -> tuple[LostProgressState, list[Finding]]:
-        """Judge each training loss by itself."""
+        """Evaluate each training loss independently."""
         losses = loss_series(context, block, "train")
         labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
-        kept, courses, findings = dict(state.series), dict(state.courses), {}
+        beginnings, courses, findings = dict(state.series), dict(state.courses), {}
         for series in losses:
-            before = kept.get(series.key, Beginning())
-            seen, kept[series.key] = progress(series, before, params.warmup, 2 * params.window)
+            before = beginnings.get(series.key, Beginning())
+            columns, beginnings[series.key] = progress(series, before, params.warmup, 2 * params.window)
             mean = series.trailing(params.window, lambda windows: windows.mean(axis=1))
-            guess = own_baselines(constant_prediction.at(baselines, series.steps), series.function)
-            start = np.where(np.isnan(seen.start), np.nan, np.fmin(seen.start, guess))
+            constant_loss = own_baselines(constant_prediction.at(baselines, series.steps), series.function)
+            start = np.where(np.isnan(columns.start), np.nan, np.fmin(columns.start, constant_loss))
             with np.errstate(invalid="ignore"):
-                is_back = (mean >= params.back * start) & (seen.lowest <= params.fallen * start)
+                is_back = (mean >= params.back * start) & (columns.lowest <= params.fallen * start)
                 is_down = mean < params.back * start
             lasts, courses[series.key] = _lasts(
-                params, courses.get(series.key, LossCourse()), seen.seen, is_back, is_down
+                params, courses.get(series.key, LossCourse()), columns.seen, is_back, is_down
             )
             if not lasts.any():
                 continue
             lost = (
-                lasts & (series.trailing(params.window, falls) != 1) & ~seen.signed & is_whole(series, names)
+                lasts
+                & (series.trailing(params.window, falls) != 1)
+                & ~columns.signed
+                & is_whole(series, names)
             )
-            for place in map(int, np.flatnonzero(lost)):
-                row = int(series.rows[place])
+            for index in map(int, np.flatnonzero(lost)):
+                row = int(series.rows[index])
                 message = (
-                    f"{series.name} is {mean[place]:.4g} on average, it began at {seen.start[place]:.4g} and "
-                    f"had come down to {seen.lowest[place]:.4g}"
+                    f"{series.name} is {mean[index]:.4g} on average, it began at {columns.start[index]:.4g} and "
+                    f"had come down to {columns.lowest[index]:.4g}"
                 )
                 findings[row] = finding_at(
                     self.name,
                     block,
                     row,
-                    value=float(mean[place]),
-                    threshold=float(params.back * start[place]),
+                    value=float(mean[index]),
+                    threshold=float(params.back * start[index]),
                     message=message,
                 )
-        state = LostProgressState(series=kept, courses=courses, names=names, labels=labels)
+        state = LostProgressState(series=beginnings, courses=courses, names=names, labels=labels)
         return state, [findings[row] for row in sorted(findings)]
 
 
@@ -160,14 +163,14 @@ def _lasts(
     is_back: NDArray[np.bool_],
     is_down: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], LossCourse]:
-    """At which rows the loss has been back for long enough."""
+    """Return the rows at which the loss has been back for long enough."""
     learned, away = course
     lasts = np.zeros(len(seen), np.bool_)
-    for place, (number, back, down) in enumerate(
+    for index, (number, back, down) in enumerate(
         zip(seen.tolist(), is_back.tolist(), is_down.tolist(), strict=True)
     ):
         away = away + 1 if back else 0
         if down and not learned:
             learned = number
-        lasts[place] = away >= max(params.lasting, min(learned, _LONGEST))
+        lasts[index] = away >= max(params.lasting, min(learned, _LONGEST))
     return lasts, LossCourse(learned, away)

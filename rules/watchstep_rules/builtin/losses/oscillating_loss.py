@@ -19,7 +19,7 @@ from watchstep_rules.signals.robust import medians, quantiles
 from watchstep_rules.signals.tensor_selection import rows_where
 
 _EVALUATIONS = 8
-_KEPT = "gradients:stale"
+_STALE = "gradients:stale"
 
 
 class OscillatingLossParams(Params):
@@ -116,7 +116,7 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
     )
 
     def lookback(self, params: OscillatingLossParams) -> int:
-        """The window."""
+        """Return the length of the window."""
         return max(params.window, _EVALUATIONS)
 
     def evaluate(
@@ -127,51 +127,51 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         block: Block,
         now: int,
     ) -> tuple[OscillatingLossState, list[Finding]]:
-        """Judge each loss by itself, those of training and of validation."""
+        """Evaluate each training and validation loss independently."""
         losses = loss_series(context, block, "train")
         evaluations = loss_series(context, block, "eval")
         labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
         gradients = _stale_gradients(state.kept, block)
-        kept, findings = dict(state.series), {}
+        last_origins, findings = dict(state.series), {}
         for series in [*losses, *evaluations]:
-            origin = _origins(series, kept.get(series.key, LossOrigin()))
-            kept[series.key] = origin[-1]
+            origin = _origins(series, last_origins.get(series.key, LossOrigin()))
+            last_origins[series.key] = origin[-1]
             if series.key.endswith("/eval"):
                 width, swings = _EVALUATIONS, _evaluations(series, origin)
             else:
                 width = params.window
-                known = constant_prediction.at(baselines, series.steps)
-                cause = constant_prediction.in_order_at(baselines, series.steps) | _kept_at(
+                constant_losses = constant_prediction.at(baselines, series.steps)
+                cause = constant_prediction.in_order_at(baselines, series.steps) | _stale_at(
                     gradients, series.steps
                 )
                 ends = _Ends.of(series, width)
-                swings = _overshoots(params, series, origin, known, ends)
+                swings = _overshoots(params, series, origin, constant_losses, ends)
                 swings |= _alternates(params, series, origin, ends)
                 if cause.any():
-                    swings |= cause & _swings_wide(params, series, origin, known, ends)
-            swings &= is_whole(series, names) & ~np.array([each.signed for each in origin])
+                    swings |= cause & _swings_wide(params, series, origin, constant_losses, ends)
+            swings &= is_whole(series, names) & ~np.array([row_origin.signed for row_origin in origin])
             if not swings.any():
                 continue
             low, high = _ends(series, width)
-            for place in map(int, np.flatnonzero(swings)):
-                row = int(series.rows[place])
-                message = f"{series.name} oscillated between {low[place]:.3g} and {high[place]:.3g} over {width} records"
+            for index in map(int, np.flatnonzero(swings)):
+                row = int(series.rows[index])
+                message = f"{series.name} oscillated between {low[index]:.3g} and {high[index]:.3g} over {width} records"
                 findings[row] = finding_at(
                     self.name,
                     block,
                     row,
-                    value=float(high[place] - low[place]),
-                    threshold=float(origin[place].first or 0.0),
+                    value=float(high[index] - low[index]),
+                    threshold=float(origin[index].first or 0.0),
                     message=message,
                 )
-        state = OscillatingLossState(series=kept, names=names, labels=labels, kept=gradients[-1][1])
+        state = OscillatingLossState(series=last_origins, names=names, labels=labels, kept=gradients[-1][1])
         return state, [findings[row] for row in sorted(findings)]
 
 
 def _origins(series: LossSeries, past: LossOrigin) -> list[LossOrigin]:
-    """The origin as of each row."""
-    found = []
+    """Return the origin at each row."""
+    origins = []
     for value in series.values.tolist():
         finite = np.isfinite(value)
         past = LossOrigin(
@@ -180,17 +180,17 @@ def _origins(series: LossSeries, past: LossOrigin) -> list[LossOrigin]:
             max(past.high, value) if finite and past.seen < 10 else past.high,
             past.signed or value < 0,
         )
-        found.append(past)
-    return found
+        origins.append(past)
+    return origins
 
 
 def _as_first(value: float) -> float:
-    """A first loss that is next to nothing sets no threshold."""
+    """Return the first loss, or 0 if it is nearly zero and so sets no threshold."""
     return value if abs(value) > NOTHING else 0.0
 
 
 class _Ends(NamedTuple):
-    """Of the last losses at each row the median, and the tenth and ninetieth percentile, float64 of shape (n,)."""
+    """Median, and 10th and 90th percentile, of the last losses at each row, float64 of shape (n,)."""
 
     median: Floats
     low: Floats
@@ -202,7 +202,7 @@ class _Ends(NamedTuple):
 
 
 def _ends(series: LossSeries, width: int) -> tuple[Floats, Floats]:
-    """Tenth and ninetieth percentile of the last losses."""
+    """Return the 10th and the 90th percentile of the last losses."""
     return (
         series.trailing(width, lambda windows: quantiles(windows, 0.1)),
         series.trailing(width, lambda windows: quantiles(windows, 0.9)),
@@ -210,21 +210,21 @@ def _ends(series: LossSeries, width: int) -> tuple[Floats, Floats]:
 
 
 def _goes_on(windows: Floats, least: float) -> NDArray[np.bool_]:
-    """Whether the second half of each window swings at least so much of the first's swing, and has not grown away."""
+    """Return whether the second half of each window swings at least ``least`` times as far as the first, and its level has not grown."""
     half = windows.shape[1] // 2
     halves = windows[:, :half], windows[:, -half:]
     first, second = (quantiles(part, 0.9) - quantiles(part, 0.1) for part in halves)
     before, after = (medians(part) for part in halves)
-    going: NDArray[np.bool_] = (second >= least * first) & (after <= 1.5 * before)
-    return going
+    continues: NDArray[np.bool_] = (second >= least * first) & (after <= 1.5 * before)
+    return continues
 
 
 def _climbs(windows: Floats) -> NDArray[np.bool_]:
-    """Whether losses grow with their place, beyond a correlation of 0.35: twice what 40 independent ones have."""
-    apart = windows - windows.mean(axis=1, keepdims=True)
-    place = np.arange(windows.shape[1]) - (windows.shape[1] - 1) / 2
-    together = (apart * place).sum(axis=1)
-    climbs: NDArray[np.bool_] = together > 0.35 * np.sqrt((apart**2).sum(axis=1) * (place**2).sum())
+    """Return whether losses correlate with their position by over 0.35: twice the correlation of 40 independent losses."""
+    deviation = windows - windows.mean(axis=1, keepdims=True)
+    position = np.arange(windows.shape[1]) - (windows.shape[1] - 1) / 2
+    covariance = (deviation * position).sum(axis=1)
+    climbs: NDArray[np.bool_] = covariance > 0.35 * np.sqrt((deviation**2).sum(axis=1) * (position**2).sum())
     return climbs
 
 
@@ -232,7 +232,7 @@ def _overshoots(
     params: OscillatingLossParams,
     series: LossSeries,
     origin: list[LossOrigin],
-    known: list[tuple[float, ...] | None],
+    constant_losses: list[tuple[float, ...] | None],
     ends: _Ends,
 ) -> NDArray[np.bool_]:
     def turns(windows: Floats) -> Floats:
@@ -241,83 +241,86 @@ def _overshoots(
         return np.where(often & ~_climbs(windows) & _goes_on(windows, 0.5), 1.0, 0.0)
 
     median, low, high = ends
-    first = np.array([np.nan if each.first is None else each.first for each in origin])
-    bar = np.array(
+    first = np.array([np.nan if row_origin.first is None else row_origin.first for row_origin in origin])
+    threshold = np.array(
         [
-            params.above_labels * max(one, losses[-1]) if losses else params.above_first * one or np.inf
-            for one, losses in zip(first.tolist(), known, strict=True)
+            params.above_labels * max(first_loss, losses[-1])
+            if losses
+            else params.above_first * first_loss or np.inf
+            for first_loss, losses in zip(first.tolist(), constant_losses, strict=True)
         ]
     )
-    swings: NDArray[np.bool_] = (high - low >= params.swing * median) & (median >= bar) & (median > 0)
+    swings: NDArray[np.bool_] = (high - low >= params.swing * median) & (median >= threshold) & (median > 0)
     if not swings.any():
         return swings
-    found: NDArray[np.bool_] = swings & (series.trailing(params.window, turns) == 1)
-    return found
+    overshoots: NDArray[np.bool_] = swings & (series.trailing(params.window, turns) == 1)
+    return overshoots
 
 
 def _swings_wide(
     params: OscillatingLossParams,
     series: LossSeries,
     origin: list[LossOrigin],
-    known: list[tuple[float, ...] | None],
+    constant_losses: list[tuple[float, ...] | None],
     ends: _Ends,
 ) -> NDArray[np.bool_]:
     median, low, high = ends
     goes_on = series.trailing(params.window, lambda windows: np.where(_goes_on(windows, 0.5), 1.0, 0.0)) == 1
-    first = [np.nan if each.first is None else each.first for each in origin]
-    guess = np.array(
+    first = [np.nan if row_origin.first is None else row_origin.first for row_origin in origin]
+    reference_loss = np.array(
         [
-            min(losses, key=lambda loss: abs(loss - one)) if losses else one or np.inf
-            for one, losses in zip(first, known, strict=True)
+            min(losses, key=lambda loss: abs(loss - first_loss)) if losses else first_loss or np.inf
+            for first_loss, losses in zip(first, constant_losses, strict=True)
         ]
     )
-    wide: NDArray[np.bool_] = (high - low >= params.swing * median) & (high >= guess / 2) & goes_on
+    wide: NDArray[np.bool_] = (high - low >= params.swing * median) & (high >= reference_loss / 2) & goes_on
     return wide
 
 
 def _stale_gradients(before: bool, block: Block) -> list[tuple[int, bool]]:
-    """From which step on gradients are kept, or no more; first what was before."""
+    """Return the steps at which gradients become stale or fresh, starting with the state before the block."""
     is_metric = rows_where(block, _reports_stale_gradients)
     if not is_metric.any():
         return [(-1, before)]
     rows = np.flatnonzero(is_metric & (block.statistics.finite > 0))
     rows = rows[np.argsort(block.step[rows], kind="stable")]
-    kept = (block.statistics.mean[rows] > 0).tolist()
-    return [(-1, before), *zip(block.step[rows].tolist(), kept, strict=True)]
+    is_stale = (block.statistics.mean[rows] > 0).tolist()
+    return [(-1, before), *zip(block.step[rows].tolist(), is_stale, strict=True)]
 
 
 def _reports_stale_gradients(info: TensorInfo) -> bool:
-    return _KEPT in info.name and info.role == "metric"
+    return _STALE in info.name and info.role == "metric"
 
 
-def _kept_at(found: list[tuple[int, bool]], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    places = np.searchsorted([step for step, _ in found], steps, side="right") - 1
-    return np.array([found[place][1] for place in places.tolist()], np.bool_)
+def _stale_at(changes: list[tuple[int, bool]], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    indices = np.searchsorted([step for step, _ in changes], steps, side="right") - 1
+    return np.array([changes[index][1] for index in indices.tolist()], np.bool_)
 
 
 def _alternates(
     params: OscillatingLossParams, series: LossSeries, origin: list[LossOrigin], ends: _Ends
 ) -> NDArray[np.bool_]:
     def regular(windows: Floats) -> Floats:
-        apart = windows - windows.mean(axis=1, keepdims=True)
-        whole = (apart**2).mean(axis=1)
+        deviation = windows - windows.mean(axis=1, keepdims=True)
+        variance = (deviation**2).mean(axis=1)
         alternates = np.zeros(len(windows), np.bool_)
         for period in (2, 4, 6, 8):
             if 2 * period > windows.shape[1]:
                 break
             near, far = (
-                (apart[:, lag:] * apart[:, :-lag]).mean(axis=1) / whole for lag in (period // 2, period)
+                (deviation[:, lag:] * deviation[:, :-lag]).mean(axis=1) / variance
+                for lag in (period // 2, period)
             )
             alternates |= (near < -params.alternation) & (far > params.alternation)
         return np.where(alternates & _goes_on(windows, 0.8), 1.0, 0.0)
 
     median, low, high = ends
-    begun = np.array([each.high for each in origin])
-    wide: NDArray[np.bool_] = (high - low >= 0.1 * median) & (median >= begun / 2) & (median > 0)
+    early_high = np.array([row_origin.high for row_origin in origin])
+    wide: NDArray[np.bool_] = (high - low >= 0.1 * median) & (median >= early_high / 2) & (median > 0)
     if not wide.any():
         return wide
-    found: NDArray[np.bool_] = wide & (series.trailing(params.window, regular) == 1)
-    return found
+    alternating: NDArray[np.bool_] = wide & (series.trailing(params.window, regular) == 1)
+    return alternating
 
 
 def _evaluations(series: LossSeries, origin: list[LossOrigin]) -> NDArray[np.bool_]:
@@ -329,6 +332,6 @@ def _evaluations(series: LossSeries, origin: list[LossOrigin]) -> NDArray[np.boo
         swings = (turning >= _EVALUATIONS - 3) & wide & (median > 0) & _goes_on(windows, 0.5)
         return np.where(swings, median, np.nan)
 
-    first = np.array([np.nan if each.first is None else each.first for each in origin])
-    found: NDArray[np.bool_] = (series.trailing(_EVALUATIONS, turns) >= 0.1 * first) & (first != 0)
-    return found
+    first = np.array([np.nan if row_origin.first is None else row_origin.first for row_origin in origin])
+    swings_at: NDArray[np.bool_] = (series.trailing(_EVALUATIONS, turns) >= 0.1 * first) & (first != 0)
+    return swings_at

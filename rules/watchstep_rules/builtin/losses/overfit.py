@@ -133,24 +133,24 @@ class Overfit(Rule[OverfitParams, OverfitState]):
     )
 
     def lookback(self, params: OverfitParams) -> int:
-        """The window."""
+        """Return the length of the window."""
         return params.window
 
     def evaluate(
         self, params: OverfitParams, state: OverfitState, context: Block, block: Block, now: int
     ) -> tuple[OverfitState, list[Finding]]:
-        """Judge each validation loss together with its training loss."""
+        """Evaluate each validation loss together with its training loss."""
         means = {key: ([-1], [mean]) for key, mean in state.train.items()}
         for series in loss_series(context, block, "train"):
-            course = series.trailing(params.window, _mean_of_known)
-            known = np.isfinite(course)
+            course = series.trailing(params.window, _mean_of_finite)
+            is_finite = np.isfinite(course)
             steps, values = means.setdefault(series.name, ([], []))
-            steps.extend(series.steps[known].tolist())
-            values.extend(course[known].tolist())
+            steps.extend(series.steps[is_finite].tolist())
+            values.extend(course[is_finite].tolist())
         metrics = {key: _Course.after(metric) for key, metric in state.metrics.items()}
-        for key, at, measured in better_high(block, validation=True):
-            metrics.setdefault(key, _Course()).extend(at, measured)
-        kept, findings = dict(state.best), {}
+        for key, metric_steps, measured in better_high(block, validation=True):
+            metrics.setdefault(key, _Course()).extend(metric_steps, measured)
+        minimums, findings = dict(state.best), {}
         for series in loss_series(context, block, "eval"):
             for row, step, loss in zip(
                 series.rows.tolist(), series.steps.tolist(), series.values.tolist(), strict=True
@@ -158,9 +158,11 @@ class Overfit(Rule[OverfitParams, OverfitState]):
                 if not np.isfinite(loss):
                     continue
                 train = _train_at(means, series, step)
-                reached = {key: course.at(step, params.patience) for key, course in metrics.items()}
-                best = kept[series.key] = _follow(params, kept.get(series.key), step, loss, train, reached)
-                better = any(_is_better(params, best, key, metric) for key, metric in reached.items())
+                metrics_at_step = {key: course.at(step, params.patience) for key, course in metrics.items()}
+                best = minimums[series.key] = _follow(
+                    params, minimums.get(series.key), step, loss, train, metrics_at_step
+                )
+                better = any(_is_better(params, best, key, metric) for key, metric in metrics_at_step.items())
                 if train is not None and not better and _overfits(params, best, train):
                     message = (
                         f"validation {series.name} is {loss:.4g}, its minimum was {best.loss:.4g} at step {best.step}; "
@@ -172,30 +174,34 @@ class Overfit(Rule[OverfitParams, OverfitState]):
         courses = {key: values[-1] for key, (_, values) in means.items() if values}
         newest = {key: course.at(None, params.patience) for key, course in metrics.items()}
         state = OverfitState(
-            best=kept, train=courses, metrics={key: metric for key, metric in newest.items() if metric.newest}
+            best=minimums,
+            train=courses,
+            metrics={key: metric for key, metric in newest.items() if metric.newest},
         )
         return state, [findings[row] for row in sorted(findings)]
 
 
-def _mean_of_known(windows: Floats) -> Floats:
-    known = np.isfinite(windows)
-    mean: Floats = np.where(known, windows, 0).sum(axis=1) / known.sum(axis=1)
+def _mean_of_finite(windows: Floats) -> Floats:
+    is_finite = np.isfinite(windows)
+    mean: Floats = np.where(is_finite, windows, 0).sum(axis=1) / is_finite.sum(axis=1)
     return mean
 
 
 def _train_at(means: dict[str, tuple[list[int], list[float]]], series: LossSeries, step: int) -> float | None:
-    """The mean training loss at a step, of the series that belongs to a validation loss."""
-    known = {}
+    """Return the mean training loss at a step, of the series that belongs to a validation loss."""
+    train_losses = {}
     for key, (steps, values) in means.items():
-        place = bisect_right(steps, step) - 1
-        if place >= 0:
-            known[key] = values[place]
-    return known.get(series.name, next(iter(known.values())) if len(known) == 1 else None)
+        index = bisect_right(steps, step) - 1
+        if index >= 0:
+            train_losses[key] = values[index]
+    return train_losses.get(
+        series.name, next(iter(train_losses.values())) if len(train_losses) == 1 else None
+    )
 
 
 @dataclass
 class _Course:
-    """Values of a metric: those of earlier blocks that count, before all steps, and those of this one."""
+    """Values of a metric: relevant values of earlier blocks (at step -1), and values of this block."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -203,26 +209,26 @@ class _Course:
 
     @classmethod
     def after(cls, past: Metric) -> _Course:
-        """That goes on after what is kept."""
+        """Create a course that continues from the state."""
         count = len(past.newest)
         return cls([-1] * count, list(past.newest), [past.best] * count)
 
     def extend(self, steps: list[int], values: list[float]) -> None:
-        """Take values of a block."""
+        """Add values of a block."""
         lowest = self.bests[-1:] or [math.inf]
         self.steps += steps
         self.values += values
         self.bests += list(accumulate(values, min, initial=lowest[0]))[1:]
 
     def at(self, step: int | None, patience: int) -> Metric:
-        """What there was of it at a step; at the end where that is None."""
-        place = len(self.steps) if step is None else bisect_right(self.steps, step)
-        best = self.bests[place - 1] if place else math.inf
-        return Metric(best, tuple(self.values[max(0, place - patience) : place]))
+        """Return the metric as of a step, or at the end for None."""
+        end = len(self.steps) if step is None else bisect_right(self.steps, step)
+        best = self.bests[end - 1] if end else math.inf
+        return Metric(best, tuple(self.values[max(0, end - patience) : end]))
 
 
 def _is_better(params: OverfitParams, best: ValidationMinimum, key: str, metric: Metric) -> bool:
-    """Whether a metric has been better since the best validation loss than it ever was up to there."""
+    """Return whether a metric has been better since the best validation loss than ever before it."""
     before = best.metrics.get(key)
     return before is not None and len(metric.newest) == params.patience and max(metric.newest) < before
 
@@ -235,16 +241,16 @@ def _follow(
     train: float | None,
     reached: dict[str, Metric],
 ) -> ValidationMinimum:
-    """What is kept after another evaluation."""
+    """Return the minimum after another evaluation."""
     if best is None or loss < best.loss:
         metrics = {key: metric.best for key, metric in reached.items() if metric.newest}
         return ValidationMinimum(
             loss if best is None else best.first, loss, step, train, loss, metrics=metrics
         )
-    up = loss - best.loss >= _rise(params, best) / 2
+    is_worse = loss - best.loss >= _rise(params, best) / 2
     return best._replace(
         last=loss,
-        worse=best.worse + 1 if up else 0,
+        worse=best.worse + 1 if is_worse else 0,
         after=best.after + 1,
         total=best.total + loss,
         squares=best.squares + (loss - best.last) ** 2,

@@ -65,13 +65,13 @@ class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
     )
 
     def lookback(self, params: OvertrainingParams) -> int:
-        """The window."""
+        """Return the number of losses before the newest in the window."""
         return params.window - 1
 
     def evaluate(
         self, params: OvertrainingParams, state: OvertrainingState, context: Block, block: Block, now: int
     ) -> tuple[OvertrainingState, list[Finding]]:
-        """Judge each loss by itself."""
+        """Evaluate each loss independently."""
         best, findings = dict(state.best), {}
         for series in loss_series(context, block, "train"):
             means = series.trailing(params.window, lambda windows: windows.mean(axis=1))
@@ -87,8 +87,8 @@ class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
         self, block: Block, series: LossSeries, losses: Floats, expired: list[tuple[int, LossMinimum]]
     ) -> dict[int, Finding]:
         findings = {}
-        for place, best in expired:
-            row, loss = int(series.rows[place]), float(losses[place])
+        for index, best in expired:
+            row, loss = int(series.rows[index]), float(losses[index])
             message = (
                 f"{series.name} is {loss:.4g}; it has not improved on {best.loss:.4g} for {best.since} "
                 f"{'evaluations' if block.mode_name(row) == 'eval' else 'records'}"
@@ -100,19 +100,19 @@ class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
 
 
 def _follow(
-    params: OvertrainingParams, kept: dict[str, LossMinimum], key: str, losses: Floats, patience: int
+    params: OvertrainingParams, minimums: dict[str, LossMinimum], key: str, losses: Floats, patience: int
 ) -> list[tuple[int, LossMinimum]]:
-    """Places at which the patience has expired, and the minimum at each. There are few losses compared with rows: one per step."""
+    """Return the indices at which the patience has expired, and the minimum at each. Losses are few compared with rows: one per step."""
     expired = []
-    best = kept.get(key)
-    for place in map(int, np.flatnonzero(np.isfinite(losses))):
-        loss = float(losses[place])
+    best = minimums.get(key)
+    for index in map(int, np.flatnonzero(np.isfinite(losses))):
+        loss = float(losses[index])
         if best is None or loss < best.loss - params.delta * (abs(best.loss) if params.as_share else 1.0):
             best = LossMinimum(loss)
         else:
             best = best._replace(since=best.since + 1)
         if best.since >= patience:
-            expired.append((place, best))
+            expired.append((index, best))
     if best is not None:
-        kept[key] = best
+        minimums[key] = best
     return expired

@@ -32,7 +32,7 @@ from watchstep_rules.signals.tensor_selection import is_matrix_of, rows_where
 
 _RECORDS = 5
 _UNSCALED = 0.1
-_STEADY = 0.05  # noise of a loss over its level; a guess's is below, that of a model that has learned is not
+_STEADY = 0.05  # ratio of a loss's noise to its level; lower for a constant prediction, higher for a model that has learned
 
 
 class SlowConvergenceParams(Params):
@@ -122,7 +122,7 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
     )
 
     def lookback(self, params: SlowConvergenceParams) -> int:
-        """The losses of the means."""
+        """Return the number of losses for the means."""
         return lookback(params.warmup, params.patience)
 
     def evaluate(
@@ -133,7 +133,7 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         block: Block,
         now: int,
     ) -> tuple[SlowConvergenceState, list[Finding]]:
-        """Judge each training loss by itself, with the updates of all workers."""
+        """Evaluate each training loss independently, with the updates of all workers."""
         losses = loss_series(context, block, "train")
         labels, baselines = constant_prediction.follow_labels(state.labels, block)
         names = first_steps(state.names, losses)
@@ -141,40 +141,42 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         inputs, sizes = _inputs(state.inputs, block)
         others, improved = improvement(state.others, state.improved, context, block)
         rates, changes = loss_progress.follow_rates(state.rates, block)
-        kept, findings = dict(state.series), {}
+        beginnings, findings = dict(state.series), {}
         for series in losses:
-            seen, kept[series.key] = progress(
-                series, kept.get(series.key, Beginning()), params.warmup, params.patience
+            columns, beginnings[series.key] = progress(
+                series, beginnings.get(series.key, Beginning()), params.warmup, params.patience
             )
-            said = against_labels(
-                seen.level,
-                seen.mean_error,
+            labels_verdict = against_labels(
+                columns.level,
+                columns.mean_error,
                 constant_prediction.at(baselines, series.steps),
                 constant_prediction.least_at(baselines, series.steps),
                 series.function,
             )
             size = _at(sizes, series.steps)
             update = _at(recent, series.steps) * np.where((size > 0) & (size < _UNSCALED), size, 1.0)
-            slow = _slow(params, seen, said, update, is_plain=bool(series.function))
-            slow &= is_whole(series, names) & ~(np.isnan(said.own) & as_flags(improved, series.steps))
-            for place in map(int, np.flatnonzero(slow)):
+            slow = _slow(params, columns, labels_verdict, update, is_plain=bool(series.function))
+            slow &= is_whole(series, names) & ~(
+                np.isnan(labels_verdict.own) & as_flags(improved, series.steps)
+            )
+            for index in map(int, np.flatnonzero(slow)):
                 message = (
-                    f"{series.name} has gone from {seen.start[place]:.4g} to {seen.level[place]:.4g}, and no weight "
-                    f"changes by more than {update[place]:.2g} of its size in a step"
+                    f"{series.name} has gone from {columns.start[index]:.4g} to {columns.level[index]:.4g}, and no weight "
+                    f"changes by more than {update[index]:.2g} of its size in a step"
                 )
-                row = int(series.rows[place])
-                change = loss_progress.last_before(changes, int(series.steps[place]), 2 * params.patience)
+                row = int(series.rows[index])
+                change = loss_progress.last_before(changes, int(series.steps[index]), 2 * params.patience)
                 message += "" if change is None else change.words
                 findings[row] = finding_at(
                     self.name,
                     block,
                     row,
-                    value=float(seen.level[place]),
-                    threshold=float((1 - params.max_fall) * seen.start[place]),
+                    value=float(columns.level[index]),
+                    threshold=float((1 - params.max_fall) * columns.start[index]),
                     message=message,
                 )
         state = SlowConvergenceState(
-            series=kept,
+            series=beginnings,
             names=names,
             labels=labels,
             updates=updates,
@@ -186,7 +188,7 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         return state, [findings[row] for row in sorted(findings)]
 
     def advice(self, finding: Finding) -> Advice:
-        """A recorded abrupt change of the learning rate shortly before is the first cause."""
+        """Return the advice. A recorded abrupt change of the learning rate shortly before is the first cause."""
         usual, change = super().advice(finding), RateChange.parse(finding.message)
         if change is None:
             return usual
@@ -203,65 +205,65 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
 def _slow(
     params: SlowConvergenceParams,
     seen: LossProgressColumns,
-    said: AgainstLabels,
+    labels: AgainstLabels,
     update: Floats,
     *,
     is_plain: bool,
 ) -> NDArray[np.bool_]:
     level, start = seen.level, seen.start
-    learns = np.isnan(said.own) | (level >= 0.9 * said.own)
-    learns |= (seen.noise <= _STEADY * level) & (not is_plain)
-    measure = ~seen.signed & (start > 0) & (level > 0) & said.told & learns
-    clear = seen.noise <= np.where(said.own > 0, 0.4, 0.25) * level
-    hardly = (start - level <= params.max_fall * start) & (level <= 1.5 * start)
+    may_learn_more = np.isnan(labels.own) | (level >= 0.9 * labels.own)
+    may_learn_more |= (seen.noise <= _STEADY * level) & (not is_plain)
+    is_measurable = ~seen.signed & (start > 0) & (level > 0) & labels.told & may_learn_more
+    clear = seen.noise <= np.where(labels.own > 0, 0.4, 0.25) * level
+    hardly_falls = (start - level <= params.max_fall * start) & (level <= 1.5 * start)
     step = seen.earlier - level
     takes_off = (seen.before_that - seen.earlier > 0) & (step > 1.5 * (seen.before_that - seen.earlier))
     takes_off &= step > 2 * seen.uncertainty
     falls = step > 2 * seen.uncertainty
     tiny = (update > 0) & (update < params.small_update)
     modest = (update > 0) & (update < params.modest_update) & falls & np.isfinite(seen.before_that)
-    return measure & clear & hardly & (tiny | modest) & ~takes_off
+    return is_measurable & clear & hardly_falls & (tiny | modest) & ~takes_off
 
 
 def _updates(kept: tuple[float, ...], block: Block) -> tuple[tuple[float, ...], list[tuple[int, float]]]:
-    """The fastest weight's last relative updates, and at each step with a record what counts of them from then on."""
+    """Return the last relative updates of the fastest weight, and their relevant value from each step with a record."""
     wide = rows_where(block, is_matrix_of, "update")
     ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
     rows = np.flatnonzero(wide & np.isfinite(ratio))
-    found = [(-1, _counting(kept))]
-    steps, place = np.unique(block.step[rows], return_inverse=True)
+    values = [(-1, _relevant_update(kept))]
+    steps, index = np.unique(block.step[rows], return_inverse=True)
     largest = np.zeros(len(steps))
-    np.maximum.at(largest, place, ratio[rows])
+    np.maximum.at(largest, index, ratio[rows])
     for step, fastest in zip(steps.tolist(), largest.tolist(), strict=True):
         kept = (*kept, fastest)[-_RECORDS:]
-        found.append((step, _counting(kept)))
-    return kept, found
+        values.append((step, _relevant_update(kept)))
+    return kept, values
 
 
 def _inputs(kept: float, block: Block) -> tuple[float, list[tuple[int, float]]]:
-    """How large a model's inputs are that are no numbers of tokens, at each step with a record from then on."""
-    known = rows_where(block, _is_measured_input)
-    if not known.any():
+    """Return the rms of a model's inputs, without token ids, from each step with a record."""
+    measured = rows_where(block, _is_measured_input)
+    if not measured.any():
         return kept, [(-1, kept)]
-    rows = np.flatnonzero(known & (block.statistics.finite > 0))
-    steps, place = np.unique(block.step[rows], return_inverse=True)
+    rows = np.flatnonzero(measured & (block.statistics.finite > 0))
+    steps, index = np.unique(block.step[rows], return_inverse=True)
     largest = np.zeros(len(steps))
-    np.maximum.at(largest, place, rms(block.statistics)[rows])
-    found = [(-1, kept), *zip(steps.tolist(), largest.tolist(), strict=True)]
-    return found[-1][1], found
+    np.maximum.at(largest, index, rms(block.statistics)[rows])
+    values = [(-1, kept), *zip(steps.tolist(), largest.tolist(), strict=True)]
+    return values[-1][1], values
 
 
 def _is_measured_input(info: TensorInfo) -> bool:
     return info.role == "input" and "float" in info.dtype
 
 
-def _counting(updates: tuple[float, ...]) -> float:
-    """Their median; NaN where there are too few, or they grow."""
+def _relevant_update(updates: tuple[float, ...]) -> float:
+    """Return the median of the updates; NaN if there are too few, or if they grow."""
     if len(updates) < _RECORDS or max(updates[-2:]) > 2 * max(updates[:2]):
         return float("nan")
     return float(np.median(updates))
 
 
 def _at(recent: list[tuple[int, float]], steps: NDArray[np.int64]) -> Floats:
-    places = np.searchsorted([step for step, _ in recent], steps, side="right") - 1
-    return np.array([recent[place][1] for place in places])
+    indices = np.searchsorted([step for step, _ in recent], steps, side="right") - 1
+    return np.array([recent[index][1] for index in indices])

@@ -44,15 +44,15 @@ class ValidationLossJumpParams(Params):
 
 
 class ValidationJump(NamedTuple):
-    """Evaluations in a row that are above a bar.
+    """Consecutive evaluations above a bar.
 
     Attributes:
-        level: the highest evaluation of the window before them.
-        bar: the loss that they all reach.
-        length: how many there are.
-        lowest: of them.
-        highest: of them.
-        fired: the alert has begun.
+        level: highest evaluation of the window before them.
+        bar: loss that they all reach.
+        length: number of evaluations.
+        lowest: lowest of the evaluations.
+        highest: highest of the evaluations.
+        fired: whether the alert has fired.
     """
 
     level: float
@@ -67,14 +67,14 @@ class Evaluations(NamedTuple):
     """The past of a series; evaluations that are not finite are ignored.
 
     Attributes:
-        seen: evaluations so far.
-        first: the first value; 0 before it.
-        signed: a value was below zero.
-        learned: the number of the first evaluation at which the loss had fallen; 0 before it.
-        recent: the last ``window`` values, oldest first.
-        ratio: the largest ratio of a value to the highest of the window before it; at least 1.
-        rise: the largest difference of these; at least 0.
-        jump: the values since the loss jumped, if it is above.
+        seen: number of evaluations so far.
+        first: first value; 0 before it.
+        signed: whether a value was negative.
+        learned: number of the first evaluation at which the loss had fallen; 0 before it.
+        recent: last ``window`` values, oldest first.
+        ratio: largest ratio of a value to the highest of the window before it; at least 1.
+        rise: largest difference between these; at least 0.
+        jump: values since the loss jumped; None if it is below the bar.
     """
 
     seen: int = 0
@@ -136,7 +136,7 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
     )
 
     def lookback(self, params: ValidationLossJumpParams) -> int:
-        """0, because the state contains the window."""
+        """Return 0, because the state contains the window."""
         return 0
 
     def evaluate(
@@ -147,20 +147,20 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
         block: Block,
         now: int,
     ) -> tuple[ValidationLossJumpState, list[Finding]]:
-        """Judge each validation loss by itself."""
+        """Evaluate each validation loss independently."""
         losses = loss_series(context, block, "eval")
         names = first_steps(state.names, losses)
         past, findings = dict(state.series), {}
         for series in losses:
             evaluations = past.get(series.key, Evaluations())
-            for row, loss, whole in zip(
+            for row, loss, is_total in zip(
                 series.rows.tolist(), series.values.tolist(), is_whole(series, names).tolist(), strict=True
             ):
                 if not math.isfinite(loss):
                     continue
                 evaluations = _after(params, evaluations, loss)
                 jump = evaluations.jump
-                if jump is None or not jump.fired or not whole:
+                if jump is None or not jump.fired or not is_total:
                     continue
                 message = (
                     f"{series.name} on validation data is {loss:.4g}, at least {jump.bar:.4g} for {jump.length} evaluations; "
@@ -174,10 +174,10 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
 
 
 def _after(params: ValidationLossJumpParams, past: Evaluations, loss: float) -> Evaluations:
-    """The past after another evaluation."""
+    """Add an evaluation."""
     seen, first = past.seen + 1, past.first if past.seen else loss
     learned = past.learned or (seen if loss <= params.fallen * first else 0)
-    new = past._replace(
+    after = past._replace(
         seen=seen,
         first=first,
         signed=past.signed or loss < 0,
@@ -185,8 +185,8 @@ def _after(params: ValidationLossJumpParams, past: Evaluations, loss: float) -> 
         recent=(*past.recent, loss)[-params.window :],
         jump=None,
     )
-    if new.signed:
-        return new
+    if after.signed:
+        return after
     level = max(past.recent, default=0.0)
     jump = past.jump
     if jump is None and _had_learned(params, past, level):
@@ -194,22 +194,22 @@ def _after(params: ValidationLossJumpParams, past: Evaluations, loss: float) -> 
         jump = ValidationJump(level, bar, 0, math.inf, 0.0, fired=False)
     if jump is not None and loss >= jump.bar:
         length, falls = jump.length + 1, loss < params.falls * jump.lowest
-        enough = length >= max(params.lasting, min(learned, _LONGEST))
-        return new._replace(
+        lasts = length >= max(params.lasting, min(learned, _LONGEST))
+        return after._replace(
             jump=jump._replace(
                 length=length,
                 lowest=min(jump.lowest, loss),
                 highest=max(jump.highest, loss),
-                fired=jump.fired or (enough and not falls),
+                fired=jump.fired or (lasts and not falls),
             )
         )
     if past.jump is not None:
         # The loss recovered. A healthy training has such spikes, so the next jump must be larger than this one.
         level, loss = past.jump.level, past.jump.highest
     if len(past.recent) < params.window:
-        return new
+        return after
     ratio = loss / level if level > 0 else 1.0
-    return new._replace(ratio=max(past.ratio, ratio), rise=max(past.rise, loss - level))
+    return after._replace(ratio=max(past.ratio, ratio), rise=max(past.rise, loss - level))
 
 
 def _had_learned(params: ValidationLossJumpParams, past: Evaluations, level: float) -> bool:

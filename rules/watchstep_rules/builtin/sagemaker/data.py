@@ -45,18 +45,18 @@ class SagemakerCheckInputImagesParams(AmazonParams):
     channel: int = Field(1, ge=-4, le=3, description="Which dimension of the images counts the channels.")
 
     def model_post_init(self, context: object, /) -> None:
-        """See that the expression can be used."""
+        """Check the regular expression."""
         del context
         check(self.regex or "")
 
     @property
     def probe(self) -> str:
-        """The probe that adds channels up."""
+        """The probe that sums each channel."""
         return element_probe(CHANNEL_SUM, self.channel)
 
 
 class ChannelMoments(NamedTuple):
-    """Images so far, values of each channel, and the sum of each."""
+    """Number of images so far, number of values of each channel, and the sum of each channel."""
 
     images: float = 0.0
     values: float = 0.0
@@ -64,7 +64,7 @@ class ChannelMoments(NamedTuple):
 
 
 class SagemakerCheckInputImagesState(ElementCoverage):
-    """What was seen, by ``tensor@worker/mode``."""
+    """Channel moments so far, by ``tensor@worker/mode``."""
 
     inputs: dict[str, ChannelMoments] = Field(default_factory=dict)
 
@@ -85,15 +85,15 @@ class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerC
     what_to_try = InputImageMean.what_to_try
 
     def needed(self, params: SagemakerCheckInputImagesParams) -> Needs:
-        """Sums by channel."""
+        """Return the needs, including sums by channel."""
         return Needs(self.needs.collections, self.needs.roles, probes=(params.probe,))
 
     def problem(self, state: SagemakerCheckInputImagesState) -> str:
-        """What to do where the recorder did not add up."""
+        """Return what to do if the recorder did not sum channels."""
         return state.problem("the sums of colour channels")
 
     def conclusive(self, params: SagemakerCheckInputImagesParams, block: Block) -> NDArray[np.bool_]:
-        """Rows whose channels were summed up."""
+        """Return the rows with channel sums."""
         return has_probe(block, f"{params.probe}:0")
 
     def evaluate(
@@ -104,25 +104,25 @@ class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerC
         block: Block,
         now: int,
     ) -> tuple[SagemakerCheckInputImagesState, list[Finding]]:
-        """Judge all images of a series so far."""
+        """Evaluate all images of a series so far."""
         images = rows_where(block, _are_images, params.channel)
         if params.regex is not None:
             images = images & rows_where(block, is_matched, (params.regex,))
         sums = np.stack(
             [probe(block, f"{params.probe}:{channel}") for channel in range(MAX_CHANNELS)], axis=1
         )
-        measured = state.after(images, sums[:, 0])
+        coverage = state.after(images, sums[:, 0])
         inputs, findings = dict(state.inputs), []
         for row in np.flatnonzero(images & np.isfinite(sums[:, 0]) & (block.statistics.count > 0)).tolist():
             info = block.info(row)
             name = f"{info.name}@{block.worker[row]}/{block.mode_name(row)}"
             channels = sums[row][np.isfinite(sums[row])]
-            seen = inputs[name] = _after(inputs.get(name, ChannelMoments()), block, row, channels)
-            means = np.array(seen.sums) / seen.values
+            moments = inputs[name] = _after(inputs.get(name, ChannelMoments()), block, row, channels)
+            means = np.array(moments.sums) / moments.values
             worst = int(np.abs(means).argmax())
-            if seen.images >= params.threshold_samples and abs(means[worst]) > params.threshold_mean:
+            if moments.images >= params.threshold_samples and abs(means[worst]) > params.threshold_mean:
                 message = (
-                    f"the mean of channel {worst} of {info.name} is {means[worst]:.3g} over {seen.images:.0f} images, more than "
+                    f"the mean of channel {worst} of {info.name} is {means[worst]:.3g} over {moments.images:.0f} images, more than "
                     f"{params.threshold_mean:g} from zero"
                 )
                 findings.append(
@@ -136,7 +136,7 @@ class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerC
                     )
                 )
         state = SagemakerCheckInputImagesState(
-            measured=measured.measured, lacking=measured.lacking, inputs=inputs
+            measured=coverage.measured, lacking=coverage.lacking, inputs=inputs
         )
         return state, findings
 
@@ -147,14 +147,14 @@ def _are_images(info: TensorInfo, channel: int) -> bool:
 
 
 def _after(
-    seen: ChannelMoments, block: Block, row: int, channels: np.ndarray[tuple[int], np.dtype[np.float64]]
+    moments: ChannelMoments, block: Block, row: int, channels: np.ndarray[tuple[int], np.dtype[np.float64]]
 ) -> ChannelMoments:
-    """With one record more. Of a batch the count tells how many images it has, for they are all of one shape."""
+    """Add a record. The count of elements determines the number of images in a batch, because all have the same shape."""
     count = float(block.statistics.count[row])
-    before = seen.sums if len(seen.sums) == len(channels) else (0.0,) * len(channels)
+    before = moments.sums if len(moments.sums) == len(channels) else (0.0,) * len(channels)
     return ChannelMoments(
-        seen.images + count / (prod(block.info(row).shape[1:]) or 1),
-        seen.values + count / len(channels),
+        moments.images + count / (prod(block.info(row).shape[1:]) or 1),
+        moments.values + count / len(channels),
         tuple(old + float(new) for old, new in zip(before, channels, strict=True)),
     )
 
@@ -197,13 +197,13 @@ class SagemakerClassImbalance(Rule[SagemakerClassImbalanceParams, State]):
     what_to_try = ClassImbalance.what_to_try
 
     def conclusive(self, params: SagemakerClassImbalanceParams, block: Block) -> NDArray[np.bool_]:
-        """Rows with labels."""
+        """Return the rows with labels."""
         return has_probe(block, "labels_counted", "all_examples")
 
     def evaluate(
         self, params: SagemakerClassImbalanceParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge the counts so far, step by step."""
+        """Evaluate the counts so far, step by step."""
         findings = self._imbalanced(params, block) | self._mispredicted(params, block)
         return state, [findings[row] for row in sorted(findings)]
 
@@ -215,7 +215,7 @@ class SagemakerClassImbalance(Rule[SagemakerClassImbalanceParams, State]):
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = largest / smallest
         named = rows_where(block, has_role, "label") & rows_where(block, is_matched, params.labels_regex)
-        found = named & (labels >= params.samples) & (ratio > params.threshold_imbalance)
+        is_imbalanced = named & (labels >= params.samples) & (ratio > params.threshold_imbalance)
         return {
             row: finding_at(
                 self.name,
@@ -228,7 +228,7 @@ class SagemakerClassImbalance(Rule[SagemakerClassImbalanceParams, State]):
                     f"and {largest[row]:.0f} are of the largest class"
                 ),
             )
-            for row in np.flatnonzero(found).tolist()
+            for row in np.flatnonzero(is_imbalanced).tolist()
         }
 
     def _mispredicted(self, params: SagemakerClassImbalanceParams, block: Block) -> dict[int, Finding]:
@@ -256,7 +256,7 @@ class SagemakerClassImbalance(Rule[SagemakerClassImbalanceParams, State]):
 
 
 def whole_matrices(block: Block) -> Iterator[NDArray[np.intp]]:
-    """Rows of each matrix of a block of whole steps, int64 of shape (classes,), ascending by class."""
+    """Yield the rows of each matrix of a block of whole steps, int64 of shape (classes,), ascending by class."""
     rows = np.flatnonzero(rows_where(block, has_role, "confusion"))
     if not len(rows):
         return
@@ -267,7 +267,7 @@ def whole_matrices(block: Block) -> Iterator[NDArray[np.intp]]:
 
 
 def class_of(block: Block, row: int) -> int:
-    """The class that a row is of, by its name."""
+    """Return the class of a row, from its name."""
     return int(block.info(row).name.rpartition("/")[2])
 
 
@@ -322,13 +322,13 @@ class SagemakerConfusion(Rule[SagemakerConfusionParams, State]):
     what_to_try = Confusion.what_to_try
 
     def conclusive(self, params: SagemakerConfusionParams, block: Block) -> NDArray[np.bool_]:
-        """Rows with examples."""
+        """Return the rows with examples."""
         return has_probe(block, "all_examples")
 
     def evaluate(
         self, params: SagemakerConfusionParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge each matrix."""
+        """Evaluate each matrix."""
         examples, correct, predicted, mistaken, other = (
             probe(block, name)
             for name in ("all_examples", "all_correct", "all_predicted", "all_mistaken", "all_mistaken_for")
@@ -337,28 +337,33 @@ class SagemakerConfusion(Rule[SagemakerConfusionParams, State]):
             right, wrong = correct / predicted, mistaken / predicted
         findings = {}
         for rows in whole_matrices(block):
-            judged = (
+            class_rows = (
                 rows
                 if params.category_no is None
                 else rows[[class_of(block, row) < params.category_no for row in rows.tolist()]]
             )
-            if len(judged) < (params.category_no or 2) or not (examples[judged] > 0).all():
+            if len(class_rows) < (params.category_no or 2) or not (examples[class_rows] > 0).all():
                 continue
-            bad = (right[judged] < params.min_diag) | (wrong[judged] > params.max_off_diag)
-            for row in judged[bad].tolist():
+            bad = (right[class_rows] < params.min_diag) | (wrong[class_rows] > params.max_off_diag)
+            for row in class_rows[bad].tolist():
                 name = block.info(row).name
-                said = f"{name}: of {predicted[row]:.0f} predictions {right[row]:.0%} are right"
+                description = f"{name}: of {predicted[row]:.0f} predictions {right[row]:.0%} are right"
                 if right[row] < params.min_diag:
-                    value, limit, more = (
+                    value, limit, expectation = (
                         right[row],
                         params.min_diag,
                         f"at least {params.min_diag:.0%} should be",
                     )
                 else:
                     value, limit = wrong[row], params.max_off_diag
-                    more = f"{value:.0%} are of class {other[row]:.0f}, {limit:.0%} may be"
+                    expectation = f"{value:.0%} are of class {other[row]:.0f}, {limit:.0%} may be"
                 findings[row] = finding_at(
-                    self.name, block, row, value=float(value), threshold=limit, message=f"{said}; {more}"
+                    self.name,
+                    block,
+                    row,
+                    value=float(value),
+                    threshold=limit,
+                    message=f"{description}; {expectation}",
                 )
         return state, [findings[row] for row in sorted(findings)]
 
@@ -428,15 +433,15 @@ class SagemakerNlpSequenceRatio(Rule[SagemakerNlpSequenceRatioParams, ElementCov
     what_to_try = TokenRatio.what_to_try
 
     def needed(self, params: SagemakerNlpSequenceRatioParams) -> Needs:
-        """Counts of these tokens."""
+        """Return the needs, including counts of these tokens."""
         return Needs(self.needs.collections, self.needs.roles, probes=params.probes)
 
     def problem(self, state: ElementCoverage) -> str:
-        """What to do where the recorder did not count."""
+        """Return what to do if the recorder did not count."""
         return state.problem("counts of these tokens")
 
     def conclusive(self, params: SagemakerNlpSequenceRatioParams, block: Block) -> NDArray[np.bool_]:
-        """Rows whose tokens were counted."""
+        """Return the rows with counted tokens."""
         return has_probe(block, *params.probes)
 
     def evaluate(
@@ -447,7 +452,7 @@ class SagemakerNlpSequenceRatio(Rule[SagemakerNlpSequenceRatioParams, ElementCov
         block: Block,
         now: int,
     ) -> tuple[ElementCoverage, list[Finding]]:
-        """Judge each record by itself."""
+        """Evaluate each record independently."""
         embeddings = rows_where(block, is_output_of, "Embedding")
         named = np.ones(len(block), np.bool_)
         if params.tensor_regex is not None:

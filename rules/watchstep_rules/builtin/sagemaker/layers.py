@@ -77,21 +77,21 @@ class SagemakerDeadRelu(Rule[SagemakerDeadReluParams, ElementCoverage]):
     what_to_try = DeadRelu.what_to_try
 
     def needed(self, params: SagemakerDeadReluParams) -> Needs:
-        """Units counted by this threshold."""
+        """Return the needs, including the count of units below this threshold."""
         return Needs(self.needs.collections, self.needs.roles, probes=(*self.needs.probes, params.probe))
 
     def problem(self, state: ElementCoverage) -> str:
-        """What to do where the recorder did not count."""
+        """Return what to do if the recorder did not count."""
         return state.problem("units that are active in so few examples")
 
     def conclusive(self, params: SagemakerDeadReluParams, block: Block) -> NDArray[np.bool_]:
-        """Rows whose units were counted."""
+        """Return the rows with counted units."""
         return has_probe(block, params.probe)
 
     def evaluate(
         self, params: SagemakerDeadReluParams, state: ElementCoverage, context: Block, block: Block, now: int
     ) -> tuple[ElementCoverage, list[Finding]]:
-        """Judge each row by itself."""
+        """Evaluate each row independently."""
         share = percent_of(block, params.probe, UNITS)
         rectifiers = rows_where(block, is_output_of, "ReLU", "ReLU6")
         if params.tensor_regex is not None:
@@ -160,16 +160,16 @@ class SagemakerSaturatedActivation(Rule[SagemakerSaturatedActivationParams, Elem
     what_to_try = SaturatedActivation.what_to_try
 
     def needed(self, params: SagemakerSaturatedActivationParams) -> Needs:
-        """Units counted by these bounds."""
+        """Return the needs, including the count of units outside these bounds."""
         probes = (*self.needs.probes, *params.probes.values())
         return params.needs_of(Needs(self.needs.collections, self.needs.roles, probes=probes))
 
     def problem(self, state: ElementCoverage) -> str:
-        """What to do where the recorder did not count."""
+        """Return what to do if the recorder did not count."""
         return state.problem("saturated units by these bounds")
 
     def conclusive(self, params: SagemakerSaturatedActivationParams, block: Block) -> NDArray[np.bool_]:
-        """Rows whose units were counted."""
+        """Return the rows with counted units."""
         return has_probe(block, *params.probes.values())
 
     def evaluate(
@@ -180,7 +180,7 @@ class SagemakerSaturatedActivation(Rule[SagemakerSaturatedActivationParams, Elem
         block: Block,
         now: int,
     ) -> tuple[ElementCoverage, list[Finding]]:
-        """Judge each row by itself."""
+        """Evaluate each row independently."""
         findings, chosen = {}, params.rows(block)
         for kind, name in params.probes.items():
             share = percent_of(block, name, UNITS)
@@ -222,7 +222,7 @@ class SagemakerPoorWeightInitializationParams(AmazonParams):
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """The variance of what goes into rectifiers, and how wide gradients are."""
+        """The variance of rectifier inputs, and the width of gradients."""
         return (INPUT_VARIANCE, self.range_probe, "function_calls")
 
     @property
@@ -232,14 +232,14 @@ class SagemakerPoorWeightInitializationParams(AmazonParams):
 
 
 class LossTrend(NamedTuple):
-    """A loss: the newest, and how many in a row were no lower than the one before."""
+    """The newest loss, and the number of consecutive losses that were not lower than the previous one."""
 
     last: float
     risen: int = 0
 
 
 class SagemakerPoorWeightInitializationState(State):
-    """The first step in train mode, -1 before it, and each loss by name and worker, in the first steps."""
+    """The first step in train mode (-1 before it), and each loss of the first steps by name and worker."""
 
     first: int = -1
     losses: dict[str, LossTrend] = Field(default_factory=dict)
@@ -271,7 +271,7 @@ class SagemakerPoorWeightInitialization(
     what_to_try = PoorInitialization.what_to_try
 
     def needed(self, params: SagemakerPoorWeightInitializationParams) -> Needs:
-        """Figures of elements within the first steps."""
+        """Return the needs, including statistics of elements within the first steps."""
         return replace(self.needs, probes=params.probes)
 
     def evaluate(
@@ -282,33 +282,36 @@ class SagemakerPoorWeightInitialization(
         block: Block,
         now: int,
     ) -> tuple[SagemakerPoorWeightInitializationState, list[Finding]]:
-        """Judge the first steps, each by itself but for its loss."""
+        """Evaluate each of the first steps independently, except for its loss."""
         train = block.step[block.mode == 0]
         first = state.first if state.first >= 0 or not len(train) else int(train.min())
         losses, findings = dict(state.losses), []
         early = block.where((block.mode == 0) & (block.step < first + params.steps))
         for rows in whole_steps(early):
             roles = [early.info(int(row)).role for row in rows]
-            of = {role: rows[[held == role for held in roles]] for role in ("output", "gradient", "loss")}
-            found = [
-                *self._layers(params, early, of["output"]),
-                *self._gradients(params, early, of["gradient"]),
-                *self._losses(params, early, of["loss"], losses),
+            rows_by_role = {
+                role: rows[[row_role == role for row_role in roles]]
+                for role in ("output", "gradient", "loss")
+            }
+            of_step = [
+                *self._layers(params, early, rows_by_role["output"]),
+                *self._gradients(params, early, rows_by_role["gradient"]),
+                *self._losses(params, early, rows_by_role["loss"], losses),
             ]
-            findings += [finding for _, finding in sorted(found, key=lambda each: each[0])]
+            findings += [finding for _, finding in sorted(of_step, key=lambda entry: entry[0])]
         return SagemakerPoorWeightInitializationState(first=first, losses=losses), findings
 
     def _layers(
         self, params: SagemakerPoorWeightInitializationParams, block: Block, rows: NDArray[np.intp]
     ) -> list[tuple[int, Finding]]:
-        rows, held = _variances(params, block, rows)
-        rows, held = rows[held > 0], held[held > 0]
-        if len(rows) < 2 or held.max() <= params.threshold * held.min():
+        rows, variances = _variances(params, block, rows)
+        rows, variances = rows[variances > 0], variances[variances > 0]
+        if len(rows) < 2 or variances.max() <= params.threshold * variances.min():
             return []
-        row, ratio = int(rows[np.argmin(held)]), float(held.max() / held.min())
+        row, ratio = int(rows[np.argmin(variances)]), float(variances.max() / variances.min())
         message = (
-            f"the variance of what goes into activations is {held.min():.3g} at {block.info(row).name}, and at "
-            f"{block.info(int(rows[np.argmax(held)])).name} {held.max():.3g}, more than {params.threshold:g} times that"
+            f"the variance of what goes into activations is {variances.min():.3g} at {block.info(row).name}, and at "
+            f"{block.info(int(rows[np.argmax(variances)])).name} {variances.max():.3g}, more than {params.threshold:g} times that"
         )
         return [
             (row, finding_at(self.name, block, row, value=ratio, threshold=params.threshold, message=message))
@@ -321,24 +324,24 @@ class SagemakerPoorWeightInitialization(
         unknown = np.flatnonzero(~np.isfinite(width))
         statistics = block.statistics.take(rows[unknown])
         width[unknown] = quantile_bounds(statistics, 0.95)[1] - quantile_bounds(statistics, 0.05)[0]
-        found = []
-        for place in np.flatnonzero(width < params.distribution_range):
-            row, wide = int(rows[place]), float(width[place])
-            message = f"nine tenths of {block.info(row).name} lie within {wide:.3g}, less than {params.distribution_range:g}"
-            found.append(
+        findings = []
+        for index in np.flatnonzero(width < params.distribution_range):
+            row, row_width = int(rows[index]), float(width[index])
+            message = f"nine tenths of {block.info(row).name} lie within {row_width:.3g}, less than {params.distribution_range:g}"
+            findings.append(
                 (
                     row,
                     finding_at(
                         self.name,
                         block,
                         row,
-                        value=wide,
+                        value=row_width,
                         threshold=params.distribution_range,
                         message=message,
                     ),
                 )
             )
-        return found
+        return findings
 
     def _losses(
         self,
@@ -347,7 +350,7 @@ class SagemakerPoorWeightInitialization(
         rows: NDArray[np.intp],
         losses: dict[str, LossTrend],
     ) -> list[tuple[int, Finding]]:
-        found = []
+        findings = []
         for row in map(int, rows):
             if block.statistics.finite[row] == 0:
                 continue
@@ -360,7 +363,7 @@ class SagemakerPoorWeightInitialization(
                     f"{block.info(row).name} is {loss:.4g}, no lower than before for {risen} steps in a row"
                 )
                 limit = float(params.patience)
-                found.append(
+                findings.append(
                     (
                         row,
                         finding_at(
@@ -368,20 +371,20 @@ class SagemakerPoorWeightInitialization(
                         ),
                     )
                 )
-        return found
+        return findings
 
 
 def _variances(
     params: SagemakerPoorWeightInitializationParams, block: Block, rows: NDArray[np.intp]
 ) -> tuple[NDArray[np.intp], Floats]:
-    """Rows whose tensors stand for what goes into activations, and the variance of that."""
+    """Return the rows that represent the inputs of activations, and the variances of these inputs."""
     named = rows
     if params.activation_inputs_regex is not None:
         named = rows[rows_where(block, is_matched, params.activation_inputs_regex)[rows]]
     measured = probe(block, INPUT_VARIANCE)[named]
     if np.isfinite(measured).any():
-        known = np.isfinite(measured)
-        return named[known], measured[known]
+        is_measured = np.isfinite(measured)
+        return named[is_measured], measured[is_measured]
     rows = rows[[is_weighted(block.info(int(row))) for row in rows]]
     return rows, variance(block.statistics)[rows]
 
@@ -420,15 +423,15 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, ElementC
     what_to_try = WeightUpdateRatio.what_to_try
 
     def needed(self, params: SagemakerWeightUpdateRatioParams) -> Needs:
-        """The change of so many steps."""
+        """Return the needs, including the change over ``num_steps``."""
         return Needs(self.needs.collections, self.needs.roles, probes=(params.probe,))
 
     def problem(self, state: ElementCoverage) -> str:
-        """What to do where the recorder did not measure."""
+        """Return what to do if the recorder did not measure."""
         return state.problem("the change of weights")
 
     def conclusive(self, params: SagemakerWeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:
-        """Rows with a ratio to an earlier record."""
+        """Return the rows with a ratio to an earlier record."""
         return probe(block, params.probe) >= 0
 
     def evaluate(
@@ -439,11 +442,11 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, ElementC
         block: Block,
         now: int,
     ) -> tuple[ElementCoverage, list[Finding]]:
-        """Judge each row by itself."""
+        """Evaluate each row independently."""
         training = block.mode == 0
         ratio = np.where(training, probe(block, params.probe), np.nan)
         state = state.after(training, ratio)
-        ratio = np.where(ratio >= 0, ratio, np.nan)  # -1 where there was no record before
+        ratio = np.where(ratio >= 0, ratio, np.nan)  # -1 without an earlier record
         findings = []
         for row in np.flatnonzero(
             (ratio > params.large_threshold) | (ratio < params.small_threshold)

@@ -32,7 +32,7 @@ from watchstep_rules.signals.reference import lowest_workers
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
 
 _ORDER = ("eval", "train")
-"""Of several modes the first counts; others are Amazon's GLOBAL."""
+"""Priority of modes: the first one with losses counts. Other modes are GLOBAL in SageMaker."""
 
 
 class SagemakerLossNotDecreasingParams(ScopedParams):
@@ -58,7 +58,7 @@ class SagemakerLossNotDecreasingParams(ScopedParams):
 
 
 class ReferenceLoss(NamedTuple):
-    """The loss that the next one is held against."""
+    """The loss that the next one is compared with."""
 
     step: int
     loss: float
@@ -91,7 +91,7 @@ class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, Sagemake
     what_to_try = LossNotDecreasing.what_to_try
 
     def needed(self, params: SagemakerLossNotDecreasingParams) -> Needs:
-        """The losses, and what is named."""
+        """Return the needs: the losses, and the named tensors."""
         return params.needs_of(self.needs)
 
     def evaluate(
@@ -102,7 +102,7 @@ class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, Sagemake
         block: Block,
         now: int,
     ) -> tuple[SagemakerLossNotDecreasingState, list[Finding]]:
-        """Judge each loss by itself, step by step."""
+        """Evaluate each loss independently, step by step."""
         checked, modes, findings = dict(state.checked), set(state.modes), {}
         for step_rows in _by_step(block, _losses(params, block)):
             modes.update(block.mode_name(row) for row in step_rows)
@@ -115,8 +115,8 @@ class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, Sagemake
                 if before is not None and step - before.step < params.num_steps:
                     continue
                 checked[key] = ReferenceLoss(step, loss)
-                if before is not None and (found := self._judge(params, block, row, before)):
-                    findings[row] = found
+                if before is not None and (finding := self._judge(params, block, row, before)):
+                    findings[row] = finding
         state = SagemakerLossNotDecreasingState(checked=checked, modes=tuple(sorted(modes)))
         return state, [findings[row] for row in sorted(findings)]
 
@@ -125,31 +125,31 @@ class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, Sagemake
     ) -> Finding | None:
         loss = float(block.statistics.mean[row])
         fall = before.loss - loss
-        fallen = (
+        fall_percent = (
             100 * fall / abs(before.loss) if before.loss else float(np.sign(fall)) * np.inf if fall else 0.0
         )
-        if fallen >= params.diff_percent and -fallen <= params.increase_threshold_percent:
+        if fall_percent >= params.diff_percent and -fall_percent <= params.increase_threshold_percent:
             return None
-        rises = -fallen > params.increase_threshold_percent
+        rises = -fall_percent > params.increase_threshold_percent
         limit = params.increase_threshold_percent if rises else params.diff_percent
-        what = (
-            f"risen by {-fallen:.3g} %, more than {limit:g} %"
+        change = (
+            f"risen by {-fall_percent:.3g} %, more than {limit:g} %"
             if rises
-            else f"fallen by {fallen:.3g} %, less than {limit:g} %"
+            else f"fallen by {fall_percent:.3g} %, less than {limit:g} %"
         )
-        message = f"{block.info(row).name} has {what}, since step {before.step}: from {before.loss:.4g} to {loss:.4g}"
+        message = f"{block.info(row).name} has {change}, since step {before.step}: from {before.loss:.4g} to {loss:.4g}"
         return finding_at(
             self.name,
             block,
             row,
-            value=float(-fallen if rises else fallen),
+            value=float(-fall_percent if rises else fall_percent),
             threshold=limit,
             message=message,
         )
 
 
 def _losses(params: SagemakerLossNotDecreasingParams, block: Block) -> NDArray[np.intp]:
-    """Rows of losses that are numbers, each of the lowest worker that has it."""
+    """Return the rows of finite losses, each of the lowest worker that has it."""
     collections = (*(params.collection_names or ()), *((LOSSES,) if params.use_losses_collection else ()))
     chosen = rows_where(block, is_named, collections, params.tensor_regex or ()) & rows_where(
         block, _is_scalar
@@ -163,7 +163,7 @@ def _is_scalar(info: TensorInfo) -> bool:
 
 
 def _by_step(block: Block, rows: NDArray[np.intp]) -> list[list[int]]:
-    """Rows of each step, steps ascending."""
+    """Return the rows of each step, steps ascending."""
     rows = rows[np.argsort(block.step[rows], kind="stable")]
     parts = np.split(rows, np.flatnonzero(np.diff(block.step[rows])) + 1)
     return [part.tolist() for part in parts if len(part)]
@@ -172,7 +172,7 @@ def _by_step(block: Block, rows: NDArray[np.intp]) -> list[list[int]]:
 def _is_in_mode(params: SagemakerLossNotDecreasingParams, mode: str, seen: set[str]) -> bool:
     if params.mode is not None:
         return params.mode in ("GLOBAL", mode.upper())
-    first = next((one for one in _ORDER if one in seen), None)
+    first = next((candidate for candidate in _ORDER if candidate in seen), None)
     return first is None or mode == first
 
 
@@ -218,7 +218,7 @@ class SagemakerOverfit(Rule[SagemakerOverfitParams, SagemakerOverfitState]):
         block: Block,
         now: int,
     ) -> tuple[SagemakerOverfitState, list[Finding]]:
-        """Judge each evaluation beside the training losses of its step."""
+        """Compare each evaluation with the training losses of its step."""
         if params.tensor_regex is not None:
             block = block.where(
                 rows_where(block, has_role, "loss") & rows_where(block, is_matched, params.tensor_regex)
@@ -255,19 +255,19 @@ _Losses = dict[str, dict[str, tuple[int, float]]]
 
 
 def _numbers(context: Block, block: Block) -> dict[int, _Losses]:
-    """Row and loss by step, kind and ``name/mode``."""
-    found: dict[int, _Losses] = {}
+    """Return row and loss by step, kind and ``name/mode``."""
+    losses: dict[int, _Losses] = {}
     for kind in ("train", "eval"):
         for series in loss_series(context, block, kind):
-            for place in _finite(series.values):
-                of_kind = found.setdefault(int(series.steps[place]), {}).setdefault(kind, {})
-                of_kind[series.key] = (int(series.rows[place]), float(series.values[place]))
-    return found
+            for index in _finite(series.values):
+                losses_of_kind = losses.setdefault(int(series.steps[index]), {}).setdefault(kind, {})
+                losses_of_kind[series.key] = (int(series.rows[index]), float(series.values[index]))
+    return losses
 
 
 def _finite(values: NDArray[np.float64]) -> list[int]:
-    places: list[int] = np.flatnonzero(np.isfinite(values)).tolist()
-    return places
+    indices: list[int] = np.flatnonzero(np.isfinite(values)).tolist()
+    return indices
 
 
 class SagemakerOvertrainingParams(AmazonParams):
@@ -291,7 +291,7 @@ class SagemakerOvertraining(Translated[SagemakerOvertrainingParams]):
     inner = Overtraining()
 
     def translated(self, params: SagemakerOvertrainingParams) -> OvertrainingParams:
-        """Single losses, and the delta as it stands."""
+        """Return the parameters for single losses and an absolute delta."""
         return OvertrainingParams(
             patience_train=params.patience_train,
             patience_validation=params.patience_validation,
@@ -335,5 +335,5 @@ class SagemakerStalledTraining(Translated[SagemakerStalledTrainingParams]):
     inner = StalledTraining()
 
     def translated(self, params: SagemakerStalledTrainingParams) -> StalledTrainingParams:
-        """Whatever pauses there were before."""
+        """Return the parameters that ignore earlier pauses."""
         return StalledTrainingParams(threshold=params.threshold, patience=0.0)

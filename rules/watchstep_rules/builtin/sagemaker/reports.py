@@ -1,4 +1,4 @@
-"""SageMaker rules that write a report: `ProfilerReport` runs all profiler rules; the others judge nothing."""
+"""SageMaker rules that write a report: `ProfilerReport` runs all profiler rules; the others never fire."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Report(Rule[AnyAmazonParams, State]):
     def evaluate(
         self, params: AnyAmazonParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge nothing."""
+        """Return no findings."""
         return state, []
 
 
@@ -97,7 +97,7 @@ PARTS: dict[str, AnyRule] = {
         SagemakerStepOutlier(),
     )
 }
-"""The rules that a report runs, by Amazon's names."""
+"""The rules that a report runs, by their SageMaker names."""
 
 _BY_LOWER = {name.lower(): name for name in PARTS}
 
@@ -122,11 +122,11 @@ class SagemakerProfilerReportParams(AmazonParams):
 
     @property
     def parts(self) -> dict[str, Params]:
-        """The parameters of each rule, by Amazon's name of it."""
-        given = self.model_dump()
+        """The parameters of each rule, by its SageMaker name."""
+        values = self.model_dump()
         return {
             name: rule.params_type(
-                **{field: given[f"{name}_{field}"] for field in rule.params_type.model_fields}
+                **{field: values[f"{name}_{field}"] for field in rule.params_type.model_fields}
             )
             for name, rule in PARTS.items()
         }
@@ -141,11 +141,11 @@ _OF_PARTS: dict[str, Any] = {
 PROFILER_REPORT_PARAMS: type[SagemakerProfilerReportParams] = create_model(
     "SagemakerProfilerReportParams", __base__=SagemakerProfilerReportParams, **_OF_PARTS
 )
-"""With a field for each parameter of each rule."""
+"""`SagemakerProfilerReportParams` with a field for each parameter of each rule."""
 
 
 class SagemakerProfilerReportState(State):
-    """The states of its rules, by Amazon's names."""
+    """The states of its rules, by their SageMaker names."""
 
     parts: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
@@ -173,9 +173,9 @@ class SagemakerProfilerReport(Rule[SagemakerProfilerReportParams, SagemakerProfi
     params_type = PROFILER_REPORT_PARAMS
 
     def lookback(self, params: SagemakerProfilerReportParams) -> int:
-        """As far as one of its rules looks."""
-        given = params.parts
-        return max(rule.lookback(given[name]) for name, rule in PARTS.items())
+        """Return the longest lookback of its rules."""
+        parts = params.parts
+        return max(rule.lookback(parts[name]) for name, rule in PARTS.items())
 
     def evaluate(
         self,
@@ -185,26 +185,26 @@ class SagemakerProfilerReport(Rule[SagemakerProfilerReportParams, SagemakerProfi
         block: Block,
         now: int,
     ) -> tuple[SagemakerProfilerReportState, list[Finding]]:
-        """Judge by each rule."""
-        given, states, findings = params.parts, {}, []
+        """Evaluate each rule."""
+        parts, states, findings = params.parts, {}, []
         for name, rule in PARTS.items():
             before = rule.state_type.model_validate(state.parts.get(name, {}))
-            after, found = rule.evaluate(given[name], before, context, block, now)
+            after, rule_findings = rule.evaluate(parts[name], before, context, block, now)
             if after != rule.state_type():
                 states[name] = after.model_dump(mode="json")
             findings += [
                 finding.model_copy(update={"rule": self.name, "message": f"{name}: {finding.message}"})
-                for finding in found
+                for finding in rule_findings
             ]
         findings.sort(key=lambda finding: (finding.step, finding.worker))
         return SagemakerProfilerReportState(parts=states), findings
 
 
 def _part_of(name: str) -> tuple[str, str]:
-    """The rule and its parameter.
+    """Split a name into rule and parameter.
 
     Raises:
-        ValueError: there is no such rule or parameter.
+        ValueError: the rule or the parameter does not exist.
     """
     rule, _, parameter = name.partition("_")
     part = _BY_LOWER.get(rule.lower())

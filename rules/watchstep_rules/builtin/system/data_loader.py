@@ -39,10 +39,10 @@ class Loading(NamedTuple):
     """The data loading of one worker.
 
     Attributes:
-        wait: the mean share of a step spent waiting, over the last rows.
-        gpu: the mean utilization of its GPUs.
-        workers: the number of its data loading processes.
-        cpus: the number of CPUs that it may use.
+        wait: mean share of a step spent waiting, over the last rows.
+        gpu: mean utilization of its GPUs.
+        workers: number of its data loading processes.
+        cpus: number of CPUs that it may use.
     """
 
     wait: Recent = Recent()
@@ -92,51 +92,57 @@ class DataLoader(Rule[DataLoaderParams, DataLoaderState]):
     def evaluate(
         self, params: DataLoaderParams, state: DataLoaderState, context: Block, block: Block, now: int
     ) -> tuple[DataLoaderState, list[Finding]]:
-        """Judge the samples that each worker took at the same time."""
+        """Evaluate the samples that each worker took at the same time."""
         loading, findings = dict(state.loading), []
         values = means(block)
         for rows in by_step(block):
-            whose = f"{block.worker[rows[0]]}/{block.mode_name(rows[0])}"
+            worker_key = f"{block.worker[rows[0]]}/{block.mode_name(rows[0])}"
             named = {
                 block.info(row).name: (row, float(values[row])) for row in rows if not math.isnan(values[row])
             }
-            held = loading[whose] = _after(loading.get(whose, Loading()), named, params.window)
+            state_of_worker = loading[worker_key] = _after(
+                loading.get(worker_key, Loading()), named, params.window
+            )
             for name, (row, _) in sorted(named.items()):
-                found = self._judged(params, held, block, row) if name in {DATA_WAIT, DATA_WORKERS} else None
-                findings += [found] if found is not None else []
+                finding = (
+                    self._judged(params, state_of_worker, block, row)
+                    if name in {DATA_WAIT, DATA_WORKERS}
+                    else None
+                )
+                findings += [finding] if finding is not None else []
         return DataLoaderState(loading=loading), findings
 
-    def _judged(self, params: DataLoaderParams, held: Loading, block: Block, row: int) -> Finding | None:
+    def _judged(self, params: DataLoaderParams, loading: Loading, block: Block, row: int) -> Finding | None:
         name = block.info(row).name
         if name == DATA_WORKERS:
-            limit = params.max_threshold / 100 * held.cpus
-            if not held.cpus or held.workers <= limit:
+            limit = params.max_threshold / 100 * loading.cpus
+            if not loading.cpus or loading.workers <= limit:
                 return None
-            message = f"{name}: {held.workers:.0f} processes load data on {held.cpus:.3g} CPUs"
-            return finding_at(self.name, block, row, value=held.workers, threshold=limit, message=message)
-        busy = bool(held.gpu.weight) and 100 * held.gpu.mean >= params.gpu_threshold
-        value = 100 * held.wait.mean
-        if held.wait.seen < params.patience or value < params.data_wait or busy:
+            message = f"{name}: {loading.workers:.0f} processes load data on {loading.cpus:.3g} CPUs"
+            return finding_at(self.name, block, row, value=loading.workers, threshold=limit, message=message)
+        busy = bool(loading.gpu.weight) and 100 * loading.gpu.mean >= params.gpu_threshold
+        value = 100 * loading.wait.mean
+        if loading.wait.seen < params.patience or value < params.data_wait or busy:
             return None
-        message = f"{name}: {value:.0f} % of a step passes before it begins; {_who_loads(params, held)}"
+        message = f"{name}: {value:.0f} % of a step passes before it begins; {_who_loads(params, loading)}"
         return finding_at(self.name, block, row, value=value, threshold=params.data_wait, message=message)
 
 
-def _after(held: Loading, named: dict[str, tuple[int, float]], window: int) -> Loading:
-    """With what was sampled at one time."""
+def _after(loading: Loading, named: dict[str, tuple[int, float]], window: int) -> Loading:
+    """Add the samples of one time."""
     gpus = [value for name, (_, value) in sorted(named.items()) if is_gpu(name)]
     return Loading(
-        held.wait.after(named[DATA_WAIT][1], 1, window) if DATA_WAIT in named else held.wait,
-        held.gpu.after(max(gpus), 1, window) if gpus else held.gpu,
-        named[DATA_WORKERS][1] if DATA_WORKERS in named else held.workers,
-        named[CPUS][1] if CPUS in named else held.cpus,
+        loading.wait.after(named[DATA_WAIT][1], 1, window) if DATA_WAIT in named else loading.wait,
+        loading.gpu.after(max(gpus), 1, window) if gpus else loading.gpu,
+        named[DATA_WORKERS][1] if DATA_WORKERS in named else loading.workers,
+        named[CPUS][1] if CPUS in named else loading.cpus,
     )
 
 
-def _who_loads(params: DataLoaderParams, held: Loading) -> str:
-    if not held.workers:
+def _who_loads(params: DataLoaderParams, loading: Loading) -> str:
+    if not loading.workers:
         return "it has no data loading process"
-    few = held.cpus and 100 * held.workers < params.min_threshold * held.cpus
-    return f"{held.workers:.0f} processes load data on {held.cpus:.3g} CPUs" + (
+    few = loading.cpus and 100 * loading.workers < params.min_threshold * loading.cpus
+    return f"{loading.workers:.0f} processes load data on {loading.cpus:.3g} CPUs" + (
         ", which could hold more" if few else ""
     )

@@ -69,17 +69,17 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, State]):
     )
 
     def lookback(self, params: AbsentFromOptimizerParams) -> int:
-        """The previous records."""
+        """Return the number of previous records."""
         return params.records - 1
 
     def conclusive(self, params: AbsentFromOptimizerParams, block: Block) -> NDArray[np.bool_]:
-        """Rows that show whether the parameter has changed."""
+        """Return the rows that show whether the parameter has changed."""
         return has_probe(block, "changed")
 
     def evaluate(
         self, params: AbsentFromOptimizerParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge each record of a parameter in no optimizer."""
+        """Evaluate each record of a parameter in no optimizer."""
         is_hit = in_a_row(context, block, _unoptimized if params.strict else _forgotten, params.records)
         return state, [
             finding_at(

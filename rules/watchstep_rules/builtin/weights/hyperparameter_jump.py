@@ -53,9 +53,9 @@ class Level(BaseModel):
     """A loss since a jump.
 
     Attributes:
-        limit: above it the loss has suffered; None where too little came before the jump.
-        level: its median before the jump.
-        above: whether each of the last losses was above, a bit each, the newest the lowest.
+        limit: value above which the loss is harmed; None if there were too few losses before the jump.
+        level: median of the loss before the jump.
+        above: bit mask of the last losses above the limit; the newest is the lowest bit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,7 +65,7 @@ class Level(BaseModel):
     above: int = 0
 
     def after(self, value: float) -> Level:
-        """With one loss more; NaN where it was not finite."""
+        """Add a loss; NaN if it was not finite."""
         if self.limit is None:
             return self
         is_above = value > self.limit or np.isnan(value)
@@ -73,21 +73,21 @@ class Level(BaseModel):
 
     @property
     def is_harmed(self) -> bool:
-        """Whether most of the last losses were above."""
+        """Whether most of the last losses were above the limit."""
         return self.above.bit_count() >= _ABOVE
 
 
 class PendingJump(BaseModel):
-    """A jump whose effect is awaited.
+    """A jump with an effect that is not known yet.
 
     Attributes:
-        name: the metric; of several that jumped at one step the one that rose most.
-        step: of the first update with such a value.
-        before: the largest value before.
-        after: the new value, or a greater one that it went on to.
-        losses: since then, by ``name/mode``.
-        sizes: of a weight decay, the first root mean square of each weight since then.
-        is_harmed: whether some loss was seen to suffer.
+        name: the metric; of several that jumped at one step, the one that rose most.
+        step: step of the first update with the new value.
+        before: largest value before.
+        after: new value, or a greater value that followed.
+        losses: losses since the jump, by ``name/mode``.
+        sizes: for a weight decay, the first rms of each weight since the jump.
+        is_harmed: whether a loss has been harmed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -102,12 +102,12 @@ class PendingJump(BaseModel):
 
     @property
     def is_of_rate(self) -> bool:
-        """Whether it is of a learning rate, or else of a weight decay."""
+        """Whether a learning rate jumped, and not a weight decay."""
         return ":learning_rate/" in self.name
 
     @property
     def text(self) -> str:
-        """What jumped, in words."""
+        """The jump as text."""
         ratio = self.after / self.before
         return (
             f"{self.name} went to {self.after:.3g} at step {self.step}, {ratio:.3g} times its largest before"
@@ -115,11 +115,11 @@ class PendingJump(BaseModel):
 
 
 class Peak(BaseModel):
-    """The largest values of a hyperparameter that is above zero.
+    """The largest values of a positive hyperparameter.
 
     Attributes:
-        since: the step at which the first was seen.
-        recent: spans of `_SPAN` steps by number, and the largest value up to the end of each, ascending: the last two spans and one before.
+        since: step of the first value.
+        recent: indices of spans of `_SPAN` steps, and the largest value up to the end of each, ascending: the last two spans and one before.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,12 +128,12 @@ class Peak(BaseModel):
     recent: tuple[tuple[int, float], ...]
 
     def reference(self, step: int) -> float:
-        """The largest up to the last span but one, or of all before where it is not so old."""
+        """Return the largest value up to the second to last span, or of all earlier values if there is no such span."""
         older = [largest for span, largest in self.recent if span <= step // _SPAN - 2]
         return older[-1] if older else self.recent[-1][1]
 
     def after(self, step: int, value: float) -> Peak:
-        """With one value more."""
+        """Add a value."""
         now, largest = step // _SPAN, max(value, self.recent[-1][1])
         if largest == self.recent[-1][1]:
             return self
@@ -143,7 +143,7 @@ class Peak(BaseModel):
 
 
 class HyperparameterJumpState(State):
-    """Of each hyperparameter its peak; the last jump; the step of each loss's first row."""
+    """State of `HyperparameterJump`: the peak of each hyperparameter, the last jump, and the step of each loss's first row."""
 
     peaks: dict[str, Peak] = Field(default_factory=dict)
     jump: PendingJump | None = None
@@ -195,7 +195,7 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
     )
 
     def lookback(self, params: HyperparameterJumpParams) -> int:
-        """The losses before a jump."""
+        """Return the number of losses before a jump."""
         return _WINDOW
 
     def evaluate(
@@ -206,14 +206,14 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
         block: Block,
         now: int,
     ) -> tuple[HyperparameterJumpState, list[Finding]]:
-        """Follow values, and after a jump of one what became of losses, updates and weights."""
+        """Follow the values, and after a jump the losses, updates and weights."""
         series = loss_series(context, block, "train")
         names = first_steps(state.names, series)
         peaks, jump = dict(state.peaks), state.jump
         values = _values(block)
         if jump is None and not _may_jump(params, peaks, values):
-            for one in values:
-                _follow(peaks, one)
+            for hyperparameter in values:
+                _follow(peaks, hyperparameter)
             return HyperparameterJumpState(peaks=peaks, names=names), []
         findings: dict[int, Finding] = {}
         for event in _events(block, values, series, names):
@@ -224,11 +224,11 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
                 if before is not None and _is_jump(params, before, event):
                     reference = before.reference(event.step)
                     new = PendingJump(name=event.name, step=event.step, before=reference, after=event.value)
-                    jump = _followed(jump, new)
+                    jump = _select_jump(jump, new)
             elif jump is not None:
-                jump, seen = _look(params, block, jump, event)
-                for row, value, limit, why in seen:
-                    message = f"{jump.text}; {why}"
+                jump, harm = _check(params, block, jump, event)
+                for row, value, limit, reason in harm:
+                    message = f"{jump.text}; {reason}"
                     findings[row] = finding_at(
                         self.name, block, row, value=value, threshold=limit, message=message
                     )
@@ -238,7 +238,7 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
 
 
 class _Value(NamedTuple):
-    """A hyperparameter at a step."""
+    """A value of a hyperparameter at a step."""
 
     step: int
     name: str
@@ -246,7 +246,7 @@ class _Value(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """A loss at a step: which of a series."""
+    """A loss at a step, as an index into a series."""
 
     step: int
     series: LossSeries
@@ -261,11 +261,11 @@ class _Tensors(NamedTuple):
 
 
 _Event = _Value | _Loss | _Tensors
-_Seen = tuple[int, float, float, str]
+_Harm = tuple[int, float, float, str]
 
 
 def _values(block: Block) -> list[_Value]:
-    """Hyperparameters above zero, by step and name; of several workers the least first."""
+    """Return positive hyperparameters by step and name, then by value (over workers)."""
     rows = np.flatnonzero(rows_where(block, _is_hyperparameter) & (block.mode == 0))
     if not len(rows):
         return []
@@ -282,7 +282,7 @@ def _is_hyperparameter(info: TensorInfo) -> bool:
 
 
 def _follow(peaks: dict[str, Peak], value: _Value) -> Peak | None:
-    """The peak before a value, which is in the peaks from now on; None for the first."""
+    """Add a value to the peaks; return the peak before it, None for the first value."""
     before = peaks.get(value.name)
     if before is None:
         peaks[value.name] = Peak(since=value.step, recent=((value.step // _SPAN, value.value),))
@@ -297,12 +297,12 @@ def _is_jump(params: HyperparameterJumpParams, before: Peak, value: _Value) -> b
 
 
 def _may_jump(params: HyperparameterJumpParams, peaks: dict[str, Peak], values: list[_Value]) -> bool:
-    least = {name: peak.recent[0][1] for name, peak in peaks.items()}
-    return any(value.value >= params.factor * least.setdefault(value.name, value.value) for value in values)
+    lowest = {name: peak.recent[0][1] for name, peak in peaks.items()}
+    return any(value.value >= params.factor * lowest.setdefault(value.name, value.value) for value in values)
 
 
-def _followed(jump: PendingJump | None, new: PendingJump) -> PendingJump:
-    """Which of two jumps to follow: one that does harm; of those that are close the first; of one step that which rose more."""
+def _select_jump(jump: PendingJump | None, new: PendingJump) -> PendingJump:
+    """Return which of two jumps to follow: a harmful one, else the first of close ones; at the same step, the larger."""
     if jump is None or (new.step > jump.step + 2 * _SPAN and not jump.is_harmed):
         return new
     if new.step == jump.step:
@@ -315,7 +315,7 @@ def _followed(jump: PendingJump | None, new: PendingJump) -> PendingJump:
 def _events(
     block: Block, values: list[_Value], series: list[LossSeries], names: dict[str, int]
 ) -> Iterator[_Event]:
-    """What a block tells, by step: values, then updates and weights, then losses."""
+    """Yield the events of a block by step: values, then updates and weights, then losses."""
     events: list[tuple[int, int, int, _Event]] = [(value.step, 0, 0, value) for value in values]
     is_matrix = rows_where(block, is_matrix_of, "update") | rows_where(block, is_matrix_of, "weight")
     rows = np.flatnonzero(is_matrix & (block.mode == 0))
@@ -324,39 +324,43 @@ def _events(
         if len(part):
             step = int(block.step[part[0]])
             events.append((step, 1, 0, _Tensors(step, part)))
-    for number, one in enumerate(series):
-        for place in np.flatnonzero(is_whole(one, names)).tolist():
-            step = int(one.steps[place])
-            events.append((step, 2, number, _Loss(step, one, place)))
+    for number, losses in enumerate(series):
+        for index in np.flatnonzero(is_whole(losses, names)).tolist():
+            step = int(losses.steps[index])
+            events.append((step, 2, number, _Loss(step, losses, index)))
     for _, _, _, event in sorted(events, key=lambda event: event[:3]):
         yield event
 
 
 def _is_over(params: HyperparameterJumpParams, jump: PendingJump, step: int) -> bool:
-    """Whether nothing is looked at any more: no harm in time, or the losses have come back."""
+    """Return whether a jump is no longer followed: it caused no harm in time, or the losses have recovered."""
     late = step > jump.step + params.patience
     return late and not (jump.is_harmed and any(level.above for level in jump.losses.values()))
 
 
-def _look(
+def _check(
     params: HyperparameterJumpParams, block: Block, jump: PendingJump, event: _Loss | _Tensors
-) -> tuple[PendingJump, list[_Seen]]:
+) -> tuple[PendingJump, list[_Harm]]:
     if isinstance(event, _Loss):
-        return _look_at_loss(params, jump, event) if event.step > jump.step else (jump, [])
+        return _check_loss(params, jump, event) if event.step > jump.step else (jump, [])
     if event.step < jump.step or event.step > jump.step + params.patience:
         return jump, []
-    return _updates(params, block, jump, event) if jump.is_of_rate else _weights(params, block, jump, event)
+    return (
+        _check_updates(params, block, jump, event)
+        if jump.is_of_rate
+        else _check_weights(params, block, jump, event)
+    )
 
 
-def _look_at_loss(
+def _check_loss(
     params: HyperparameterJumpParams, jump: PendingJump, event: _Loss
-) -> tuple[PendingJump, list[_Seen]]:
-    series, place = event.series, event.place
-    known = jump.losses.get(series.key)
-    if known is None:  # its first after the jump: all before it are those of before
-        known = _level(params, np.concatenate([series.before, series.values[:place]])[-_WINDOW:])
-    value = float(series.values[place])
-    level = known.after(value)
+) -> tuple[PendingJump, list[_Harm]]:
+    series, index = event.series, event.place
+    tracked = jump.losses.get(series.key)
+    if tracked is None:  # the first loss after the jump: all earlier ones precede the jump
+        tracked = _level(params, np.concatenate([series.before, series.values[:index]])[-_WINDOW:])
+    value = float(series.values[index])
+    level = tracked.after(value)
     jump = jump.model_copy(
         update={
             "losses": {**jump.losses, series.key: level},
@@ -365,8 +369,8 @@ def _look_at_loss(
     )
     if level.limit is None or not level.is_harmed:
         return jump, []
-    why = f"{series.name} is {value:.4g}, {level.above.bit_count()} of the last {_LAST} are above {level.limit:.4g}, and it was {level.level:.4g} before"
-    return jump, [(int(series.rows[place]), np.inf if np.isnan(value) else value, level.limit, why)]
+    reason = f"{series.name} is {value:.4g}, {level.above.bit_count()} of the last {_LAST} are above {level.limit:.4g}, and it was {level.level:.4g} before"
+    return jump, [(int(series.rows[index]), np.inf if np.isnan(value) else value, level.limit, reason)]
 
 
 def _level(params: HyperparameterJumpParams, before: Floats) -> Level:
@@ -379,38 +383,38 @@ def _level(params: HyperparameterJumpParams, before: Floats) -> Level:
     return Level(limit=limit, level=level) if np.isfinite(limit) else Level()
 
 
-def _updates(
+def _check_updates(
     params: HyperparameterJumpParams, block: Block, jump: PendingJump, event: _Tensors
-) -> tuple[PendingJump, list[_Seen]]:
+) -> tuple[PendingJump, list[_Harm]]:
     ratio = probe(block, "update_ratio")[event.rows]
-    known = np.isfinite(ratio)
-    if not known.any():
+    is_finite = np.isfinite(ratio)
+    if not is_finite.any():
         return jump, []
-    rows, ratio = event.rows[known], ratio[known]
-    middle = float(np.median(ratio))
-    if not params.large < middle < np.inf:
+    rows, ratio = event.rows[is_finite], ratio[is_finite]
+    median = float(np.median(ratio))
+    if not params.large < median < np.inf:
         return jump, []
     row = int(rows[np.argmax(ratio)])
-    why = f"{block.info(row).name} is {ratio.max():.2g} of the weight and the median {middle:.2g}, near 1e-3 is usual"
-    return jump, [(row, middle, params.large, why)]
+    reason = f"{block.info(row).name} is {ratio.max():.2g} of the weight and the median {median:.2g}, near 1e-3 is usual"
+    return jump, [(row, median, params.large, reason)]
 
 
-def _weights(
+def _check_weights(
     params: HyperparameterJumpParams, block: Block, jump: PendingJump, event: _Tensors
-) -> tuple[PendingJump, list[_Seen]]:
+) -> tuple[PendingJump, list[_Harm]]:
     is_weight = rows_where(block, is_matrix_of, "weight")[event.rows]
     rows = event.rows[is_weight]
     if not len(rows):
         return jump, []
     with np.errstate(over="ignore", invalid="ignore"):
         size = rms(block.statistics)[rows]
-    sizes, share = dict(jump.sizes), []
-    for row, now in zip(rows.tolist(), size.tolist(), strict=True):
-        if 0 < now < np.inf:
-            share.append(now / sizes.setdefault(block.info(row).name, now))
+    sizes, shares = dict(jump.sizes), []
+    for row, current in zip(rows.tolist(), size.tolist(), strict=True):
+        if 0 < current < np.inf:
+            shares.append(current / sizes.setdefault(block.info(row).name, current))
     jump = jump.model_copy(update={"sizes": sizes})
-    middle = float(np.median(share)) if share else 1.0
-    if middle >= params.shrunk:
+    median = float(np.median(shares)) if shares else 1.0
+    if median >= params.shrunk:
         return jump, []
-    why = f"{block.info(int(rows[0])).name} and others have shrunk since, the median to {middle:.2g} of its size"
-    return jump, [(int(rows[0]), middle, params.shrunk, why)]
+    reason = f"{block.info(int(rows[0])).name} and others have shrunk since, the median to {median:.2g} of its size"
+    return jump, [(int(rows[0]), median, params.shrunk, reason)]

@@ -56,7 +56,7 @@ class LearningRateScale(Rule[LearningRateScaleParams, State]):
     )
 
     def lookback(self, params: LearningRateScaleParams) -> int:
-        """The previous records."""
+        """Return the number of previous records."""
         return params.records - 1
 
     def evaluate(
@@ -71,9 +71,9 @@ class LearningRateScale(Rule[LearningRateScaleParams, State]):
         low, high = np.full(len(step), np.inf), np.zeros(len(step))
         np.minimum.at(low, group, ratio[rows])
         np.maximum.at(high, group, ratio[rows])
-        odd = (low > params.large) | (high < params.small) | (high > params.apart * low)
+        is_unusual = (low > params.large) | (high < params.small) | (high > params.apart * low)
         return state, [
-            self._finding(params, block, rows[group == place], ratio) for place in np.flatnonzero(odd)
+            self._finding(params, block, rows[group == index], ratio) for index in np.flatnonzero(is_unusual)
         ]
 
     def _finding(
@@ -101,10 +101,10 @@ class LearningRateScale(Rule[LearningRateScaleParams, State]):
 
 
 def _medians(params: LearningRateScaleParams, context: Block, block: Block) -> Floats:
-    """The median of each layer's last ratios; NaN for what is no layer, and where there are too few."""
+    """Return the median of each layer's last ratios; NaN for other tensors, and if there are too few."""
     lagged = LaggedRows.of(context, block)
-    held = lagged.column(lambda rows: rows.probes.get("update_ratio", np.full(len(rows), np.nan)))
-    last = np.stack([lagged.lag(held, place) for place in range(params.records)], axis=1)
+    ratio = lagged.column(lambda rows: rows.probes.get("update_ratio", np.full(len(rows), np.nan)))
+    last = np.stack([lagged.lag(ratio, lag) for lag in range(params.records)], axis=1)
     is_layer = block.mask_of_tensors([len(info.shape) > 1 and is_weighted(info) for info in block.catalogue])
     is_layer &= block.mode == 0
     return np.where(is_layer, medians(last), np.nan)

@@ -59,7 +59,7 @@ class OptimizerNotStepping(Rule[OptimizerNotSteppingParams, State]):
     def evaluate(
         self, params: OptimizerNotSteppingParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge each row of the metric."""
+        """Evaluate each row of the metric."""
         block = block.where(
             block.mask_of_tensors([_OVERDUE.match(info.name) is not None for info in block.catalogue])
         )

@@ -16,8 +16,8 @@ from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.tensor_selection import is_normalization, is_weighted
 
-_SURE = 2.0  # spread of logits at which softmax is overconfident
-_LOUD = 3.0  # root mean square of inputs; UMLAUT (CHI 2021) warns of inputs outside -1 to 1
+_OVERCONFIDENT = 2.0  # spread of logits at which softmax is overconfident
+_LARGE_INPUTS = 3.0  # rms of inputs; UMLAUT (CHI 2021) warns of inputs outside -1 to 1
 _CONSTANT = 1e-10  # m2 over the sum of squares of a constant, after float32 rounding
 
 
@@ -45,7 +45,7 @@ class PoorInitializationParams(Params):
 
 
 class PoorInitializationState(State):
-    """State of `PoorInitialization`: whether the first step has been judged."""
+    """State of `PoorInitialization`: whether the first step has been evaluated."""
 
     judged: bool = False
 
@@ -109,7 +109,7 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         block: Block,
         now: int,
     ) -> tuple[PoorInitializationState, list[Finding]]:
-        """Judge the first step in train mode that has weights."""
+        """Evaluate the first step in train mode that has weights."""
         if state.judged:
             return state, []
         training = block.mode == 0
@@ -120,29 +120,29 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         return PoorInitializationState(judged=True), self._judge(params, _FirstStep(block, rows))
 
     def _judge(self, params: PoorInitializationParams, step: _FirstStep) -> list[Finding]:
-        block, held = step.block, step.block.statistics
+        block, statistics = step.block, step.block.statistics
         weights = step.of_role("weight")
-        layers = weights[(step.fan_in(weights) > 0) & (held.finite[weights] > 1)]
+        layers = weights[(step.fan_in(weights) > 0) & (statistics.finite[weights] > 1)]
         layers = layers[np.lexsort((layers, step.order(layers)))]
         gain = step.size[layers] * np.sqrt(step.fan_in(layers))
-        alike = held.m2[layers] <= _CONSTANT * held.square_sum[layers]
+        is_constant = statistics.m2[layers] <= _CONSTANT * statistics.square_sum[layers]
         others = weights[(step.fan_in(weights) == 0) & step.is_matrix(weights)]
-        random = bool((held.m2[others] > _CONSTANT * held.square_sum[others]).any())
-        same = layers[_all_the_same(alike, gain, others_are_random=random)]
-        if len(same):
-            return [self._same(block, int(row)) for row in same]
-        sure = _too_sure(params, step, weights)
-        if sure is not None:
-            return [self._sure(params, block, *sure)]
+        others_are_random = bool((statistics.m2[others] > _CONSTANT * statistics.square_sum[others]).any())
+        equal_layers = layers[_all_the_same(is_constant, gain, others_are_random=others_are_random)]
+        if len(equal_layers):
+            return [self._same(block, int(row)) for row in equal_layers]
+        overconfident = _overconfident_loss(params, step, weights)
+        if overconfident is not None:
+            return [self._sure(params, block, *overconfident)]
         if any(is_normalization(info) for info in step.infos(weights)):
             return []
         large = gain >= params.large
         if large.sum() > 1 and prod((gain[large] / 1.5).tolist()) >= params.growth:
             return self._scales(params.large, block, layers[large], gain[large], "at least")
-        small = (gain < params.small) & ~alike
-        small[-1:] = False  # the last layer may begin small
-        faint = small.sum() > 1 and prod((gain[small] / 0.5).tolist()) < params.shrinkage
-        if faint and _input_is_small(step):
+        small = (gain < params.small) & ~is_constant
+        small[-1:] = False  # the last layer may start small
+        vanishes = small.sum() > 1 and prod((gain[small] / 0.5).tolist()) < params.shrinkage
+        if vanishes and _input_is_small(step):
             return self._scales(params.small, block, layers[small], gain[small], "below")
         return self._signal(params, step, gain)
 
@@ -159,7 +159,7 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
             return [
                 finding_at(self.name, block, row, value=share, threshold=1 / params.spread, message=message)
             ]
-        row, widest = max(spreads[1:], key=lambda each: each[1])
+        row, widest = max(spreads[1:], key=lambda entry: entry[1])
         if widest >= params.spread * first:
             message = f"the output of {block.info(row).name} spreads {widest / first:.3g} times as far as the first layer's"
             return [
@@ -201,12 +201,12 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
 
 
 class _FirstStep:
-    """Rows of the first step, of up to thousands of workers: what a tensor's description says is looked up once for each tensor.
+    """Rows of the first step, of up to thousands of workers. Catalogue entries are evaluated once for each tensor.
 
     Attributes:
-        block: of the rows.
-        rows: of the step.
-        size: root mean square of each row of the block.
+        block: block of the rows.
+        rows: rows of the step.
+        size: rms of each row of the block.
     """
 
     def __init__(self, block: Block, rows: NDArray[np.intp]) -> None:
@@ -217,30 +217,30 @@ class _FirstStep:
         self._order = np.array([info.order for info in block.catalogue], np.int64)
 
     def of_role(self, role: str, also: Callable[[TensorInfo], bool] = lambda _: True) -> NDArray[np.intp]:
-        """The rows of tensors with a role, and with something else that their description says."""
+        """Return the rows of tensors with a role that fulfil another condition."""
         chosen = [info.role == role and also(info) for info in self.block.catalogue]
         return self.rows[np.array(chosen, np.bool_)[self.block.tensor[self.rows]]]
 
     def fan_in(self, rows: NDArray[np.intp]) -> Floats:
-        """Of each row, as `_fan_in`."""
+        """Return `_fan_in` of each row."""
         return self._fan_in[self.block.tensor[rows]]
 
     def is_matrix(self, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Whether each row is of a weighted layer's matrix, of one input or one output as well."""
+        """Return whether each row belongs to the matrix of a weighted layer, including those with one input or output."""
         matrices = [is_weighted(info) and len(info.shape) > 1 for info in self.block.catalogue]
         return np.array(matrices, np.bool_)[self.block.tensor[rows]]
 
     def order(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Of each row, where its tensor comes in the model."""
+        """Return the position of each row's tensor in the model."""
         return self._order[self.block.tensor[rows]]
 
     def infos(self, rows: NDArray[np.intp]) -> list[TensorInfo]:
-        """The tensors that some rows speak of."""
-        return [self.block.catalogue[place] for place in np.unique(self.block.tensor[rows])]
+        """Return the tensors of the rows."""
+        return [self.block.catalogue[index] for index in np.unique(self.block.tensor[rows])]
 
     @functools.cached_property
     def spreads(self) -> list[tuple[int, float]]:
-        """The last row and the largest standard deviation of each weighted layer's output that is not constant, in the order of layers."""
+        """Last row and largest standard deviation of each weighted layer's non-constant output, in the order of layers."""
         block, spread = self.block, std(self.block.statistics)
         rows = self.of_role("output", is_weighted)
         rows = rows[spread[rows] > 0]
@@ -248,16 +248,18 @@ class _FirstStep:
         modules = np.array(
             [numbers.setdefault(info.module, len(numbers)) for info in block.catalogue], np.intp
         )[block.tensor[rows]]
-        most = np.zeros(len(numbers))
-        np.maximum.at(most, modules, spread[rows])
+        largest = np.zeros(len(numbers))
+        np.maximum.at(largest, modules, spread[rows])
         last = dict(zip(modules.tolist(), rows.tolist(), strict=True))
         first = dict(zip(modules[::-1].tolist(), rows[::-1].tolist(), strict=True))
-        found = [(block.info(first[module]).order, row, float(most[module])) for module, row in last.items()]
-        return [(row, widest) for _, row, widest in sorted(found)]
+        entries = [
+            (block.info(first[module]).order, row, float(largest[module])) for module, row in last.items()
+        ]
+        return [(row, widest) for _, row, widest in sorted(entries)]
 
 
 def _fan_in(info: TensorInfo) -> int:
-    """Inputs of each unit of a layer; 0 for what is no layer, or has one input or one output."""
+    """Return the number of inputs of each unit of a layer; 0 for other tensors, and for one input or one output."""
     shape = info.shape
     if not is_weighted(info) or len(shape) < 2 or shape[0] < 2:
         return 0
@@ -266,54 +268,54 @@ def _fan_in(info: TensorInfo) -> int:
 
 
 def _all_the_same(alike: NDArray[np.bool_], gain: Floats, *, others_are_random: bool) -> NDArray[np.bool_]:
-    """Which of the layers, in their order, begin as one number and so does the next; all of them where all do."""
+    """Return which layers, in order, start at a constant like the next layer; all if all do."""
     if len(alike) > 1 and alike.all() and not others_are_random:
         return alike
-    same = alike & (gain > 0)
-    same[:-1] &= same[1:]
-    same[-1:] = False
-    return same
+    stays_equal = alike & (gain > 0)
+    stays_equal[:-1] &= stays_equal[1:]
+    stays_equal[-1:] = False
+    return stays_equal
 
 
 def _input_is_small(step: _FirstStep) -> bool:
-    """Whether all gradients of weights are small beside that of a bias, which is the error that comes back."""
+    """Return whether all gradients of weights are small compared with that of a bias, which is the backpropagated error."""
     errors = step.size[step.of_role("gradient", lambda info: len(info.shape) == 1)]
     weights = step.size[step.of_role("gradient", lambda info: len(info.shape) > 1)]
     if not len(errors):
         return True
-    # NaN is the size of gradients without finite elements, an empty shard's for instance: they say nothing.
+    # The size is NaN for gradients without finite elements, such as those of an empty shard. Ignore these.
     weight, error = np.fmax.reduce(weights, initial=np.nan), np.fmax.reduce(errors)
     return bool((weight if len(weights) else 0.0) < 0.01 * error)
 
 
-def _too_sure(
+def _overconfident_loss(
     params: PoorInitializationParams, step: _FirstStep, weights: NDArray[np.intp]
 ) -> tuple[int, float, float] | None:
-    """The row of a first loss that is far above that of a guess, the loss, and the guess's; None where it is not."""
-    block, held = step.block, step.block.statistics
+    """Return the row and value of a first loss far above that of a random guess, and the loss of the guess; None if it is not."""
+    block, statistics = step.block, step.block.statistics
     losses = step.of_role("loss")
     if not step.spreads or len(losses) != 1:
         return None
     (last, widest), loss = step.spreads[-1], int(losses[0])
     output = block.info(last)
     classes = output.shape[-1] if output.shape else 0
-    value, reach = float(held.mean[loss]), float(held.max[last] - held.min[last])
+    value, output_range = float(statistics.mean[loss]), float(statistics.max[last] - statistics.min[last])
     guess = float(np.log(max(2, classes)))
-    if not params.above_guess * guess <= value <= reach + guess or widest < _SURE:
+    if not params.above_guess * guess <= value <= output_range + guess or widest < _OVERCONFIDENT:
         return None
-    loud = bool((step.size[step.of_role("input", _is_measured)] > _LOUD).any())
-    if loud or _labels_are_measured(step):
+    has_large_inputs = bool((step.size[step.of_role("input", _is_measured)] > _LARGE_INPUTS).any())
+    if has_large_inputs or _labels_are_measured(step):
         return None
     shared = {classes} if not any(info.module == output.module for info in step.infos(weights)) else set()
-    inputs = np.array(
+    fan_in = np.array(
         [
             prod(info.shape[1:]) if _fan_in(info) or (len(info.shape) == 2 and info.shape[0] in shared) else 0
             for info in block.catalogue
         ],
         np.float64,
     )
-    weights = weights[inputs[block.tensor[weights]] > 0]
-    large = bool((step.size[weights] * np.sqrt(inputs[block.tensor[weights]]) >= params.large).any())
+    weights = weights[fan_in[block.tensor[weights]] > 0]
+    large = bool((step.size[weights] * np.sqrt(fan_in[block.tensor[weights]]) >= params.large).any())
     return (loss, value, guess) if large else None
 
 

@@ -47,7 +47,7 @@ class ReplicaDivergence(Rule[ReplicaDivergenceParams, State]):
     )
 
     def conclusive(self, params: ReplicaDivergenceParams, block: Block) -> NDArray[np.bool_]:
-        """Rows of tensors with elements, of any kind."""
+        """Return the rows of tensors with elements of any kind."""
         return has_elements(block)
 
     def evaluate(
@@ -65,16 +65,16 @@ class ReplicaDivergence(Rule[ReplicaDivergenceParams, State]):
         np.minimum.at(lowest, group, value)
         np.maximum.at(highest, group, value)
         findings: list[tuple[int, Finding]] = []
-        for place in np.flatnonzero(lowest < highest):
-            findings += self._of_step(block, rows[group == place])
+        for index in np.flatnonzero(lowest < highest):
+            findings += self._of_step(block, rows[group == index])
         return state, [finding for _, finding in sorted(findings, key=lambda entry: entry[0])]
 
     def _of_step(self, block: Block, rows: NDArray[np.intp]) -> list[tuple[int, Finding]]:
-        """Findings for the rows of one parameter at one step that differ from the majority of workers."""
+        """Return findings for the rows of a parameter at a step that differ from the majority of workers."""
         rows = rows[np.argsort(block.worker[rows], kind="stable")]
         value = block.statistics.mean[rows]
-        _, first, kind, often = np.unique(value, return_index=True, return_inverse=True, return_counts=True)
-        usual = first[often == often.max()].min()
+        _, first, kind, counts = np.unique(value, return_index=True, return_inverse=True, return_counts=True)
+        usual = first[counts == counts.max()].min()
         others = kind != kind[usual]
         count = f"of {len(rows)} workers {int(others.sum())}"
         return [

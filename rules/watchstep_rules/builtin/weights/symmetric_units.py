@@ -54,17 +54,17 @@ class SymmetricUnits(Rule[SymmetricUnitsParams, State]):
     )
 
     def lookback(self, params: SymmetricUnitsParams) -> int:
-        """The previous records."""
+        """Return the number of previous records."""
         return params.records - 1
 
     def conclusive(self, params: SymmetricUnitsParams, block: Block) -> NDArray[np.bool_]:
-        """Rows of weights whose units were followed."""
+        """Return the rows of weights with recorded unit distances."""
         return has_probe(block, "unit_spread")
 
     def evaluate(
         self, params: SymmetricUnitsParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge each weight whose units were followed."""
+        """Evaluate each weight with recorded unit distances."""
         if "unit_spread" not in block.probes:
             return state, []
 
@@ -72,8 +72,8 @@ class SymmetricUnits(Rule[SymmetricUnitsParams, State]):
             spread, movement = probe(rows, "unit_spread"), probe(rows, "unit_movement")
             return (movement > 0) & (spread <= params.share * movement)
 
-        found = in_a_row(context, block, alike, params.records)
-        return state, [self._finding(params, block, int(row)) for row in np.flatnonzero(found)]
+        is_hit = in_a_row(context, block, alike, params.records)
+        return state, [self._finding(params, block, int(row)) for row in np.flatnonzero(is_hit)]
 
     def _finding(self, params: SymmetricUnitsParams, block: Block, row: int) -> Finding:
         info = block.info(row)

@@ -142,7 +142,7 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         block: Block,
         now: int,
     ) -> tuple[WeightNotUpdatingState, list[Finding]]:
-        """Judge the updates of each step together."""
+        """Evaluate the updates of each step together."""
         block = in_training(block)
         past = Weights(**{name: getattr(state, name) for name in WeightNotUpdatingState.model_fields})
         figures = Figures.of(block)
@@ -154,14 +154,14 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
                 continue
             rows = np.arange(stretch.first, stretch.end)
             updates = past.follow(block, rows, figures)
-            for row, why in _missing(params, block, figures, updates, past):
-                findings.append(self._finding(params, block, row, float(figures.ratio[row]), why))
+            for row, reason in _missing(params, block, figures, updates, past):
+                findings.append(self._finding(params, block, row, float(figures.ratio[row]), reason))
             past.move(block, figures, updates, params.threshold)
             findings.extend(self._forgotten(block, row) for row in forgotten(block, rows, past.held))
         return WeightNotUpdatingState(**vars(past)), findings
 
     def advice(self, finding: Finding) -> Advice:
-        """The advice of `AbsentFromOptimizer` for a parameter in no optimizer."""
+        """Return the advice of `AbsentFromOptimizer` for a parameter in no optimizer."""
         if finding.role == "not_in_optimizer":
             return Advice(AbsentFromOptimizer.usual_causes, AbsentFromOptimizer.what_to_try)
         return super().advice(finding)
@@ -175,85 +175,103 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         return finding_at(self.name, block, row, value=size, threshold=0.0, message=message)
 
     def _finding(
-        self, params: WeightNotUpdatingParams, block: Block, row: int, ratio: float, why: str
+        self, params: WeightNotUpdatingParams, block: Block, row: int, ratio: float, reason: str
     ) -> Finding:
         no_update = f", no update up to {params.threshold:.3g}" if ratio <= params.threshold else ""
-        message = f"{block.info(row).name} is {ratio:.3g} of the weight{no_update}: {why}"
+        message = f"{block.info(row).name} is {ratio:.3g} of the weight{no_update}: {reason}"
         return finding_at(self.name, block, row, value=ratio, threshold=params.threshold, message=message)
 
 
 def _missing(
     params: WeightNotUpdatingParams, block: Block, figures: Figures, updates: list[int], past: Weights
 ) -> list[tuple[int, str]]:
-    """Rows of updates that are missing, and why."""
+    """Return the rows of missing updates, and the reasons."""
     if not updates:
         return []
-    judged = [row for row in updates if len(block.info(row).shape) > 1] or updates
-    held = [past.of(block, row) for row in judged]
-    none = [figures.ratio[row] <= params.threshold for row in judged]
-    past.still = past.still + 1 if all(none) else 0
-    step = int(block.step[judged[0]])
-    past.pace = past.pace.after(params.ran_down, step, float(max(figures.ratio[row] for row in judged)))
-    if past.pace.has_run_down(step) and past.loss_is_high and any(one.is_alive(params.alive) for one in held):
-        why = (
+    relevant = [row for row in updates if len(block.info(row).shape) > 1] or updates
+    parameters = [past.of(block, row) for row in relevant]
+    no_update = [figures.ratio[row] <= params.threshold for row in relevant]
+    past.still = past.still + 1 if all(no_update) else 0
+    step = int(block.step[relevant[0]])
+    past.pace = past.pace.after(params.ran_down, step, float(max(figures.ratio[row] for row in relevant)))
+    if (
+        past.pace.has_run_down(step)
+        and past.loss_is_high
+        and any(parameter.is_alive(params.alive) for parameter in parameters)
+    ):
+        reason = (
             f"once it was up to {past.pace.fastest:.2g}, since step {past.pace.since} no weight gets further"
         )
-        return [(row, why) for row in judged]
+        return [(row, reason) for row in relevant]
     is_slow = past.pace.never_began(params.ran_down, step) and past.loss_is_high
-    if is_slow and any(one.is_alive(params.alive) for one in held):
-        why = f"no weight has changed by more than {past.pace.fastest:.2g} of itself at any step since step {past.pace.begun}"
-        return [(row, why) for row in judged]
-    if all(none):
-        long = past.still >= params.patience
-        if any((one.stopped or long) and one.is_alive(params.alive) for one in held):
-            return [(row, "no weight changes, though there are gradients") for row in judged]
-        waits = bool(past.nothing_lost) and all(past.nothing_lost.values())
-        if not waits and not any(one.moved for one in past.parameters.values()):
-            return [(row, "no weight has ever changed") for row in judged]
+    if is_slow and any(parameter.is_alive(params.alive) for parameter in parameters):
+        reason = f"no weight has changed by more than {past.pace.fastest:.2g} of itself at any step since step {past.pace.begun}"
+        return [(row, reason) for row in relevant]
+    if all(no_update):
+        is_long = past.still >= params.patience
+        if any(
+            (parameter.stopped or is_long) and parameter.is_alive(params.alive) for parameter in parameters
+        ):
+            return [(row, "no weight changes, though there are gradients") for row in relevant]
+        all_losses_zero = bool(past.nothing_lost) and all(past.nothing_lost.values())
+        if not all_losses_zero and not any(parameter.moved for parameter in past.parameters.values()):
+            return [(row, "no weight has ever changed") for row in relevant]
         return []
-    found = _cut_off(block, judged, held, past)
-    for row, one in zip(judged, held, strict=True):
-        alive = one.dense and one.last >= params.alive * one.largest and block.info(row).dtype in HALF
+    missing = _disconnected(block, relevant, parameters, past)
+    for row, parameter in zip(relevant, parameters, strict=True):
+        alive = (
+            parameter.dense
+            and parameter.last >= params.alive * parameter.largest
+            and block.info(row).dtype in HALF
+        )
         if alive and figures.zero[row] >= params.rounded:
-            found.append((row, f"rounding loses {figures.zero[row]:.0%} of its elements"))
-    return found or _masked(block, judged, none, past) or _vectors_alone(block, updates, past)
+            missing.append((row, f"rounding loses {figures.zero[row]:.0%} of its elements"))
+    return missing or _masked(block, relevant, no_update, past) or _only_vectors(block, updates, past)
 
 
-def _cut_off(
-    block: Block, judged: list[int], held: list[WeightHistory], past: Weights
+def _disconnected(
+    block: Block, relevant: list[int], parameters: list[WeightHistory], past: Weights
 ) -> list[tuple[int, str]]:
     learning = [
-        block.info(row).order for row, one in zip(judged, held, strict=True) if one.last >= 0 or one.moved
+        block.info(row).order
+        for row, parameter in zip(relevant, parameters, strict=True)
+        if parameter.last >= 0 or parameter.moved
     ]
-    without = [row for row, one in zip(judged, held, strict=True) if one.last < 0 and not one.moved]
-    # A layer that was never computed, as an expert without examples, is not cut off: what counts is what was.
-    without = [row for row in without if block.info(row).module in past.computed]
-    if not learning or any(block.info(row).order >= min(learning) for row in without):
+    disconnected = [
+        row
+        for row, parameter in zip(relevant, parameters, strict=True)
+        if parameter.last < 0 and not parameter.moved
+    ]
+    # A layer that was never computed, such as an expert without examples, is not disconnected.
+    disconnected = [row for row in disconnected if block.info(row).module in past.computed]
+    if not learning or any(block.info(row).order >= min(learning) for row in disconnected):
         return []
-    why = "its layer is computed, but never gets a gradient, while all after it do"
-    return [(row, why) for row in without]
+    reason = "its layer is computed, but never gets a gradient, while all after it do"
+    return [(row, reason) for row in disconnected]
 
 
-def _masked(block: Block, judged: list[int], none: list[bool], past: Weights) -> list[tuple[int, str]]:
-    """A zero gradient is no dead layer's where its bias has one, and layers before it learn."""
-    learning = [block.info(row).order for row in judged if past.of(block, row).moved]
-    found = []
-    for row, is_none in zip(judged, none, strict=True):
-        info, held = block.info(row), past.of(block, row)
+def _masked(block: Block, relevant: list[int], no_update: list[bool], past: Weights) -> list[tuple[int, str]]:
+    """Return the layers with a masked weight gradient: it is always zero, but the bias has a gradient and earlier layers learn."""
+    learning = [block.info(row).order for row in relevant if past.of(block, row).moved]
+    masked = []
+    for row, is_missing in zip(relevant, no_update, strict=True):
+        info, parameter = block.info(row), past.of(block, row)
         bias = past.parameters.get(f"{info.module}.bias@{block.worker[row]}", WeightHistory())
-        if is_none and is_weighted(info) and held.last == held.largest == 0 and bias.last > 0:
-            found.append((row, info.order))
-    first = min([*learning, *(order for _, order in found)], default=0)
-    why = "its gradient has always been zero, though that of its bias is not, and layers before it get theirs"
-    return [(row, why) for row, order in found if order > first]
+        if is_missing and is_weighted(info) and parameter.last == parameter.largest == 0 and bias.last > 0:
+            masked.append((row, info.order))
+    first = min([*learning, *(order for _, order in masked)], default=0)
+    reason = (
+        "its gradient has always been zero, though that of its bias is not, and layers before it get theirs"
+    )
+    return [(row, reason) for row, order in masked if order > first]
 
 
-def _vectors_alone(block: Block, updates: list[int], past: Weights) -> list[tuple[int, str]]:
+def _only_vectors(block: Block, updates: list[int], past: Weights) -> list[tuple[int, str]]:
     infos = [block.info(row) for row in updates]
-    held = {info.module for info in infos}
+    modules = {info.module for info in infos}
     if any(len(info.shape) > 1 or not (is_weighted(info) or is_normalization(info)) for info in infos):
         return []
-    if not past.computed or max(past.computed, key=lambda module: past.computed[module]) in held:
+    if not past.computed or max(past.computed, key=lambda module: past.computed[module]) in modules:
         return []
-    why = f"it alone learns; of {len(past.computed)} layers that were computed none has a weight that may"
-    return [(row, why) for row in updates]
+    reason = f"it alone learns; of {len(past.computed)} layers that were computed none has a weight that may"
+    return [(row, reason) for row in updates]

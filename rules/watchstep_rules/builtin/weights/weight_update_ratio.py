@@ -45,23 +45,23 @@ class WeightUpdateRatio(Rule[WeightUpdateRatioParams, State]):
     )
 
     def conclusive(self, params: WeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:
-        """Rows with the ratio."""
+        """Return the rows with the ratio."""
         return has_probe(block, "update_ratio")
 
     def evaluate(
         self, params: WeightUpdateRatioParams, state: State, context: Block, block: Block, now: int
     ) -> tuple[State, list[Finding]]:
-        """Judge each row by itself."""
-        judged = block.mask_of_tensors([len(info.shape) >= params.min_dimensions for info in block.catalogue])
-        ratio = np.where(judged, block.probes.get("update_ratio", np.full(len(block), np.nan)), np.nan)
-        found = []
+        """Evaluate each row independently."""
+        chosen = block.mask_of_tensors([len(info.shape) >= params.min_dimensions for info in block.catalogue])
+        ratio = np.where(chosen, block.probes.get("update_ratio", np.full(len(block), np.nan)), np.nan)
+        findings = []
         for row in map(
             int, np.flatnonzero((ratio > params.large_threshold) | (ratio < params.small_threshold))
         ):
             large = ratio[row] > params.large_threshold
             limit, word = (params.large_threshold, "above") if large else (params.small_threshold, "below")
             message = f"{block.info(row).name} is {ratio[row]:.3g} of the weight, {word} {limit:.3g}"
-            found.append(
+            findings.append(
                 finding_at(self.name, block, row, value=float(ratio[row]), threshold=limit, message=message)
             )
-        return state, found
+        return state, findings

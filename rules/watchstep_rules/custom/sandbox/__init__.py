@@ -1,1 +1,1 @@
-"""Rules that are programs of others: run in a child process that can reach nothing but what it is sent."""
+"""Sandbox of user-defined rules: runs them in a child process that can access only the data that it receives."""

@@ -1,4 +1,4 @@
-"""Confinement of the current process: files, processes, network and memory. It is called once, by the child, and is permanent."""
+"""Confines the current process: files, processes, network and memory. The child calls it once; the confinement is permanent."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _demanded: Demand | None = None
 
 
 class Isolation(BaseModel):
-    """What was reached on this machine, as the child says before it sees a line of the program.
+    """The isolation reached on this machine, as the child reports it before it receives the program.
 
     Attributes:
-        rlimits: memory, processor time, processes, files and their size are bounded.
-        no_new_privs: nothing that it could start would gain rights.
-        landlock: version of Landlock that shuts off files; 0 where the kernel has none.
-        seccomp: system calls go through a filter: no sockets, processes, programs, tracing.
+        rlimits: memory, CPU time, number of processes, number of files and file size are limited.
+        no_new_privs: no program that the process starts gains privileges.
+        landlock: Landlock version that restricts file access; 0 if the kernel has none.
+        seccomp: a filter checks system calls: no sockets, processes, programs or tracing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,7 +44,7 @@ class Isolation(BaseModel):
 
     @property
     def full(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether every kind of isolation was reached."""
         return self.rlimits and self.no_new_privs and self.landlock > 0 and self.seccomp
 
     def __str__(self) -> str:
@@ -53,38 +53,38 @@ class Isolation(BaseModel):
 
 
 def demand() -> Demand:
-    """What is asked for in this process: by `set_demand`, else by the environment.
+    """Return the isolation that this process requires: from `set_demand`, else from the environment.
 
     Raises:
-        ConfigError: the environment says something else.
+        ConfigError: the environment variable has another value.
     """
     if _demanded is not None:
         return _demanded
     value = os.environ.get(VARIABLE) or DEFAULT
-    for known in get_args(Demand):
-        if value == known:
-            return known  # type: ignore[no-any-return]  # an element of the literal
+    for choice in get_args(Demand):
+        if value == choice:
+            return choice  # type: ignore[no-any-return]  # an element of the literal
     raise ConfigError(f"{VARIABLE} = {value!r}: not known", f"use one of {', '.join(get_args(Demand))}")
 
 
 def set_demand(value: Demand | None) -> None:
-    """Ask for it in this process, whatever the environment says; None for what that says."""
+    """Set the required isolation of this process; None uses the environment."""
     global _demanded  # noqa: PLW0603 - one setting of the process
     _demanded = value
 
 
 def why_not(isolation: Isolation) -> str:
-    """Why a program must not run under this isolation; empty where it may."""
-    asked = demand()
-    if asked == "refuse":
+    """Return why a program must not run under this isolation; empty if it may run."""
+    required = demand()
+    if required == "refuse":
         return f"Python rules are refused here ({VARIABLE}=refuse)"
-    if asked == "full_only" and not isolation.full:
+    if required == "full_only" and not isolation.full:
         return f"this machine isolates only in part ({isolation}), and {VARIABLE} is full_only"
     return ""
 
 
 CPU_SECONDS = 600
-"""Processor time of a child's whole life. It is replaced long before, so only one that is out of hand meets it."""
+"""CPU time of a child over its lifetime. Children are replaced long before, so only a runaway child reaches it."""
 
 _FILES = 64
 _THREADS = Path("/proc/self/task")
@@ -94,79 +94,81 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 @dataclass(frozen=True)
 class AddressSpace:
-    """How much address space this process uses: a file of ``/proc`` that was opened while it could be.
+    """The address space in use by this process, from a file of ``/proc`` that was opened before confinement.
 
     Attributes:
-        descriptor: of the open file; -1 where the system has none.
+        descriptor: descriptor of the open file; -1 if the system has no such file.
     """
 
     descriptor: int
 
     @classmethod
     def open(cls) -> AddressSpace:
-        """Open the file; Landlock refuses it later."""
+        """Open the file. Landlock refuses this later."""
         try:
             return cls(os.open(_SIZES, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return cls(-1)
 
     def used(self) -> int | None:
-        """Bytes in use, reservations of libraries included; None where the system does not say."""
+        """Return the bytes in use, including reservations of libraries; None if unknown."""
         if self.descriptor < 0:
             return None
         return int(os.pread(self.descriptor, 128, 0).split()[0]) * resource.getpagesize()
 
     def close(self) -> None:
-        """Close the file: `used` is None from then on."""
+        """Close the file. `used` returns None afterwards."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
 
 def shut_files(kept: tuple[int, ...], readable: Sequence[Path] = ()) -> tuple[int, AddressSpace]:
-    """Give up all files but the interpreter's own, which may be read: before any thread is started, for good.
+    """Permanently drop access to all files, except reading the interpreter's own. Call it before any thread starts.
 
     Args:
-        kept: file descriptors that stay open, besides 0, 1 and 2.
-        readable: other files and folders that may be read.
+        kept: file descriptors that stay open, in addition to 0, 1 and 2.
+        readable: additional readable files and folders.
 
     Returns:
-        The version of Landlock that does it, 0 where none does; and what measures the address space.
+        The Landlock version in use, 0 if none; and the measurement of the address space.
     """
     _close_all_but(kept)
     space = AddressSpace.open()
-    alone = (
+    single_threaded = (
         _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
-    )  # it does not hold threads that run already
-    version = kernel.restrict([*_interpreters_own(), *readable]) if no_new_privileges() and alone else 0
+    )  # Landlock does not restrict threads that already run
+    version = (
+        kernel.restrict([*_interpreters_own(), *readable]) if no_new_privileges() and single_threaded else 0
+    )
     return version, space
 
 
 def shut_in(memory_mb: int, landlock_abi: int, space: AddressSpace, *, threads: bool) -> Isolation:
-    """Give up the rest but computing: processes, network, limits. Nothing that opens is loaded after it.
+    """Permanently drop everything else except computing: processes, network, limits. Load nothing that opens files afterwards.
 
     Args:
-        memory_mb: how much more memory may be taken, in MiB.
-        landlock_abi: what `shut_files` gave.
-        space: what `shut_files` gave; libraries have been loaded since, and what they reserve is not the program's.
+        memory_mb: additional memory that the process may use, in MiB.
+        landlock_abi: Landlock version from `shut_files`.
+        space: measurement from `shut_files`. Libraries loaded since then do not count against the program.
         threads: whether more threads may be started.
 
     Returns:
-        What was reached.
+        The isolation that was reached.
     """
     limited = _limit(memory_mb, space.used())
     not_dumpable()
     drop_capabilities()
-    private = no_new_privileges()
+    unprivileged = no_new_privileges()
     return Isolation(
         rlimits=limited,
-        no_new_privs=private,
+        no_new_privs=unprivileged,
         landlock=landlock_abi,
-        seccomp=private and seccomp.restrict(threads=threads),
+        seccomp=unprivileged and seccomp.restrict(threads=threads),
     )
 
 
 def _interpreters_own() -> list[Path]:
-    """Where Python, its packages and the libraries that they load lie."""
+    """Return the folders of Python, its packages and the libraries that they load."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     packages = [Path(watchstep.__path__[0]), Path(__file__).parents[2]]
     own = [Path(sysconfig.get_path(name)) for name in names]
@@ -183,8 +185,8 @@ def _close_all_but(kept: tuple[int, ...]) -> None:
 
 
 def _limit(memory_mb: int, used: int | None) -> bool:
-    """Whether all limits hold, that of memory among them: without a measure of what is in use it cannot be set."""
-    bounds = {
+    """Set the limits; return whether all are set. The memory limit needs a measurement of the memory in use."""
+    limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: _FILES,
@@ -192,10 +194,10 @@ def _limit(memory_mb: int, used: int | None) -> bool:
         resource.RLIMIT_NPROC: 0,
     }
     if used is not None:
-        bounds[resource.RLIMIT_AS] = used + memory_mb * 1024 * 1024
+        limits[resource.RLIMIT_AS] = used + memory_mb * 1024 * 1024
     try:
-        for kind, most in bounds.items():
-            resource.setrlimit(kind, (most, most))
+        for kind, limit in limits.items():
+            resource.setrlimit(kind, (limit, limit))
     except (OSError, ValueError):
         return False
     return used is not None

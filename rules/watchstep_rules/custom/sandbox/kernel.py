@@ -1,4 +1,4 @@
-"""Linux system calls without a Python function: their numbers, calls through the C library, and Landlock.
+"""Linux system calls that have no Python function: numbers, calls through the C library, and Landlock.
 
 Numbers are for x86_64 and aarch64, from ``arch/x86/entry/syscalls/syscall_64.tbl`` and ``include/uapi/asm-generic/unistd.h``; None if
 an architecture lacks the call. Landlock permanently removes a process's access to files and ports, see
@@ -24,16 +24,16 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def call(name: str, *arguments: int | ctypes.c_void_p | None) -> int:
-    """One system call.
+    """Make a system call.
 
     Raises:
-        OSError: the kernel refuses it, or does not have it.
+        OSError: the kernel refuses the call or lacks it.
     """
-    place = number(name)
-    if place is None:
+    call_number = number(name)
+    if call_number is None:
         raise OSError(38, f"{name}: not known on this machine")
-    passed = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    result = int(_LIBC.syscall(ctypes.c_long(place), *passed))
+    c_arguments = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    result = int(_LIBC.syscall(ctypes.c_long(call_number), *c_arguments))
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
@@ -41,36 +41,36 @@ def call(name: str, *arguments: int | ctypes.c_void_p | None) -> int:
 
 
 def die_with(parent: int) -> bool:
-    """Be killed when the thread that started this process ends; whether the kernel agreed.
+    """Have the kernel kill this process when the thread that started it ends; return whether the kernel accepted.
 
-    A parent that is gone before the call sends no signal, so the caller compares `os.getppid` afterwards: this function
-    does, and ends the process.
+    A parent that ended before the call sends no signal, so this function compares `os.getppid` afterwards and exits the
+    process if the parent changed.
 
     Args:
         parent: process id of the parent.
     """
-    agreed = hasattr(_LIBC, "prctl") and _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    accepted = hasattr(_LIBC, "prctl") and _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(0)
-    return agreed
+    return accepted
 
 
 def no_new_privileges() -> bool:
-    """From now on no program that this one would start gains rights; whether the kernel agreed."""
+    """Stop programs that this process starts from gaining privileges; return whether the kernel accepted."""
     return _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def not_dumpable() -> bool:
-    """No core is dumped, and no other process of this user may look into this one."""
+    """Disable core dumps and inspection by other processes of this user; return whether the kernel accepted."""
     return _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def drop_capabilities() -> bool:
-    """Give up what the super-user may do beyond others; whether the kernel agreed."""
+    """Drop all superuser capabilities; return whether the kernel accepted."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    nothing = (ctypes.c_uint32 * 6)()
+    no_capabilities = (ctypes.c_uint32 * 6)()
     try:
-        call("capset", _address_of_words(header), _address_of_words(nothing))
+        call("capset", _address_of_words(header), _address_of_words(no_capabilities))
     except OSError:
         return False
     return True
@@ -262,19 +262,19 @@ ALLOWED = (
     "write",
     "writev",
 )
-"""What a confined program may call with any arguments: memory, time, its own files and threads; nothing that opens."""
+"""System calls that a confined program may make with any arguments: memory, time, its own files and threads. None opens a file."""
 
 
 def machine() -> str | None:
-    """This machine's architecture, where its numbers are known."""
+    """Return this machine's architecture; None if its system call numbers are unknown."""
     name = platform.machine()
     return name if name in _MACHINES else None
 
 
 def number(name: str) -> int | None:
-    """The number of a system call on this machine; None where it has none, or is not known."""
-    here = machine()
-    return None if here is None else _NUMBERS[name][_MACHINES.index(here)]
+    """Return the number of a system call on this machine; None if the machine lacks the call or is unknown."""
+    architecture = machine()
+    return None if architecture is None else _NUMBERS[name][_MACHINES.index(architecture)]
 
 
 _VERSION = 1
@@ -287,7 +287,7 @@ _SOCKETS_AND_SIGNALS = 0b11
 
 
 def abi() -> int:
-    """The version that the kernel has; 0 where it has none, or it is switched off."""
+    """Return the Landlock version of the kernel; 0 if it has none or Landlock is disabled."""
     try:
         return call("landlock_create_ruleset", None, 0, _VERSION)
     except OSError:
@@ -295,12 +295,12 @@ def abi() -> int:
 
 
 def restrict(readable: Sequence[Path]) -> int:
-    """From now on this thread, and those that it starts, may open only some files and those below some folders, to read.
+    """Restrict this thread, and threads that it starts, to reading some files and folders.
 
-    Where the kernel knows how, it may not bind or connect TCP sockets either, nor signal others.
+    Where the kernel supports it, also forbid binding and connecting TCP sockets, and signalling other processes.
 
     Returns:
-        The version that did it; 0 where nothing was done.
+        The Landlock version in use; 0 if there is no restriction.
     """
     version = abi()
     if version < 1:
@@ -313,31 +313,31 @@ def restrict(readable: Sequence[Path]) -> int:
         fields.append(_SOCKETS_AND_SIGNALS)
     attributes = ctypes.create_string_buffer(struct.pack(f"={len(fields)}Q", *fields), 8 * len(fields))
     try:
-        rules = call("landlock_create_ruleset", _address(attributes), 8 * len(fields), 0)
+        ruleset = call("landlock_create_ruleset", _address(attributes), 8 * len(fields), 0)
     except OSError:
         return 0
     try:
         for folder in readable:
-            _allow(rules, folder)
-        call("landlock_restrict_self", rules, 0)
+            _allow(ruleset, folder)
+        call("landlock_restrict_self", ruleset, 0)
     except OSError:
         return 0
     finally:
-        os.close(rules)
+        os.close(ruleset)
     return version
 
 
-def _allow(rules: int, folder: Path) -> None:
+def _allow(ruleset: int, folder: Path) -> None:
     try:
-        opened = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # not there
+        return  # the folder does not exist
     try:
         rights = _READ_FILE | _READ_DIR if folder.is_dir() else _READ_FILE
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, opened), 12)
-        call("landlock_add_rule", rules, _PATH_BENEATH, _address(rule), 0)
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12)
+        call("landlock_add_rule", ruleset, _PATH_BENEATH, _address(rule), 0)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def _address(data: ctypes.Array[ctypes.c_char]) -> ctypes.c_void_p:

@@ -1,4 +1,4 @@
-"""Children that are kept between requests, and how many there may be at once."""
+"""Pool of child processes: reuses children between requests and limits their number."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from watchstep.errors import RuleError
 from watchstep_rules.custom.sandbox.process import Child, DeadError, Runnable, StartError
 
 MAX_IDLE = 4
-"""How many children wait for work, of all programs together."""
+"""Maximum number of idle children, over all programs."""
 
 Share = Literal["rules", "checks", "queries"]
-"""What a child works for: evaluating rules, checking rule configs, or answering queries. Each has children of its own, so
-that nobody's queries or rule files keep rules from being evaluated."""
+"""The purpose of a child: evaluating rules, checking rule configs, or answering queries. Each share has separate children, so
+queries and rule files cannot block the evaluation of rules."""
 
 DEFAULT_PROCESSES: dict[Share, int] = {"rules": 8, "checks": 2, "queries": 4}
-"""How many children work at once for each."""
+"""Maximum number of busy children of each share."""
 
 DEFAULT_MEMORY_MB = 2048
-"""MiB that one rule may ask for. With as many processes for rules, it bounds the memory of all rules together."""
+"""Maximum memory that a rule may request, in MiB. Times the number of rule processes, it bounds the memory of all rules."""
 
 _WAIT_SECONDS: dict[Share, float] = {"rules": 20.0, "checks": 20.0, "queries": 0.0}
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
@@ -38,7 +38,7 @@ _project: ContextVar[str] = ContextVar("_project", default="")
 
 @contextmanager
 def on_behalf_of(project: str) -> Iterator[None]:
-    """In the ``with`` block, children work for a project: one that dies delays no other project's."""
+    """Attribute the children of the ``with`` block to a project, so that a child that dies delays no other project."""
     token = _project.set(project)
     try:
         yield
@@ -47,12 +47,12 @@ def on_behalf_of(project: str) -> Iterator[None]:
 
 
 class BusyError(StartError):
-    """As many children work as may work at once."""
+    """All children of a share are busy."""
 
 
 @dataclass
 class _Deaths:
-    """Of a program: how many in a row, when the next may start, and what was said of the last."""
+    """Deaths of a program: their number in a row, when the next child may start, and the last error."""
 
     number: int = 0
     until: float = 0.0
@@ -62,12 +62,12 @@ class _Deaths:
 
 @dataclass
 class Pool:
-    """Thread-safe. A child serves one caller at a time; a second caller of a program gets a second child.
+    """A thread-safe pool of children. A child serves one caller at a time; a second caller of a program gets a second child.
 
     Attributes:
-        processes: how many children work at once for each share; who finds none free waits for up to 20 s, and a query
-            is refused at once.
-        memory_mb: MiB that one rule may ask for.
+        processes: maximum number of busy children of each share. A caller waits up to 20 s for a free child; a query is
+            refused at once.
+        memory_mb: maximum memory that a rule may request, in MiB.
     """
 
     processes: dict[Share, int] = field(default_factory=lambda: dict(DEFAULT_PROCESSES))
@@ -81,55 +81,55 @@ class Pool:
     def child(
         self, program: Runnable, share: Share = "rules", culprit: Hashable | None = None
     ) -> Iterator[Child]:
-        """A child that has the program loaded.
+        """Provide a child that has loaded the program.
 
         Args:
-            program: what it was started for.
-            share: what it works for.
-            culprit: who is at fault if it dies, and has to wait before the next is started; the program where it is None.
-                The same of another project (`on_behalf_of`) does not wait.
+            program: the program.
+            share: the purpose.
+            culprit: the key that is blamed if the child dies, and that must wait before the next child starts; None for
+                the program. The same key in another project (`on_behalf_of`) does not wait.
 
         Raises:
-            BusyError: all children of the share work.
+            BusyError: all children of the share are busy.
             StartError: no child can be started.
-            DeadError: the child died, or died so lately that none is started yet.
-            RuleError: the program is at fault.
+            DeadError: the child died, or died so recently that no new child is started yet.
+            RuleError: the program failed.
         """
         fault = (_project.get(), program if culprit is None else culprit)
-        with self._place(program, share):
-            child = self._taken(program)
+        with self._slot(program, share):
+            child = self._take_idle(program)
             try:
                 if child is None or culprit is not None:
                     self._check_pause(fault)
                 if child is None:
-                    child = _started(program)
+                    child = _start(program)
                 yield child
             except DeadError as error:
-                self._died(fault, error)
+                self._record_death(fault, error)
                 if child is not None and child.alive:
-                    self._give_back(child)
+                    self._return(child)
                 elif child is not None:
                     child.close()
                 raise
             except RuleError:
                 if child is not None:
-                    self._give_back(child)
+                    self._return(child)
                 raise
             except (
                 BaseException
-            ):  # in the middle of an exchange, perhaps: its next message would be taken for another's
+            ):  # possibly mid-exchange: its next message would be mistaken for the reply to another request
                 if child is not None:
                     child.close()
                 raise
             with self._lock:
                 self._deaths.pop(fault, None)
-            self._give_back(child)
+            self._return(child)
 
     def check_memory(self, called: str, memory_mb: int) -> None:
-        """See that a rule asks for no more memory than one may have.
+        """Check the memory that a rule requests.
 
         Raises:
-            RuleError: it does.
+            RuleError: the request exceeds the limit.
         """
         if memory_mb > self.memory_mb:
             raise RuleError(
@@ -138,31 +138,31 @@ class Pool:
             )
 
     def close(self) -> None:
-        """End all that wait."""
+        """End all idle children."""
         with self._lock:
-            waiting, self._idle = self._idle, []
-        for child in waiting:
+            idle, self._idle = self._idle, []
+        for child in idle:
             child.close()
 
     def forget(self) -> None:
-        """In a forked process: the children are the parent's, and end when it closes its ends."""
+        """Drop all children in a forked process. They belong to the parent and end when the parent closes its pipes."""
         for child in self._idle:
             child.abandon()
         self._idle, self._deaths, self._lock = [], {}, threading.Condition()
         self._working = Counter()
 
     @contextmanager
-    def _place(self, program: Runnable, share: Share) -> Iterator[None]:
+    def _slot(self, program: Runnable, share: Share) -> Iterator[None]:
         deadline = _now() + _WAIT_SECONDS[share]
         with self._lock:
             while self._working[share] >= self.processes[share]:
-                left = deadline - _now()
-                if left <= 0:
+                remaining = deadline - _now()
+                if remaining <= 0:
                     raise BusyError(
                         f"{program.called}: all {self.processes[share]} processes for {share} are at work",
                         "try again, or allow more (WATCHSTEP_RULE_PROCESSES, WATCHSTEP_QUERY_PROCESSES)",
                     )
-                self._lock.wait(left)
+                self._lock.wait(remaining)
             self._working[share] += 1
         try:
             yield
@@ -171,7 +171,7 @@ class Pool:
                 self._working[share] -= 1
                 self._lock.notify()
 
-    def _taken(self, program: Runnable) -> Child | None:
+    def _take_idle(self, program: Runnable) -> Child | None:
         with self._lock:
             for child in [child for child in reversed(self._idle) if child.program == program]:
                 self._idle.remove(child)
@@ -180,41 +180,41 @@ class Pool:
                 child.close()
         return None
 
-    def _give_back(self, child: Child) -> None:
+    def _return(self, child: Child) -> None:
         with self._lock:
-            done = child.retired or not child.alive
-            if not done:
+            retired = child.retired or not child.alive
+            if not retired:
                 self._idle.append(child)
-            over = [child] if done else self._idle[:-MAX_IDLE]
+            surplus = [child] if retired else self._idle[:-MAX_IDLE]
             self._idle = self._idle[-MAX_IDLE:]
-        for old in over:
-            old.close()
+        for surplus_child in surplus:
+            surplus_child.close()
 
     def _check_pause(self, fault: Hashable) -> None:
         with self._lock:
             deaths = self._deaths.get(fault)
             if deaths is not None and _now() < deaths.until:
-                left = deaths.until - _now()
+                remaining = deaths.until - _now()
                 raise deaths.kind(
-                    f"{deaths.last}; {deaths.number} times in a row, started again in {left:.0f} s",
+                    f"{deaths.last}; {deaths.number} times in a row, started again in {remaining:.0f} s",
                     "correct the rule",
                 ) from None
 
-    def _died(self, fault: Hashable, error: DeadError) -> None:
+    def _record_death(self, fault: Hashable, error: DeadError) -> None:
         with self._lock:
             if fault not in self._deaths and len(self._deaths) >= _MOST_DEATHS:
                 self._deaths.pop(next(iter(self._deaths)))
             deaths = self._deaths.setdefault(fault, _Deaths())
             if _now() < deaths.until:
-                return  # it was not even started
+                return  # no child was started
             deaths.number += 1
             deaths.last = error.what
             deaths.kind = StartError if isinstance(error, StartError) else DeadError
             deaths.until = _now() + min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (deaths.number - 1))
 
 
-def _started(program: Runnable) -> Child:
-    """A child; a program that cannot be loaded waits for its next try as well as one that dies."""
+def _start(program: Runnable) -> Child:
+    """Start a child. A program that cannot be loaded waits for its next attempt like one that dies."""
     try:
         return Child(program)
     except DeadError:
@@ -224,16 +224,16 @@ def _started(program: Runnable) -> Child:
 
 
 POOL = Pool()
-"""This process's children."""
+"""The children of this process."""
 
 
 def limit_processes(rules: int, queries: int, memory_mb: int = DEFAULT_MEMORY_MB) -> None:
-    """Set how many children of this process work at once.
+    """Set the maximum number of busy children of this process.
 
     Args:
-        rules: for evaluating rules; a quarter of as many check rule configs.
-        queries: for answering queries.
-        memory_mb: MiB that one rule may ask for.
+        rules: children that evaluate rules; a quarter of this number check rule configs.
+        queries: children that answer queries.
+        memory_mb: maximum memory that a rule may request, in MiB.
     """
     POOL.memory_mb = memory_mb
     POOL.processes = {"rules": rules, "checks": max(1, rules // 4), "queries": queries}

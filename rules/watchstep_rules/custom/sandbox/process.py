@@ -1,4 +1,4 @@
-"""One child, from the parent's side. It is started clean, never forked from a process with threads."""
+"""A child process as seen by the parent. It starts as a new interpreter, never as a fork of a process with threads."""
 
 from __future__ import annotations
 
@@ -41,41 +41,41 @@ _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
-"""All that it gets of an environment: no credentials, and one thread and one heap for each library."""
+"""The complete environment of a child: no credentials, and one thread and one heap for each library."""
 
 
 class Runnable(Hashable, Protocol):
-    """What a child is started for. Children are kept by it, so it is hashable."""
+    """The program of a child. It is hashable, because children are cached by program."""
 
     @property
     def kind(self) -> str:
-        """``python`` or ``sql``: which part of the package the child loads before it is confined."""
+        """``python`` or ``sql``: the part of the package that the child loads before it is confined."""
 
     @property
     def memory_mb(self) -> int:
-        """How much memory the child may take beyond what its libraries take, in MiB."""
+        """Memory that the child may use in addition to its libraries, in MiB."""
 
     @property
     def called(self) -> str:
-        """What to call it in an error."""
+        """Name of the program in errors."""
 
     def setup(self) -> dict[str, Any]:
-        """What the child is told once it is confined."""
+        """Return the document that the child receives once it is confined."""
 
     def refusal(self, isolation: Isolation) -> str:
-        """Why it must not run under this isolation; empty where it may."""
+        """Return why the program must not run under this isolation; empty if it may run."""
 
 
 @dataclass(frozen=True)
 class SandboxedRule:
-    """A rule of the user's.
+    """A user's Python rule.
 
     Attributes:
-        class_name: the class.
-        file: what its source was called.
-        source: its text; empty where it is a module's.
-        module: the module, of an installed package; empty where there is a source.
-        memory_mb: memory that it may take, in MiB.
+        class_name: name of the class.
+        file: name of the source file.
+        source: text of the source; empty for a module.
+        module: module of an installed package; empty if there is a source.
+        memory_mb: memory that the rule may use, in MiB.
     """
 
     class_name: str
@@ -91,37 +91,37 @@ class SandboxedRule:
 
     @property
     def called(self) -> str:
-        """What to call it in an error."""
+        """Name of the rule in errors."""
         return f"Python rule {self.class_name} of {self.file or self.module or 'its source'}"
 
     def setup(self) -> dict[str, Any]:
-        """The class and where it comes from."""
+        """Return the class and its source."""
         fields = asdict(self)
         return {**fields, "class": fields.pop("class_name")}
 
     def refusal(self, isolation: Isolation) -> str:
-        """Programs need the isolation that the settings ask for."""
+        """Return why a rule must not run: it needs the isolation that the settings require."""
         return why_not(isolation)
 
 
 class DeadError(RuleError):
-    """The child ended, or was ended."""
+    """The child ended or was killed."""
 
 
 class StartError(DeadError):
-    """No child could be started: the machine is at fault, not what should have been run."""
+    """No child could be started: the machine failed, not the program."""
 
 
 class Child:
-    """A process with one program, and how far it is shut off."""
+    """A process with one program, and its isolation."""
 
     def __init__(self, program: Runnable) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
-            StartError: it does not start.
-            DeadError: it ends.
-            RuleError: the isolation is not what is asked for, or the program is at fault.
+            StartError: the process does not start.
+            DeadError: the process ended.
+            RuleError: the isolation is insufficient, or the program failed.
         """
         self.program = program
         self.retired = False
@@ -145,28 +145,28 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs; one that waits may have been killed."""
+        """Whether the process still runs. An idle child may have been killed."""
         return self._process.poll() is None
 
     def request(
         self, request: dict[str, Any], parts: Parts, seconds: float, bounds: FrameLimits = SHORT
     ) -> Reply:
-        """Send a request and return the only reply.
+        """Send a request that has a single reply, and return the reply.
 
         Args:
             request: the document.
-            parts: bytes that go with it.
-            seconds: after so long the child is killed.
-            bounds: the longest reply.
+            parts: binary parts of the request.
+            seconds: timeout after which the child is killed.
+            bounds: size limits of the reply.
 
         Raises:
-            DeadError: it ended, or took too long and was killed.
-            RuleError: the program is at fault.
+            DeadError: the child ended, or timed out and was killed.
+            RuleError: the program failed.
         """
         deadline = time.monotonic() + seconds
         self.send(request, parts, deadline, seconds)
@@ -177,12 +177,12 @@ class Child:
 
         Args:
             request: the document.
-            parts: bytes that go with it.
-            deadline: by `time.monotonic`.
-            seconds: what to say that it took.
+            parts: binary parts of the message.
+            deadline: as `time.monotonic`.
+            seconds: timeout that an error reports.
 
         Raises:
-            DeadError: it ended, or does not read and was killed.
+            DeadError: the child ended, or does not read and was killed.
         """
         try:
             send(self._outgoing, pack(request, parts), deadline)
@@ -190,16 +190,16 @@ class Child:
             raise self._dead(error, seconds) from error
 
     def receive(self, deadline: float, seconds: float, bounds: FrameLimits = SHORT) -> Reply:
-        """Read its next message.
+        """Read the next message.
 
         Args:
-            deadline: by `time.monotonic`; then it is killed.
-            seconds: what to say that it took.
-            bounds: the longest message.
+            deadline: as `time.monotonic`; the child is killed then.
+            seconds: timeout that an error reports.
+            bounds: size limits of the message.
 
         Raises:
-            DeadError: it ended, took too long and was killed, or sends what is not a message.
-            RuleError: the program is at fault.
+            DeadError: the child ended, timed out and was killed, or sent an invalid message.
+            RuleError: the program failed.
         """
         try:
             reply = receive(self._incoming, deadline, bounds)
@@ -209,8 +209,8 @@ class Child:
         return reply
 
     def close(self) -> None:
-        """End it, whatever it does."""
-        if self._process.returncode is None:  # else its process id may be another's by now
+        """Kill the process."""
+        if self._process.returncode is None:  # else its process id may belong to another process by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
@@ -218,8 +218,8 @@ class Child:
         self._close_pipes()
 
     def abandon(self) -> None:
-        """Let go of another process's child."""
-        self._process.returncode = 0  # nothing to wait for here
+        """Release a child that belongs to another process."""
+        self._process.returncode = 0  # not a child of this process, so there is nothing to wait for
         self._close_pipes()
 
     def _close_pipes(self) -> None:
@@ -229,20 +229,20 @@ class Child:
                     pipe.close()
 
     def _confined(self) -> Isolation:
-        """What it reached; said before it is told anything of the program."""
+        """Return the isolation of the child, which reports it before it receives the program."""
         try:
             request = {"kind": self.program.kind, "memory_mb": self.program.memory_mb}
-            reached = Isolation.model_validate(self.request(request, (), _START_SECONDS).document)
+            isolation = Isolation.model_validate(self.request(request, (), _START_SECONDS).document)
         except (DeadError, ValidationError) as error:
             raise StartError(
                 f"{self.program.called}: its process does not start ({error})", "see if Python runs"
             ) from error
-        reason = self.program.refusal(reached)
+        reason = self.program.refusal(isolation)
         if reason:
             raise RuleError(
                 f"{self.program.called}: {reason}", "see docs/guides/python-rules.md, 'Isolation'"
             )
-        return reached
+        return isolation
 
     def _dead(self, error: FrameError, seconds: float) -> DeadError:
         reason = str(error)
@@ -275,10 +275,10 @@ class Child:
 
 
 class _Starter:
-    """A thread that lives as long as the process and starts its children.
+    """A thread that starts children and runs until the process ends.
 
     The kernel kills a child when the *thread* that started it ends, not the process (``PR_SET_PDEATHSIG``). Threads that
-    answer requests or evaluate runs come and go.
+    answer requests or evaluate runs are short-lived.
     """
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ class _Starter:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-        """Run it in the thread, and return what it returns or raise what it raises."""
+        """Run a function in the thread; return its result or raise its error."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="watchstep-children", daemon=True)
@@ -301,7 +301,7 @@ class _Starter:
             work, future = self._waiting.get()
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
                 future.set_exception(error)
 
 
@@ -319,7 +319,7 @@ def _popen() -> subprocess.Popen[bytes]:
 
 
 def _signal(number: int) -> str:
-    """Its name; those of real time have none but the first and the last."""
+    """Return the name of a signal. Real-time signals have none, except the first and the last."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -330,7 +330,7 @@ _STARTER = _Starter()
 
 
 def _new_starter() -> None:
-    """In a forked process there is no such thread."""
+    """Replace the starter in a forked process, which does not have the thread."""
     global _STARTER  # noqa: PLW0603 - one for each process
     _STARTER = _Starter()
 

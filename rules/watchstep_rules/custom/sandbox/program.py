@@ -1,7 +1,7 @@
 """Inside the child: loads the class of a Python rule, from source or from a module, and answers requests.
 
 `RuleTime` limits how long the SQL and Python rules of a run may take together in one evaluation. A user's rule may take seconds per
-step, and an evaluation may judge hundreds of steps; without a shared limit one run would occupy a worker for minutes.
+step, and an evaluation may cover hundreds of steps; without a shared limit one run would occupy a worker for minutes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _now = time.monotonic
 
 @dataclass
 class RuleTime:
-    """Not thread-safe: one evaluation judges its rules one after the other.
+    """The time limit of one evaluation. Not thread-safe: an evaluation runs its rules one after the other.
 
     Attributes:
-        limit: seconds.
-        spent: seconds that rules have taken so far.
+        limit: limit, in seconds.
+        spent: seconds used by rules so far.
     """
 
     limit: float
@@ -50,7 +50,7 @@ class RuleTime:
 
     @property
     def left(self) -> float:
-        """Seconds that are left, also while a rule is judging; below zero once the limit is passed."""
+        """Remaining seconds, also while a rule runs; negative once the limit is exceeded."""
         running = 0.0 if self._started is None else _now() - self._started
         return self.limit - self.spent - running
 
@@ -70,7 +70,7 @@ _current: ContextVar[RuleTime | None] = ContextVar("_current", default=None)
 
 @contextmanager
 def limited_rule_time(seconds: float) -> Iterator[RuleTime]:
-    """In the ``with`` block, SQL and Python rules together may take so many seconds."""
+    """Limit the total time of SQL and Python rules in the ``with`` block."""
     rule_time = RuleTime(seconds)
     token = _current.set(rule_time)
     try:
@@ -81,7 +81,7 @@ def limited_rule_time(seconds: float) -> Iterator[RuleTime]:
 
 @contextmanager
 def rule_time_charged() -> Iterator[None]:
-    """Count the time of the ``with`` block, where there is a limit."""
+    """Count the time of the ``with`` block if there is a limit."""
     rule_time = _current.get()
     if rule_time is None:
         yield
@@ -91,13 +91,13 @@ def rule_time_charged() -> Iterator[None]:
 
 
 def rule_time_left() -> float:
-    """Seconds that are left; infinity where there is no limit."""
+    """Return the remaining seconds; infinity without a limit."""
     rule_time = _current.get()
     return math.inf if rule_time is None else rule_time.left
 
 
 def out_of_time(called: str) -> RuleError:
-    """The error of a rule that is not judged, or not to the end, because the limit is reached."""
+    """Return the error of a rule that did not run, or did not finish, because the limit was reached."""
     rule_time = _current.get()
     limit = 0.0 if rule_time is None else rule_time.limit
     return RuleError(
@@ -111,33 +111,33 @@ _Answer = tuple[dict[str, Any], bytes]
 
 
 class ProgramError(Exception):
-    """The program is at fault, said in one line."""
+    """The program failed; the message has one line."""
 
 
 def load(setup: dict[str, Any]) -> AnyRule:
-    """An instance of the class.
+    """Load the class and return an instance.
 
     Raises:
         ProgramError: the program cannot be run, or has no such rule.
     """
     module = _module(setup)
     name = setup["class"]
-    found = getattr(module, name, None)
-    if not isinstance(found, type) or not issubclass(found, Rule):
+    rule_class = getattr(module, name, None)
+    if not isinstance(rule_class, type) or not issubclass(rule_class, Rule):
         raise ProgramError(
             f"{setup['file'] or setup['module']} has no class {name!r} that is a watchstep_rules.Rule"
         )
     try:
-        return found()
+        return rule_class()
     except TypeError as error:
         raise ProgramError(f"{name} cannot be made: {error}") from error
 
 
 def answer(rule: AnyRule, request: dict[str, Any], parts: list[bytearray]) -> _Answer:
-    """What the rule says to one request: a document, and its findings as `pack_findings` gives them.
+    """Answer a request: return a document, and the findings as packed by `pack_findings`.
 
     Raises:
-        ProgramError: the parameters are not its.
+        ProgramError: the parameters are invalid.
     """
     try:
         params = rule.params_type.model_validate(request["params"])
@@ -151,7 +151,7 @@ def answer(rule: AnyRule, request: dict[str, Any], parts: list[bytearray]) -> _A
 
 
 def error_text(error: BaseException) -> str:
-    """An error in one line, with the line of the user's program where it came from."""
+    """Format an error in one line, with the line number in the user's program."""
     if isinstance(error, ProgramError):
         return str(error)[:MAX_MESSAGE]
     frames = traceback.extract_tb(error.__traceback__)
@@ -164,9 +164,9 @@ def _module(setup: dict[str, Any]) -> types.ModuleType:
     if setup["module"]:
         return importlib.import_module(setup["module"])
     module = types.ModuleType(MODULE)
-    sys.modules[MODULE] = module  # where pydantic looks for the names of annotations
+    sys.modules[MODULE] = module  # pydantic resolves the names of annotations here
     code = compile(setup["source"], f"<{setup['file'] or 'rule'}>", "exec")
-    exec(code, module.__dict__)  # noqa: S102 - what this confined process is there for
+    exec(code, module.__dict__)  # noqa: S102 - the purpose of this confined process
     return module
 
 
@@ -191,25 +191,25 @@ def _evaluated(rule: AnyRule, params: Any, request: dict[str, Any], context: Blo
     if request["state"] is not None:
         if request["version"] == rule.version:
             state = rule.state_type.model_validate(request["state"])
-        else:  # of another version: made anew from what is looked back on
+        else:  # state of another version: rebuilt from the lookback
             state, _ = rule.evaluate(params, state, Block.empty(), context, now)
     state, findings = rule.evaluate(params, state, context, block, now)
     rows = {
         (int(block.step[row]), int(block.worker[row]), block.mode_name(row), block.info(row).name): row
         for row in reversed(range(len(block)))
     }
-    found = []
+    found_rows = []
     for finding in findings:
         row = rows.get((finding.step, finding.worker, finding.mode, finding.tensor))
         if row is None:
             raise ProgramError(
                 f"a finding names step {finding.step}, tensor {finding.tensor!r}: no row of the block"
             )
-        found.append(FoundRow(row, float(finding.value), float(finding.threshold), finding.message))
-    payload = pack_findings(found)
+        found_rows.append(FoundRow(row, float(finding.value), float(finding.threshold), finding.message))
+    payload = pack_findings(found_rows)
     if len(payload) > MAX_FINDINGS:
         raise ProgramError(
-            f"{len(found)} findings take {len(payload)} bytes, at most {MAX_FINDINGS} are taken"
+            f"{len(found_rows)} findings take {len(payload)} bytes, at most {MAX_FINDINGS} are taken"
         )
     document = {
         "version": rule.version,
@@ -220,12 +220,12 @@ def _evaluated(rule: AnyRule, params: Any, request: dict[str, Any], context: Blo
 
 
 def _kept(rule: AnyRule, state: State) -> Any:
-    """The state as JSON, which has no NaN and no infinity: they are texts that only a field of floats reads back."""
+    """Return the state as JSON. JSON has no NaN or infinity: they become strings that only a float field reads back."""
     text = state.model_dump_json()
     data = json.loads(text)
     if any(word in text for word in ('"NaN"', '"Infinity"', '"-Infinity"')):
-        again = rule.state_type.model_validate(data)
-        if _become_text(state.model_dump(), again.model_dump()):
+        reloaded = rule.state_type.model_validate(data)
+        if _become_text(state.model_dump(), reloaded.model_dump()):
             raise ProgramError("its state has NaN or infinity where no float is declared")
     return data
 

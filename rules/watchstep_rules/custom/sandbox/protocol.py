@@ -40,11 +40,11 @@ class FrameError(Exception):
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """The longest message that a parent reads.
+    """Maximum size of a message that the parent reads.
 
     Attributes:
         document: bytes of the JSON document. Parsing takes up to 25 times as much memory.
-        payload: bytes that follow it.
+        payload: bytes of the payload.
     """
 
     document: int
@@ -52,7 +52,7 @@ class FrameLimits:
 
 
 SHORT = FrameLimits(_MEGABYTE + _MEGABYTE // 16)
-"""A rule's state of at most 1 MiB, and what belongs to it."""
+"""A rule state of at most 1 MiB, and the rest of its document."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Reply:
     """A child's message.
 
     Attributes:
-        document: what its JSON says.
-        payload: the bytes that followed.
+        document: the parsed JSON.
+        payload: the bytes after the document.
     """
 
     document: Any
@@ -69,21 +69,21 @@ class Reply:
 
 
 def pack(document: Any, parts: Parts = ()) -> bytes:
-    """One message."""
+    """Pack a message."""
     head = json.dumps({"document": document, "parts": [len(part) for part in parts]}).encode()
     return b"".join([_HEAD.pack(len(head), sum(map(len, parts))), head, *parts])
 
 
 def kept(text: str) -> str:
-    """A text of the other side, without what a database does not keep: halves of characters, and zeros."""
+    """Replace what a database cannot store in a text of the other side: lone surrogates and null characters."""
     return text.encode(errors="replace").decode().replace("\0", "\ufffd")
 
 
 def read_blocking(descriptor: int) -> tuple[Any, list[bytearray]]:
-    """The child's way to read a message.
+    """Read a message in the child.
 
     Raises:
-        EOFError: the parent is gone.
+        EOFError: the parent closed the pipe.
     """
     length, _ = _HEAD.unpack(_exactly(descriptor, _HEAD.size))
     head = json.loads(_exactly(descriptor, length))
@@ -91,22 +91,22 @@ def read_blocking(descriptor: int) -> tuple[Any, list[bytearray]]:
 
 
 def write_blocking(descriptor: int, data: bytes) -> None:
-    """Write all of it."""
+    """Write all bytes."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def send(descriptor: int, data: bytes, deadline: float) -> None:
-    """The parent's way to write: it does not wait for a child that does not read.
+    """Write a message in the parent, without blocking on a child that does not read.
 
     Args:
-        descriptor: not blocking.
-        data: what `pack` gave.
-        deadline: by `time.monotonic`.
+        descriptor: non-blocking descriptor.
+        data: message from `pack`.
+        deadline: as `time.monotonic`.
 
     Raises:
-        FrameError: the child is gone, or the deadline has come.
+        FrameError: the child ended, or the deadline passed.
     """
     view = memoryview(data)
     while view:
@@ -120,10 +120,10 @@ def send(descriptor: int, data: bytes, deadline: float) -> None:
 
 
 def receive(descriptor: int, deadline: float, bounds: FrameLimits) -> Reply:
-    """The child's next message.
+    """Read the next message of the child.
 
     Raises:
-        FrameError: the child is gone, the deadline has come, or the message is invalid or over the bounds.
+        FrameError: the child ended, the deadline passed, or the message is invalid or too long.
     """
     length, size = _HEAD.unpack(_received(descriptor, _HEAD.size, deadline))
     if length > bounds.document or size > bounds.payload:
@@ -154,8 +154,8 @@ def _received(descriptor: int, size: int, deadline: float) -> bytearray:
 def _wait(descriptor: int, event: int, deadline: float) -> None:
     poll = select.poll()
     poll.register(descriptor, event)
-    left = deadline - time.monotonic()
-    if left <= 0 or not poll.poll(left * 1000):
+    remaining = deadline - time.monotonic()
+    if remaining <= 0 or not poll.poll(remaining * 1000):
         raise FrameError("took too long")
 
 
@@ -171,10 +171,10 @@ def _exactly(descriptor: int, size: int) -> bytearray:
 
 
 MAX_FINDINGS = 8 * 1024 * 1024
-"""Largest payload of findings, in bytes: 20,000 with messages of 400 characters."""
+"""Maximum payload of findings, in bytes: 20,000 findings with messages of 400 characters."""
 
 MAX_MESSAGE = 500
-"""Longest message of a finding, in characters."""
+"""Maximum length of a finding's message, in characters."""
 
 _COUNT = struct.Struct("<I")
 _ENTRY = np.dtype([("row", "<i4"), ("value", "<f8"), ("threshold", "<f8"), ("size", "<u4")])
@@ -182,13 +182,13 @@ _ENTRY = np.dtype([("row", "<i4"), ("value", "<f8"), ("threshold", "<f8"), ("siz
 
 @dataclass(frozen=True)
 class FoundRow:
-    """What a child says about one row of those that it was sent.
+    """A finding of a child about one of the rows that it received.
 
     Attributes:
-        row: its place.
-        value: of the finding; not NaN.
-        threshold: of the finding; not NaN.
-        message: at most `MAX_MESSAGE` characters.
+        row: index of the row.
+        value: value of the finding; not NaN.
+        threshold: threshold of the finding; not NaN.
+        message: message of at most `MAX_MESSAGE` characters.
     """
 
     row: int
@@ -198,7 +198,7 @@ class FoundRow:
 
 
 def table_to_bytes(table: pa.Table | pa.RecordBatch) -> bytes:
-    """An Arrow table as an IPC stream."""
+    """Serialize an Arrow table as an IPC stream."""
     import pyarrow as pa
 
     sink = io.BytesIO()
@@ -208,14 +208,14 @@ def table_to_bytes(table: pa.Table | pa.RecordBatch) -> bytes:
 
 
 def table_from_bytes(data: bytes | bytearray) -> pa.Table:
-    """The table of an IPC stream; its columns lie in ``data``."""
+    """Return the table of an IPC stream. Its columns share the memory of ``data``."""
     import pyarrow as pa
 
     return pa.ipc.open_stream(pa.py_buffer(data)).read_all()
 
 
 def to_bytes(block: Block) -> bytes:
-    """The rows and the catalogue."""
+    """Serialize the rows and the catalogue of a block."""
     table = segment.to_table(block)
     return table_to_bytes(
         table.replace_schema_metadata(segment.metadata(segment.catalogue_bytes(block.catalogue)))
@@ -223,10 +223,10 @@ def to_bytes(block: Block) -> bytes:
 
 
 def from_bytes(data: bytes | bytearray) -> Block:
-    """What `to_bytes` packed.
+    """Deserialize the result of `to_bytes`.
 
     Raises:
-        FormatError: it is nothing of the kind.
+        FormatError: the data is not a serialized block.
     """
     with segment.whole("from the service"):
         table = table_from_bytes(data)
@@ -235,23 +235,23 @@ def from_bytes(data: bytes | bytearray) -> Block:
 
 
 def pack_findings(found: Sequence[FoundRow]) -> bytes:
-    """Findings as bytes: their number, an entry of fixed size for each, and the texts of all."""
+    """Serialize findings: their number, an entry of fixed size for each, then all texts."""
     texts = [entry.message[:MAX_MESSAGE].encode(errors="replace") for entry in found]
     entries = np.empty(len(found), _ENTRY)
-    for place, (entry, text) in enumerate(zip(found, texts, strict=True)):
-        entries[place] = (entry.row, entry.value, entry.threshold, len(text))
+    for index, (entry, text) in enumerate(zip(found, texts, strict=True)):
+        entries[index] = (entry.row, entry.value, entry.threshold, len(text))
     return b"".join([_COUNT.pack(len(found)), entries.tobytes(), *texts])
 
 
 def unpack_findings(data: bytes | bytearray, rows: int) -> list[FoundRow]:
-    """What `pack_findings` packed, from a child that is not trusted.
+    """Deserialize the result of `pack_findings` from an untrusted child.
 
     Args:
         data: at most `MAX_FINDINGS` bytes.
-        rows: how many rows the child was sent; there are no more findings, and none is about another row.
+        rows: number of rows that the child received. The number of findings and their row indices are checked against it.
 
     Raises:
-        ValueError: it is not a list of such findings; the message says why.
+        ValueError: the data is not a list of such findings; the message gives the reason.
     """
     if len(data) < _COUNT.size:
         raise ValueError("it gives no list of findings")
@@ -266,15 +266,15 @@ def unpack_findings(data: bytes | bytearray, rows: int) -> list[FoundRow]:
         raise ValueError("the texts of its findings do not have the length that they claim")
     if ((entries["row"] < 0) | (entries["row"] >= rows)).any():
         raise ValueError(f"a finding is about a row that is not among the {rows}")
-    found = []
+    findings = []
     for entry in entries.tolist():
         row, value, threshold, size = entry
         text = kept(data[start : start + size].decode(errors="replace"))[:MAX_MESSAGE]
-        found.append(FoundRow(row, _number(value), _number(threshold), text))
+        findings.append(FoundRow(row, _number(value), _number(threshold), text))
         start += size
-    return found
+    return findings
 
 
 def _number(value: float) -> float:
-    """A figure that does not exist is stored as infinity, which JSON and a comparison can hold."""
+    """Replace NaN by infinity, which can be compared."""
     return math.inf if math.isnan(value) else value

@@ -22,8 +22,8 @@ _SET_FILTER, _ALL_THREADS = 1, 1
 _CLONE_THREAD = 0x00010000
 _WRITING = (
     os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0x400000
-)  # the last: O_TMPFILE's own bit
-_PATH_ONLY = 0x200000  # O_PATH, which Landlock does not look at
+)  # the last: the bit of O_TMPFILE itself
+_PATH_ONLY = 0x200000  # O_PATH, which Landlock does not check
 _FCNTL = (0, 1, 2, 3, 4, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
 _IOCTL = (
     0x5401,
@@ -37,7 +37,7 @@ _IOCTL = (
 
 @dataclass(frozen=True)
 class _Step:
-    """One instruction: what, how many to skip if so and if not, and its constant."""
+    """A BPF instruction: code, constant, and the number of instructions to skip if the test is true or false."""
 
     code: int
     constant: int
@@ -49,17 +49,19 @@ class _Step:
 
 
 def restrict(*, threads: bool) -> bool:
-    """From now on every thread of this process is held to the list; whether the kernel agreed.
+    """Apply the filter to every thread of this process; return whether the kernel accepted.
 
-    `no_new_privileges` must have been called.
+    Call `no_new_privileges` before.
 
     Args:
-        threads: whether more threads may be started. ``RLIMIT_NPROC`` does not bound those of root.
+        threads: whether more threads may be started. ``RLIMIT_NPROC`` does not limit the threads of root.
     """
-    here = machine()
-    if here is None:
+    architecture = machine()
+    if architecture is None:
         return False
-    code = b"".join(step.packed() for step in program(_ARCHITECTURE[here], os.getpid(), threads=threads))
+    code = b"".join(
+        step.packed() for step in program(_ARCHITECTURE[architecture], os.getpid(), threads=threads)
+    )
     steps = ctypes.create_string_buffer(code, len(code))
     filter_ = ctypes.create_string_buffer(
         struct.pack("@HP", len(code) // 8, ctypes.addressof(steps)), struct.calcsize("@HP")
@@ -71,11 +73,11 @@ def restrict(*, threads: bool) -> bool:
 
 
 def program(architecture: int, pid: int, *, threads: bool) -> list[_Step]:
-    """The filter.
+    """Build the filter.
 
     Args:
-        architecture: as the kernel numbers it; calls in another's convention end the process.
-        pid: the only process that may be signalled.
+        architecture: the kernel's number of the architecture. A call in the convention of another architecture kills the process.
+        pid: the only process that may receive signals.
         threads: whether more threads may be started.
     """
     steps = [
@@ -94,20 +96,20 @@ def program(architecture: int, pid: int, *, threads: bool) -> list[_Step]:
     steps += _if_call("ioctl", [_argument(1), *_if_one_of(_IOCTL)])
     for name in ("kill", "tgkill"):
         steps += _if_call(name, [_argument(0), *_if_one_of((pid,))])
-    # Limits may be read (no new ones given: both halves of the pointer are zero), not set.
+    # Limits may be read (no new limits: both halves of the pointer are zero), not set.
     steps += _if_call("prlimit64", [_argument(2), _Step(_EQUAL, 0, 0, 2), _argument(2, 4), *_if_one_of((0,))])
     for name in (
         "clone3",
         "openat2",
-    ):  # their arguments cannot be looked at; libraries then take the older call
+    ):  # a filter cannot inspect their arguments; libraries fall back to the older call
         steps += _if_call(name, [_refusal(errno.ENOSYS)])
     return [*steps, _refusal(errno.EPERM)]
 
 
 def _if_call(name: str, then: list[_Step]) -> list[_Step]:
-    """Instructions for one system call, which must all end in an answer."""
-    place = number(name)
-    return [] if place is None else [_Step(_EQUAL, place, 0, len(then)), *then]
+    """Return the instructions for one system call. Every path must end in a return."""
+    call_number = number(name)
+    return [] if call_number is None else [_Step(_EQUAL, call_number, 0, len(then)), *then]
 
 
 def _argument(index: int, half: int = 0) -> _Step:
@@ -115,7 +117,7 @@ def _argument(index: int, half: int = 0) -> _Step:
 
 
 def _if_one_of(values: tuple[int, ...]) -> list[_Step]:
-    chain = [_Step(_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    chain = [_Step(_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [*chain, _refusal(errno.EPERM), _Step(_RETURN, _ALLOW)]
 
 
@@ -127,5 +129,5 @@ def _unless_any_bit(bits: int) -> list[_Step]:
     return [_Step(_ANY_BIT, bits, 0, 1), _refusal(errno.EPERM), _Step(_RETURN, _ALLOW)]
 
 
-def _refusal(number_: int) -> _Step:
-    return _Step(_RETURN, _ERRNO | number_)
+def _refusal(error_number: int) -> _Step:
+    return _Step(_RETURN, _ERRNO | error_number)

@@ -4,7 +4,7 @@ DuckDB parses the text, and the syntax tree is compared with lists of what is al
 that a later version of DuckDB adds.
 
 DuckDB limits the memory and time of execution, but not of planning. A short query can expand to millions of joins (each table
-expression reads the previous one twice), of sums (each column does), or to thousands of columns (each ``*`` stands for all columns of a
+expression reads the previous one twice), of sums (each column does), or to thousands of columns (each ``*`` expands to all columns of a
 table). The guard counts these as if every expression were inlined, before the query is planned.
 """
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 TABLES = ("statistics", "tensors", "losses")
-"""The tables that a query may name, besides those that it makes itself."""
+"""The tables that a query may name, in addition to its own table expressions."""
 
 MAX_QUERY = 10_000
-"""Longest query, in characters."""
+"""Maximum length of a query, in characters."""
 
 _OPERATORS = "+ - * / // % ** ^ || ~~ !~~ ~~* !~~* ~ !~ regexp_full_match"
 _NUMBERS = (
@@ -49,7 +49,7 @@ _WINDOWS = (
     "cume_dist dense_rank fill first_value lag last_value lead nth_value ntile percent_rank rank row_number"
 )
 FUNCTIONS = frozenset(f"{_OPERATORS} {_NUMBERS} {_WORDS} {_CHOICES} {_AGGREGATES} {_WINDOWS}".split())
-"""The functions that a query may call. None reads a setting, a file, a clock or chance, or makes a long text."""
+"""The functions that a query may call. None reads a setting, a file, a clock or randomness, or builds a long text."""
 
 _EXPRESSIONS = frozenset(
     (
@@ -79,10 +79,10 @@ class AllowedQuery:
     """A query that passed.
 
     Attributes:
-        text: what to run; it may stand in parentheses.
-        tables: which of `TABLES` it reads.
-        columns: names of columns that it may read, in lower case; None for all.
-        probes: names of the probes among them, without the prefix.
+        text: text to run; it may be enclosed in parentheses.
+        tables: tables of `TABLES` that the query reads.
+        columns: names of the columns that it may read, in lower case; None for all.
+        probes: names of the probes among the columns, without the prefix.
     """
 
     text: str
@@ -93,11 +93,11 @@ class AllowedQuery:
 
 @lru_cache(maxsize=256)
 def guarded(query: str) -> AllowedQuery:
-    """Hold a query against the lists.
+    """Check a query against the lists.
 
     Raises:
-        ValueError: it is no single SELECT, or names what it may not; the message says what.
-        MemoryError: parsing it takes more than this process may.
+        ValueError: the query is not a single SELECT, or uses something forbidden; the message names it.
+        MemoryError: parsing exceeds the memory limit of this process.
     """
     import duckdb
 
@@ -112,9 +112,9 @@ def guarded(query: str) -> AllowedQuery:
     finally:
         connection.close()
     nodes = list(_nodes(tree))
-    made = {name.lower() for node in nodes for name in _made_tables(node)}
+    table_expressions = {name.lower() for node in nodes for name in _made_tables(node)}
     for node in nodes:
-        _check(node, made)
+        _check(node, table_expressions)
     check_size(tree)
     names = [
         str(node["column_names"][-1])
@@ -122,16 +122,16 @@ def guarded(query: str) -> AllowedQuery:
         if node.get("class") == "COLUMN_REF" and node.get("column_names")
     ]
     tables = {str(node.get("table_name", "")).lower() for node in nodes if node.get("type") == "BASE_TABLE"}
-    every = any(node.get("class") == "STAR" for node in nodes)
+    has_star = any(node.get("class") == "STAR" for node in nodes)
     probes = sorted({name.removeprefix(PROBE) for name in names if name.startswith(PROBE)})
-    columns = None if every else frozenset(name.lower() for name in names)
+    columns = None if has_star else frozenset(name.lower() for name in names)
     return AllowedQuery(text, frozenset(tables.intersection(TABLES)), columns, tuple(probes))
 
 
 def locked_database(module: Any, memory_mb: int = 64) -> duckdb.DuckDBPyConnection:
-    """A database of its own in memory that opens no file, loads no extension, keeps nothing on disk, has one thread.
+    """Open a new in-memory database that opens no file, loads no extension, stores nothing on disk and uses one thread.
 
-    Its configuration can be locked once its tables are there: ``SET lock_configuration = true``.
+    Lock its configuration once its tables exist: ``SET lock_configuration = true``.
     """
     connection: duckdb.DuckDBPyConnection = module.connect(
         ":memory:",
@@ -141,18 +141,18 @@ def locked_database(module: Any, memory_mb: int = 64) -> duckdb.DuckDBPyConnecti
             "autoload_known_extensions": "false",
             "allow_community_extensions": "false",
             "allow_unsigned_extensions": "false",
-            "temp_directory": "",  # a query that would spill is over its memory limit
+            "temp_directory": "",  # a query that would spill exceeds its memory limit
             "max_temp_directory_size": "0B",
             "memory_limit": f"{memory_mb}MiB",
             "threads": "1",
         },
     )
-    connection.execute("SET python_enable_replacements = false")  # no table is looked for among variables
+    connection.execute("SET python_enable_replacements = false")  # do not resolve tables as Python variables
     return connection
 
 
 def first_line(error: Exception) -> str:
-    """What an error of DuckDB says, without the picture of the place."""
+    """Return the message of a DuckDB error, without the excerpt of the query."""
     return str(error).strip().split("\n", 1)[0][:300]
 
 
@@ -167,9 +167,9 @@ def _single_select(connection: Any, query: str) -> str:
 
 
 def _tree(connection: Any, text: str) -> Any:
-    held = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [text]).fetchone()[0]
+    tree_json = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [text]).fetchone()[0]
     try:
-        tree = json.loads(held)
+        tree = json.loads(tree_json)
     except RecursionError:
         raise ValueError("the query is nested too deeply") from None
     if tree.get("error"):
@@ -180,25 +180,25 @@ def _tree(connection: Any, text: str) -> Any:
 
 
 def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
-    """All mappings of the tree but those that only hold a literal or a type."""
-    waiting = [tree]
-    while waiting:
-        item = waiting.pop()
+    """Yield all mappings of the tree, except literals and types."""
+    pending = [tree]
+    while pending:
+        item = pending.pop()
         if isinstance(item, dict):
             yield item
-            left_out = _TYPES | _LITERALS if item.get("class") == "CONSTANT" else _TYPES
-            waiting.extend(child for key, child in item.items() if key not in left_out)
+            skipped = _TYPES | _LITERALS if item.get("class") == "CONSTANT" else _TYPES
+            pending.extend(child for key, child in item.items() if key not in skipped)
         elif isinstance(item, list):
-            waiting.extend(item)
+            pending.extend(item)
 
 
 def _made_tables(node: dict[str, Any]) -> list[str]:
-    made = node.get("cte_map")
-    entries = made.get("map", []) if isinstance(made, dict) else []
+    cte_map = node.get("cte_map")
+    entries = cte_map.get("map", []) if isinstance(cte_map, dict) else []
     return [str(entry["key"]) for entry in entries] + ([str(node["cte_name"])] if "cte_name" in node else [])
 
 
-def _check(node: dict[str, Any], made: set[str]) -> None:
+def _check(node: dict[str, Any], table_expressions: set[str]) -> None:
     kind, expression = node.get("type"), node.get("class")
     if expression is not None:
         if expression not in _EXPRESSIONS:
@@ -211,7 +211,7 @@ def _check(node: dict[str, Any], made: set[str]) -> None:
         if kind not in _NODES:
             raise ValueError(f"a part of kind {_word(kind)} may not be used")
         if kind == "BASE_TABLE":
-            _check_table(node, made)
+            _check_table(node, table_expressions)
     if node.get("sample") or node.get("at_clause"):
         raise ValueError("samples may not be used: the same rows must give the same findings")
     if expression in {"FUNCTION", "WINDOW"} and _function(node) not in FUNCTIONS:
@@ -222,12 +222,12 @@ def _check(node: dict[str, Any], made: set[str]) -> None:
             raise ValueError(f"{names[0]!r} may not be used: the same rows must give the same findings")
 
 
-def _check_table(node: dict[str, Any], made: set[str]) -> None:
+def _check_table(node: dict[str, Any], table_expressions: set[str]) -> None:
     name = str(node.get("table_name", ""))
-    within = str(node.get("schema_name") or node.get("catalog_name") or "")
-    if within or name.lower() not in {*TABLES, *made}:
-        whole = f"{within}.{name}" if within else name
-        raise ValueError(f"table {whole[:80]!r} is not there; the tables are {', '.join(TABLES)}")
+    qualifier = str(node.get("schema_name") or node.get("catalog_name") or "")
+    if qualifier or name.lower() not in {*TABLES, *table_expressions}:
+        full_name = f"{qualifier}.{name}" if qualifier else name
+        raise ValueError(f"table {full_name[:80]!r} is not there; the tables are {', '.join(TABLES)}")
 
 
 def _function(node: dict[str, Any]) -> str:
@@ -240,19 +240,19 @@ def _word(kind: Any) -> str:
 
 
 MAX_READS = 32
-"""Tables that a query may read, each counted as often as it is read."""
+"""Maximum number of table reads of a query; each read of a table counts."""
 
 MAX_NAMED = 64
-"""Tables that a query may name, also where nothing reads what is made of them."""
+"""Maximum number of tables that a query names, including in unused table expressions."""
 
 MAX_EXPRESSIONS = 5_000
-"""Expressions that a query may have, a column that it makes counted as often as it is named, and ``*`` as its columns."""
+"""Maximum number of expressions of a query. A computed column counts at each use, and ``*`` counts as its columns."""
 
 TABLE_COLUMNS = 32
-"""Columns for which ``*`` counts where it stands for a given table; probes are not counted."""
+"""Number of columns that ``*`` counts for one of `TABLES`; probes are not counted."""
 
 MAX_NESTED = 32
-"""How deep a query may stand within queries."""
+"""Maximum nesting depth of queries."""
 
 _TABLES = frozenset(("BASE_TABLE", "EMPTY", "EXPRESSION_LIST"))
 _GIVEN = {"tensors": 2, "losses": 2}  # views: each reads two tables
@@ -260,13 +260,13 @@ _Sizes = Mapping[str, int]
 
 
 def check_size(tree: Any) -> None:
-    """Hold a parsed query against the bounds.
+    """Check the size of a parsed query.
 
     Args:
-        tree: a statement, as DuckDB gives it in JSON.
+        tree: a statement, as the JSON of DuckDB.
 
     Raises:
-        ValueError: it is over one of them; the message says which.
+        ValueError: the query exceeds a limit; the message names it.
     """
     _reads(tree, _GIVEN, 0)
     _expressions(tree, {}, {}, 1)
@@ -275,7 +275,7 @@ def check_size(tree: Any) -> None:
 
 
 def _reads(part: Any, made: _Sizes, depth: int) -> int:
-    """How many tables a part of a query reads, where those in ``made`` read as many as it says."""
+    """Count the tables that a part of a query reads. A table expression in ``made`` counts as the number given there."""
     if depth > MAX_NESTED:
         raise ValueError(f"the query is nested too deeply: more than {MAX_NESTED} queries within each other")
     if _is_query(part):
@@ -297,19 +297,19 @@ def _reads(part: Any, made: _Sizes, depth: int) -> int:
 
 
 def _expressions(part: Any, made: _Sizes, tables: _Sizes, star: int) -> int:
-    """How many expressions a part of a query has.
+    """Count the expressions of a part of a query.
 
     Args:
-        part: of the tree.
-        made: how many expressions each column has that is made around it.
-        tables: how many columns each table has that is made around it.
-        star: for how many columns ``*`` stands.
+        part: part of the tree.
+        made: number of expressions of each computed column in scope.
+        tables: number of columns of each table expression in scope.
+        star: number of columns that ``*`` expands to.
     """
     if _is_query(part):
         tables = _with_tables(part, tables)
         star = max(1, _columns(part.get("from_table"), tables))
         total = 0
-        for key in ("from_table", "cte_map"):  # see no column made here
+        for key in ("from_table", "cte_map"):  # columns computed here are out of scope
             total += _repeated(part.get(key), made, tables, star)
         for entry in part.get("select_list", []):
             size = _repeated(entry, made, tables, star)
@@ -337,12 +337,12 @@ def _expressions(part: Any, made: _Sizes, tables: _Sizes, star: int) -> int:
 
 
 def _repeated(part: Any, made: _Sizes, tables: _Sizes, star: int) -> int:
-    """As `_expressions`, of an expression that is repeated for each column for which a ``*`` in it stands."""
+    """Count like `_expressions`, for an expression that a ``*`` in it repeats for each column."""
     return _expressions(part, made, tables, star) * (star if _has_star(part) else 1)
 
 
 def _with_tables(query: dict[str, Any], tables: _Sizes) -> _Sizes:
-    """``tables``, and how many columns each has that a query makes for itself."""
+    """Return ``tables`` with the number of columns of the query's own table expressions."""
     tables = dict(tables)
     for entry in query["cte_map"].get("map", []):
         tables[str(entry["key"]).lower()] = _columns(entry["value"], tables)
@@ -350,7 +350,7 @@ def _with_tables(query: dict[str, Any], tables: _Sizes) -> _Sizes:
 
 
 def _columns(part: Any, tables: _Sizes) -> int:
-    """How many columns a query gives; those of all tables in a part that is none."""
+    """Count the columns of a query's result; for another part, the columns of all its tables."""
     if _is_query(part):
         tables = _with_tables(part, tables)
         if "select_list" in part:
@@ -380,21 +380,21 @@ def _is_table(item: dict[str, Any]) -> bool:
 def _within(
     part: Any, without: tuple[str, ...] = (), *, into_queries: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """A part's mappings: itself and those within it, but of a query that stands in it or a constant only the outermost.
+    """Yield a part and the mappings within it. Of a nested query or a constant, yield only the outermost mapping.
 
     Args:
-        part: of the tree.
-        without: what to leave out of the part itself.
-        into_queries: what stands in a query in it as well.
+        part: part of the tree.
+        without: keys of the part itself to skip.
+        into_queries: whether to descend into nested queries.
     """
-    waiting = [part]
-    while waiting:
-        item = waiting.pop()
+    pending = [part]
+    while pending:
+        item = pending.pop()
         if isinstance(item, list):
-            waiting.extend(item)
+            pending.extend(item)
         elif isinstance(item, dict):
             yield item
             if item is part:
-                waiting.extend(value for key, value in item.items() if key not in without)
+                pending.extend(value for key, value in item.items() if key not in without)
             elif item.get("class") != "CONSTANT" and (into_queries or not _is_query(item)):
-                waiting.extend(item.values())
+                pending.extend(item.values())

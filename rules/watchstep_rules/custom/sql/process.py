@@ -48,16 +48,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 OLDEST = (1, 5)
-"""The first DuckDB that parses queries within queries in the time that their text needs: 1.4 takes gigabytes for ten, each of
-which is made ``WITH`` the one in it. Earlier ones count no texts against their memory limit."""
+"""The first DuckDB version that parses nested queries in linear time: 1.4 takes gigabytes for ten nested ``WITH`` queries.
+Earlier versions do not count texts against the memory limit."""
 
 MAX_ANSWER = 32 * 1024 * 1024
-"""Largest answer to a query about a run, in bytes of JSON or Arrow."""
+"""Maximum size of the result of a query about a run, in bytes of JSON or Arrow."""
 
 _CHECK_SECONDS = 15.0
 _SEND_SECONDS = 30.0
 _GRACE_SECONDS = 5.0
-"""Between the interrupt of a query and the kill of its process, which may be busy with one block."""
+"""Time between the interrupt of a query and the kill of its process, which may be busy with one block."""
 
 _LEAST_ROOM = 256
 _MOST_CHECKED = 1024
@@ -70,17 +70,17 @@ _CORRECT = "correct the query; the tables are statistics, tensors and losses"
 
 @dataclass(frozen=True)
 class SqlProgram:
-    """A child that runs SQL; of one size, it serves any query.
+    """The program of a child that runs SQL. Children of one size serve any query.
 
     Attributes:
-        memory_mb: what it may take beyond what its libraries take, in MiB.
+        memory_mb: memory that it may use in addition to its libraries, in MiB.
     """
 
     memory_mb: int
 
     @classmethod
     def for_query(cls, memory_mb: int, parts: Parts = ()) -> SqlProgram:
-        """One with room for a query's memory, for what DuckDB does not count, and for what it is sent; of few sizes."""
+        """Return a program with memory for a query, for allocations that DuckDB does not count, and for sent data; sizes are powers of 2."""
         sent = 2 * sum(map(len, parts)) // _MEGABYTE
         return cls(1 << (memory_mb + _LEAST_ROOM + sent - 1).bit_length())
 
@@ -91,27 +91,27 @@ class SqlProgram:
 
     @property
     def called(self) -> str:
-        """What to call it in an error."""
+        """Name of the program in errors."""
         return "SQL"
 
     def setup(self) -> dict[str, Any]:
-        """Nothing: queries come with requests."""
+        """Return an empty document: requests contain the queries."""
         return {}
 
     def refusal(self, isolation: Isolation) -> str:
-        """SQL runs under any isolation: what it may say is a list, and the database reaches nothing."""
+        """Return an empty text: SQL runs under any isolation, because queries are restricted and the database has no external access."""
         return ""
 
 
 @dataclass(frozen=True)
 class CheckedQuery:
-    """A query of a rule that may be run.
+    """A query of a rule that passed the checks.
 
     Attributes:
-        gives: names of the columns that it gives.
-        tables: which of ``statistics``, ``tensors`` and ``losses`` it reads.
-        reads: names of columns that it may read, in lower case; None for all.
-        probes: names of the probes among them, without the prefix.
+        gives: names of its result columns.
+        tables: tables that it reads, of ``statistics``, ``tensors`` and ``losses``.
+        reads: names of the columns that it may read, in lower case; None for all.
+        probes: names of the probes among these columns, without the prefix.
     """
 
     gives: tuple[str, ...]
@@ -122,10 +122,10 @@ class CheckedQuery:
 
 @lru_cache(maxsize=_MOST_CHECKED)
 def checked(query: str) -> CheckedQuery:
-    """Compare a query with the lists of what it may say, bind it to empty tables, and run it over them.
+    """Check a query against the allowed syntax, bind it to empty tables, and run it over them.
 
     Raises:
-        ValueError: it may not be run, has an error, or gives columns that make no finding; the message says which.
+        ValueError: the query is not allowed, has an error, or has result columns that form no finding; the message gives the reason.
         StartError: no child can be started now.
     """
     _check_installed()
@@ -149,26 +149,26 @@ def checked(query: str) -> CheckedQuery:
 def judged(
     query: str, rows: Block, windows: Sequence[Window], limits: QueryLimits
 ) -> list[list[FoundRow] | RuleError]:
-    """What a rule's query finds for each judged step: rows of ``rows``, or why it failed.
+    """Run a rule's query for each evaluated step; return the findings of each step, or its error.
 
-    A query that ends its child is at fault for that step; the next steps get another child, after a pause that grows.
+    If a query ends its child, that step fails, and the next steps get another child after a growing pause.
 
     Args:
-        query: its text.
-        rows: steps ascending.
-        windows: of the judged steps.
-        limits: for each step.
+        query: text of the query.
+        rows: rows with ascending steps.
+        windows: windows of the evaluated steps.
+        limits: limits for each step.
 
     Raises:
-        RuleError: no child can be started, or the query may not be run.
+        RuleError: no child can be started, or the query is not allowed.
     """
     POOL.check_memory("SQL", limits.memory_mb)
     try:
-        held = checked(query)
+        checked_query = checked(query)
     except ValueError as error:
         raise RuleError(f"SQL: {error}", "correct the query") from None
-    parts = [table_to_bytes(rows_as_table(rows, held))]
-    if held.tables & {"tensors", "losses"}:
+    parts = [table_to_bytes(rows_as_table(rows, checked_query))]
+    if checked_query.tables & {"tensors", "losses"}:
         parts.append(table_to_bytes(catalogue_table(sorted(rows.catalogue, key=lambda info: info.name))))
     program = SqlProgram.for_query(limits.memory_mb, parts)
     outcomes: list[list[FoundRow] | RuleError] = []
@@ -179,7 +179,7 @@ def judged(
         try:
             with rule_time_charged(), POOL.child(program, culprit=("judge", query)) as child:
                 for outcome in _judge(child, query, parts, windows[len(outcomes) :], limits, len(rows)):
-                    outcomes.append(outcome)  # noqa: PERF402 - those before a death stay
+                    outcomes.append(outcome)  # noqa: PERF402 - keep outcomes from before a death
         except StartError:
             raise
         except DeadError as error:
@@ -198,12 +198,14 @@ def _judge(
     child.send(request, parts, time.monotonic() + _SEND_SECONDS, _SEND_SECONDS)
     longest = limits.seconds + _GRACE_SECONDS
     for window in windows:
-        left = min(longest, rule_time_left())
-        if left <= 0:
+        remaining = min(longest, rule_time_left())
+        if remaining <= 0:
             child.close()
             error = out_of_time("SQL")
             raise DeadError(error.what, error.hint)
-        reply = child.receive(time.monotonic() + left, left, FrameLimits(SHORT.document, MAX_FINDINGS))
+        reply = child.receive(
+            time.monotonic() + remaining, remaining, FrameLimits(SHORT.document, MAX_FINDINGS)
+        )
         match reply.document:
             case {"refused": str(reason), "over": str(over)}:
                 yield _failed(window.step, kept(reason[:500]), over)
@@ -213,18 +215,18 @@ def _judge(
 
 def _found(child: Child, reply: Reply, window: Window, rows: int) -> list[FoundRow]:
     try:
-        found = unpack_findings(reply.payload, rows)
+        findings = unpack_findings(reply.payload, rows)
     except ValueError as error:
         raise _odd(child, str(error)) from None
-    if any(not window.begin <= entry.row < window.end for entry in found):
+    if any(not window.begin <= entry.row < window.end for entry in findings):
         raise _odd(child, f"a finding is about a row of another step than {window.step}")
-    return found
+    return findings
 
 
-def _odd(child: Child, what: str) -> DeadError:
-    """End a child that does not keep to the protocol."""
+def _odd(child: Child, reason: str) -> DeadError:
+    """End a child that violates the protocol; return the error."""
     child.close()
-    return DeadError(f"SQL: {what}", "report it, with the query")
+    return DeadError(f"SQL: {reason}", "report it, with the query")
 
 
 def _failed(step: int, reason: str, over: str) -> RuleError:
@@ -234,7 +236,7 @@ def _failed(step: int, reason: str, over: str) -> RuleError:
 
 
 def rows_as_table(rows: Block, query: CheckedQuery) -> pa.Table:
-    """The table ``statistics``, with the columns that a query may read."""
+    """Return the table ``statistics`` with the columns that a query may read."""
     import pyarrow as pa
 
     schema = statistics_schema(query.probes if query.reads is not None else sorted(rows.probes))
@@ -252,23 +254,23 @@ def rows_as_table(rows: Block, query: CheckedQuery) -> pa.Table:
 def _columns(rows: Block, probes: tuple[str, ...]) -> Columns:
     import numpy as np
 
-    held: Columns = {name: getattr(rows, name) for name in ("step", "mode", "worker", "tensor", "time_ns")}
-    held |= dict(vars(rows.places))
-    held |= {name: getattr(rows.statistics, name) for name in COUNTED}
-    held |= {PROBE + name: np.full(len(rows), np.nan) for name in probes}
-    held |= {PROBE + name: column for name, column in rows.probes.items()}
-    return held
+    columns: Columns = {name: getattr(rows, name) for name in ("step", "mode", "worker", "tensor", "time_ns")}
+    columns |= dict(vars(rows.places))
+    columns |= {name: getattr(rows.statistics, name) for name in COUNTED}
+    columns |= {PROBE + name: np.full(len(rows), np.nan) for name in probes}
+    columns |= {PROBE + name: column for name, column in rows.probes.items()}
+    return columns
 
 
 @dataclass(frozen=True)
 class QuerySource:
-    """A run that a query is about.
+    """The run that a query reads.
 
     Attributes:
-        tensors: its catalogue.
+        tensors: catalogue of the run.
         probes: names of its probes.
-        scan: columns of ``statistics`` and names of tensors (None for all) → the recorded columns, object by object. What
-            it raises as a `WatchstepError` ends the query.
+        scan: maps columns of ``statistics`` and names of tensors (None for all) to the recorded columns, object by object.
+            A `WatchstepError` that it raises ends the query.
     """
 
     tensors: Sequence[TensorInfo]
@@ -282,9 +284,9 @@ class Question:
 
     Attributes:
         query: one SELECT; see `watchstep_rules.custom.sql.guard`.
-        rows: most rows of the answer.
+        rows: maximum number of result rows.
         form: ``json`` or ``arrow``.
-        limits: of memory and time.
+        limits: limits of memory and time.
     """
 
     query: str
@@ -295,11 +297,11 @@ class Question:
 
 @dataclass(frozen=True)
 class QueryResult:
-    """What a query gave.
+    """The result of a query.
 
     Attributes:
         content: an Arrow stream, or JSON with ``columns``, ``rows`` and ``more``.
-        more: there were more rows.
+        more: whether there were more rows.
     """
 
     content: bytearray
@@ -307,13 +309,13 @@ class QueryResult:
 
 
 def select(question: Question, source: QuerySource) -> QueryResult:
-    """Answer a query about a run.
+    """Run a query about a run.
 
     Raises:
-        ConfigError: the query may not be run, has an error, or gives a value that cannot be written.
-        OverBudgetError: it takes too much memory or time, or its answer is too large.
-        BusyError, StartError: no child is free, or can be started.
-        WatchstepError: as the source's scan.
+        ConfigError: the query is not allowed, has an error, or has a value that cannot be serialized.
+        OverBudgetError: the query takes too much memory or time, or its result is too large.
+        BusyError, StartError: no child is free, or none can be started.
+        WatchstepError: raised by the source's scan.
     """
     _check_installed_for_query()
     catalogue = table_to_bytes(catalogue_table(source.tensors))
@@ -330,7 +332,7 @@ def select(question: Question, source: QuerySource) -> QueryResult:
 
 
 class _Selection:
-    """One exchange with a child: it asks for rows as its query needs them, and gives the answer at the end."""
+    """An exchange with a child, which requests rows as its query needs them and sends the result at the end."""
 
     def __init__(self, child: Child, question: Question, source: QuerySource) -> None:
         self._child, self._question, self._source = child, question, source
@@ -369,11 +371,11 @@ class _Selection:
         self._child.send(document, parts, self._deadline, self._longest)
 
     def _begin(self, number: int, columns: list[Any], tensors: Any) -> None:
-        known = {entry.name for entry in statistics_schema(self._source.probes)}
-        if number in self._scans or len(self._scans) >= _MOST_SCANS or not known.issuperset(columns):
+        column_names = {entry.name for entry in statistics_schema(self._source.probes)}
+        if number in self._scans or len(self._scans) >= _MOST_SCANS or not column_names.issuperset(columns):
             raise _odd(self._child, "its process asked for rows that there are none of")
-        wanted = None if tensors is None else frozenset(map(str, tensors))
-        self._scans[number] = _batches(self._source, columns, wanted)
+        tensor_names = None if tensors is None else frozenset(map(str, tensors))
+        self._scans[number] = _batches(self._source, columns, tensor_names)
 
     def _next(self, number: int) -> None:
         try:
@@ -389,14 +391,16 @@ class _Selection:
 def _batches(
     source: QuerySource, columns: Sequence[str], tensors: frozenset[str] | None
 ) -> Iterator[pa.RecordBatch]:
-    """Rows in parts of some ten thousand; words as places, which the child has the words of."""
+    """Yield rows in batches of up to `_BATCH`. Words are sent as indices; the child has the words."""
     import pyarrow as pa
 
-    whole = statistics_schema(source.probes)
-    kinds = {name: pa.int32() if pa.types.is_dictionary(whole.field(name).type) else None for name in columns}
-    schema = pa.schema([(name, kinds[name] or whole.field(name).type) for name in columns])
-    for held in source.scan(columns, tensors):
-        batch = statistics_batch(held, schema, {})
+    full_schema = statistics_schema(source.probes)
+    kinds = {
+        name: pa.int32() if pa.types.is_dictionary(full_schema.field(name).type) else None for name in columns
+    }
+    schema = pa.schema([(name, kinds[name] or full_schema.field(name).type) for name in columns])
+    for columns_of_object in source.scan(columns, tensors):
+        batch = statistics_batch(columns_of_object, schema, {})
         for start in range(0, batch.num_rows, _BATCH):
             yield batch.slice(start, _BATCH)
 
@@ -408,18 +412,20 @@ def _refused(reason: str, over: str) -> WatchstepError:
 
 
 def _check_installed() -> None:
-    """Whether DuckDB is installed, in a version that can be used; nothing of it is loaded.
+    """Check that a supported version of DuckDB is installed, without loading it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is missing or too old.
     """
     try:
-        found = version("duckdb")
+        installed = version("duckdb")
     except PackageNotFoundError:
         raise ValueError("duckdb is not installed; install it with: pip install 'watchstep[sql]'") from None
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         needed = ".".join(map(str, OLDEST))
-        raise ValueError(f"duckdb is {found}, at least {needed} is needed: pip install -U 'watchstep[sql]'")
+        raise ValueError(
+            f"duckdb is {installed}, at least {needed} is needed: pip install -U 'watchstep[sql]'"
+        )
 
 
 def _check_installed_for_query() -> None:

@@ -22,26 +22,25 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_ROWS = 10_000
-"""Most rows that a query may give for one step."""
+"""Maximum number of result rows for one step."""
 
 RESULT = ("tensor", "worker", "mode", "step", "value", "threshold", "message")
-"""The columns that a query may give; ``tensor`` is the one that it must."""
+"""The columns that a query may return; ``tensor`` is required."""
 
 _WORDS = ("tensor", "mode", "message")
 _NUMBER = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT",
            "UHUGEINT", "FLOAT", "DOUBLE", "DECIMAL", "BOOLEAN")  # fmt: skip
 _WHOLE = ("worker", "step")
 _TOO_LARGE = "Requested allocation size"
-"""DuckDB calls an allocation that is larger than any an internal error."""
+"""DuckDB reports an impossibly large allocation as an internal error."""
 
 
 class QueryError(Exception):
-    """The query failed; the message says why.
+    """The query failed; the message gives the reason.
 
     Args:
-        what: in one line.
-        over: whether it took more than it may: ``memory``, ``seconds``, ``size`` of what it gives; empty where it has an
-            error.
+        what: message, in one line.
+        over: the exceeded limit: ``memory``, ``seconds`` or ``size`` (of the result); empty for an error in the query.
     """
 
     def __init__(self, what: str, over: str = "") -> None:
@@ -51,7 +50,7 @@ class QueryError(Exception):
 
 @dataclass(frozen=True)
 class QueryLimits:
-    """What one query may take, for one step: memory in MiB, and seconds."""
+    """Limits of one query for one step: memory in MiB, and time in seconds."""
 
     memory_mb: int
     seconds: float
@@ -59,13 +58,13 @@ class QueryLimits:
 
 @dataclass(frozen=True)
 class Window:
-    """Rows of a table that belong to one judged step and the steps before it.
+    """Rows of a table that belong to an evaluated step and the steps before it.
 
     Attributes:
-        step: the judged step.
-        first: the first row.
-        begin: the first row of the step.
-        end: after the last row of the step.
+        step: the evaluated step.
+        first: index of the first row.
+        begin: index of the first row of the step.
+        end: index after the last row of the step.
     """
 
     step: int
@@ -75,9 +74,9 @@ class Window:
 
 
 class Interrupter:
-    """Interrupts a connection's query after some seconds.
+    """Interrupts a connection's query after a timeout.
 
-    Its thread is started once, while threads may still be started.
+    Its thread starts once, while threads may still be started.
     """
 
     def __init__(self) -> None:
@@ -88,24 +87,24 @@ class Interrupter:
 
     @contextmanager
     def after(self, connection: Any, seconds: float) -> Iterator[None]:
-        """Interrupt the connection's query unless the block ends before."""
+        """Interrupt the connection's query if the block takes longer than ``seconds``."""
         with self._changed:
             self._connection, self._deadline = connection, time.monotonic() + seconds
             self._changed.notify()
         try:
             yield
         finally:
-            with self._changed:  # an interrupt under way must not meet the next query
+            with self._changed:  # a pending interrupt must not hit the next query
                 self._connection = None
 
     def _serve(self) -> None:
         with self._changed:
             while True:
-                left = self._deadline - time.monotonic()
+                remaining = self._deadline - time.monotonic()
                 if self._connection is None:
                     self._changed.wait()
-                elif left > 0:
-                    self._changed.wait(left)
+                elif remaining > 0:
+                    self._changed.wait(remaining)
                 else:
                     self._connection.interrupt()
                     self._connection = None
@@ -113,10 +112,10 @@ class Interrupter:
 
 @contextmanager
 def errors_of_queries(limits: QueryLimits) -> Iterator[None]:
-    """What DuckDB raises, as a `QueryError`.
+    """Convert errors of DuckDB to `QueryError`.
 
     Args:
-        limits: to name in the message.
+        limits: limits that the message names.
     """
     import duckdb
 
@@ -133,16 +132,16 @@ def errors_of_queries(limits: QueryLimits) -> Iterator[None]:
 
 
 class OpenQuery:
-    """A query with its tables, in a database of its own. Close it.
+    """A query with its tables, in its own database. Close it after use.
 
     Args:
-        query: its text.
-        table: ``statistics``, with the columns that it may read; steps ascending.
-        catalogue: ``tensors``; None where the query reads neither that nor ``losses``.
-        limits: for each step.
+        query: text of the query.
+        table: ``statistics`` with the columns that the query may read; steps ascending.
+        catalogue: ``tensors``; None if the query reads neither ``tensors`` nor ``losses``.
+        limits: limits for each step.
 
     Raises:
-        ValueError: the query may not be run.
+        ValueError: the query is not allowed.
     """
 
     def __init__(self, query: str, table: pa.Table, catalogue: pa.Table | None, limits: QueryLimits) -> None:
@@ -163,17 +162,17 @@ class OpenQuery:
         self._connection.close()
 
     def columns(self) -> tuple[str, ...]:
-        """The columns that the query gives; nothing is run.
+        """Return the result columns, without running the query.
 
         Raises:
-            ValueError: it does not fit the tables, or gives columns that make no finding.
+            ValueError: the query does not fit the tables, or its result columns form no finding.
         """
         try:
             with errors_of_queries(self._limits):
-                given = self._connection.sql(self._text)
+                relation = self._connection.sql(self._text)
                 names, kinds = (
-                    [str(name).lower() for name in given.columns],
-                    [str(kind) for kind in given.types],
+                    [str(name).lower() for name in relation.columns],
+                    [str(kind) for kind in relation.types],
                 )
         except QueryError as error:
             raise ValueError(str(error)) from None
@@ -181,48 +180,46 @@ class OpenQuery:
         return tuple(names)
 
     def run(self, interrupter: Interrupter, first: int, end: int) -> list[dict[str, Any]]:
-        """What the query gives over rows first … end - 1, which belong to one judged step and its window.
+        """Run the query over rows first … end - 1, which belong to an evaluated step and its window.
 
         Raises:
-            QueryError: it failed, or took more than it may.
+            QueryError: the query failed or exceeded a limit.
         """
         self._connection.register("statistics", self._table.slice(first, end - first))
         with errors_of_queries(self._limits), interrupter.after(self._connection, self._limits.seconds):
             cursor = self._connection.execute(self._text)
-            found = (
-                cursor.fetchall()
-            )  # the text has a LIMIT; a result that is not read to its end blocks the next
-        if len(found) > MAX_ROWS:
+            rows = cursor.fetchall()  # the text has a LIMIT; a partly read result blocks the next query
+        if len(rows) > MAX_ROWS:
             raise QueryError(f"gave more than {MAX_ROWS} rows; let it give one for each tensor", "size")
         names = [str(column[0]).lower() for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in found]
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def findings(self, interrupter: Interrupter, window: Window) -> list[FoundRow]:
-        """One finding for each row of the step that the query names, in the order of the rows.
+        """Return one finding for each row of the step that the query names, in the order of the rows.
 
         Raises:
-            QueryError: it failed, or took more than it may.
+            QueryError: the query failed or exceeded a limit.
         """
-        given = self.run(interrupter, window.first, window.end)
-        if not given:
+        result_rows = self.run(interrupter, window.first, window.end)
+        if not result_rows:
             return []
         at_step = self._table.slice(window.begin, window.end - window.begin)
         names, workers, modes = (at_step[name].to_pylist() for name in ("tensor", "worker", "mode"))
-        places: dict[str, list[int]] = {}
-        for place, name in enumerate(names):
-            places.setdefault(name, []).append(place)
-        meant: dict[int, dict[str, Any]] = {}
-        for entry in given:
+        rows_of_tensor: dict[str, list[int]] = {}
+        for row, name in enumerate(names):
+            rows_of_tensor.setdefault(name, []).append(row)
+        entries: dict[int, dict[str, Any]] = {}
+        for entry in result_rows:
             if entry.get("step", window.step) != window.step:
                 continue
-            for place in places.get(entry["tensor"], []):
-                if entry.get("worker") not in {None, workers[place]}:
+            for row in rows_of_tensor.get(entry["tensor"], []):
+                if entry.get("worker") not in {None, workers[row]}:
                     continue
-                if entry.get("mode") not in {None, modes[place]}:
+                if entry.get("mode") not in {None, modes[row]}:
                     continue
-                meant.setdefault(place, entry)
+                entries.setdefault(row, entry)
                 break
-        return [_found(window.begin + place, names[place], meant[place]) for place in sorted(meant)]
+        return [_found(window.begin + row, names[row], entries[row]) for row in sorted(entries)]
 
 
 def _found(row: int, name: str, entry: dict[str, Any]) -> FoundRow:
@@ -238,13 +235,13 @@ def _found(row: int, name: str, entry: dict[str, Any]) -> FoundRow:
 
 
 def _number(value: Any) -> float:
-    """A figure that does not exist (NULL, NaN) is stored as infinity, which JSON and a comparison can hold."""
+    """Replace NULL and NaN by infinity, which can be compared."""
     number = float("nan") if value is None else float(value)
     return float("inf") if number != number else number  # noqa: PLR0124 - NaN
 
 
 def _register_tensors(connection: Any, catalogue: pa.Table) -> None:
-    """Only tensors of the window are shown: which others are known depends on when rows came."""
+    """Create the views. They contain only tensors of the window, because others depend on when rows arrived."""
     connection.register("catalogue", catalogue)
     connection.execute(
         "CREATE VIEW tensors AS SELECT * FROM catalogue WHERE name IN (SELECT tensor FROM statistics)"
@@ -260,14 +257,16 @@ def _check_result(names: list[str], kinds: list[str]) -> None:
     if "tensor" not in names:
         raise ValueError(f"the query gives no column 'tensor'; it may give {', '.join(RESULT)}")
     if unknown or len(set(names)) < len(names):
-        odd = unknown[0] if unknown else next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the query gives column {odd[:80]!r}; it may give {', '.join(RESULT)}, each once")
+        invalid = unknown[0] if unknown else next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"the query gives column {invalid[:80]!r}; it may give {', '.join(RESULT)}, each once"
+        )
     for name, kind in zip(names, kinds, strict=True):
         if kind in {'"NULL"', "NULL"}:
             continue
-        wanted = kind.startswith(("VARCHAR", "ENUM")) if name in _WORDS else kind.startswith(_NUMBER)
+        is_valid = kind.startswith(("VARCHAR", "ENUM")) if name in _WORDS else kind.startswith(_NUMBER)
         if name in _WHOLE:
-            wanted = "INT" in kind and kind.startswith(_NUMBER)
-        if not wanted:
-            due = "text" if name in _WORDS else "a whole number" if name in _WHOLE else "a number"
-            raise ValueError(f"the query gives {name!r} as {kind[:80]}; it must be {due}")
+            is_valid = "INT" in kind and kind.startswith(_NUMBER)
+        if not is_valid:
+            expected = "text" if name in _WORDS else "a whole number" if name in _WHOLE else "a number"
+            raise ValueError(f"the query gives {name!r} as {kind[:80]}; it must be {expected}")

@@ -44,13 +44,13 @@ Form = Literal["json", "arrow"]
 _CHECK = QueryLimits(64, 1.0)
 _BATCH = 2048
 _GROWTH = 256 * 1024 * 1024
-"""A child whose address space has grown by more than this is replaced: allocators keep what they have reserved."""
+"""A child is replaced when its address space has grown by more than this, because allocators keep reserved memory."""
 
 _Answer = tuple[dict[str, Any], bytes]
 
 
 class SqlServer:
-    """Answers three requests: to check the query of a rule, to run it for some steps, and to answer a query about a run."""
+    """Answers three requests: check the query of a rule, run it for some steps, and run a query about a run."""
 
     def __init__(self, incoming: int, outgoing: int, space: AddressSpace) -> None:
         self._incoming, self._outgoing, self._space = incoming, outgoing, space
@@ -59,10 +59,10 @@ class SqlServer:
         self._base = space.used() or 0
 
     def load(self, setup: dict[str, Any]) -> None:
-        """Nothing: a child serves any query."""
+        """Do nothing: a child serves any query."""
 
     def answers(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
-        """See `watchstep_rules.custom.sql.process`, which asks."""
+        """Answer a request of `watchstep_rules.custom.sql.process`."""
         answer: Callable[[dict[str, Any], list[bytearray]], Iterator[_Answer]] = {
             "check": self._checked,
             "judge": self._judged,
@@ -74,48 +74,48 @@ class SqlServer:
 
     def _checked(self, request: dict[str, Any], _parts: list[bytearray]) -> Iterator[_Answer]:
         try:
-            held = guarded(request["query"])
-            schema = statistics_schema(held.probes)
-            bound = OpenQuery(request["query"], schema.empty_table(), catalogue_table([]), _CHECK)
+            allowed = guarded(request["query"])
+            schema = statistics_schema(allowed.probes)
+            open_query = OpenQuery(request["query"], schema.empty_table(), catalogue_table([]), _CHECK)
             try:
-                columns = bound.columns()
-                bound.run(self._interrupter, 0, 0)
+                columns = open_query.columns()
+                open_query.run(self._interrupter, 0, 0)
             finally:
-                bound.close()
+                open_query.close()
         except (ValueError, QueryError) as error:
             yield {"refused": str(error)}, b""
         except MemoryError:
             yield {"refused": f"checking it took more than {_CHECK.memory_mb} MiB"}, b""
         else:
-            reads = None if held.columns is None else sorted(held.columns)
+            reads = None if allowed.columns is None else sorted(allowed.columns)
             yield {
-                "gives": columns, "tables": sorted(held.tables), "reads": reads, "probes": held.probes,
+                "gives": columns, "tables": sorted(allowed.tables), "reads": reads, "probes": allowed.probes,
             }, b""  # fmt: skip
 
     def _judged(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
-        """One answer for each window, in their order."""
+        """Yield one reply for each window, in order."""
         limits = QueryLimits(request["memory_mb"], request["seconds"])
         windows = [Window(*window) for window in request["windows"]]
         table = table_from_bytes(parts[0])
         catalogue = table_from_bytes(parts[1]) if len(parts) > 1 else None
-        bound = OpenQuery(request["query"], table, catalogue, limits)
+        open_query = OpenQuery(request["query"], table, catalogue, limits)
         try:
             for window in windows:
-                yield self._window(bound, window, limits)
+                yield self._window(open_query, window, limits)
         finally:
-            bound.close()
+            open_query.close()
 
-    def _window(self, bound: OpenQuery, window: Window, limits: QueryLimits) -> _Answer:
+    def _window(self, open_query: OpenQuery, window: Window, limits: QueryLimits) -> _Answer:
         try:
-            found = pack_findings(bound.findings(self._interrupter, window))
+            payload = pack_findings(open_query.findings(self._interrupter, window))
         except QueryError as error:
             return {"refused": str(error), "over": error.over}, b""
         except MemoryError:
             return {"refused": f"took more than {limits.memory_mb} MiB", "over": "memory"}, b""
-        if len(found) > MAX_FINDINGS:
-            text = f"its findings take {len(found)} bytes, at most {MAX_FINDINGS} are taken"
+        if len(payload) > MAX_FINDINGS:
+            text = f"its findings take {len(payload)} bytes, at most {MAX_FINDINGS} are taken"
             return {"refused": text, "over": "size"}, b""
-        return {}, found
+        return {}, payload
 
     def _selected(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
         limits = QueryLimits(request["memory_mb"], request["seconds"])
@@ -140,8 +140,8 @@ class SqlServer:
         import duckdb
 
         rows = int(request["rows"])
-        held = guarded(request["query"])
-        statement = f"SELECT * FROM (\n{held.text}\n) LIMIT {rows + 1}"  # noqa: S608 - guarded
+        allowed = guarded(request["query"])
+        statement = f"SELECT * FROM (\n{allowed.text}\n) LIMIT {rows + 1}"  # noqa: S608 - guarded
         schema, catalogue = statistics_schema(request["probes"]), table_from_bytes(parts[0])
         connection = locked_database(duckdb, limits.memory_mb)
         try:
@@ -155,20 +155,20 @@ class SqlServer:
         more = table.num_rows > rows
         table = table.slice(0, rows)
         _check_size(table, request["bytes"])
-        form: Form = request["form"]
-        return (table_to_bytes(table) if form == "arrow" else as_json(table, more=more)), more
+        result_format: Form = request["form"]
+        return (table_to_bytes(table) if result_format == "arrow" else as_json(table, more=more)), more
 
     def _batches(
         self, names: Sequence[str]
     ) -> Callable[[pa.Schema, frozenset[str] | None], Iterator[pa.RecordBatch]]:
-        """Rows of the run, which only the parent can read; words come as places."""
+        """Return a function that requests rows of the run from the parent. Words are sent as indices."""
         words: dict[str, Sequence[str]] = {"mode": MODES, "stage": STAGES, "tensor": names}
         numbers = count()
 
         def batches(schema: pa.Schema, tensors: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
             scan = next(numbers)
-            wanted = None if tensors is None else sorted(tensors)
-            self._write({"scan": scan, "columns": schema.names, "tensors": wanted})
+            tensor_names = None if tensors is None else sorted(tensors)
+            self._write({"scan": scan, "columns": schema.names, "tensors": tensor_names})
             while True:
                 self._write({"next": scan})
                 document, parts = read_blocking(self._incoming)
@@ -185,7 +185,7 @@ class SqlServer:
         write_blocking(self._outgoing, pack(document))
 
     def _warm_up(self) -> None:
-        """Load and allocate what is loaded and allocated when first used."""
+        """Load and allocate everything that is loaded or allocated lazily."""
         import duckdb
 
         schema = statistics_schema(())
@@ -215,24 +215,24 @@ def _with_words(batch: pa.RecordBatch, schema: pa.Schema, words: dict[str, Seque
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _check_size(table: pa.Table, most: int) -> None:
-    """Refuse a table before it is written out; its buffers may be larger than what a slice shows of them."""
+def _check_size(table: pa.Table, limit: int) -> None:
+    """Refuse a large table before it is serialized. Its buffers may be larger than the slice."""
     cells = table.num_rows * table.num_columns
-    if cells > most or table.nbytes > most:
+    if cells > limit or table.nbytes > limit:
         raise QueryError(
-            f"its answer has {cells} cells and {table.nbytes} bytes, at most {most} are given", "size"
+            f"its answer has {cells} cells and {table.nbytes} bytes, at most {limit} are given", "size"
         )
 
 
 def as_json(table: pa.Table, *, more: bool) -> bytes:
-    """A table as the API answers it: ``columns`` (name and Arrow's type), ``rows`` and ``more``.
+    """Return a table as the JSON of the API: ``columns`` (name and Arrow type), ``rows`` and ``more``.
 
     Raises:
-        QueryError: a value cannot be written; the message names the column.
+        QueryError: a value cannot be represented in JSON; the message names the column.
     """
     columns = [{"name": entry.name, "type": str(entry.type)} for entry in table.schema]
-    held = [_values(entry.name, column) for entry, column in zip(table.schema, table.columns, strict=True)]
-    rows = [list(row) for row in zip(*held, strict=True)]
+    values = [_values(entry.name, column) for entry, column in zip(table.schema, table.columns, strict=True)]
+    rows = [list(row) for row in zip(*values, strict=True)]
     return json.dumps({"columns": columns, "rows": rows, "more": more}, allow_nan=False).encode()
 
 
@@ -248,7 +248,7 @@ def _values(name: str, column: pa.ChunkedArray) -> list[Any]:
 
 
 def _in_utc(kind: pa.DataType) -> pa.DataType:
-    """The type with each zone as a fixed offset: a zone's name is looked up in files that the child may not read."""
+    """Replace each time zone of a type by a fixed offset: time zone names need files that the child may not read."""
     import pyarrow as pa
 
     if pa.types.is_timestamp(kind) and kind.tz is not None:

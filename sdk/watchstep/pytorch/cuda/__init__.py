@@ -1,1 +1,1 @@
-"""Measuring and looking at tensors on CUDA devices, without a wait on the training's stream."""
+"""Measurements and finite checks of tensors on CUDA devices, without waiting on the training stream."""

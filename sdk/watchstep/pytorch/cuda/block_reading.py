@@ -1,6 +1,6 @@
-"""How the Triton kernels read a block of a tensor, of whatever type: its raw bits, and those of the same values as float32."""
+"""Block reads of the Triton kernels for tensors of any type: raw bits, and the bits of the same values as float32."""
 
-# Triton's own style: many arguments, a kernel's constants in capitals, types that are not Python's, no sets.
+# Triton's style: many arguments, constants of a kernel in capitals, no Python types, no sets.
 # ruff: noqa: ANN001, ANN201, N803, PLR1714, SIM109
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -14,12 +14,12 @@ FLOAT16 = tl.constexpr(2)
 BFLOAT16 = tl.constexpr(3)
 FLOAT8_E4M3FN = tl.constexpr(4)
 FLOAT8_E5M2 = tl.constexpr(5)
-"""The numbers of `watchstep.kernels.native_kernel.KINDS`."""
+"""Numbers of `watchstep.kernels.native_kernel.KINDS`."""
 
 
 @triton.jit
 def load_block(KIND: tl.constexpr, address, start, end, at, BLOCK: tl.constexpr):
-    """Raw bits of a block; zero outside of the tensor."""
+    """Return the raw bits of a block; zero outside the tensor."""
     if KIND == FLOAT32:
         memory = address.to(tl.pointer_type(tl.int32)) + at
     elif KIND == FLOAT8_E4M3FN or KIND == FLOAT8_E5M2:
@@ -28,7 +28,7 @@ def load_block(KIND: tl.constexpr, address, start, end, at, BLOCK: tl.constexpr)
         memory = address.to(tl.pointer_type(tl.uint16)) + at
     lane = tl.arange(0, BLOCK)
     place = tl.multiple_of(memory, 16) + lane
-    # A mask that is not known when compiling forbids wide loads: whole blocks go without.
+    # A mask that is unknown at compile time prevents wide loads, so complete blocks are loaded without one.
     if (at >= start) & (at + BLOCK <= end):
         raw = tl.load(place)
     else:
@@ -38,14 +38,14 @@ def load_block(KIND: tl.constexpr, address, start, end, at, BLOCK: tl.constexpr)
 
 @triton.jit
 def inside(at, start, end, BLOCK: tl.constexpr):
-    """Which elements of a block are the tensor's."""
+    """Return which elements of a block are in the tensor."""
     place = at + tl.arange(0, BLOCK)
     return (place >= start) & (place < end)
 
 
 @triton.jit
 def widen(KIND: tl.constexpr, raw):
-    """The bits of the float32 of the same value."""
+    """Return the bits of the float32 with the same value."""
     if KIND == FLOAT32:
         bits = raw
     elif KIND == BFLOAT16:
@@ -58,7 +58,7 @@ def widen(KIND: tl.constexpr, raw):
     else:
         wide = raw.to(tl.int32)
         magnitude = wide & 0x7F
-        # Three bits of mantissa, bias 7; subnormals count 2**-9.
+        # Three mantissa bits, bias 7; subnormals are multiples of 2**-9.
         small = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
         normal = (magnitude << 20) + (120 << 23)
         bits = tl.where(magnitude < 8, small, normal)

@@ -1,4 +1,4 @@
-"""What the Triton kernels leave for one tensor: a row of 64-bit numbers, and how it reads as statistics."""
+"""Results of the Triton kernels for one tensor: layout of a row of 64-bit numbers, and its conversion to statistics."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from watchstep.format.statistics import Histograms, StatisticsBatch
 
 HEAD: Final = 16
 CODES: Final = 512
-"""Bins by the nine upper bits of a float32: sign, then exponent field."""
+"""Number of bins by the nine upper bits of a float32: sign, then exponent field."""
 SUBNORMALS: Final = 64
-"""Bins of subnormal float32: 32 for the highest bit of the mantissa of those above zero, 32 below."""
+"""Number of bins of subnormal float32 by the highest bit of the mantissa: 32 for positive ones, then 32 for negative ones."""
 WIDTH: Final = HEAD + CODES + SUBNORMALS
 
 NAN, POS_INF, NEG_INF, HIGH, LOW, ABS_LOW, FINITE, MEAN, M2, ABS_SUM, SQUARE_SUM = range(11)
-"""Places in a row's head. Those from `MEAN` on are float64, by their bits; the extremes are as `_extremes` reads them."""
+"""Indices in the head of a row. Values from `MEAN` on are the bits of a float64; `_extremes` defines the encoding of the extremes."""
 
 _BIAS = 127
 _SMALLEST = -149
@@ -26,11 +26,11 @@ _SIGN_BIT = 2**31
 
 
 def read_rows(rows: NDArray[np.int64], elements: NDArray[np.int64]) -> StatisticsBatch:
-    """Statistics of n tensors.
+    """Return the statistics of n tensors.
 
     Args:
-        rows: shape (n, `WIDTH`).
-        elements: shape (n,), how many elements each tensor has.
+        rows: Rows of shape (n, `WIDTH`).
+        elements: Number of elements of each tensor, shape (n,).
     """
     head = rows[:, :HEAD]
     histogram = _histograms(rows[:, HEAD:])
@@ -50,11 +50,11 @@ def read_rows(rows: NDArray[np.int64], elements: NDArray[np.int64]) -> Statistic
 def _extremes(
     head: NDArray[np.int64], some: NDArray[np.bool_], some_nonzero: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Smallest, largest, and smallest magnitude; NaN where there is none.
+    """Return minimum, maximum and minimum magnitude; NaN if there is none.
 
-    In the row each is above zero, so that a row of zeros stands for none, and the largest found is the one sought:
-    2**31 + key, 2**31 - key, 2**31 - magnitude. A key is a float32's bits, those below the sign inverted where it is
-    set: in the order of the numbers.
+    A row stores them as positive numbers, 2**31 + key, 2**31 - key and 2**31 - magnitude, so that zero means no value, and the
+    extreme is the largest number. A key is the bits of a float32, with the bits below the sign inverted if it is negative, so
+    that keys have the order of the numbers.
     """
     low, high = _SIGN_BIT - head[:, LOW], head[:, HIGH] - _SIGN_BIT
     extremes = [_float_of_key(low), _float_of_key(high), _float_of_key(_SIGN_BIT - head[:, ABS_LOW])]
@@ -69,13 +69,13 @@ def _extremes(
 
 def _float_of_key(key: NDArray[np.int64]) -> NDArray[np.float64]:
     bits = np.where(key < 0, key ^ (_SIGN_BIT - 1), key)
-    # Where there is none the bits mean nothing, and may be those of a signalling NaN.
+    # Without a value the bits are meaningless, and may be those of a signalling NaN.
     with np.errstate(invalid="ignore"):
         return bits.astype(np.int32).view(np.float32).astype(np.float64)
 
 
 def _histograms(bins: NDArray[np.int64]) -> Histograms:
-    """Without zeros, and without NaN and infinity, whose exponent field is 255."""
+    """Return histograms without zeros, NaN and infinity. The exponent field of the last two is 255."""
     code = np.arange(CODES)
     field, sign = code & 0xFF, code >> 8
     normal = np.flatnonzero((field > 0) & (field < 0xFF))

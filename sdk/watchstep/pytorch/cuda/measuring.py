@@ -1,10 +1,7 @@
-"""Launches of the Triton kernels over many tensors: the table of addresses that a launch reads, and its results.
+"""Launches of the Triton kernels over many tensors: address tables, launches, and transfers of results to pinned memory.
 
-Results on their way to the host: pinned memory, and how to tell that they are there.
-
-Nothing here calls CUDA to wait. An event's `synchronize` or `query` from the writer's thread would spoil a graph that
-the training thread captures at that moment. A copy of a one, in the stream's order after the results, is seen in pinned
-memory instead.
+Nothing here waits by calling CUDA. `synchronize` or `query` of an event from the writer's thread would invalidate a graph that the
+training thread is capturing. Instead, a number 1 is copied to pinned memory after the results, in stream order, and polled.
 """
 
 from __future__ import annotations
@@ -29,21 +26,21 @@ from watchstep.kernels.native_kernel import KINDS
 from watchstep.pytorch.cuda import figures, programs
 from watchstep.pytorch.cuda.programs import REGION, SPAN
 
-_PATIENCE = 300.0
+_TIMEOUT = 300.0
 _PAUSE = 0.0005
-_LONGEST_PAUSE = 0.02
+_MAX_PAUSE = 0.02
 
 
 class DeviceError(WatchstepError):
-    """A device did not answer, or may not be asked."""
+    """A device did not respond, or must not be used now."""
 
 
 class Landing:
-    """Pinned host memory that a device fills.
+    """Host memory for the results of a device.
 
     Attributes:
-        results: on the host; meaningful once `arrived`.
-        pinned: whether it is pinned indeed, or plain memory, as tensors in host memory need it.
+        results: Results on the host; valid once `arrived`.
+        pinned: Whether the memory is pinned. Results of tensors in host memory use plain memory.
     """
 
     def __init__(self, memory: Tensor, *, pinned: bool) -> None:
@@ -53,10 +50,10 @@ class Landing:
         self._flags = flag.numpy()
 
     def fill(self, results: Tensor) -> None:
-        """Let the current stream copy results from its device, and say so afterwards.
+        """Enqueue a copy of results on the current stream.
 
         Args:
-            results: int64, any number; the last is a one and says that the rest is there.
+            results: int64 of any length. The last number is 1, and signals that the others have arrived.
         """
         self._flags[0] = 0
         self.results[: len(results) - 1].copy_(results[:-1], non_blocking=True)
@@ -64,40 +61,40 @@ class Landing:
 
     @property
     def arrived(self) -> bool:
-        """Whether the results are there."""
+        """Return whether the results have arrived."""
         return bool(self._flags[0])
 
     def wait(self) -> None:
-        """Until the results are there. Called off the training thread.
+        """Wait until the results have arrived. Called outside the training thread.
 
         Raises:
-            DeviceError: they were not there after five minutes.
+            DeviceError: The results did not arrive within five minutes.
         """
-        until, pause = time.monotonic() + _PATIENCE, _PAUSE
+        deadline, pause = time.monotonic() + _TIMEOUT, _PAUSE
         while not self.arrived:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise DeviceError(
-                    f"statistics from a device after {_PATIENCE:.0f} s",
+                    f"statistics from a device after {_TIMEOUT:.0f} s",
                     "see whether the training itself stands still",
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_PAUSE)
 
 
 class Landings:
-    """Landings of one kind of result, used again once they are given back. Thread-safe.
+    """Pool of `Landing` objects, which are reused after their release. Thread-safe.
 
-    Pinned memory is dear to allocate; at most eight free landings of a size are kept.
+    Allocation of pinned memory is expensive. At most eight free landings of each size are kept.
     """
 
-    _MOST = 8
+    _MAX_FREE = 8
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, bool], list[Landing]] = {}
         self._lock = threading.Lock()
 
     def take(self, numbers: int, *, pinned: bool) -> Landing:
-        """One for so many int64, or for more."""
+        """Return a landing for at least a number of int64."""
         size = 1 << max(numbers - 1, 0).bit_length()
         with self._lock:
             free = self._free.get((size, pinned))
@@ -107,11 +104,11 @@ class Landings:
         return Landing(memory, pinned=pinned)
 
     def release(self, landing: Landing) -> None:
-        """It has arrived and been read."""
+        """Return a landing to the pool, after its results have arrived and been read."""
         key = (landing.results.numel(), landing.pinned)
         with self._lock:
             free = self._free.setdefault(key, [])
-            if len(free) < self._MOST:
+            if len(free) < self._MAX_FREE:
                 free.append(landing)
 
 
@@ -119,13 +116,13 @@ Purpose = Literal["measure", "look"]
 Region = tuple[int, int, int]
 
 TYPES = {getattr(torch, name): kind for name, kind in KINDS.items() if name != "float64"}
-"""Element types that the kernels read, by their number; float64 goes by separate operations."""
+"""Numbers of the element types that the kernels read. float64 is measured by separate operations."""
 
 SLICES = 8
-_SLICED = 1 << 18
-"""Tensors of at least so many elements are looked at by slices."""
+_MIN_SLICED = 1 << 18
+"""Minimum number of elements of tensors that are checked by slices."""
 _ALIGNED = 16
-_HELD = 32
+_MAX_TABLES = 32
 
 
 @dataclass(frozen=True)
@@ -133,10 +130,10 @@ class Table:
     """A table on its device.
 
     Attributes:
-        numbers: int64, `REGION` for each tensor, then the tensor of each program.
-        regions: how many tensors there are.
-        programs: how many programs the launch takes.
-        elements: int64, shape (regions,), of each tensor; on the host.
+        numbers: int64: `REGION` numbers per tensor, then the tensor of each program.
+        regions: Number of tensors.
+        programs: Number of programs of the launch.
+        elements: Number of elements of each tensor, int64 of shape (regions,) on the host.
     """
 
     numbers: Tensor
@@ -146,43 +143,43 @@ class Table:
 
 
 class Tables:
-    """Makes tables, and keeps the last ones: parameters stay where they are, and gradients mostly return there."""
+    """Creates tables, and caches the last ones: addresses of parameters do not change, and those of gradients are usually reused."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[tuple[object, ...], Table] = OrderedDict()
+        self._tables_by_key: OrderedDict[tuple[object, ...], Table] = OrderedDict()
 
     def of(self, tensors: Sequence[Tensor], purpose: Purpose) -> Table:
-        """The table of tensors on one device.
+        """Return the table of tensors on one device.
 
         Args:
-            tensors: dense, of `TYPES`.
-            purpose: to measure each element, or to look at large tensors by slices.
+            tensors: Dense tensors of `TYPES`.
+            purpose: ``measure`` reads all elements; ``look`` checks large tensors by slices.
         """
         regions = tuple((tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype]) for tensor in tensors)
         device = tensors[0].device
-        # A copy is in order on the stream that it was made on: another stream needs its own.
+        # A copy is ordered only on its own stream: another stream needs its own copy.
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (device, stream, purpose, regions)
-        table = self._held.get(key)
+        table = self._tables_by_key.get(key)
         if table is None:
-            table = self._held[key] = _make(regions, device, purpose)
-            if len(self._held) > _HELD:
-                self._held.popitem(last=False)
-        self._held.move_to_end(key)
+            table = self._tables_by_key[key] = _create_table(regions, device, purpose)
+            if len(self._tables_by_key) > _MAX_TABLES:
+                self._tables_by_key.popitem(last=False)
+        self._tables_by_key.move_to_end(key)
         return table
 
 
-def _make(regions: tuple[Region, ...], device: torch.device, purpose: Purpose) -> Table:
+def _create_table(regions: tuple[Region, ...], device: torch.device, purpose: Purpose) -> Table:
     address, elements, kind = np.array(regions, np.int64).reshape(-1, 3).T
     size = np.array([dtype.itemsize for dtype in TYPES], np.int64)[
         np.searchsorted(list(TYPES.values()), kind)
     ]
-    # Programs read 16 bytes a thread from aligned addresses, and mask what lies before the tensor.
+    # Programs read 16 bytes per thread from aligned addresses, and mask elements before the tensor.
     start = address % _ALIGNED // size
     end = np.where(elements > 0, start + elements, 0)
     spans = -(-end // SPAN)
     if purpose == "look":
-        large = elements >= _SLICED
+        large = elements >= _MIN_SLICED
         spans = np.where(large, -(-spans // SLICES), spans)
         kind = np.where(large, -1 - kind, kind)
     first = np.concatenate([[0], np.cumsum(spans)])
@@ -191,26 +188,26 @@ def _make(regions: tuple[Region, ...], device: torch.device, purpose: Purpose) -
         [address - address % _ALIGNED, start, end, kind, first[:-1]], axis=1
     ).ravel()
     numbers[len(regions) * REGION :] = np.repeat(np.arange(len(regions)), spans)
-    return Table(_moved(numbers, device), len(regions), int(first[-1]), elements)
+    return Table(_to_device(numbers, device), len(regions), int(first[-1]), elements)
 
 
-def _moved(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """On the device, by a copy that nothing waits for: from pinned memory, which PyTorch keeps until it is done."""
-    here = torch.from_numpy(numbers)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+def _to_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Copy numbers to a device asynchronously, from pinned memory, which PyTorch keeps until the copy is complete."""
+    on_host = torch.from_numpy(numbers)
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-"""Products and sums are not fused, so that figures do not depend on a version's default."""
+"""Products and sums are not fused, so that results do not depend on the default of a Triton version."""
 _MEASURING = {**_OPTIONS, "maxnreg": 128}
-"""So that four blocks, and not three, share a multiprocessor of 65,536 registers; nothing spills."""
+"""With this limit four blocks instead of three share a multiprocessor of 65,536 registers, and nothing spills."""
 
 
 class TritonKernel:
     """Statistics of tensors on one CUDA device: two launches, one copy, no wait.
 
     Args:
-        programs: the compiled ones; interpreted by Triton, they take tensors in host memory.
+        programs: Module of the kernels. If Triton interprets them, they accept tensors in host memory.
     """
 
     def __init__(self, programs: ModuleType = programs) -> None:
@@ -220,13 +217,13 @@ class TritonKernel:
         self._turn = 0
 
     def measure(self, tensors: Sequence[Tensor]) -> OnItsWay:
-        """Start to measure.
+        """Start a measurement.
 
         Args:
-            tensors: on one device, dense in any order, of the types in `tables.TYPES`; one or more.
+            tensors: One or more tensors on one device, dense in any order, of the types in `TYPES`.
         """
         device = tensors[0].device
-        with _on(device):
+        with _device_context(device):
             table = self._tables.of(tensors, "measure")
             rows = torch.zeros(table.regions * figures.WIDTH + 1, dtype=torch.int64, device=device)
             partials = torch.empty(
@@ -250,17 +247,17 @@ class TritonKernel:
         return OnItsWay(landing, self._landings, table.elements)
 
     def look(self, tensors: Sequence[Tensor]) -> Landing:
-        """Start to look for NaN and infinity: tensors of fewer than 262,144 elements whole, of others an eighth.
+        """Start to search for NaN and infinity, in all elements of tensors with fewer than 262,144, and in an eighth of larger ones.
 
         Args:
-            tensors: as above.
+            tensors: As for `measure`.
 
         Returns:
-            Where the answer lands: one number, not zero where something was found.
+            A landing for one number, which is nonzero if NaN or infinity was found.
         """
         device = tensors[0].device
         self._turn = (self._turn + 1) % SLICES
-        with _on(device):
+        with _device_context(device):
             table = self._tables.of(tensors, "look")
             flag = torch.zeros(2, dtype=torch.int64, device=device)
             if table.programs:
@@ -281,44 +278,44 @@ class TritonKernel:
         return landing
 
     def looked(self, landing: Landing) -> None:
-        """The answer was read."""
+        """Release a landing after its result has been read."""
         self._landings.release(landing)
 
 
 @dataclass
 class OnItsWay:
-    """A measurement that the device is at. Its memory is used again once it is collected."""
+    """A measurement in progress on a device. Its memory is reused after it is collected."""
 
     _landing: Landing
     _landings: Landings
     _elements: NDArray[np.int64]
-    _read: StatisticsBatch | None = None
+    _statistics: StatisticsBatch | None = None
 
     @property
     def nonfinite(self) -> bool | None:
-        """Whether some element is NaN or infinite; None until the device is done."""
-        if self._read is not None:
-            return bool(self._read.nonfinite.any())
+        """Return whether some element is NaN or infinite; None until the device is done."""
+        if self._statistics is not None:
+            return bool(self._statistics.nonfinite.any())
         if not self._landing.arrived:
             return None
         return bool(self._rows()[:, : figures.NEG_INF + 1].any())
 
     def collect(self) -> StatisticsBatch:
-        """The statistics, one row a tensor; waits for the device.
+        """Wait for the device, and return the statistics, one row per tensor.
 
         Raises:
-            DeviceError: it did not answer within five minutes.
+            DeviceError: The device did not respond within five minutes.
         """
-        if self._read is None:
+        if self._statistics is None:
             self._landing.wait()
-            self._read = figures.read_rows(self._rows(), self._elements)
+            self._statistics = figures.read_rows(self._rows(), self._elements)
             self._landings.release(self._landing)
-        return self._read
+        return self._statistics
 
     def _rows(self) -> NDArray[np.int64]:
         rows: NDArray[np.int64] = self._landing.results.numpy()
         return rows[: len(self._elements) * figures.WIDTH].reshape(-1, figures.WIDTH)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _device_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,27 +1,27 @@
-"""The Triton kernels: statistics of spans, their merge, and a look for NaN and infinity.
+"""The Triton kernels: statistics of spans, their merge, and a search for NaN and infinity.
 
-All work on the bits of float32, which bfloat16, float16 and both fp8 formats widen to exactly. A *span* is 32,768
-elements of one tensor and belongs to one program, so one launch takes tensors of any size and mixed types. In a span
-blocks of 2,048 elements lie in registers.
+All kernels work on the bits of float32, to which bfloat16, float16 and both fp8 formats widen exactly. A *span* is 32,768
+elements of one tensor, processed by one program, so that one launch handles tensors of any size and mixed types. Each block of
+2,048 elements of a span is kept in registers.
 
-- Extremes are compared as integers, so no flushing of subnormals can touch them.
-- The histogram counts signs and exponent fields in a window of 31 fields from just above the first block's largest
-  down, 62 bins; what lies outside, rare, is counted again by all nine bits. Up to Triton 3.7 the cost of a histogram
-  grows with its bins (a vote for each bit, a population count for each 32 bins); later ones count in shared memory. A
-  block that holds subnormals counts those by the highest bit of their mantissa. Integers are added to the tensor's row
-  by atomics: in any order the same.
-- A block is scaled by a power of two before it is summed, so that no square over- or underflows, and subnormals are
-  lifted by integer arithmetic where they matter. Its second moment is taken around its own mean (the corrected
-  two-pass algorithm of Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance"). Sums within a block
-  are float32: 16 terms a thread, then seven levels of a tree. Blocks and spans merge in float64, in their order.
+- Extremes are compared as integers, so flushing of subnormals does not affect them.
+- The histogram counts signs and exponent fields in a window of 31 fields, 62 bins, downwards from just above the largest
+  element of the first block. Elements outside the window are rare, and are counted again by all nine bits. Up to Triton 3.7 the
+  cost of a histogram grows with its number of bins (a vote for each bit, a population count for each 32 bins); later versions
+  count in shared memory. A block with subnormals counts them by the highest bit of their mantissa. Integers are added to the
+  tensor's row by atomics, so their order does not matter.
+- A block is scaled by a power of two before it is summed, so that no square over- or underflows, and subnormals are scaled up by
+  integer arithmetic if they matter. Its second moment is computed around its own mean (the corrected two-pass algorithm of Chan,
+  Golub, LeVeque 1983, "Algorithms for computing the sample variance"). Sums within a block are float32: 16 terms per thread, then
+  seven levels of a tree. Blocks and spans are merged in float64, in order.
 
-With u = 2**-24 a sum of a block is off by at most 22 u of the sum of its terms' magnitudes, and a square by one u more.
-So ``abs_sum`` and ``square_sum`` carry a relative error of at most 24 u = 1.5e-6, ``mean`` twice that of the mean
-magnitude (of differences from a block's mean), ``m2`` 26 u = 1.6e-6 of itself. No order of execution changes a result:
-two passes over the same tensors agree to the last bit.
+With u = 2**-24, the error of a sum of a block is at most 22 u of the sum of its terms' magnitudes, and one u more for squares.
+So ``abs_sum`` and ``square_sum`` have a relative error of at most 24 u = 1.5e-6, ``mean`` of twice that of the mean magnitude (of
+differences from a block's mean), ``m2`` of 26 u = 1.6e-6. The order of execution does not change results: two passes over the same
+tensors agree to the last bit.
 """
 
-# Triton's own style: many arguments, a kernel's constants in capitals, types that are not Python's, no sets and no chains.
+# Triton's style: many arguments, constants of a kernel in capitals, no Python types, no sets, no chained comparisons.
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0915, PLR0917, PLR1714, SIM109
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -48,9 +48,9 @@ BLOCK: Final = 2048
 BLOCKS: Final = 16
 SPAN: Final = BLOCK * BLOCKS
 REGION: Final = 5
-"""Numbers that describe a tensor: address (a multiple of 16), first and last place there, kind, first program."""
+"""Number of int64 that describe a tensor: address (a multiple of 16), start and end index from there, kind, first program."""
 PARTIAL: Final = 5
-"""What a span leaves, float64: finite elements, mean, m2, sum of magnitudes, sum of squares."""
+"""Number of float64 results of a span: finite elements, mean, m2, sum of magnitudes, sum of squares."""
 MERGED: Final = 256
 
 _REGION = tl.constexpr(REGION)
@@ -71,25 +71,25 @@ _BELOW_SIGN = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
 _SIGN_BIT = tl.constexpr(2**31)
-# Exponent fields of a window: 62 of its 64 bins. The last two take what lies outside.
+# Exponent fields of a window: 62 of its 64 bins. The last two count elements outside.
 _WINDOW = tl.constexpr(31)
 _ABOVE = tl.constexpr(4)
 _BINS = tl.constexpr(64)
-# Below this exponent field, 2**-55, subnormals in the same block are no longer negligible.
+# Below this exponent field, 2**-55, subnormals in the same block are not negligible.
 _LIFTED = tl.constexpr(72)
 
 
 @triton.jit(do_not_specialize=["regions"])
 def measure_spans(table, partials, rows, regions, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """One span for each program.
+    """Measure one span per program.
 
     Args:
-        table: int64, `REGION` numbers for each tensor, then each program's tensor.
-        partials: float64, shape (programs, `PARTIAL`).
-        rows: int64, shape (tensors, WIDTH), all zero.
-        regions: how many tensors there are.
-        BLOCK: elements in registers.
-        BLOCKS: of a span.
+        table: int64: `REGION` numbers per tensor, then the tensor of each program.
+        partials: float64 of shape (programs, `PARTIAL`).
+        rows: int64 of shape (tensors, WIDTH), initially zero.
+        regions: Number of tensors.
+        BLOCK: Number of elements in registers.
+        BLOCKS: Number of blocks of a span.
     """
     program = tl.program_id(0)
     owner = tl.load(table + regions * _REGION + program)
@@ -101,7 +101,7 @@ def measure_spans(table, partials, rows, regions, BLOCK: tl.constexpr, BLOCKS: t
     first = (program - tl.load(region + 4)) * (BLOCK * BLOCKS)
     row = rows + owner * _WIDTH
     partial = partials + program.to(tl.int64) * _PARTIAL
-    # One branch for each type, all the way, so that each keeps its own arrangement in registers.
+    # A separate branch for each type, so that each has its own register layout.
     if kind == FLOAT32:
         _measure(FLOAT32, address, start, end, first, row, partial, BLOCK, BLOCKS)
     elif kind == BFLOAT16:
@@ -116,15 +116,15 @@ def measure_spans(table, partials, rows, regions, BLOCK: tl.constexpr, BLOCKS: t
 
 @triton.jit(do_not_specialize=["regions", "programs"])
 def merge_spans(table, partials, rows, regions, programs, MERGED: tl.constexpr):
-    """One tensor for each program: its spans' sums, merged in order.
+    """Merge the sums of the spans of one tensor per program, in order.
 
     Args:
-        table: as above.
-        partials: as above.
-        rows: mean, m2 and sums are filled in; a one is written behind the last row.
-        regions: how many tensors there are.
-        programs: how many spans there are.
-        MERGED: spans that are taken at once.
+        table: As for `measure_spans`.
+        partials: As for `measure_spans`.
+        rows: Receives mean, m2 and sums, and a 1 after the last row.
+        regions: Number of tensors.
+        programs: Number of spans.
+        MERGED: Number of spans that are merged at once.
     """
     row = tl.program_id(0)
     first = tl.load(table + row * _REGION + 4)
@@ -134,22 +134,22 @@ def merge_spans(table, partials, rows, regions, programs, MERGED: tl.constexpr):
     zero = tl.full([MERGED], 0, tl.float64)
     elements, weighted, magnitudes, squares = zero, zero, zero, zero
     for at in range(first, last, MERGED):
-        held = at + lane < last
+        valid = at + lane < last
         span = partials + (at + lane) * _PARTIAL
-        count = tl.load(span, mask=held, other=0.0)
+        count = tl.load(span, mask=valid, other=0.0)
         elements += count
-        weighted += count * tl.load(span + 1, mask=held, other=0.0)
-        magnitudes += tl.load(span + 3, mask=held, other=0.0)
-        squares += tl.load(span + 4, mask=held, other=0.0)
+        weighted += count * tl.load(span + 1, mask=valid, other=0.0)
+        magnitudes += tl.load(span + 3, mask=valid, other=0.0)
+        squares += tl.load(span + 4, mask=valid, other=0.0)
     total = tl.sum(elements)
     mean = tl.sum(weighted) / tl.maximum(total, 1.0)
     moment = zero
     for at in range(first, last, MERGED):
-        held = at + lane < last
+        valid = at + lane < last
         span = partials + (at + lane) * _PARTIAL
-        distance = tl.load(span + 1, mask=held, other=0.0) - mean
-        count = tl.load(span, mask=held, other=0.0)
-        moment += tl.load(span + 2, mask=held, other=0.0) + count * distance * distance
+        distance = tl.load(span + 1, mask=valid, other=0.0) - mean
+        count = tl.load(span, mask=valid, other=0.0)
+        moment += tl.load(span + 2, mask=valid, other=0.0) + count * distance * distance
     head = rows + row.to(tl.int64) * _WIDTH + _FINITE
     tl.store(head, total.to(tl.int64))
     tl.store(head + 1, mean.to(tl.int64, bitcast=True))
@@ -162,16 +162,16 @@ def merge_spans(table, partials, rows, regions, programs, MERGED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["regions", "turn", "slices"])
 def look_at_spans(table, flag, regions, turn, slices, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Set the flag where a span holds NaN or infinity.
+    """Set the flag if a span contains NaN or infinity.
 
     Args:
-        table: as above; a tensor whose kind is negative (-1 - kind) is looked at by slices.
-        flag: int64, shape (2,), zero: the answer, and a one that says that it is there.
-        regions: how many tensors there are.
-        turn: which slice of large tensors: 0 … slices - 1.
-        slices: how many there are.
-        BLOCK: elements in registers.
-        BLOCKS: of a span.
+        table: As for `measure_spans`. A tensor with a negative kind (-1 - kind) is checked by slices.
+        flag: int64 of shape (2,), initially zero: the result, and a 1 that signals that it is complete.
+        regions: Number of tensors.
+        turn: Slice of large tensors, 0 … slices - 1.
+        slices: Number of slices.
+        BLOCK: Number of elements in registers.
+        BLOCKS: Number of blocks of a span.
     """
     program = tl.program_id(0)
     if program == 0:
@@ -210,7 +210,7 @@ def _look(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Set the flag where some bits below the sign are at least LEAST: infinity's, or NaN's where there is none."""
+    """Set the flag if some bits below the sign are at least LEAST: those of infinity, or of NaN for a type without infinity."""
     largest = tl.full([BLOCK], -1, tl.int32)
     blocks = tl.minimum(tl.cdiv(end - first, BLOCK), BLOCKS).to(tl.int32)
     for number in range(blocks):
@@ -229,7 +229,7 @@ def _look(
 def _measure(
     KIND: tl.constexpr, address, start, end, first, row, partial, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    found = tl.zeros([_BINS], tl.int32)
+    histogram = tl.zeros([_BINS], tl.int32)
     base = tl.full([], 0, tl.int32)
     elements = tl.full([], 0, tl.float64)
     mean = tl.full([], 0, tl.float64)
@@ -247,17 +247,17 @@ def _measure(
         key = bits ^ ((bits >> 31) & _BELOW_SIGN)
         block_high = tl.max(key)
         block_low = tl.min(key)
-        # In the order of keys -x stands at -1 - (bits of x).
+        # The key of -x is -1 - (bits of x).
         clean = whole & (tl.maximum(block_high, -1 - block_low) < _INFINITY)
-        kept = tl.full([], BLOCK, tl.int32)
+        finite_count = tl.full([], BLOCK, tl.int32)
         if not clean:
             finite = inside(at, start, end, BLOCK) & ((bits & _BELOW_SIGN) < _INFINITY)
             _count_nonfinite(bits, row)
-            kept = tl.sum(finite.to(tl.int32))
+            finite_count = tl.sum(finite.to(tl.int32))
             block_high = tl.max(tl.where(finite, key, -_SIGN_BIT))
             block_low = tl.min(tl.where(finite, key, _BELOW_SIGN))
             bits = tl.where(finite, bits, 0)
-        if kept > 0:
+        if finite_count > 0:
             magnitude = bits & _BELOW_SIGN
             smallest = tl.min(tl.where(magnitude == 0, _BELOW_SIGN, magnitude))
             high = tl.maximum(high, block_high)
@@ -266,9 +266,11 @@ def _measure(
             largest = tl.maximum(block_high, -1 - block_low)
             if base == 0:
                 base = tl.maximum((largest >> 23) + _ABOVE - (_WINDOW - 1), 1)
-            # Zero lies below every window: as unsigned it is the largest.
+            # Zero is below every window: as an unsigned number its code is the largest.
             code = ((((bits >> 23) & 0xFF) - base) << 1) + ((bits >> 31) & 1)
-            found += tl.histogram(tl.minimum(code.to(tl.uint32, bitcast=True), _BINS - 1).to(tl.int32), _BINS)
+            histogram += tl.histogram(
+                tl.minimum(code.to(tl.uint32, bitcast=True), _BINS - 1).to(tl.int32), _BINS
+            )
             if ((smallest >> 23) < base) | ((largest >> 23) >= base + _WINDOW):
                 _count_outside(bits, base, row)
             field = tl.maximum(largest >> 23, _LIFTED)
@@ -280,26 +282,26 @@ def _measure(
                 if largest < (_LIFTED << 23):
                     x = _lifted(bits)
                     exponent = tl.full([], -109, tl.int32)
-            count = kept.to(tl.float32)
-            about = tl.sum(x) / count
-            distance = x - about
+            count = finite_count.to(tl.float32)
+            center = tl.sum(x) / count
+            distance = x - center
             if not clean:
-                # What was not finite is zero by now, and is told from zeros by loading again.
-                again = widen(KIND, load_block(KIND, address, start, end, at, BLOCK))
-                held = inside(at, start, end, BLOCK) & ((again & _BELOW_SIGN) < _INFINITY)
-                distance = tl.where(held, distance, 0.0)
+                # Non-finite elements have been set to zero; loading again distinguishes them from zeros.
+                reloaded = widen(KIND, load_block(KIND, address, start, end, at, BLOCK))
+                valid = inside(at, start, end, BLOCK) & ((reloaded & _BELOW_SIGN) < _INFINITY)
+                distance = tl.where(valid, distance, 0.0)
             drift = tl.sum(distance).to(tl.float64)
-            around = tl.sum(distance * distance).to(tl.float64)
+            square_sum = tl.sum(distance * distance).to(tl.float64)
             size = ((exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-            here = kept.to(tl.float64)
-            block_mean = (about.to(tl.float64) + drift / here) * size
-            together = elements + here
-            between = block_mean - mean
-            mean += between * (here / together)
-            moment += (around - drift * drift / here) * size * size + between * between * (
-                elements * here / together
+            block_count = finite_count.to(tl.float64)
+            block_mean = (center.to(tl.float64) + drift / block_count) * size
+            total_count = elements + block_count
+            difference = block_mean - mean
+            mean += difference * (block_count / total_count)
+            moment += (square_sum - drift * drift / block_count) * size * size + difference * difference * (
+                elements * block_count / total_count
             )
-            elements = together
+            elements = total_count
             magnitudes += tl.sum(tl.abs(x)).to(tl.float64) * size
             squares += tl.sum(x * x).to(tl.float64) * size * size
     tl.store(partial, elements)
@@ -312,15 +314,18 @@ def _measure(
         tl.atomic_max(row + _LOW, -low.to(tl.int64) + _SIGN_BIT, sem="relaxed")
         tl.atomic_max(row + _ABS_LOW, -abs_low.to(tl.int64) + _SIGN_BIT, sem="relaxed")
     lane = tl.arange(0, _BINS)
-    counted = (found > 0) & (lane < 2 * _WINDOW)
+    counted = (histogram > 0) & (lane < 2 * _WINDOW)
     tl.atomic_add(
-        row + _HEAD + (lane >> 1) + base + ((lane & 1) << 8), found.to(tl.int64), mask=counted, sem="relaxed"
+        row + _HEAD + (lane >> 1) + base + ((lane & 1) << 8),
+        histogram.to(tl.int64),
+        mask=counted,
+        sem="relaxed",
     )
 
 
 @triton.jit
 def _count_nonfinite(bits, row):
-    """What lies outside of the tensor was loaded as zero."""
+    """Count NaN and infinity. Elements outside the tensor were loaded as zero."""
     magnitude = bits & _BELOW_SIGN
     nan = tl.sum((magnitude > _INFINITY).to(tl.int64))
     infinite = magnitude == _INFINITY
@@ -334,32 +339,32 @@ def _count_nonfinite(bits, row):
 
 @triton.jit
 def _count_outside(bits, base, row):
-    """By sign and exponent field; those of the window count as zeros, whose field nobody reads."""
+    """Count elements outside the window by sign and exponent field. Others are counted as zeros, whose bin is ignored."""
     code = (bits >> 23) & (_CODES - 1)
     field = code & 0xFF
     inside = (field >= base) & (field < base + _WINDOW)
-    found = tl.histogram(tl.where(inside, 0, code), _CODES)
+    histogram = tl.histogram(tl.where(inside, 0, code), _CODES)
     lane = tl.arange(0, _CODES)
-    counted = (found > 0) & ((lane & 0xFF) > 0)
-    tl.atomic_add(row + _HEAD + lane, found.to(tl.int64), mask=counted, sem="relaxed")
+    counted = (histogram > 0) & ((lane & 0xFF) > 0)
+    tl.atomic_add(row + _HEAD + lane, histogram.to(tl.int64), mask=counted, sem="relaxed")
 
 
 @triton.jit
 def _count_subnormals(bits, row):
-    """By the highest bit of the mantissa, which the conversion of an integer to float32 finds."""
+    """Count subnormals by the highest bit of the mantissa, which is found by conversion of an integer to float32."""
     magnitude = bits & _BELOW_SIGN
     subnormal = (magnitude > 0) & (magnitude < _SMALLEST_NORMAL)
     highest = (magnitude.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     place = tl.where(subnormal, highest + tl.where(bits < 0, 32, 0), 31)
-    found = tl.histogram(place, _SUBNORMALS)
+    histogram = tl.histogram(place, _SUBNORMALS)
     lane = tl.arange(0, _SUBNORMALS)
-    counted = (found > 0) & (lane != 31)
-    tl.atomic_add(row + _HEAD + _CODES + lane, found.to(tl.int64), mask=counted, sem="relaxed")
+    counted = (histogram > 0) & (lane != 31)
+    tl.atomic_add(row + _HEAD + _CODES + lane, histogram.to(tl.int64), mask=counted, sem="relaxed")
 
 
 @triton.jit
 def _lifted(bits):
-    """The value times 2**109: first times 2**149 by integers, which no flushing touches, then by a product of normals."""
+    """Return values times 2**109: times 2**149 by integers, which flushing does not affect, then a product of normal numbers."""
     magnitude = bits & _BELOW_SIGN
     normal = (magnitude + (149 << 23)).to(tl.float32, bitcast=True)
     size = tl.where(magnitude < _SMALLEST_NORMAL, magnitude.to(tl.float32), normal) * 9.094947017729282e-13

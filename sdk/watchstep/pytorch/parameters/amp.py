@@ -1,12 +1,11 @@
 """Mixed precision under `torch.amp.GradScaler`: skipped updates, unscaled gradients, and the scaler's metrics.
 
-The scaler skips an update where a gradient is NaN or infinite. That is how it finds its scale, and not a fault.
-Most optimizers are then not called at all, so none of their hooks fires: ``GradScaler.step`` is wrapped once for the
-process. Fused optimizers are called in any case, with scaled gradients, and find the divisor and whether to skip in
-``grad_scale`` and ``found_inf``.
+The scaler skips an update if a gradient is NaN or infinite. This is how it adjusts its scale, not a fault. Most optimizers are
+then not called, so their hooks do not fire: ``GradScaler.step`` is wrapped once per process. Fused optimizers are always called,
+with scaled gradients, and read the divisor and whether to skip from ``grad_scale`` and ``found_inf``.
 
-If the scale is a power of two, the default of `torch.amp.GradScaler`, the statistics are divided: exact, and no more work
-than without a scaler. For another scale, copies in parts of bounded size are divided and measured.
+If the scale is a power of two, the default of `torch.amp.GradScaler`, the statistics are divided, which is exact and costs
+nothing extra. For another scale, copies are divided and measured in parts of bounded size.
 """
 
 from __future__ import annotations
@@ -35,26 +34,26 @@ from watchstep.pytorch.probes.staging import OnTheWay
 
 
 class ScalerListener(Protocol):
-    """Is told of every step of every enabled gradient scaler."""
+    """Receives every step of every enabled gradient scaler."""
 
     def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """An optimizer is about to step, or to be left out. The scale is that of its gradients, of one element."""
+        """Handle an optimizer that is about to step or be skipped. ``scale`` is the scale of its gradients, one element."""
         ...
 
     def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """The optimizer was not called: a gradient is NaN or infinite. May raise `StopTraining`."""
+        """Handle an optimizer that was not called, because a gradient is NaN or infinite. May raise `StopTraining`."""
         ...
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a gradient scaler does to the step of an optimizer that is being called.
+    """Effect of a gradient scaler on the current step of an optimizer.
 
     Attributes:
-        scale: what the gradients are still multiplied by, one element; None where they are as the program knows them.
-        powers_of_two: whether the scale is one, as far as the scaler's factors say.
-        skips: whether the update is known to be left out.
-        overflow: on a device: not zero where the update is left out.
+        scale: Factor by which the gradients are still multiplied, one element; None for unscaled gradients.
+        powers_of_two: Whether the scale is a power of two according to the scaler's factors.
+        skips: Whether the update is known to be skipped.
+        overflow: Number on a device that is nonzero if the update is skipped.
     """
 
     scale: Tensor | None = None
@@ -64,36 +63,36 @@ class Scaling:
 
     @property
     def updates(self) -> _Overflow | None:
-        """Holds where the update is made; None where that is known."""
-        return None if self.overflow is None else _Overflow(self.overflow, found=False)
+        """Condition that the update is made; None if this is already known."""
+        return None if self.overflow is None else _Overflow(self.overflow, expected=False)
 
     @property
     def is_skipped(self) -> _Overflow | None:
-        """Holds where the update is left out; None where that is known."""
-        return None if self.overflow is None else _Overflow(self.overflow, found=True)
+        """Condition that the update is skipped; None if this is already known."""
+        return None if self.overflow is None else _Overflow(self.overflow, expected=True)
 
 
 @dataclass(frozen=True)
 class _Overflow:
-    """Whether a gradient was NaN or infinite."""
+    """Condition that a gradient was NaN or infinite, or that none was."""
 
     number: OnTheWay
-    found: bool
+    expected: bool
 
     def is_met(self) -> bool:
-        """The answer; waits for the device."""
-        return bool(self.number.numbers() != 0) == self.found
+        """Wait for the device, and return whether the condition is met."""
+        return bool(self.number.numbers() != 0) == self.expected
 
 
 PLAIN = Scaling()
 _listeners: list[weakref.ref[ScalerListener]] = []
 _installed: list[bool] = []
 _stepping: list[Any] = []
-_unobserved: MutableMapping[Any, bool] = WeakIdKeyDictionary()
+_without_hooks: MutableMapping[Any, bool] = WeakIdKeyDictionary()
 
 
 def listen(listener: ScalerListener) -> None:
-    """Tell a listener of gradient scalers' steps for as long as it lives."""
+    """Register a listener. Only a weak reference to it is kept."""
     if not _installed:
         _installed.append(True)
         scaler = torch.amp.GradScaler
@@ -102,12 +101,12 @@ def listen(listener: ScalerListener) -> None:
 
 
 def forget(listener: ScalerListener) -> None:
-    """Tell it no more."""
+    """Unregister a listener."""
     _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
 def scaling_of(optimizer: Optimizer) -> Scaling:
-    """What a gradient scaler says to an optimizer whose step has begun. Reads it in host memory alone."""
+    """Return the scaling of an optimizer whose step has begun. Values are read only from host memory."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return PLAIN
     scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -131,13 +130,13 @@ def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
         for reference in _listeners:
             if (listener := reference()) is not None:
                 listener.scaled(optimizer, scale)
-        begun = optimizer_steps.begun()
+        steps_before = optimizer_steps.begun()
         _stepping.append(self)
         try:
             result = step(self, optimizer, *args, **kwargs)
         finally:
             _stepping.pop()
-        if optimizer_steps.begun() == begun and _overflowed(self, optimizer):
+        if optimizer_steps.begun() == steps_before and _overflowed(self, optimizer):
             for reference in _listeners:
                 if (listener := reference()) is not None:
                     listener.skipped(optimizer, scale)
@@ -147,54 +146,54 @@ def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _overflowed(scaler: Any, optimizer: Any) -> bool:
-    """Whether the scaler found NaN or infinity, of an optimizer that fired no hook.
+    """Return whether the scaler found NaN or infinity, for an optimizer that fired no hook.
 
-    It has just read the same itself, and nothing has been asked of the device since: no wait. An optimizer that fired
-    none although it stepped is compiled, or none of PyTorch's; it is not asked about again.
+    The scaler has just read the same value, so this does not wait for a device. An optimizer that stepped without firing a
+    hook is compiled or not PyTorch's, and is not checked again.
     """
-    if optimizer in _unobserved:
+    if optimizer in _without_hooks:
         return False
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
     overflowed = any(bool(flag.item()) for flag in state.get("found_inf_per_device", {}).values())
     if not overflowed:
-        _unobserved[optimizer] = True
+        _without_hooks[optimizer] = True
     return overflowed
 
 
 def _has_powers_of_two(scaler: Any) -> bool:
-    """Whether every scale that it comes to by itself is a power of two."""
+    """Return whether the scaler's initial scale and factors are powers of two, and so every scale that it computes."""
     numbers = (getattr(scaler, name, 2.0) for name in ("_init_scale", "_growth_factor", "_backoff_factor"))
     return all(map(is_power_of_two, numbers))
 
 
 SCALE = "gradient_scaler:scale"
 SKIPPED = "gradient_scaler:skipped"
-_EVERY = 100
+_DEVICE_INTERVAL = 100
 
 
 class ScalerMetrics:
     """Records ``gradient_scaler:scale`` when it changes, and 1 as ``gradient_scaler:skipped`` at each skipped step.
 
-    On a device the scale is not read; it is recorded at skipped steps and at every hundredth. These two are of
-    the collection ``metrics``, whatever its cadence.
+    A scale on a device is not read, but recorded at skipped steps and at every hundredth step. Both metrics belong to the
+    collection ``metrics``, independent of its cadence.
     """
 
     def __init__(self, session: Session) -> None:
         self._recorder = session.recorder
-        self._wanted = tensors.METRICS in session.config.chosen
+        self._enabled = tensors.METRICS in session.config.chosen
         self._last: float | None = None
 
     def scale(self, scale: Tensor, *, skipped: bool = False) -> None:
-        """The scale of the step under way.
+        """Record the scale of the current step.
 
         Args:
-            scale: one element.
-            skipped: whether the step is known to be left out.
+            scale: The scale, one element.
+            skipped: Whether the step is known to be skipped.
         """
-        if not self._wanted:
+        if not self._enabled:
             return
         if scale.device.type != "cpu":
-            if skipped or self._recorder.step % _EVERY == 0:
+            if skipped or self._recorder.step % _DEVICE_INTERVAL == 0:
                 record_tensor(self._recorder, SCALE, scale, "train")
             return
         number = scale.item()
@@ -203,8 +202,8 @@ class ScalerMetrics:
             self._recorder.scalar(SCALE, number)
 
     def skipped(self, condition: Condition | None = None) -> None:
-        """The step under way is left out; or is, if a condition holds that is known later."""
-        if not self._wanted:
+        """Record that the current step is skipped, unconditionally or if a condition is met later."""
+        if not self._enabled:
             return
         if condition is None:
             self._recorder.scalar(SKIPPED, 1.0)
@@ -212,12 +211,12 @@ class ScalerMetrics:
             self._recorder.awaited_scalar(SKIPPED, Completed(scalars([1.0])), condition=condition)
 
 
-_PART = 4 * 1024 * 1024
-"""Elements that are copied at once: 16 MB in float32."""
+_CHUNK = 4 * 1024 * 1024
+"""Number of elements that are copied at once: 16 MB in float32."""
 
 
 def is_power_of_two(number: float) -> bool:
-    """Whether dividing by it only changes exponents."""
+    """Return whether a number is a power of two: then division by it changes only exponents."""
     return number > 0 and math.frexp(number)[0] == 0.5
 
 
@@ -225,34 +224,32 @@ def is_power_of_two(number: float) -> bool:
 def measure_unscaled(
     kernel: Kernel, gradients: Sequence[Tensor], scale: Tensor, *, powers_of_two: bool
 ) -> Measurement:
-    """Start to measure.
+    """Start to measure gradients divided by a scale.
 
     Args:
-        kernel: measures.
-        gradients: of real floating-point types, dense.
-        scale: one element, by which they are multiplied.
-        powers_of_two: whether the scale is one, where it lies on a device and is not read.
+        kernel: The kernel.
+        gradients: Dense gradients of real floating-point types.
+        scale: Factor by which they are multiplied, one element.
+        powers_of_two: Whether a scale on a device, which is not read, is a power of two.
     """
     if scale.device.type == "cpu":
         number = scale.item()
         if is_power_of_two(number):
             return Rescaled(kernel.measure(gradients), lambda: number)
     elif powers_of_two:
-        awaited = OnTheWay(scale)
-        return Rescaled(kernel.measure(gradients), lambda: float(awaited.numbers()))
-    return _by_parts(kernel, gradients, scale)
+        pending = OnTheWay(scale)
+        return Rescaled(kernel.measure(gradients), lambda: float(pending.numbers()))
+    return _measure_chunks(kernel, gradients, scale)
 
 
-def _by_parts(kernel: Kernel, gradients: Sequence[Tensor], scale: Tensor) -> Measurement:
+def _measure_chunks(kernel: Kernel, gradients: Sequence[Tensor], scale: Tensor) -> Measurement:
     parts, owners = [], []
     tensors = device_tensors(gradients)
     for owner, tensor in enumerate(tensors):
-        flat = tensor.as_strided(
-            (tensor.numel(),), (1,)
-        )  # dense in some order, and the order does not matter
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # dense in any order, which does not matter
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        here = scale.to(device=tensor.device, dtype=wide, non_blocking=True)
-        for piece in flat.split(_PART):
-            parts.append(kernel.measure([piece.to(wide) / here]))
+        local_scale = scale.to(device=tensor.device, dtype=wide, non_blocking=True)
+        for piece in flat.split(_CHUNK):
+            parts.append(kernel.measure([piece.to(wide) / local_scale]))
             owners.append(owner)
     return Merged(parts, owners, len(tensors))

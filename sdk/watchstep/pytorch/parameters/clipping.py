@@ -1,8 +1,8 @@
-"""Gradient clipping by `torch.nn.utils`: detected before gradients change, and measured only for steps that are made.
+"""Gradient clipping by `torch.nn.utils`: detected before gradients change, and recorded only for steps that are made.
 
-Programs import ``clip_grad_norm_`` by name, so replacing the name in its module would not be noticed. But each
-clipping function is a closure around the one that does the work; that inner function is exchanged once for the process.
-A gradient scaler may skip a step after the program has clipped: its measurements are then discarded.
+Programs import ``clip_grad_norm_`` by name, so replacing it in its module would have no effect. But each clipping function is a
+closure around the function that does the work; this inner function is replaced once per process. If a gradient scaler skips a
+step after the program has clipped, the measurements are discarded.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from watchstep.pytorch.observable import observable
 from watchstep.pytorch.parameters.parameters import MeasuredGradients, Parameters
 
 _INNER = "func"
-"""What `torch.nn.utils.clip_grad` calls the function inside, in PyTorch 2.13 and long before."""
+"""Name of the inner function in `torch.nn.utils.clip_grad`, in PyTorch 2.13 and long before."""
 
 
 class ClipListener(Protocol):
-    """Is told of every call of a clipping function."""
+    """Receives every call of a clipping function."""
 
     def clipping(self, parameters: Sequence[Tensor]) -> None:
-        """The gradients of some parameters are about to be clipped."""
+        """Handle parameters whose gradients are about to be clipped."""
         ...
 
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
-        """The norm of all their gradients together, before clipping, as the function computed it."""
+        """Handle the total norm of their gradients before clipping, as computed by the function."""
         ...
 
 
@@ -46,7 +46,7 @@ _not_observed: list[str] = []
 
 
 def listen(listener: ClipListener) -> None:
-    """Tell a listener of clipping for as long as it lives."""
+    """Register a listener. Only a weak reference to it is kept."""
     if not _installed:
         _installed.append(True)
         _install()
@@ -54,27 +54,29 @@ def listen(listener: ClipListener) -> None:
 
 
 def forget(listener: ClipListener) -> None:
-    """Tell it no more."""
+    """Unregister a listener."""
     _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
 def not_observed() -> list[str]:
-    """Clipping functions whose calls are not seen, because this version of PyTorch is made otherwise."""
+    """Return the clipping functions that cannot be observed, because this version of PyTorch implements them differently."""
     return list(_not_observed)
 
 
 def _install() -> None:
-    by_norm = getattr(clip_grad, "_clip_grads_with_norm_", None)  # since 2.6, where clip_grad_norm_ calls it
-    around = {"clip_grad_value_": _before, "clip_grad_norm_": _around_norm}
-    if by_norm is not None:
-        around = {"clip_grad_value_": _before, by_norm.__name__: _before_with_norm}
-    for name, wrap in around.items():
-        if not _exchange(getattr(clip_grad, name, None), wrap):
+    clip_with_norm = getattr(
+        clip_grad, "_clip_grads_with_norm_", None
+    )  # since 2.6, where clip_grad_norm_ calls it
+    wrappers = {"clip_grad_value_": _before, "clip_grad_norm_": _around_norm}
+    if clip_with_norm is not None:
+        wrappers = {"clip_grad_value_": _before, clip_with_norm.__name__: _before_with_norm}
+    for name, wrap in wrappers.items():
+        if not _wrap_inner(getattr(clip_grad, name, None), wrap):
             _not_observed.append(name.lstrip("_"))
 
 
-def _exchange(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Put a wrapper in the place of the function inside a closure; whether there is one."""
+def _wrap_inner(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Wrap the inner function of a closure. Returns False if there is none."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if _INNER not in names:
         return False
@@ -85,18 +87,18 @@ def _exchange(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., 
     return True
 
 
-def _quiet() -> bool:
+def _is_inactive() -> bool:
     return not _listeners or not observable()
 
 
 def _before(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def call(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if _quiet():
+        if _is_inactive():
             return clip(parameters, *args, **kwargs)
-        parameters_given = _listed(parameters)
-        _notify_clipping(parameters_given)
-        return clip(parameters_given, *args, **kwargs)
+        parameter_list = _as_list(parameters)
+        _notify_clipping(parameter_list)
+        return clip(parameter_list, *args, **kwargs)
 
     return call
 
@@ -104,12 +106,12 @@ def _before(clip: Callable[..., Any]) -> Callable[..., Any]:
 def _before_with_norm(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def call(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if _quiet():
+        if _is_inactive():
             return clip(parameters, max_norm, total_norm, *args, **kwargs)
-        parameters_given = _listed(parameters)
-        _notify_clipping(parameters_given)
-        _notify_norm(parameters_given, total_norm)
-        return clip(parameters_given, max_norm, total_norm, *args, **kwargs)
+        parameter_list = _as_list(parameters)
+        _notify_clipping(parameter_list)
+        _notify_norm(parameter_list, total_norm)
+        return clip(parameter_list, max_norm, total_norm, *args, **kwargs)
 
     return call
 
@@ -117,19 +119,19 @@ def _before_with_norm(clip: Callable[..., Any]) -> Callable[..., Any]:
 def _around_norm(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def call(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if _quiet():
+        if _is_inactive():
             return clip(parameters, *args, **kwargs)
-        parameters_given = _listed(parameters)
-        _notify_clipping(parameters_given)
-        norm = clip(parameters_given, *args, **kwargs)
-        _notify_norm(parameters_given, norm)
+        parameter_list = _as_list(parameters)
+        _notify_clipping(parameter_list)
+        norm = clip(parameter_list, *args, **kwargs)
+        _notify_norm(parameter_list, norm)
         return norm
 
     return call
 
 
-def _listed(parameters: Any) -> list[Any]:
-    """The parameters, which may be given as an iterator that only runs once."""
+def _as_list(parameters: Any) -> list[Any]:
+    """Return the parameters as a list: an iterator can be consumed only once."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
@@ -147,7 +149,7 @@ def _notify_norm(parameters: list[Any], norm: Any) -> None:
 
 
 NORM = "gradient_norm"
-_MOST_NORMS = 16
+_MAX_NORMS = 16
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ class _Clip:
     """One call of a clipping function.
 
     Attributes:
-        backward: how many backward passes there had been: after another one, the gradients are others.
-        ids: of the parameters, those that were measured.
+        backward: Number of backward passes before it. Another pass changes the gradients.
+        ids: Ids of the measured parameters.
     """
 
     backward: int
@@ -166,7 +168,7 @@ class _Clip:
 
 @dataclass(frozen=True)
 class _Norm:
-    """The norm that a call of a clipping function found, with the ids of its parameters."""
+    """Norm that a clipping function computed, with the ids of its parameters."""
 
     backward: int
     ids: frozenset[int]
@@ -174,11 +176,11 @@ class _Norm:
 
 
 class ClippedGradients:
-    """Of one model: gradients as they were before clipping, where they are asked for, and their norms.
+    """Measures gradients of one model before clipping, if configured, and their norms.
 
     Attributes:
-        numbered: the step of the last norm that was recorded, and its number in that step.
-        released_nonfinite: whether some gradient that was released last is known to be NaN or infinite before clipping.
+        numbered: Step of the last recorded norm, and its number in that step.
+        released_nonfinite: Whether some gradient of the last release is known to be NaN or infinite before clipping.
     """
 
     def __init__(self, session: Session, parameters: Parameters) -> None:
@@ -195,12 +197,12 @@ class ClippedGradients:
         self.released_nonfinite = False
 
     def after_backward(self) -> None:
-        """Another backward pass: the gradients are no longer those that were clipped."""
+        """Handle another backward pass, which changes the clipped gradients."""
         self._backward += 1
 
     def clipping(self, clipped: Sequence[Tensor]) -> None:
-        """Measure the gradients of those parameters that were not clipped before since the backward pass."""
-        if not self._before_clipping or self._nothing_under_way:
+        """Measure the gradients of parameters that have not been clipped since the backward pass."""
+        if not self._before_clipping or self._is_between_steps:
             return
         ids = self._parameters.watched(clipped)
         self._clips = [clip for clip in self._clips if clip.backward == self._backward or not clip.ids & ids]
@@ -212,8 +214,8 @@ class ClippedGradients:
             self._clips.append(_Clip(self._backward, ids, tuple(gradients)))
 
     def clipped(self, clipped: Sequence[Tensor], norm: Tensor) -> None:
-        """Keep the norm of all gradients of a call."""
-        if norm.numel() != 1 or self._nothing_under_way:
+        """Keep the total norm of a call until its step is made."""
+        if norm.numel() != 1 or self._is_between_steps:
             return
         if hasattr(norm, "to_local"):
             self._session.health.note(
@@ -225,17 +227,17 @@ class ClippedGradients:
             return
         ids = self._parameters.watched(clipped)
         self._norms = [norm for norm in self._norms if norm.backward == self._backward or not norm.ids & ids]
-        if ids and len(self._norms) < _MOST_NORMS:
+        if ids and len(self._norms) < _MAX_NORMS:
             on_host = norm.device.type == "cpu"
             value = norm.detach().item() if on_host else TorchKernel().measure([norm])
             self._norms.append(_Norm(self._backward, ids, value))
 
     def take_back(self, updated: Collection[int], numbered: tuple[int, int]) -> None:
-        """The step of these parameters raised: what was measured for it counts for the next, unless gradients were added since.
+        """Reuse the measurements of a step that raised for the next step, unless gradients were added since.
 
         Args:
-            updated: the ids of its parameters.
-            numbered: as `numbered` was before `release`.
+            updated: Ids of the parameters of the step.
+            numbered: Value of `numbered` before `release`.
         """
         ids = frozenset(updated)
         self._clips += [c for c in self._released_clips if c.ids & ids and c.backward == self._backward]
@@ -244,21 +246,21 @@ class ClippedGradients:
         self.numbered = numbered
 
     def updated(self, updated: Collection[int]) -> None:
-        """The step of these parameters is made."""
+        """Forget released measurements of parameters whose step is made."""
         if self._released_clips or self._released_norms:
             ids = frozenset(updated)
             self._released_clips = [clip for clip in self._released_clips if not clip.ids & ids]
             self._released_norms = [norm for norm in self._released_norms if not norm.ids & ids]
 
     def release(self, updated: Iterable[int], condition: Condition | None) -> frozenset[int]:
-        """Their optimizer steps: record what is held of its parameters.
+        """Record the measurements of parameters that an optimizer is about to update.
 
         Args:
-            updated: the ids of its parameters.
-            condition: whether the step is made, where that is not known yet.
+            updated: Ids of the parameters.
+            condition: Condition that the step is made, if this is not known yet.
 
         Returns:
-            The ids of the parameters whose gradients have been measured.
+            Ids of the parameters with measured gradients.
         """
         ids = frozenset(updated) if self._clips or self._norms else frozenset()
         for norm in self._norms:
@@ -280,7 +282,7 @@ class ClippedGradients:
         return frozenset(measured)
 
     def drop(self, updated: Collection[int]) -> None:
-        """The step of these parameters is left out."""
+        """Discard the measurements of parameters whose step is skipped."""
         self._forget(frozenset(updated))
 
     def _forget(self, ids: frozenset[int]) -> None:
@@ -288,7 +290,7 @@ class ClippedGradients:
         self._norms = [norm for norm in self._norms if not norm.ids & ids]
 
     def _record_norm(self, norm: _Norm, condition: Condition | None) -> None:
-        """The first of a step as ``gradient_norm``, the next as ``gradient_norm_2``."""
+        """Record a norm: the first of a step as ``gradient_norm``, the next as ``gradient_norm_2``."""
         step, number = self.numbered
         number = number + 1 if step == self._recorder.step else 1
         self.numbered = (self._recorder.step, number)
@@ -299,6 +301,6 @@ class ClippedGradients:
             self._recorder.awaited_scalar(name, norm.value, derived=True, condition=condition)
 
     @property
-    def _nothing_under_way(self) -> bool:
-        """Whether the last step is over and nothing of the next has begun: then what is clipped is of no step."""
+    def _is_between_steps(self) -> bool:
+        """Return whether the last step is over and the next has not begun: then clipping belongs to no step."""
         return self._recorder.last_finished == self._recorder.step

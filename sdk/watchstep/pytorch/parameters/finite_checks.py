@@ -1,13 +1,14 @@
-"""Whether training is damaged: parameters, optimizer state and normalization buffers that a step made non-finite.
+"""Checks for damage: parameters, optimizer state and normalization buffers that a step made non-finite.
 
-A non-finite loss is no damage by itself: a program may skip the update, and the gradient of a batch without labels is zero. So where
-a loss, a gradient or a gradient norm was non-finite, what the update wrote is looked at after it. In host memory all of it is
-scanned, and only tensors that are non-finite are recorded; on a CUDA device all are measured, for nothing is waited for there.
-Besides, a slice of everything is scanned every hundredth step: an overflow in the optimizer's second moments shows nowhere else.
+A non-finite loss is not damage by itself: a program may skip the update, and the gradient of a batch without labels is zero. So
+after a non-finite loss, gradient or gradient norm, the tensors that the update wrote are checked. In host memory all of them are
+scanned, and only non-finite ones are recorded. On a CUDA device all are measured, because nothing waits for a device. In
+addition, a slice of all tensors is scanned every hundredth step: an overflow in the optimizer's second moments has no other symptom.
 
-Normalization modules of the program's own keep running statistics, too. They are known by name, of the class or of the buffer: a buffer that holds
-figures of one batch, say, may be NaN now and then. Recorded is what was finite at the start, has changed at least twice since, and has changed since the last
-look, of modules in training mode. Rows of them have the role ``buffer_check``, and the rule asks for more than one.
+The program's own normalization modules also have running statistics. They are identified by the name of the class or buffer,
+because other buffers, e.g. with values of one batch, may be NaN occasionally. A buffer is recorded if its module is in training
+mode, and it was finite at the start, has changed at least twice since, and has changed since the last check. Its rows have the role
+``buffer_check``, and the rule requires more than one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # all that keep running statistics; has no public name
+from torch.nn.modules.batchnorm import (
+    _NormBase,
+)  # base of layers with running statistics; not public
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -34,14 +37,14 @@ from watchstep.pytorch.observable import own_tensor
 from watchstep.pytorch.parameters.parameters import Updated
 
 _SUFFIX = ":finite_check"
-_MOST_IN_A_ROW = 3
-_SWEEP = 100  # steps from scan to scan where nothing is suspected
-_BUFFER_SWEEP = 20  # the same for buffers, which are small
-_LONGEST_GAP = 128  # steps between checks that follow one another up
+_MAX_CONSECUTIVE = 3
+_SWEEP = 100  # steps between scans without a suspicion
+_BUFFER_SWEEP = 20  # as above, for buffers, which are small
+_LONGEST_GAP = 128  # maximum number of steps between follow-up checks
 _OWN_CLASSES = re.compile("norm|whiten|running|moving|standardi[sz]", re.IGNORECASE)
 _OWN_BUFFERS = re.compile("(^|_)(running|moving|ema)(_|$)", re.IGNORECASE)
-_MOST_ELEMENTS = 2**20
-"""Of a buffer of the program's own: running statistics are small, and queues of examples are not."""
+_MAX_ELEMENTS = 2**20
+"""Maximum size of the program's own buffers: running statistics are small, queues of examples are not."""
 
 _Key = tuple[int, str]
 
@@ -61,7 +64,7 @@ class _Checked:
 
 
 class _OwnBuffer:
-    """A running statistic of a module of the program's own."""
+    """A running statistic of one of the program's own modules."""
 
     def __init__(
         self, module: nn.Module, leaf: str, info: TensorInfo, place: Placement, values: Tensor
@@ -69,34 +72,34 @@ class _OwnBuffer:
         self.key = (id(module), leaf)
         self._module, self._leaf, self._info, self._place = module, leaf, info, place
         self._shape = values.shape
-        self._seen = _Version.of(values)
-        self._first: _Version | None = self._seen
+        self._last = _Version.of(values)
+        self._first: _Version | None = self._last
 
     def checked(self) -> _Checked | None:
-        """As it is, if the module trains and the buffer has changed since the last look, and not only once since the start."""
+        """Return the buffer if its module is in training mode, it has changed since the last check, and more than once since the start."""
         values = getattr(self._module, self._leaf, None)
         if not self._module.training or not isinstance(values, Tensor) or values.shape != self._shape:
             return None
         if self._first is not None and self._first.tensor is not values:
-            self._first = None  # it was replaced, and need not be kept
-        # One change in place is how a program restores it.
+            self._first = None  # it was replaced, so the first tensor is no longer needed
+        # A single change in place may be a restored checkpoint.
         restored = self._first is not None and self._first.changes_to(values) == 1
-        if self._seen.changes_to(values) == 0 or restored:
+        if self._last.changes_to(values) == 0 or restored:
             return None
         return _Checked(self.key, self._info, self._place, values)
 
     def looked_at(self) -> None:
-        """A row of it is recorded, or it was seen to be finite."""
+        """Note that the buffer was recorded, or was finite."""
         values = getattr(self._module, self._leaf, None)
         if isinstance(values, Tensor):
-            self._seen = _Version.of(values)
+            self._last = _Version.of(values)
 
 
 @dataclass(frozen=True)
 class _Version:
-    """Which tensor a buffer is, and how often it was changed in place; of an inference tensor that is not counted.
+    """Tensor of a buffer, and its number of changes in place, which PyTorch does not count for inference tensors.
 
-    No weak reference, as `torch.utils.swap_tensors` refuses tensors that have one.
+    The reference is not weak, because `torch.utils.swap_tensors` refuses tensors with weak references.
     """
 
     tensor: Tensor
@@ -107,7 +110,7 @@ class _Version:
         return cls(values, _changes(values))
 
     def changes_to(self, values: Tensor) -> int:
-        """How many changes lie between, as far as they are counted: -1 where it is another tensor."""
+        """Return the number of counted changes since this version; -1 for another tensor."""
         return _changes(values) - self.changes if self.tensor is values else -1
 
 
@@ -117,7 +120,7 @@ def _changes(values: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Start:
-    """A tensor as it was when it was first seen: one row of a measurement."""
+    """Statistics of a tensor before any update: one row of a measurement."""
 
     measured: Cached
     row: int
@@ -129,7 +132,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class _AtStart:
-    """The column ``nonfinite_at_start``: how many elements of each tensor were non-finite before the first update."""
+    """The column ``nonfinite_at_start``: number of non-finite elements of each tensor before the first update."""
 
     starts: tuple[_Start | None, ...]
 
@@ -139,10 +142,11 @@ class _AtStart:
 
 
 class FiniteChecks:
-    """Looks at what the updates of one model wrote. On the training thread.
+    """Checks the tensors that the updates of one model wrote. Runs on the training thread.
 
-    Rows are named ``fc.weight:finite_check``, ``fc.weight:exp_avg:finite_check`` and ``bn.running_var:finite_check``. Each has the column
-    ``nonfinite_at_start``: a parameter may hold infinity on purpose, as a mask does, and is damaged only where it holds more later.
+    Rows are named ``fc.weight:finite_check``, ``fc.weight:exp_avg:finite_check`` and ``bn.running_var:finite_check``. Each has the
+    column ``nonfinite_at_start``: a parameter may contain infinity on purpose, as a mask does, and is damaged only if it contains
+    more non-finite elements later.
     """
 
     def __init__(self, session: Session, names: Names, kernel: Kernel) -> None:
@@ -150,48 +154,48 @@ class FiniteChecks:
         self._schedule = session.schedule
         self._names = names
         self._kernel = kernel
-        self._wanted = session.config.gate
+        self._enabled = session.config.gate
         self._sweep, self._buffer_sweep = GradientGate(), GradientGate()
         self._starts: dict[_Key, _Start] = {}
         self._updated_before: MutableMapping[Optimizer, Updated] = WeakIdKeyDictionary()
         self._nonfinite: set[_Key] = set()
         self._recorded: tuple[int, set[_Key]] = (-1, set())
-        self._suspected, self._in_a_row, self._due = -2, 0, -1
+        self._suspected, self._consecutive, self._due = -2, 0, -1
         self._gap, self._follow_up = 0, -1
-        self._buffers = list(self._normalization_buffers()) if self._wanted else []
-        self._own = list(self._own_buffers()) if self._wanted else []
+        self._buffers = list(self._normalization_buffers()) if self._enabled else []
+        self._own = list(self._own_buffers()) if self._enabled else []
         self._note_starts(list(self._current_buffers()))
 
     def suspect(self, step: int) -> None:
-        """Something of a step is non-finite: look at what its updates write, less often where that goes on and on."""
-        if step == self._suspected or not self._wanted:
+        """Schedule a check of the updates of a step with a non-finite value. In a long sequence of such steps, checks become rarer."""
+        if step == self._suspected or not self._enabled:
             return
-        self._in_a_row = self._in_a_row + 1 if step == self._suspected + 1 else 1
+        self._consecutive = self._consecutive + 1 if step == self._suspected + 1 else 1
         self._suspected = step
-        rare = self._in_a_row & (self._in_a_row - 1) and self._in_a_row % _SWEEP
-        if self._in_a_row <= _MOST_IN_A_ROW or not rare:
+        skipped = self._consecutive & (self._consecutive - 1) and self._consecutive % _SWEEP
+        if self._consecutive <= _MAX_CONSECUTIVE or not skipped:
             self._due = step
 
     def before_update(self, optimizer: Optimizer, updated: Updated) -> None:
-        """See the parameters of an optimizer before it first changes them."""
+        """Note non-finite parameters of an optimizer before it changes them for the first time."""
         before = self._updated_before.get(optimizer)
-        if before is updated or not self._wanted:
+        if before is updated or not self._enabled:
             return
-        seen = frozenset() if before is None else frozenset(before.ids)
-        new = [_parameter(named) for named in updated.parameters if id(named.parameter) not in seen]
+        noted = frozenset() if before is None else frozenset(before.ids)
+        new = [_parameter(named) for named in updated.parameters if id(named.parameter) not in noted]
         self._note_starts([checked for checked in new if checked.key not in self._starts])
         self._updated_before[optimizer] = updated
 
     def after_update(self, optimizer: Optimizer, updated: Updated, step: int) -> None:
-        """Record what an update wrote, if that is due."""
-        if self._wanted and (self._is_due(step) or self._finds(optimizer, updated, step)):
+        """Check the tensors that an update wrote, if a check is due."""
+        if self._enabled and (self._is_due(step) or self._scan_finds(optimizer, updated, step)):
             since = self._schedule.now()
             written = [*self._written(optimizer, updated), *self._current_buffers()]
             self._record([*written, *self._changed_buffers(step)], step)
             self._schedule.report_extra(since)
 
     def has_damage(self, optimizer: Optimizer, updated: Updated) -> bool | None:
-        """Whether a parameter or its state is non-finite that was finite at the start; None where that lies on a device."""
+        """Return whether a parameter or its state that was finite at the start is non-finite; None if one of them is on a device."""
         written = [
             checked for checked in self._written(optimizer, updated) if checked.key not in self._starts
         ]
@@ -203,7 +207,7 @@ class FiniteChecks:
         return damaged
 
     def check_buffers(self, step: int) -> None:
-        """A forward pass has changed buffers, and its update may never be made: look at them where that is due."""
+        """Check buffers that a forward pass has changed, if a check is due: the pass may have no update."""
         if (self._buffers or self._own) and self._is_due(step):
             since = self._schedule.now()
             self._record([*self._current_buffers(), *self._changed_buffers(step)], step)
@@ -212,8 +216,8 @@ class FiniteChecks:
     def _is_due(self, step: int) -> bool:
         return step == self._due or 0 <= self._follow_up <= step
 
-    def _finds(self, optimizer: Optimizer, updated: Updated, step: int) -> bool:
-        """Whether a slice of what is written at this step holds NaN or infinity, where it is its turn to be scanned."""
+    def _scan_finds(self, optimizer: Optimizer, updated: Updated, step: int) -> bool:
+        """Return whether the periodic scan of this step, if any, finds NaN or infinity in a slice of the written tensors."""
         if step % _SWEEP == _SWEEP - 1:
             gate, written = self._sweep, [*self._written(optimizer, updated), *self._scanned_buffers(step)]
         elif step % _BUFFER_SWEEP == _BUFFER_SWEEP - 1 and (self._buffers or self._own):
@@ -223,66 +227,66 @@ class FiniteChecks:
         else:
             return False
         since = self._schedule.now()
-        usual = [
+        scanned = [
             checked.values for checked in written if not (checked.on_host and checked.key in self._starts)
         ]
-        nonfinite = gate.has_nonfinite(usual)
+        nonfinite = gate.has_nonfinite(scanned)
         self._schedule.report_extra(since)
         return nonfinite
 
     def _record(self, written: Sequence[_Checked], step: int) -> None:
-        """Record what is non-finite, and what was and is so no more; of devices all."""
+        """Record host tensors that are non-finite or have recovered, and all tensors of devices."""
         on_host = [checked for checked in written if checked.on_host]
         elsewhere = [checked for checked in written if not checked.on_host]
         bad: list[_Checked] = []
         if any_is_nonfinite_on_host([checked.values for checked in on_host]):
             bad = [checked for checked in on_host if any_is_nonfinite_on_host([checked.values])]
         keys = {checked.key for checked in bad}
-        mended = [checked for checked in on_host if checked.key in self._nonfinite - keys]
+        recovered = [checked for checked in on_host if checked.key in self._nonfinite - keys]
         self._nonfinite -= {checked.key for checked in on_host}
         self._nonfinite |= keys
-        if any(checked.info.role != "buffer_check" for checked in mended):
-            self._schedule.demand(step + 1)  # what is judged otherwise is then seen to be finite, too
-        self._add([*bad, *mended, *elsewhere], step)
-        looked_at = {checked.key for checked in written}
+        if any(checked.info.role != "buffer_check" for checked in recovered):
+            self._schedule.demand(step + 1)  # so that all recorded tensors show that they are finite
+        self._add([*bad, *recovered, *elsewhere], step)
+        checked_keys = {checked.key for checked in written}
         for buffer in self._own:
-            if buffer.key in looked_at:
+            if buffer.key in checked_keys:
                 buffer.looked_at()
         damaged = any(checked.key not in self._starts for checked in bad)
-        unsettled = any(buffer.key in self._nonfinite for buffer in self._own)
-        self._follow(step, goes_on=damaged or unsettled, asked=bool(elsewhere))
+        own_nonfinite = any(buffer.key in self._nonfinite for buffer in self._own)
+        self._follow(step, is_damaged=damaged or own_nonfinite, on_device=bool(elsewhere))
 
-    def _follow(self, step: int, *, goes_on: bool, asked: bool) -> None:
-        """Say when to look again: soon, then ever later, for a program may restore what was damaged.
+    def _follow(self, step: int, *, is_damaged: bool, on_device: bool) -> None:
+        """Schedule a follow-up check, at increasing intervals: a program may restore damaged tensors.
 
         Args:
-            step: of this look.
-            goes_on: something in host memory is damaged.
-            asked: a device was asked, whose answer is not waited for.
+            step: Step of this check.
+            is_damaged: Whether a tensor in host memory is damaged.
+            on_device: Whether tensors on a device were measured; their result is not known yet.
         """
         if step == self._due:
             self._gap = 0
-        again = goes_on or (asked and self._gap < _LONGEST_GAP)
+        again = is_damaged or (on_device and self._gap < _LONGEST_GAP)
         self._gap = min(max(1, 2 * self._gap), _LONGEST_GAP)
         self._follow_up = step + self._gap if again else -1
 
     def _add(self, chosen: Sequence[_Checked], step: int) -> None:
-        """Record rows, of each tensor once a step: a second row would be merged into the first."""
+        """Record each tensor once per step, because a second row would be merged with the first."""
         at, keys = self._recorded
         if at != step:
             keys = set()
             self._recorded = (step, keys)
-        left = [checked for checked in chosen if checked.key not in keys]
-        keys.update(checked.key for checked in left)
-        if left:
-            group = Group(tuple(checked.info for checked in left), tuple(checked.place for checked in left))
-            starts = _AtStart(tuple(self._starts.get(checked.key) for checked in left))
+        new = [checked for checked in chosen if checked.key not in keys]
+        keys.update(checked.key for checked in new)
+        if new:
+            group = Group(tuple(checked.info for checked in new), tuple(checked.place for checked in new))
+            starts = _AtStart(tuple(self._starts.get(checked.key) for checked in new))
             self._recorder.add(
-                group, self._kernel.measure([checked.values for checked in left]), probes=(starts,)
+                group, self._kernel.measure([checked.values for checked in new]), probes=(starts,)
             )
 
     def _note_starts(self, new: Sequence[_Checked]) -> None:
-        """Keep how tensors are before any update: in host memory of those alone that are non-finite."""
+        """Keep statistics of tensors before any update: in host memory only of non-finite ones."""
         on_devices = [checked for checked in new if not checked.on_host]
         on_host = [checked for checked in new if checked.on_host]
         if any_is_nonfinite_on_host([checked.values for checked in on_host]):
@@ -294,7 +298,7 @@ class FiniteChecks:
             )
 
     def _written(self, optimizer: Optimizer, updated: Updated) -> Iterator[_Checked]:
-        """The parameters that an optimizer trains, and what it keeps for them."""
+        """Yield the trained parameters of an optimizer, and their optimizer state."""
         for named in updated.parameters:
             if not (named.standing.records and named.parameter.requires_grad):
                 continue
@@ -313,12 +317,15 @@ class FiniteChecks:
             if isinstance(module, _NormBase):
                 for leaf in ("running_mean", "running_var"):
                     values = own_tensor(module, leaf)
-                    if isinstance(values, Tensor) and (stands := standing(values, self._names.whole)).records:
+                    if (
+                        isinstance(values, Tensor)
+                        and (placement := standing(values, self._names.whole)).records
+                    ):
                         info = _described(self._names.buffer(path, leaf, module, order))
-                        yield module, leaf, info, stands.weight
+                        yield module, leaf, info, placement.weight
 
     def _own_buffers(self) -> Iterator[_OwnBuffer]:
-        """Of modules that are not PyTorch's: named as running statistics are, saved with the model, and finite now."""
+        """Yield finite buffers of modules outside PyTorch that are named like running statistics and saved with the model."""
         own: list[tuple[_OwnBuffer, Tensor]] = []
         for order, (path, module) in enumerate(self._names.model.named_modules()):
             if isinstance(module, _NormBase) or type(module).__module__.startswith("torch."):
@@ -328,12 +335,12 @@ class FiniteChecks:
                 if not (normalizes or _OWN_BUFFERS.search(leaf)):
                     continue
                 is_saved = leaf not in module._non_persistent_buffers_set  # noqa: SLF001 - has no public name
-                is_small = 0 < values.numel() <= _MOST_ELEMENTS and values.device.type in ("cpu", "cuda")
-                stands = standing(values, self._names.whole)
-                if is_saved and is_small and values.is_floating_point() and stands.records:
+                is_small = 0 < values.numel() <= _MAX_ELEMENTS and values.device.type in ("cpu", "cuda")
+                placement = standing(values, self._names.whole)
+                if is_saved and is_small and values.is_floating_point() and placement.records:
                     described = _described(self._names.buffer(path, leaf, module, order))
                     info = replace(described, role="buffer_check")
-                    own.append((_OwnBuffer(module, leaf, info, stands.weight, values), values.detach()))
+                    own.append((_OwnBuffer(module, leaf, info, placement.weight, values), values.detach()))
         any_bad = any_is_nonfinite([values for _, values in own])
         for buffer, values in own:
             if not (any_bad and any_is_nonfinite([values])):
@@ -344,7 +351,7 @@ class FiniteChecks:
         yield from self._changed_buffers(step)
 
     def _changed_buffers(self, step: int) -> Iterator[_Checked]:
-        """Buffers of the program's own that training has changed since they were last looked at, in an earlier step."""
+        """Return the program's own buffers that training has changed since their last check in an earlier step."""
         at, keys = self._recorded
         changed = (buffer.checked() for buffer in self._own if at != step or buffer.key not in keys)
         return (checked for checked in changed if checked is not None)

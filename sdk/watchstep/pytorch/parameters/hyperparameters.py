@@ -1,4 +1,4 @@
-"""What optimizers are set to: learning rate, momentum, betas and weight decay of every parameter group, where they change."""
+"""Hyperparameters of optimizers: learning rate, momentum, betas and weight decay of every parameter group, when they change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from watchstep.capture.session import Session
 from watchstep.format import tensors
 from watchstep.pytorch.kernel import TorchKernel
 
-_MOST_GROUPS = 64
-_AGAIN = 1000
-"""Steps after which a value that has not changed is recorded again, for readers of a window of steps."""
+_MAX_GROUPS = 64
+_REPEAT_INTERVAL = 1000
+"""Number of steps after which an unchanged value is recorded again, for readers of a window of steps."""
 
-_DEVICE_EVERY = 10
-"""Steps between records of values in a device's memory: of these only the change is known, and a record is a launch."""
+_DEVICE_INTERVAL = 10
+"""Number of steps between records of values in device memory: only their change is known, and each record launches a kernel."""
 
 _KEYS: tuple[tuple[str, int | None, str], ...] = (
     ("lr", None, "learning_rate"),
@@ -30,7 +30,7 @@ _KEYS: tuple[tuple[str, int | None, str], ...] = (
     ("betas", 1, "beta2"),
     ("weight_decay", None, "weight_decay"),
 )
-"""Key in a parameter group, place within its value, name in the record."""
+"""Key in a parameter group, index within its value, name in the record."""
 
 
 @dataclass
@@ -38,10 +38,10 @@ class _Series:
     """One hyperparameter of one group.
 
     Attributes:
-        key, place: where it stands in the group.
-        name: of the metric.
-        last: the value as it was recorded.
-        version: of a tensor: its identity and version at the last record.
+        key, place: Key in the group, and index within its value.
+        name: Name of the metric.
+        last: Last recorded value.
+        version: Id and version of a tensor at the last record.
     """
 
     key: str
@@ -51,7 +51,7 @@ class _Series:
     version: tuple[int, int] = (0, -1)
 
     def value(self, group: Mapping[str, Any]) -> Any:
-        """As the group has it now; None where it has none."""
+        """Return the group's current value; None if it has none."""
         value = group.get(self.key)
         if self.place is None or value is None:
             return value
@@ -63,26 +63,26 @@ class _Group:
     """One parameter group.
 
     Attributes:
-        series: of the hyperparameters.
-        seen: the objects that the group had when it was last looked at; None where one of them may change in place.
+        series: Series of its hyperparameters.
+        values: Values of the group at the last check; None if one of them may change in place.
     """
 
     series: list[_Series]
-    seen: tuple[Any, Any, Any, Any] | None = None
+    values: tuple[Any, Any, Any, Any] | None = None
 
-    def is_as_seen(self, group: Mapping[str, Any]) -> bool:
-        """Whether it has the same objects as before, and none of them can change in place."""
-        get, seen = group.get, self.seen
+    def is_unchanged(self, group: Mapping[str, Any]) -> bool:
+        """Return whether the group has the same values as before, and none of them can change in place."""
+        get, previous = group.get, self.values
         if (
-            seen is not None
-            and get("lr") is seen[0]
-            and get("momentum") is seen[1]
-            and get("betas") is seen[2]
-            and get("weight_decay") is seen[3]
+            previous is not None
+            and get("lr") is previous[0]
+            and get("momentum") is previous[1]
+            and get("betas") is previous[2]
+            and get("weight_decay") is previous[3]
         ):
             return True
         now = get("lr"), get("momentum"), get("betas"), get("weight_decay")
-        self.seen = None if any(map(_may_change, now)) else now
+        self.values = None if any(map(_may_change, now)) else now
         return False
 
 
@@ -91,37 +91,37 @@ class _Watched:
     """One optimizer.
 
     Attributes:
-        prefix: of the metrics' names.
-        groups: in their order.
-        recorded: the step at which all were recorded.
-        on_device: the step of the last record of values in a device's memory.
+        prefix: Prefix of the names of its metrics.
+        groups: Parameter groups in their order.
+        recorded: Step at which all values were last recorded.
+        on_device: Step at which values in device memory were last recorded.
     """
 
     prefix: str
     groups: list[_Group] = field(default_factory=list)
-    recorded: int = -_AGAIN
-    on_device: int = -_DEVICE_EVERY
+    recorded: int = -_REPEAT_INTERVAL
+    on_device: int = -_DEVICE_INTERVAL
 
 
 class Hyperparameters:
-    """Records ``optimizer:learning_rate/0`` and the like when they change: the name, and the label of the parameter group.
+    """Records hyperparameters when they change, e.g. as ``optimizer:learning_rate/0``: the name and the label of the parameter group.
 
-    The label is what the group has as its ``name``, or else its number. Of a program's second optimizer, by first step, it is
-    ``optimizer_2:learning_rate/0``. A row holds until the next one. Values in a device's memory are not read: that they may have changed
-    is known by their version, and they are recorded at every tenth step at most.
+    The label is the group's ``name``, or else its index. The second optimizer, in the order of first steps, is
+    ``optimizer_2:learning_rate/0``. A value is valid until the next row. Values in device memory are not read: their version shows
+    that they may have changed, and they are recorded at most every tenth step.
     """
 
     def __init__(self, session: Session, prefix: str) -> None:
         self._recorder = session.recorder
         self._health = session.health
         self._prefix = f"{prefix}." if prefix else ""
-        self._wanted = tensors.METRICS in session.config.chosen
+        self._enabled = tensors.METRICS in session.config.chosen
         self._watched: MutableMapping[Optimizer, _Watched] = WeakIdKeyDictionary()
         self._optimizers = 0
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Record what has changed since this optimizer's last update."""
-        if not self._wanted:
+        """Record hyperparameters that have changed since this optimizer's last update."""
+        if not self._enabled:
             return
         watched = self._watched.get(optimizer)
         if watched is None:
@@ -129,49 +129,49 @@ class Hyperparameters:
             number = f"_{self._optimizers}" if self._optimizers > 1 else ""
             watched = self._watched[optimizer] = _Watched(f"{self._prefix}optimizer{number}:")
         groups = optimizer.param_groups
-        if len(watched.groups) != min(len(groups), _MOST_GROUPS):
-            self._arrange(watched, groups)
+        if len(watched.groups) != min(len(groups), _MAX_GROUPS):
+            self._set_groups(watched, groups)
         step = self._recorder.step
-        again = step >= watched.recorded + _AGAIN
-        if again:
+        is_repeat = step >= watched.recorded + _REPEAT_INTERVAL
+        if is_repeat:
             watched.recorded = step
         on_device: list[tuple[_Series, Tensor]] = []
         for previous, group in zip(watched.groups, groups, strict=False):
-            if previous.is_as_seen(group) and not again:
+            if previous.is_unchanged(group) and not is_repeat:
                 continue
             for series in previous.series:
                 value = series.value(group)
                 if isinstance(value, Tensor):
                     version = (id(value), value._version)  # noqa: SLF001 - has no public name
-                    if version == series.version and not again:
+                    if version == series.version and not is_repeat:
                         continue
                     if value.device.type != "cpu":
                         on_device.append((series, value))
                         continue
                     series.version, value = version, value.item()
-                if again or value != series.last:
+                if is_repeat or value != series.last:
                     self._record(series, value)
-        if on_device and (again or step >= watched.on_device + _DEVICE_EVERY):
+        if on_device and (is_repeat or step >= watched.on_device + _DEVICE_INTERVAL):
             watched.on_device = step
             self._record_on_device(on_device)
 
-    def _arrange(self, watched: _Watched, groups: list[dict[str, Any]]) -> None:
+    def _set_groups(self, watched: _Watched, groups: list[dict[str, Any]]) -> None:
         watched.groups = [
             _Group([_Series(key, place, f"{watched.prefix}{name}/{label}") for key, place, name in _KEYS])
-            for label in _labels(groups[:_MOST_GROUPS])
+            for label in _labels(groups[:_MAX_GROUPS])
         ]
-        watched.recorded = -_AGAIN
-        if len(groups) > _MOST_GROUPS:
+        watched.recorded = -_REPEAT_INTERVAL
+        if len(groups) > _MAX_GROUPS:
             self._health.note(
                 "hyperparameters",
-                f"an optimizer has {len(groups)} parameter groups: the first {_MOST_GROUPS} are recorded",
+                f"an optimizer has {len(groups)} parameter groups: the first {_MAX_GROUPS} are recorded",
             )
 
     def _record(self, series: _Series, value: Any) -> None:
         series.last = value
         if isinstance(value, int | float) or hasattr(value, "__float__"):
             number = float(value)
-            if not math.isnan(number):  # is unlike itself: it would be recorded at each step
+            if not math.isnan(number):  # NaN differs from itself, so it would be recorded at each step
                 self._recorder.scalar(series.name, number)
 
     def _record_on_device(self, changed: list[tuple[_Series, Tensor]]) -> None:
@@ -186,14 +186,14 @@ class Hyperparameters:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether an object of a parameter group may have another value later."""
+    """Return whether a value of a parameter group may change in place."""
     return not (value is None or isinstance(value, float | int)) and not (
         isinstance(value, tuple) and all(isinstance(member, float | int) for member in value)
     )
 
 
 def _labels(groups: list[dict[str, Any]]) -> list[str]:
-    """One for each group: its name, where it has one that no other has and that is not taken for a loss's; or its number."""
+    """Return a label for each group: its name if it is unique and does not look like the name of a loss, else its index."""
     names = [group.get("name") for group in groups]
     return [
         name

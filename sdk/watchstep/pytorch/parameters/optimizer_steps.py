@@ -1,8 +1,8 @@
-"""When an optimizer steps: one pair of global hooks for the process, told to whoever listens.
+"""Steps of optimizers: one pair of global hooks per process, which notify listeners.
 
-An optimizer whose class inherits ``step`` from another optimizer fires PyTorch's hooks once for each class; only the
-outermost pair counts. A step that raises fires no second hook: whether the next one runs inside it is read from the call
-stack, so that a retry counts as a step of its own.
+If the class of an optimizer inherits ``step`` from another optimizer, PyTorch's hooks fire once for each class; only the
+outermost pair counts. A step that raises fires no second hook. Whether the next step is nested in it is determined from the call
+stack, so that a retry counts as a separate step.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from watchstep.pytorch.observable import observable
 
 
 class StepListener(Protocol):
-    """Is told of every step of every optimizer."""
+    """Receives every step of every optimizer."""
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
-        """The gradients are as the optimizer will see them, unless a closure is to compute them.
+        """Handle the start of a step. The gradients are final, unless a closure computes them.
 
         Args:
-            optimizer: steps.
-            has_closure: whether a closure computes the gradients inside the step.
-            is_retry: whether the last step of this optimizer raised, and no forward or backward pass has begun since.
+            optimizer: The optimizer.
+            has_closure: Whether a closure computes the gradients inside the step.
+            is_retry: Whether the last step of this optimizer raised, and no forward or backward pass has begun since.
         """
         ...
 
     def closure_done(self, optimizer: Optimizer) -> None:
-        """The closure has computed the gradients, for the first time in this step, and nothing is updated yet by them."""
+        """Handle the first end of the closure in a step: it has computed the gradients, and nothing is updated yet."""
         ...
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """The parameters are updated. May raise `StopTraining`."""
+        """Handle the end of a step: the parameters are updated. May raise `StopTraining`."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """Observing a step failed."""
+        """Handle a failure of the observation of a step."""
         ...
 
 
 @dataclass
 class _Step:
-    """A step that has begun and not ended.
+    """A step in progress.
 
     Attributes:
-        nested: inner steps of the same optimizer that have begun and not ended, as far as is known: one may have raised.
-        pass_since: whether a forward or backward pass has begun since.
+        nested: Number of inner steps of the same optimizer in progress. It may include some that raised.
+        pass_since: Whether a forward or backward pass has begun since.
     """
 
     nested: int = 0
@@ -62,13 +62,13 @@ class _Step:
 
 
 _listeners: list[weakref.ref[StepListener]] = []
-_begun_steps: MutableMapping[Optimizer, _Step] = WeakIdKeyDictionary()
+_steps_in_progress: MutableMapping[Optimizer, _Step] = WeakIdKeyDictionary()
 _installed: list[Any] = []
-_begun = [0]
+_step_count = [0]
 
 
 def listen(listener: StepListener) -> None:
-    """Tell a listener of steps for as long as it lives."""
+    """Register a listener. Only a weak reference to it is kept."""
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_before))
         _installed.append(register_optimizer_step_post_hook(_after))
@@ -76,28 +76,28 @@ def listen(listener: StepListener) -> None:
 
 
 def forget(listener: StepListener) -> None:
-    """Tell it no more."""
+    """Unregister a listener."""
     _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
 
 
 def pass_begins() -> None:
-    """A forward or backward pass of training begins: a step that raised before it is not retried with the same gradients."""
-    if _begun_steps:
-        for step in list(_begun_steps.values()):
+    """Note that a forward or backward pass of training begins: a later step is not a retry of one that raised before."""
+    if _steps_in_progress:
+        for step in list(_steps_in_progress.values()):
             step.pass_since = True
 
 
 def begun() -> int:
-    """How many steps of optimizers have begun since someone listens."""
-    return _begun[0]
+    """Return the number of optimizer steps that have begun since the hooks were installed."""
+    return _step_count[0]
 
 
 def _is_nested(optimizer: Optimizer, wrapper: FrameType) -> bool:
-    """Whether a step runs inside another step of the same optimizer.
+    """Return whether a step runs inside another step of the same optimizer.
 
     Args:
-        optimizer: steps.
-        wrapper: the frame of PyTorch's wrapper of ``step``, which calls the hooks.
+        optimizer: The optimizer.
+        wrapper: Frame of PyTorch's wrapper of ``step``, which calls the hooks.
     """
     frame = wrapper.f_back
     while frame is not None:
@@ -112,7 +112,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _reporting_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-    """A program's closure, of whose first end in a step listeners are told. It has the closure's name and attributes."""
+    """Return a wrapper of a program's closure that reports its first end in a step. It has the closure's name and attributes."""
     reported = False
 
     @functools.wraps(closure)
@@ -130,7 +130,7 @@ def _reporting_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Cal
 
 
 def _report(error: Exception) -> None:
-    """Count a fault of this module in the health of all that listen."""
+    """Report a fault of this module to all listeners, which count it in their health."""
     for reference in _listeners:
         if (listener := reference()) is not None:
             listener.failed(error)
@@ -140,7 +140,7 @@ def _before(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not observable():
-        return None  # a compiled step is not observed: what is traced has no memory to look at
+        return None  # a compiled step is not observed: traced tensors have no memory
     try:
         return _begin(optimizer, args, kwargs, sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
     except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training; `StopTraining` is no Exception
@@ -151,12 +151,12 @@ def _before(
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: FrameType
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    step = _begun_steps.get(optimizer)
+    step = _steps_in_progress.get(optimizer)
     if step is not None and _is_nested(optimizer, wrapper):
         step.nested += 1
         return None
-    _begun_steps[optimizer] = _Step()
-    _begun[0] += 1
+    _steps_in_progress[optimizer] = _Step()
+    _step_count[0] += 1
     has_closure = _has_closure(_without_self(optimizer, args), kwargs)
     is_retry = step is not None and not step.pass_since
     for reference in _listeners:
@@ -175,13 +175,13 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: FrameType) -> None:
-    step = _begun_steps.get(optimizer)
+    step = _steps_in_progress.get(optimizer)
     if step is None:
         return
     if step.nested and _is_nested(optimizer, wrapper):
         step.nested -= 1
         return
-    del _begun_steps[optimizer]
+    del _steps_in_progress[optimizer]
     has_closure = _has_closure(_without_self(optimizer, args), kwargs)
     for reference in _listeners:
         if (listener := reference()) is not None:
@@ -191,7 +191,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wr
 def _observed_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with what tells of its closure in the closure's place."""
+    """Return the arguments of a step with its closure replaced by a reporting wrapper."""
     if callable(closure := kwargs.get("closure")):
         return args, {**kwargs, "closure": _reporting_closure(optimizer, closure)}
     arguments = list(args)

@@ -1,10 +1,8 @@
-"""What has been measured in a step already, where several updates are one step.
+"""Measurements of weights, gradients, updates and optimizer state, when they are due.
 
-A critic steps five times for one step of its generator; an optimizer may step inside another's, as Lookahead's and
-SAM's do. Weights and gradients are then those of the first update: rows of one tensor and step merge, and would tell
-of a tensor five times as large.
-
-What an optimizer updates: weights, gradients, updates and its own state, measured when they are due.
+A step may have several updates: a critic steps five times per step of its generator, and an optimizer may step inside
+another one's step, as in Lookahead and SAM. Then weights and gradients of the first update are recorded, because rows of one tensor
+and step are merged, and would describe a tensor five times as large.
 """
 
 from __future__ import annotations
@@ -39,61 +37,62 @@ Kind = tuple[str, Hashable]
 
 
 class FirstOfStep:
-    """Ids of what was measured in the step under way, by kind."""
+    """Ids of the parameters that have been measured in the current step, by kind."""
 
     def __init__(self) -> None:
         self._step = -1
         self._measured: dict[Kind, set[int] | Collection[int]] = {}
 
     def left(self, kind: Kind, ids: Collection[int], step: int) -> Collection[int]:
-        """Those that have not been measured in this step; they count as measured from now on.
+        """Return the ids that have not been measured in this step, and mark them as measured.
 
         Args:
-            kind: what is measured of them.
-            ids: the same object at each step, or else a short one: of the first update it is kept, and not copied.
-            step: of the run.
+            kind: Kind of measurement.
+            ids: Ids of the parameters. The collection of the first update is kept without a copy, so it should be the same object
+                at each step, or short.
+            step: Step of the run.
         """
         if step != self._step:
             self.forget()
             self._step = step
-        others = self._measured.get(kind)
-        if others is None:
+        measured = self._measured.get(kind)
+        if measured is None:
             self._measured[kind] = ids
             return ids
-        if not isinstance(others, set):
-            others = self._measured[kind] = set(others)
-        left = [identity for identity in ids if identity not in others]
-        others.update(left)
-        return left
+        if not isinstance(measured, set):
+            measured = self._measured[kind] = set(measured)
+        remaining = [identity for identity in ids if identity not in measured]
+        measured.update(remaining)
+        return remaining
 
     def forget(self) -> None:
-        """Measure all again: something is wrong that the first update did not show."""
+        """Forget what has been measured, so that all is measured again: the first update did not show a fault."""
         self._measured.clear()
 
 
-_MOST_CLIPPED = 64  # different sets of parameters that are clipped together, as they are kept
+_MAX_CLIPPED_SETS = 64  # cached sets of parameters that are clipped together
 
 Collections = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Tensors of the same collections: they are due together."""
+    """Tensors of the same collections, which are due together."""
 
     collections: Collections
     members: list[NamedParameter]
 
     @functools.cached_property
     def ids(self) -> tuple[int, ...]:
-        """Of the parameters."""
+        """Ids of the parameters."""
         return tuple(id(named.parameter) for named in self.members)
 
     def only(self, ids: Collection[int]) -> _Part:
-        """Those of some ids, which are of this part."""
+        """Return the members with some ids, all of which are in this part."""
         if len(ids) == len(self.members):
             return self
-        wanted = set(ids)
-        return _Part(self.collections, [named for named in self.members if id(named.parameter) in wanted])
+        chosen = set(ids)
+        return _Part(self.collections, [named for named in self.members if id(named.parameter) in chosen])
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,11 @@ class Updated:
     """The watched parameters that one optimizer updates.
 
     Attributes:
-        ids: of all its parameters, in its order: when they change, this is made anew.
-        parameters: those that are watched.
-        weights, gradients, updates: those of them that this worker records, by collections.
-        checksums: those that other workers hold as well.
-        is_recorded: whether this worker records something of it: of replicas one does.
+        ids: Ids of all parameters of the optimizer in its order. If they change, this object is recreated.
+        parameters: The watched parameters.
+        weights, gradients, updates: Those that this worker records, by collections.
+        checksums: Those that other workers also have.
+        is_recorded: Whether this worker records any of them: only one of several replicas does.
     """
 
     ids: list[int]
@@ -119,7 +118,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class MeasuredGradients:
-    """Gradients that are measured, and not yet recorded."""
+    """Measured gradients that are not recorded yet."""
 
     group: Group
     measurement: Measurement
@@ -137,7 +136,7 @@ class _Before:
 
 
 class Parameters:
-    """Measures what the optimizers of one model see and do. On the training thread."""
+    """Measures inputs and effects of the optimizers of one model. Runs on the training thread."""
 
     def __init__(self, session: Session, names: Names, kernel: Kernel) -> None:
         self._config = session.config
@@ -161,18 +160,20 @@ class Parameters:
         self._range = PercentileRange(session.config.probes)
 
     def of(self, optimizer: Optimizer) -> Updated:
-        """The watched parameters among the optimizer's; looked up anew when it holds others than before."""
+        """Return the optimizer's watched parameters. They are looked up again if its parameters have changed."""
         members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ids = list(map(id, members))
         cached = self._updated.get(optimizer)
         if cached is not None and cached.ids == ids:
             return cached
         if cached is not None or any(i not in self._named for i in ids):
-            self._look_again()  # some were added or taken away since
-        updated = self._updated[optimizer] = _arranged(ids, [self._named[i] for i in ids if i in self._named])
+            self._reload()  # parameters have been added or removed
+        updated = self._updated[optimizer] = _updated_of(
+            ids, [self._named[i] for i in ids if i in self._named]
+        )
         return updated
 
-    def _look_again(self) -> None:
+    def _reload(self) -> None:
         self._named = self._names.parameters()
         self._states.clear()
         self._clipped.clear()
@@ -188,19 +189,19 @@ class Parameters:
 
     @property
     def named(self) -> Iterable[NamedParameter]:
-        """All of the model, whether an optimizer holds them or not."""
+        """All parameters of the model, in an optimizer or not."""
         return self._named.values()
 
     def optimized(self) -> frozenset[int]:
-        """Ids of the parameters of every optimizer that has stepped, and is still there."""
+        """Return the ids of the parameters of all existing optimizers that have stepped."""
         return frozenset(i for updated in self._updated.values() for i in updated.ids)
 
     def measure_again(self) -> None:
-        """Something is wrong: measure what is due although an earlier update of this step has been measured."""
+        """Measure due tensors again although an earlier update of this step has been measured, because of a fault."""
         self._first.forget()
 
     def measure_weights(self, updated: Updated, step: int) -> None:
-        """Weights and biases that are due."""
+        """Measure weights and biases that are due."""
         for charged, part in self._due(updated.weights, step, "weight"):
             since = self._schedule.now()
             weights: list[Tensor] = [named.parameter for named in part.members]
@@ -210,17 +211,17 @@ class Parameters:
 
     def _probes_of_weights(self, part: _Part, weights: list[Tensor], step: int) -> tuple[Probe, ...]:
         among = len(self._named)
-        looked = (
+        probes = (
             None if self._spread is None else self._spread.look(weights),
             self._unchanged_weights.look(part.ids, weights, among)
             if self._unchanged_weights.applies
             else None,
             self._change.look(part.ids, weights, among, step) if self._change.applies else None,
         )
-        return tuple(probe for probe in looked if probe is not None)
+        return tuple(probe for probe in probes if probe is not None)
 
     def measure_checksums(self, updated: Updated, step: int) -> None:
-        """Checksums of weights that several workers hold, where they are due: a rule compares them."""
+        """Measure due checksums of weights that several workers have. A rule compares them."""
         for charged, part in self._due(updated.checksums, step, "checksum"):
             since = self._schedule.now()
             group = self._group("checksum", part.collections, _described(part, _checksum))
@@ -230,13 +231,13 @@ class Parameters:
     def measure_gradients(
         self, updated: Updated, step: int, scaling: Scaling = PLAIN, but: Collection[int] = ()
     ) -> None:
-        """Gradients that are due, as they are now.
+        """Measure current gradients that are due.
 
         Args:
-            updated: whose.
-            step: at which step.
-            scaling: what a gradient scaler did to them; the record is of the gradients without it.
-            but: ids of parameters whose gradients have been measured already.
+            updated: Parameters of the optimizer.
+            step: Step of the run.
+            scaling: Scaling by a gradient scaler. Unscaled gradients are recorded.
+            but: Ids of parameters with gradients that have already been measured.
         """
         groups = (
             [part.only([i for i in part.ids if i not in but]) for part in updated.gradients] if but else None
@@ -249,17 +250,17 @@ class Parameters:
             )
 
     def watched(self, parameters: Iterable[Tensor]) -> frozenset[int]:
-        """The ids of those parameters that are this model's."""
+        """Return the ids of the parameters that belong to this model."""
         return frozenset(id(parameter) for parameter in parameters if id(parameter) in self._named)
 
     def gradients_of(self, parameters: Sequence[Tensor], step: int) -> list[MeasuredGradients]:
-        """Measure gradients of some watched parameters that are due, as they are now, without recording them."""
+        """Measure due current gradients of some watched parameters, without recording them."""
         ids = tuple(map(id, parameters))
         updated = self._clipped.get(ids)
         if updated is None:
-            if len(self._clipped) >= _MOST_CLIPPED:
+            if len(self._clipped) >= _MAX_CLIPPED_SETS:
                 self._clipped.clear()
-            updated = self._clipped[ids] = _arranged(list(ids), [self._named[i] for i in ids])
+            updated = self._clipped[ids] = _updated_of(list(ids), [self._named[i] for i in ids])
         return list(self._gradients(updated.gradients, step))
 
     def _gradients(
@@ -283,16 +284,16 @@ class Parameters:
         self, members: list[NamedParameter], gradients: list[Tensor], step: int, scaling: Scaling
     ) -> tuple[Probe, ...]:
         owners, among = [named.parameter for named in members], len(self._named)
-        looked: list[Probe | None] = []
+        probes: list[Probe | None] = []
         if self._cosine is not None:
-            looked.append(self._cosine.look(owners, gradients, among))
-        if scaling.scale is None:  # else their elements are not those of the record
+            probes.append(self._cosine.look(owners, gradients, among))
+        if scaling.scale is None:  # else the elements are scaled, unlike the recorded ones
             ids = list(map(id, owners))
             if self._unchanged_gradients.applies:
-                looked.append(self._unchanged_gradients.look(ids, gradients, among))
+                probes.append(self._unchanged_gradients.look(ids, gradients, among))
             if self._range.applies:
-                looked.append(self._range.look(ids, gradients, among, step))
-        return tuple(probe for probe in looked if probe is not None)
+                probes.append(self._range.look(ids, gradients, among, step))
+        return tuple(probe for probe in probes if probe is not None)
 
     def _measure_gradients(self, gradients: list[Tensor], scaling: Scaling) -> Measurement:
         if scaling.scale is None:
@@ -300,22 +301,22 @@ class Parameters:
         return measure_unscaled(self._kernel, gradients, scaling.scale, powers_of_two=scaling.powers_of_two)
 
     def before_update(self, optimizer: Optimizer, step: int, condition: Condition | None = None) -> None:
-        """Keep samples of the weights whose update is due, if a condition holds that is known later.
+        """Keep samples of weights with a due update, which is recorded if a condition is met later.
 
-        Parameters that do not require a gradient have no update to speak of: they are frozen on purpose.
+        Parameters that do not require a gradient are frozen on purpose, so they have no update.
         """
-        kept_weights = []
+        samples_before = []
         most = elements_of_each(len(self._named))
         for charged, whole in self._due(self.of(optimizer).updates, step, "update"):
             since = self._schedule.now()
             part = _Part(whole.collections, [n for n in whole.members if n.parameter.requires_grad])
             samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
-            kept_weights.append(_Before(charged, part, condition, samples))
+            samples_before.append(_Before(charged, part, condition, samples))
             self._schedule.spent(charged, since)
-        self._before[optimizer] = kept_weights
+        self._before[optimizer] = samples_before
 
     def after_update(self, optimizer: Optimizer, step: int) -> None:
-        """What the update changed, and what the optimizer keeps."""
+        """Measure the changes by the update, and the optimizer state."""
         most = elements_of_each(len(self._named))
         for before in self._before.pop(optimizer, []):
             since = self._schedule.now()
@@ -367,25 +368,27 @@ class Parameters:
         return bool(self._first.left(("state", str(key)), (id(named.parameter),), step))
 
     def _due(self, parts: list[_Part], step: int, kind: str) -> Iterator[tuple[str, _Part]]:
-        """What is due, and not measured in this step already; of an empty kind, whether it is or not."""
+        """Yield due parts that have not been measured in this step. For an empty kind, earlier measurements are ignored."""
         for part in parts:
             charged = self._schedule.due(part.collections, step)
             if charged is not None:
-                left = part.only(self._first.left((kind, part.collections), part.ids, step)) if kind else part
-                if left.members:
-                    yield charged, left
+                remaining = (
+                    part.only(self._first.left((kind, part.collections), part.ids, step)) if kind else part
+                )
+                if remaining.members:
+                    yield charged, remaining
 
     def _record(
         self,
         kind: str,
         collections: Collections,
         described: list[tuple[TensorInfo, Placement]],
-        gradients: list[Tensor],
+        tensors: list[Tensor],
         probes: tuple[Probe, ...] = (),
     ) -> None:
         if described:
             group = self._group(kind, collections, described)
-            self._recorder.add(group, self._kernel.measure(gradients), probes=probes)
+            self._recorder.add(group, self._kernel.measure(tensors), probes=probes)
 
     def _group(
         self, kind: str, collections: Collections, described: list[tuple[TensorInfo, Placement]]
@@ -420,7 +423,7 @@ def _described(part: _Part, describe: Describe) -> list[tuple[TensorInfo, Placem
     return [describe(named) for named in part.members]
 
 
-def _arranged(ids: list[int], parameters: list[NamedParameter]) -> Updated:
+def _updated_of(ids: list[int], parameters: list[NamedParameter]) -> Updated:
     recorded = [named for named in parameters if named.standing.records]
     return Updated(
         ids,

@@ -1,21 +1,18 @@
-"""Updates that do not happen, gradients that nobody clears, and parameters that are in no optimizer.
+"""Missing updates, stale gradients, and parameters that are in no optimizer.
 
-Updates that do not happen: passes without a finite update, loops without an optimizer step, and which optimizer counts.
+Missing updates. A pass with a non-finite loss or gradient norm, a step that a gradient scaler skips, and an update by a
+non-finite gradient count as passes without a finite update. Any other update resets the count, also after a NaN loss: the gradient
+of a batch without labels is zero. A program may skip a few bad batches in this way; many such passes mean that training makes no
+progress. If no optimizer steps at all, the step of the run does not end, and no other recorded value shows it.
 
-A pass whose loss or gradient norm is not finite, a step that a gradient scaler skips, and an update by a non-finite
-gradient count as passes without a finite update; any other update resets the count, also one whose loss was NaN: the
-gradient of a batch without labels is zero. A few such passes are how programs skip bad batches, many are a training that
-stands still. If no optimizer steps at all, the step of the run does not end, and nothing else that is recorded shows it.
+Stale gradients. The gradients of an optimizer's step still contain those of its previous step, because they were not cleared.
+One parameter of each optimizer is checked when a backward pass begins and after the step. Its gradient is stale if it is
+unchanged since the previous step at the first backward pass (the same tensor, not written to), is neither zero nor None at any
+later pass before the next step, and has been added to by then. Micro-batches between two steps do not matter: a program that
+accumulates gradients clears them before the first one. Either kind of `zero_grad`, a gradient set to None by the program, and a
+gradient that is replaced by another tensor count as cleared.
 
-Whether gradients of before an optimizer's last step are still in those of the next: nobody cleared them.
-
-Of each optimizer one parameter is looked at, when a backward pass begins and after the step. Its gradient was *kept* where
-at the first pass after a step it is what that step left (the same tensor, not written to since), at no pass before the
-next step is all zero or gone, and was added to by then. Micro-batches between two steps are no matter: before the
-first of them a program that accumulates clears, too. `zero_grad` of either kind, a gradient set to None by hand, and one
-that takes another tensor's place are all seen as cleared.
-
-Parameters that get gradients and are in no optimizer: nothing will ever change them.
+Parameters with gradients in no optimizer. They are never updated.
 """
 
 from __future__ import annotations
@@ -43,122 +40,124 @@ from watchstep.pytorch.parameters.parameters import Parameters
 from watchstep.pytorch.probes.staging import OnTheWay, stacked, views
 
 MISSING_METRIC = "updates:missing"
-_HANDED_OVER = 50
+_HAND_OVER_INTERVAL = 50
 
 
 class MissingUpdates:
-    """Records, as ``updates:missing``, how many steps in a row had no finite update, and 0 at the first that has one again.
+    """Records the number of consecutive steps without a finite update as ``updates:missing``, and 0 at the next finite update.
 
-    A program that skips updates by itself stays within one step of the run. Its passes count as steps, and every fiftieth hands
-    over what was recorded so far, for such a step may never end.
+    A program that skips updates by itself remains in one step of the run. Its passes count as steps, and every fiftieth one hands
+    over the rows recorded so far, because such a step may never end.
     """
 
     def __init__(self, session: Session, prefix: str) -> None:
         self._recorder = session.recorder
-        self._wanted = session.config.gate and tensors.METRICS in session.config.chosen
+        self._enabled = session.config.gate and tensors.METRICS in session.config.chosen
         self._name = f"{prefix}.{MISSING_METRIC}" if prefix else MISSING_METRIC
         self._steps = 0
         self._passes = 0
         self._counted = False
 
     def pass_begins(self, *, logged_nan: bool) -> None:
-        """A forward pass begins.
+        """Handle the start of a forward pass.
 
         Args:
-            logged_nan: whether the program has logged a loss of the pass before it that is NaN.
+            logged_nan: Whether the program has logged a NaN loss of the previous pass.
 
         Raises:
-            StopTraining: a guard asks for it.
+            StopTraining: A guard requests a stop.
         """
         if logged_nan:
             self.pass_is_bad()
         self._counted = False
 
     def backward_begins(self, *, finite: bool) -> None:
-        """A loss is about to be differentiated: another pass, or another micro-batch of it.
+        """Handle the start of a backward pass, of another pass or micro-batch.
 
         Raises:
-            StopTraining: a guard asks for it.
+            StopTraining: A guard requests a stop.
         """
         self._counted = False
         if not finite:
             self.pass_is_bad()
 
     def pass_is_bad(self) -> None:
-        """The loss or the gradient norm of the pass under way is not finite.
+        """Count the current pass, which has a non-finite loss or gradient norm.
 
         Raises:
-            StopTraining: a guard asks for it.
+            StopTraining: A guard requests a stop.
         """
         if self._counted:
             return
         self._counted = True
         self._passes += 1
         self._report()
-        if self._wanted and self._passes % _HANDED_OVER == 0:
+        if self._enabled and self._passes % _HAND_OVER_INTERVAL == 0:
             self._recorder.hand_over_unfinished()
 
     def left_out(self) -> None:
-        """A step is over whose update was left out, or was not finite."""
+        """Count a step with a skipped or non-finite update."""
         self._steps, self._passes, self._counted = self._steps + 1, 0, False
         self._report()
 
     def updated(self) -> None:
-        """A finite update was made."""
+        """Reset the count after a finite update."""
         if self._steps or self._passes:
             self._steps = self._passes = 0
             self._report()
         self._counted = False
 
     def _report(self) -> None:
-        if self._wanted:
+        if self._enabled:
             self._recorder.scalar(self._name, float(self._steps + self._passes))
 
 
 OVERDUE_METRIC = "updates:overdue"
-_PASSES = 200
-"""Backward passes within one step, at least. An accumulation of so many micro-batches does not begin in the middle of a run."""
-_TIMES = 50
-"""Also so many times the passes of any step before."""
-_STEPS = 10
-"""Steps before: a program that updates by other means than an optimizer has none."""
+_MIN_PASSES = 200
+"""Minimum number of backward passes in an overdue step. Accumulation of so many micro-batches does not begin in the middle of a run."""
+_MIN_RATIO = 50
+"""Minimum ratio to the number of passes of any earlier step."""
+_MIN_STEPS = 10
+"""Minimum number of earlier steps: a program that updates without an optimizer has none."""
 _SAMPLED = 64
 
 
 class OverdueUpdates:
-    """Records, as ``updates:overdue``, the backward passes of a step that should have ended, and 0 once an optimizer steps again.
+    """Records the number of backward passes of a step that should have ended as ``updates:overdue``, and 0 when an optimizer steps again.
 
-    That needs, besides the passes, as many training losses that the program logs, half of them at least, and weights that are the
-    same at both ends of the second half. A program that computes gradients for something else (the Fisher information, saliency,
-    adversarial inputs) logs no training loss for each; one that updates weights by itself changes them. Weights are compared by
-    their first elements, twice in such a step and never in another.
+    In addition to the passes, this requires logged training losses for at least half of the passes in their second half, and weights
+    that do not change during that half. A program that computes gradients for another purpose (Fisher information, saliency,
+    adversarial inputs) does not log a training loss for each, and a program that updates weights by itself changes them. Weights
+    are compared by their first elements, only in such a step, at both ends of the second half.
     """
 
     def __init__(self, session: Session, weights: Sequence[Tensor], prefix: str) -> None:
         self._recorder = session.recorder
-        self._wanted = session.config.gate and tensors.METRICS in session.config.chosen
+        self._enabled = session.config.gate and tensors.METRICS in session.config.chosen
         self._name = f"{prefix}.{OVERDUE_METRIC}" if prefix else OVERDUE_METRIC
         self._weights = weights
         self._sample: list[Tensor] | None = None
         self._passes = 0
-        self._most = 1
+        self._max_passes = 1
         self._steps = 0
         self._logged = 0
         self._recorded = False
 
     def backward_begins(self) -> None:
-        """A training loss that is finite is about to be differentiated.
+        """Handle the start of a backward pass from a finite training loss.
 
         Raises:
-            StopTraining: a guard asks for it.
+            StopTraining: A guard requests a stop.
         """
         self._passes += 1
-        if self._recorded and self._passes == 1:  # of the next step: the last one has its row
+        if (
+            self._recorded and self._passes == 1
+        ):  # the first pass of the next step; the row of the overdue step is recorded
             self._recorded = False
             self._recorder.scalar(self._name, 0.0)
-        if self._passes < _PASSES // 2 or self._steps < _STEPS or not self._wanted:
+        if self._passes < _MIN_PASSES // 2 or self._steps < _MIN_STEPS or not self._enabled:
             return
-        limit = max(_PASSES, _TIMES * self._most)
+        limit = max(_MIN_PASSES, _MIN_RATIO * self._max_passes)
         if self._passes == limit // 2:
             self._sample, self._logged = _sample(self._weights), self._recorder.logged_losses
         elif self._passes == limit and self._sample is not None:
@@ -170,13 +169,13 @@ class OverdueUpdates:
             self._sample = None
 
     def step_ends(self) -> None:
-        """An optimizer has stepped, of this model or another, or a gradient scaler has left it out."""
-        self._most = max(self._most, self._passes)
+        """Handle the end of a step: an optimizer of any model stepped, or a gradient scaler skipped it."""
+        self._max_passes = max(self._max_passes, self._passes)
         self._passes, self._steps, self._sample = 0, self._steps + 1, None
 
 
 def _sample(weights: Sequence[Tensor]) -> list[Tensor] | None:
-    """The first elements of each, copied; None where one is no plain tensor: a sharded one may need all ranks to be read."""
+    """Copy the first elements of each weight. None if one is not a plain tensor: reading a sharded one may require all ranks."""
     learned = [weight.detach() for weight in weights if weight.requires_grad]
     if not all(map(_is_plain, learned)) or not any(weight.numel() for weight in learned):
         return None
@@ -196,167 +195,171 @@ def _is_same(before: list[Tensor], after: list[Tensor] | None) -> bool:
     return after is not None and all(map(torch.equal, before, after))
 
 
-_SHARED = 3
-"""Updates in a row by another optimizer of the same parameters, after which that one counts."""
+_UPDATES_OF_SAME = 3
+"""Number of consecutive updates by another optimizer of the same parameters after which that optimizer counts."""
 
-_OTHER = 200
-"""The same where it updates other parameters: a critic is trained so many times between two steps of its generator."""
+_UPDATES_OF_OTHER = 200
+"""As above, for an optimizer of other parameters: a critic may step many times between two steps of its generator."""
 
 
 class CountingOptimizer:
-    """The optimizer whose updates count: the one that was named, or the first; later the one that takes its place.
+    """The optimizer that defines the steps of the run: the passed one or the first one, later its replacement.
 
-    Programs make a new optimizer when they unfreeze layers or go from warm-up to training, and let the old one go. It is
-    not kept alive here.
+    Programs create a new optimizer when they unfreeze layers or change from warm-up to training, and delete the old one. This
+    class does not keep it alive.
     """
 
-    def __init__(self, named: Optimizer | None) -> None:
-        self._held = None if named is None else weakref.ref(named)
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._reference = None if optimizer is None else weakref.ref(optimizer)
         self._parameters: frozenset[int] = frozenset()
-        self._others = 0
+        self._other_updates = 0
 
     def counts(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's updates are steps of the run."""
-        return self._held is not None and self._held() is optimizer
+        """Return whether this optimizer's updates are steps of the run."""
+        return self._reference is not None and self._reference() is optimizer
 
     @property
     def is_gone(self) -> bool:
-        """Whether there was one, and the program has let it go."""
-        return self._held is not None and self._held() is None
+        """Whether the program has deleted the optimizer."""
+        return self._reference is not None and self._reference() is None
 
     def updates(self, optimizer: Optimizer, parameters: Collection[int]) -> None:
-        """An optimizer is about to update.
+        """Handle an optimizer that is about to update.
 
         Args:
-            optimizer: has watched parameters.
-            parameters: the ids of all that it updates.
+            optimizer: An optimizer of watched parameters.
+            parameters: Ids of all its parameters.
         """
         if self.counts(optimizer):
-            self._others = 0
+            self._other_updates = 0
             if len(parameters) != len(self._parameters):
                 self._parameters = frozenset(parameters)
-        elif self._held is None or self._held() is None:
-            self._take(optimizer, parameters)
+        elif self._reference is None or self._reference() is None:
+            self._replace(optimizer, parameters)
         else:
-            self._others += 1
-            shared = self._others == _SHARED and not self._parameters.isdisjoint(parameters)
-            if shared or self._others >= _OTHER:
-                self._take(optimizer, parameters)
+            self._other_updates += 1
+            shared = self._other_updates == _UPDATES_OF_SAME and not self._parameters.isdisjoint(parameters)
+            if shared or self._other_updates >= _UPDATES_OF_OTHER:
+                self._replace(optimizer, parameters)
 
-    def _take(self, optimizer: Optimizer, parameters: Collection[int]) -> None:
-        self._held, self._parameters, self._others = weakref.ref(optimizer), frozenset(parameters), 0
+    def _replace(self, optimizer: Optimizer, parameters: Collection[int]) -> None:
+        self._reference, self._parameters, self._other_updates = (
+            weakref.ref(optimizer),
+            frozenset(parameters),
+            0,
+        )
 
 
 METRIC = "gradients:stale"
-_AT_EACH_STEP = (
-    100  # steps that began with cleared gradients, after which a program is looked at now and then
+_CHECKED_STEPS = (
+    100  # number of steps that began with cleared gradients, after which only some steps are checked
 )
-_NOW_AND_THEN = 4
+_CHECK_INTERVAL = 4
 
 
 @dataclass
-class _Looked:
-    """One optimizer's parameter.
+class _Check:
+    """The checked parameter of an optimizer.
 
     Attributes:
-        name: of its metric.
-        parameter: whose gradient is looked at; None where there is none to look at. No weak reference: `torch.utils.swap_tensors`, by
-            which modules of sharded parameters change their dtype, refuses tensors that have one.
-        version: of the gradient, as the last step left it; None where the time until the next is left out.
-        kept: what the passes since then say; None before the first.
-        cleared: how many steps did not find it kept.
-        told: whether the last step said something that a later one has to take back.
+        name: Name of its metric.
+        parameter: Parameter with the checked gradient; None if there is none. The reference is not weak, because
+            `torch.utils.swap_tensors`, by which modules of sharded parameters change their dtype, refuses tensors with weak references.
+        version: Version of the gradient after the last step; None while the gradient is not checked.
+        is_uncleared: Whether the gradient was uncleared at all passes since then; None before the first.
+        cleared: Number of steps with a cleared gradient.
+        needs_reset: Whether the last step recorded a value that a later step has to reset.
     """
 
     name: str
     parameter: Tensor | None = None
     version: int | None = None
-    kept: bool | Tensor | None = None
+    is_uncleared: bool | Tensor | None = None
     cleared: int = 0
-    told: bool = False
+    needs_reset: bool = False
 
     def gradient(self) -> Tensor | None:
-        """As it is now."""
+        """Return the current gradient."""
         return None if self.parameter is None else self.parameter.grad
 
 
 class StaleGradients:
-    """Records 1 as ``gradients:stale`` at each step whose gradients hold those of before the last, and 0 when that ends.
+    """Records 1 as ``gradients:stale`` at each step with gradients that include those of the previous step, and 0 when this ends.
 
-    Of a program's second optimizer it is ``gradients:stale_2``. On a device nothing waits: a number that is not known yet
-    is recorded as it will be.
+    The metric of a program's second optimizer is ``gradients:stale_2``. Nothing waits for a device: its result is recorded when
+    it is known.
     """
 
     def __init__(self, session: Session, prefix: str) -> None:
         self._recorder = session.recorder
         self._prefix = f"{prefix}." if prefix else ""
-        self._wanted = (
+        self._enabled = (
             "stale_gradients" in session.config.probes and tensors.METRICS in session.config.collections
         )
-        self._looked: MutableMapping[Optimizer, _Looked] = WeakIdKeyDictionary()
+        self._checks: MutableMapping[Optimizer, _Check] = WeakIdKeyDictionary()
 
     def backward_begins(self) -> None:
-        """A backward pass is about to add to gradients."""
-        for looked in list(self._looked.values()):  # a copy: another training's thread may add to it
-            if looked.version is None or looked.kept is False:
+        """Check gradients before a backward pass adds to them."""
+        for check in list(
+            self._checks.values()
+        ):  # a copy, because the thread of another training may add to it
+            if check.version is None or check.is_uncleared is False:
                 continue
-            gradient = looked.gradient()
-            if gradient is None or (looked.kept is None and gradient._version != looked.version):  # noqa: SLF001 - has no public name
-                looked.kept = False
+            gradient = check.gradient()
+            if gradient is None or (check.is_uncleared is None and gradient._version != check.version):  # noqa: SLF001 - has no public name
+                check.is_uncleared = False
                 continue
-            some = _some(gradient)
+            nonzero = _any_nonzero(gradient)
             if gradient.device.type == "cpu":
-                looked.kept = bool(some)
+                check.is_uncleared = bool(nonzero)
             else:
-                looked.kept = some if looked.kept is None else some & looked.kept
+                check.is_uncleared = nonzero if check.is_uncleared is None else nonzero & check.is_uncleared
 
     def after_step(self, optimizer: Optimizer, parameters: Callable[[], list[NamedParameter]]) -> None:
-        """An optimizer has stepped: say what was seen since its last step, and look anew.
+        """Report the result since an optimizer's previous step, and start the next check.
 
         Args:
-            optimizer: the optimizer.
-            parameters: gives the watched ones that it updates, in its order; called where none is looked at yet.
+            optimizer: The optimizer.
+            parameters: Returns its watched parameters in order. Called only if no parameter is checked yet.
         """
-        if not self._wanted:
+        if not self._enabled:
             return
-        looked = self._looked.get(optimizer)
-        if looked is None:
+        check = self._checks.get(optimizer)
+        if check is None:
             if not parameters():
                 return
-            number = len(self._looked) + 1
+            number = len(self._checks) + 1
             name = f"{self._prefix}{METRIC}" + (f"_{number}" if number > 1 else "")
-            looked = self._looked[optimizer] = _Looked(name)
-        gradient = looked.gradient()
-        if looked.version is not None and looked.kept is not None:
-            self._report(looked, gradient)
+            check = self._checks[optimizer] = _Check(name)
+        gradient = check.gradient()
+        if check.version is not None and check.is_uncleared is not None:
+            self._report(check, gradient)
         if gradient is None:
-            looked.parameter, gradient = _last(parameters())
-        rests = looked.cleared > _AT_EACH_STEP and looked.cleared % _NOW_AND_THEN != 0
-        looked.cleared += rests
-        looked.version = None if gradient is None or rests else gradient._version  # noqa: SLF001 - as above
-        looked.kept = None
+            check.parameter, gradient = _last_with_gradient(parameters())
+        is_paused = check.cleared > _CHECKED_STEPS and check.cleared % _CHECK_INTERVAL != 0
+        check.cleared += is_paused
+        check.version = None if gradient is None or is_paused else gradient._version  # noqa: SLF001 - as above
+        check.is_uncleared = None
 
-    def _report(self, looked: _Looked, gradient: Tensor | None) -> None:
-        added = gradient is not None and looked.version is not None and gradient._version > looked.version  # noqa: SLF001 - as above
-        stale = looked.kept if added else False
+    def _report(self, check: _Check, gradient: Tensor | None) -> None:
+        added = gradient is not None and check.version is not None and gradient._version > check.version  # noqa: SLF001 - as above
+        stale = check.is_uncleared if added else False
         if isinstance(stale, Tensor):
-            record_tensor(self._recorder, looked.name, stale.float(), "train")
-        elif stale or looked.told:
-            self._recorder.scalar(looked.name, float(bool(stale)))
-        looked.told = stale is not False
-        looked.cleared = (
-            0 if stale is True else looked.cleared + 1
-        )  # what is not known yet is cleared, most likely
+            record_tensor(self._recorder, check.name, stale.float(), "train")
+        elif stale or check.needs_reset:
+            self._recorder.scalar(check.name, float(bool(stale)))
+        check.needs_reset = stale is not False
+        check.cleared = 0 if stale is True else check.cleared + 1  # an unknown result is most likely cleared
 
 
 @torch.no_grad()
-def _some(gradient: Tensor) -> Tensor:
-    """Whether some of its elements are not zero, of a few that are evenly spaced."""
+def _any_nonzero(gradient: Tensor) -> Tensor:
+    """Return whether some of a few evenly spaced elements are nonzero, as a tensor."""
     return views([gradient], _SAMPLED)[0].any()
 
 
-def _last(parameters: Iterable[NamedParameter]) -> tuple[Tensor | None, Tensor | None]:
-    """The last parameter that has a dense gradient: closest to the loss, so that its gradient is hardly ever zero."""
+def _last_with_gradient(parameters: Iterable[NamedParameter]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the last parameter with a dense gradient, and the gradient. It is closest to the loss, so its gradient is rarely zero."""
     for named in reversed(list(parameters)):
         gradient = named.parameter.grad
         if gradient is not None and gradient.layout is torch.strided and gradient.numel():
@@ -365,21 +368,21 @@ def _last(parameters: Iterable[NamedParameter]) -> tuple[Tensor | None, Tensor |
 
 
 _ELEMENTS = 256
-_MOST_SEARCHES = 8
-_SEARCHED_AGAIN = 2
-"""Records after a search, at which those are searched for that the program has made since."""
+_MAX_SEARCHES = 8
+_SEARCH_REPEAT = 2
+"""Number of records after a search until the search is repeated, for optimizers that have been created since."""
 
 _WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN")
-"""Classes whose modules multiply their input by weights begin so, themselves or a base."""
+"""Prefixes of the names of classes, or of their bases, that multiply their input by weights."""
 
 
 @dataclass(frozen=True)
 class _NotInOptimizerColumns:
     """Columns of parameters in no optimizer.
 
-    ``changed``: 1 where the parameter changed since its first record. ``was_optimized``: 1 where it was in an optimizer before.
-    ``optimized_share``: of the elements that require a gradient, the share in optimizers. ``after_optimized``: 1 where its layer comes after a
-    weighted layer that is in an optimizer. ``weight_optimized``: 1 for a vector of a module whose weight matrix is in an optimizer.
+    ``changed``: 1 if the parameter has changed since its first record. ``was_optimized``: 1 if it was in an optimizer before.
+    ``optimized_share``: share of the elements that require a gradient which is in optimizers. ``after_optimized``: 1 if its layer is
+    after a weighted layer that is in an optimizer. ``weight_optimized``: 1 for a vector of a module with a weight matrix in an optimizer.
     """
 
     flags: OnTheWay
@@ -390,13 +393,13 @@ class _NotInOptimizerColumns:
 
 
 class _Coverage(NamedTuple):
-    """What optimizers hold of a model.
+    """Part of a model that is in optimizers.
 
     Attributes:
-        ids: of the parameters.
-        share: of the elements that require a gradient.
-        first: order of the first weighted layer among them; infinite where there is none.
-        modules: those of which a matrix is held.
+        ids: Ids of the parameters.
+        share: Share of the elements that require a gradient.
+        first: Order of the first weighted layer among them; infinite if there is none.
+        modules: Modules with a matrix in an optimizer.
     """
 
     ids: frozenset[int]
@@ -406,7 +409,7 @@ class _Coverage(NamedTuple):
 
     @classmethod
     def of(cls, ids: frozenset[int], named: Iterable[NamedParameter]) -> _Coverage:
-        """Of a model, by the ids of all that is held."""
+        """Return the coverage of a model by the ids of all parameters in optimizers."""
         elements, learning, first, modules = 0, 0, np.inf, set()
         for member in named:
             if not member.parameter.requires_grad:
@@ -425,10 +428,10 @@ def _is_weighted(named: NamedParameter) -> bool:
 
 
 class ParametersNotInOptimizer:
-    """Measures their gradients, as ``fc.weight:not_in_optimizer``, where that collection is due.
+    """Measures gradients of parameters in no optimizer, as ``fc.weight:not_in_optimizer``, when that collection is due.
 
-    An optimizer is known from its first step on. Where a parameter seems to be held by none, all optimizers of the process are looked for, so
-    that one that steps seldom, or has not stepped yet, is known as well; that is done eight times at most.
+    An optimizer is known from its first step on. If a parameter seems to be in none, all optimizers of the process are searched, to
+    find those that step rarely or have not stepped yet. The search is done at most eight times.
     """
 
     def __init__(self, session: Session, parameters: Parameters, kernel: Kernel) -> None:
@@ -438,10 +441,10 @@ class ParametersNotInOptimizer:
         self._kernel = kernel
         self._first: dict[int, Tensor] = {}
         self._measured = -1
-        self._wanted = {named.not_in_optimizer.collections for named in parameters.named} - {()}
-        self._ever: dict[
+        self._collections = {named.not_in_optimizer.collections for named in parameters.named} - {()}
+        self._ever_optimized: dict[
             int, Tensor
-        ] = {}  # no weak references: `torch.utils.swap_tensors` refuses tensors that have one
+        ] = {}  # not weak: `torch.utils.swap_tensors` refuses tensors with weak references
         self._in_optimizers: frozenset[int] = frozenset()
         self._optimizers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()
         self._searched_for: set[int] = set()
@@ -449,15 +452,15 @@ class ParametersNotInOptimizer:
         self._since_search = 0
 
     def measure(self, step: int) -> None:
-        """Record what is due, once a step.
+        """Record the collections that are due, once per step.
 
         Args:
-            step: of the run, of which gradients are there.
+            step: Step of the run to which the current gradients belong.
         """
         if step == self._measured:
             return
         self._measured = step
-        for collections in self._wanted:
+        for collections in self._collections:
             charged = self._schedule.due(collections, step)
             members = [] if charged is None else self._not_in_optimizer(collections)
             if charged is not None and members:
@@ -466,7 +469,7 @@ class ParametersNotInOptimizer:
                 self._schedule.spent(charged, since)
 
     def _not_in_optimizer(self, collections: tuple[str, ...]) -> list[NamedParameter]:
-        optimized = self._held()
+        optimized = self._optimized_ids()
         members = [
             named
             for named in self._parameters.named
@@ -477,12 +480,12 @@ class ParametersNotInOptimizer:
             and named.parameter.grad is not None
         ]
         if members and self._search(members):
-            optimized = self._held()
+            optimized = self._optimized_ids()
             members = [named for named in members if id(named.parameter) not in optimized]
         return members
 
-    def _held(self) -> frozenset[int]:
-        """Ids of what optimizers hold: those that have stepped, and those that were found."""
+    def _optimized_ids(self) -> frozenset[int]:
+        """Return the ids of parameters in optimizers that have stepped or were found by a search."""
         others = {
             id(p)
             for optimizer in self._optimizers
@@ -491,11 +494,13 @@ class ParametersNotInOptimizer:
         }
         optimized = self._parameters.optimized().union(others)
         watched = {id(named.parameter) for named in self._parameters.named}
-        if not self._ever.keys() <= watched:
-            self._ever = {key: tensor for key, tensor in self._ever.items() if key in watched}
+        if not self._ever_optimized.keys() <= watched:
+            self._ever_optimized = {
+                key: tensor for key, tensor in self._ever_optimized.items() if key in watched
+            }
         if optimized != self._in_optimizers:
             self._in_optimizers = optimized
-            self._ever.update(
+            self._ever_optimized.update(
                 {
                     id(named.parameter): named.parameter
                     for named in self._parameters.named
@@ -505,12 +510,12 @@ class ParametersNotInOptimizer:
         return optimized
 
     def _search(self, members: list[NamedParameter]) -> bool:
-        """Look for optimizers, where these have not been looked for; whether some may have been found."""
+        """Search for optimizers unless this was done for these parameters. Returns whether a search was done."""
         ids = {id(named.parameter) for named in members}
         self._since_search += 1
         if (
-            ids <= self._searched_for and self._since_search != _SEARCHED_AGAIN
-        ) or self._searches >= _MOST_SEARCHES:
+            ids <= self._searched_for and self._since_search != _SEARCH_REPEAT
+        ) or self._searches >= _MAX_SEARCHES:
             return False
         if not ids <= self._searched_for:
             self._since_search = 0
@@ -546,7 +551,7 @@ class ParametersNotInOptimizer:
             return np.array([float(flag) for flag in flags])
 
         return {
-            "was_optimized": column(id(named.parameter) in self._ever for named in members),
+            "was_optimized": column(id(named.parameter) in self._ever_optimized for named in members),
             "optimized_share": np.full(len(members), coverage.share),
             "after_optimized": column(named.weight.order > coverage.first for named in members),
             "weight_optimized": column(

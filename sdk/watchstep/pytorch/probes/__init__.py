@@ -1,1 +1,1 @@
-"""Probes: figures that statistics alone do not give, computed where the tensors are."""
+"""Probes: values beyond the statistics, computed where the tensors are."""

@@ -1,31 +1,25 @@
 """Probes of activations, of the inputs of embeddings, and of labels.
 
-Probes of channels: dead and saturated channels of activations, and sums of the channels of images.
+Channels. A channel of an activation is *dead* if it is zero for every example of the step: no gradient flows back through it (Lu
+et al. 2019, "Dying ReLU and Initialization"). It is *saturated* if it is within one percent of a bound for every example: the
+slope there is at most 1/25 of its maximum for a sigmoid, and 1/50 for tanh (Glorot and Bengio 2010). Micro-batches of a step are
+combined: each pass counts the channels that were dead or saturated in all passes so far. Channels of images are summed.
 
-A channel is *dead* where it is zero for every example of the step: no gradient flows back through it (Lu et al. 2019,
-"Dying ReLU and Initialization"). It is *saturated* where it lies within one percent of a bound for every example: the
-slope there is at most a twenty-fifth of its greatest for a sigmoid, for tanh a fiftieth (Glorot and Bengio 2010).
-Micro-batches of a step are one: each pass counts the channels that were so in all passes up to it.
+Units. Rarely active units of an activation are counted by a threshold, over the examples of a step. A rectifier is active if its
+output is above zero, a tanh or sigmoid if its input is between two bounds. A unit is a feature, or a channel of images with all
+positions. Micro-batches of a step are combined: each pass counts the examples of all passes so far.
 
-Units of an activation that are hardly ever active: counted by a threshold, over the examples of a step.
-
-A rectifier is active where its output is above zero; a tanh or sigmoid where its input lies between two bounds. A unit is what
-`watchstep.pytorch.probes.activations` calls a channel: a feature, or a channel of images with all their places. Micro-batches of a
-step are one: each pass counts the examples of all passes up to it.
-
-What share of the tokens that an embedding is given are padding, or one and the same.
+Tokens. For an embedding, the share of its input tokens that are padding or equal:
 
     token_share = tokens that are one of the watched values / tokens
     top_token_share = occurrences of the most frequent token / tokens
 
-Of longer inputs at most 4,096 tokens are looked at, evenly spaced: a share of them has a standard error below one percent. Tokens
-that the probe ``token_count:TOKEN`` asks for are counted among all.
+Of longer inputs at most 4,096 evenly spaced tokens are used: a share of them has a standard error below one percent. For the probe
+``token_count:TOKEN`` all tokens are counted.
 
-How often each class has been among the labels, over all batches that were looked at so far.
-
-Labels are whole numbers, one for each example, 0 … 999; or zeros and ones in a floating-point type, as binary losses
-take them. Negative whole numbers, with which losses are told to leave an example out, do not count. Labels that are
-anything else (measured targets, tokens of longer sequences, masks) are no classes, and have no counts.
+Classes. The frequency of each class among the labels, over all batches so far. Labels are whole numbers 0 … 999, one per example,
+or zeros and ones in a floating-point type for binary losses. Negative whole numbers, by which losses ignore an example, are not
+counted. Other labels (measured targets, tokens of longer sequences, masks) are not classes, and have no counts.
 """
 
 from __future__ import annotations
@@ -53,12 +47,12 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Mode
 from watchstep.pytorch.probes.staging import OnTheWay, views, wide_float
 
-_IMAGES = 4
+_IMAGE_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """One row: a column for each probe and channel; NaN for channels that the images do not have."""
+    """One row with a column per probe and channel; NaN for missing channels."""
 
     sums: dict[str, OnTheWay]
 
@@ -73,7 +67,7 @@ class _Sums:
 
 
 class ChannelSums:
-    """Looks at what a model is given."""
+    """Sums the channels of a model's input images."""
 
     def __init__(self, probes: Sequence[str]) -> None:
         self._axes = {probe.name: int(probe.arguments[0]) for probe in of_kind(probes, CHANNEL_SUM)}
@@ -85,25 +79,25 @@ class ChannelSums:
 
     @torch.no_grad()
     def look(self, images: Tensor) -> _Sums | None:
-        """Add up a batch.
+        """Sum the channels of a batch.
 
         Args:
-            images: floats of four dimensions.
+            images: Floating-point tensor of four dimensions.
 
         Returns:
-            None where they are no images, or have more than four channels.
+            None if the tensor is not images, or has more than four channels.
         """
-        if images.dim() != _IMAGES or not images.is_floating_point() or not images.numel():
+        if images.dim() != _IMAGE_DIMENSIONS or not images.is_floating_point() or not images.numel():
             return None
         sums = {}
         for name, axis in self._axes.items():
-            if -_IMAGES <= axis < _IMAGES and images.shape[axis] <= MAX_CHANNELS:
-                others = [place for place in range(_IMAGES) if place != axis % _IMAGES]
+            if -_IMAGE_DIMENSIONS <= axis < _IMAGE_DIMENSIONS and images.shape[axis] <= MAX_CHANNELS:
+                others = [place for place in range(_IMAGE_DIMENSIONS) if place != axis % _IMAGE_DIMENSIONS]
                 sums[name] = OnTheWay(images.detach().sum(others, dtype=wide_float(images.device)))
         return _Sums(sums) if sums else None
 
 
-_NEAR = 0.01  # share of the range that counts as being at a bound
+_MARGIN = 0.01  # distance from a bound that counts as saturated, as a share of the range
 _ZEROED = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardswish)
 _NEVER_NEGATIVE = (nn.ReLU, nn.ReLU6)
 _BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
@@ -115,8 +109,8 @@ _BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
 
 
 @dataclass(frozen=True)
-class _Counts:
-    """One row: how many channels there are, how many are dead, how many saturated; NaN for what cannot be."""
+class _ChannelCounts:
+    """One row: the numbers of channels, dead channels and saturated channels; NaN if not applicable."""
 
     channels: int
     dead: OnTheWay | None
@@ -135,42 +129,42 @@ def _number(flags: OnTheWay | None) -> Floats:
 
 
 class ChannelProbe:
-    """Counts the channels of one module's output."""
+    """Counts dead and saturated channels of one module's output."""
 
     def __init__(self, module: nn.Module) -> None:
         self._may_die = isinstance(module, _ZEROED)
         self._never_negative = isinstance(module, _NEVER_NEGATIVE)
         self._bounds = _bounds_of(module)
         self._pass: tuple[int, Mode] | None = None
-        self._so_far: list[Tensor | None] = []
+        self._flags: list[Tensor | None] = []
 
     @property
     def applies(self) -> bool:
-        """Whether the module is one whose channels die or saturate."""
+        """Whether channels of the module can die or saturate."""
         return self._may_die or self._bounds is not None
 
-    def look(self, output: Tensor, step: int, mode: Mode) -> _Counts | None:
-        """Count in one pass of a step.
+    def look(self, output: Tensor, step: int, mode: Mode) -> _ChannelCounts | None:
+        """Count the channels of one pass of a step.
 
         Args:
-            output: shape (examples, channels), (examples, channels, …) for images, (…, channels) for sequences.
-            step: of the run.
-            mode: of the pass.
+            output: Output of shape (examples, channels), (examples, channels, …) for images, (…, channels) for sequences.
+            step: Step of the run.
+            mode: Mode of the pass.
 
         Returns:
-            None where the output has no examples, or no channels.
+            None if the output has no examples or no channels.
         """
         if output.dim() < 2 or output.numel() == 0 or not output.is_floating_point():
             return None
         values = output.detach()
-        channel = 1 if values.dim() >= _IMAGES else values.dim() - 1
+        channel = 1 if values.dim() >= _IMAGE_DIMENSIONS else values.dim() - 1
         others = [place for place in range(values.dim()) if place != channel]
         so_far = [self._dead(values, others), self._saturated(values, others)]
         if self._pass == (step, mode):
-            so_far = [_both(new, old) for new, old in zip(so_far, self._so_far, strict=True)]
-        self._pass, self._so_far = (step, mode), so_far
+            so_far = [_intersection(new, old) for new, old in zip(so_far, self._flags, strict=True)]
+        self._pass, self._flags = (step, mode), so_far
         dead, saturated = (None if flags is None else OnTheWay(flags) for flags in so_far)
-        return _Counts(values.shape[channel], dead, saturated)
+        return _ChannelCounts(values.shape[channel], dead, saturated)
 
     def _dead(self, values: Tensor, others: list[int]) -> Tensor | None:
         if not self._may_die:
@@ -182,10 +176,10 @@ class ChannelProbe:
         if self._bounds is None:
             return None
         low, high = self._bounds
-        return (values - (low + high) / 2).abs().amin(others) >= (0.5 - _NEAR) * (high - low)
+        return (values - (low + high) / 2).abs().amin(others) >= (0.5 - _MARGIN) * (high - low)
 
 
-def _both(new: Tensor | None, old: Tensor | None) -> Tensor | None:
+def _intersection(new: Tensor | None, old: Tensor | None) -> Tensor | None:
     return new & old if new is not None and old is not None and new.shape == old.shape else new
 
 
@@ -199,12 +193,12 @@ RECTIFIERS = (nn.ReLU, nn.ReLU6)
 BOUNDED: dict[str, type[nn.Module]] = {"Tanh": nn.Tanh, "Sigmoid": nn.Sigmoid}
 
 Active = Callable[[Tensor, Tensor], Tensor]
-"""From input and output of the activation, which elements are active."""
+"""Returns which elements are active, from the input and output of the activation."""
 
 
 @dataclass(frozen=True)
 class _Test:
-    """One threshold: the column, which elements are active, and the percentage below which a unit is not."""
+    """One threshold: the column, a function for active elements, and the percentage below which a unit is inactive."""
 
     column: str
     active: Active
@@ -214,7 +208,7 @@ class _Test:
 
 @dataclass(frozen=True)
 class _Activity:
-    """One row: how many units there are, and how many of them fail each test."""
+    """One row: the number of units, and the number of units that fail each test."""
 
     units: int
     columns: tuple[str, ...]
@@ -226,19 +220,19 @@ class _Activity:
 
 
 class UnitActivity:
-    """Looks at one activation, module or function.
+    """Counts inactive units of one activation module or function.
 
     Attributes:
-        applies: whether one of the probes is about such an activation.
+        applies: Whether one of the probes applies to such an activation.
     """
 
     def __init__(self, kind: str, probes: Sequence[str], *, in_place: bool = False) -> None:
-        """Choose the tests.
+        """Select the tests.
 
         Args:
-            kind: ``ReLU``, ``Tanh``, ``Sigmoid``, or anything else, to which no probe applies.
-            probes: as configured.
-            in_place: the output is written over the input, which is not there any more.
+            kind: ``ReLU``, ``Tanh`` or ``Sigmoid``. No probe applies to other kinds.
+            probes: The configured probes.
+            in_place: Whether the output overwrites the input.
         """
         self._tests = _tests(kind, probes)
         self._variance = kind == "ReLU" and not in_place and bool(of_kind(probes, INPUT_VARIANCE))
@@ -249,22 +243,22 @@ class UnitActivity:
 
     @torch.no_grad()
     def look(self, given: Tensor | None, output: Tensor, step: int, mode: Mode) -> _Activity | None:
-        """Count in one pass of a step.
+        """Count the units of one pass of a step.
 
         Args:
-            given: what the activation was given, of the output's shape; None where that is not known.
-            output: shape (examples, units), (examples, units, …) for images, (…, units) for sequences.
-            step: of the run.
-            mode: of the pass.
+            given: Input of the activation, with the shape of the output; None if it is unknown.
+            output: Output of shape (examples, units), (examples, units, …) for images, (…, units) for sequences.
+            step: Step of the run.
+            mode: Mode of the pass.
 
         Returns:
-            None where the output has no examples, or no units.
+            None if the output has no examples or no units.
         """
         if output.dim() < 2 or output.numel() == 0 or not output.is_floating_point():
             return None
         has_input = given is not None and given.shape == output.shape
         given = given if given is not None and has_input else output
-        unit = 1 if output.dim() >= _IMAGES else output.dim() - 1
+        unit = 1 if output.dim() >= _IMAGE_DIMENSIONS else output.dim() - 1
         others = [place for place in range(output.dim()) if place != unit]
         units = output.shape[unit]
         active = [test.active(given.detach(), output.detach()).sum(others) for test in self._tests]
@@ -288,7 +282,7 @@ class UnitActivity:
 
 
 def activation_kind(module: nn.Module) -> str:
-    """``ReLU``, ``Tanh`` or ``Sigmoid``; empty for other modules."""
+    """Return ``ReLU``, ``Tanh`` or ``Sigmoid``; empty for other modules."""
     if isinstance(module, RECTIFIERS):
         return "ReLU"
     return next((kind for kind, bounded in BOUNDED.items() if isinstance(module, bounded)), "")
@@ -315,7 +309,7 @@ def _above_zero(_: Tensor, output: Tensor) -> Tensor:
     return output > 0
 
 
-_MOST = 4096
+_MAX_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -337,19 +331,19 @@ class _Shares:
 
 
 class TokenProbe:
-    """Looks at what one embedding is given.
+    """Counts input tokens of one embedding.
 
     Attributes:
-        applies: whether the module is one.
+        applies: Whether the module is an embedding and a probe is configured.
     """
 
     def __init__(self, module: nn.Module, values: tuple[int, ...], probes: Sequence[str]) -> None:
-        """Watch a module.
+        """Create the probe of a module.
 
         Args:
-            module: an embedding, or any other.
-            values: the watched tokens; the module's ``padding_idx`` where there are none, or 0 where it has none.
-            probes: as configured.
+            module: Any module.
+            values: The watched tokens; if empty, the module's ``padding_idx``, by default 0.
+            probes: The configured probes.
         """
         self._shares = "token_shares" in probes
         self._counted = {probe.name: int(probe.arguments[0]) for probe in of_kind(probes, TOKEN_COUNT)}
@@ -359,13 +353,13 @@ class TokenProbe:
 
     @torch.no_grad()
     def look(self, tokens: Tensor) -> _Shares | None:
-        """Count.
+        """Count the tokens of one input.
 
         Args:
-            tokens: whole numbers, of any shape.
+            tokens: Integer tensor of any shape.
 
         Returns:
-            None where there are none.
+            None if there are no tokens.
         """
         if tokens.numel() == 0 or tokens.is_floating_point():
             return None
@@ -380,65 +374,65 @@ class TokenProbe:
         )
 
     def _shares_of(self, tokens: Tensor) -> list[Tensor]:
-        tokens_seen = views([tokens], _MOST)[0].long()
-        watched = torch.stack([(tokens_seen == value).sum() for value in self._values]).sum()
-        ordered = tokens_seen.sort().values
-        run = torch.zeros_like(ordered)  # the number of the run of like tokens that each is in
+        sample = views([tokens], _MAX_TOKENS)[0].long()
+        watched = torch.stack([(sample == value).sum() for value in self._values]).sum()
+        ordered = sample.sort().values
+        run = torch.zeros_like(ordered)  # index of the run of equal tokens that each token belongs to
         run[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
         runs = torch.zeros_like(ordered).scatter_add_(0, run, torch.ones_like(run))
-        return [watched / tokens_seen.numel(), runs.amax() / tokens_seen.numel()]
+        return [watched / sample.numel(), runs.amax() / sample.numel()]
 
 
 MOST = 1000
-_NO_CLASSES = (torch.bool, torch.complex64, torch.complex128)
+_NON_CLASS_DTYPES = (torch.bool, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True)
-class _Counted:
-    """One row: all labels counted so far, how many classes they are, the largest, the smallest, and which that is."""
+class _ClassFrequencies:
+    """One row: the numbers of labels and classes so far, the largest and smallest class counts, and the rarest class."""
 
     counts: OnTheWay
 
     def collect(self) -> dict[str, Floats]:
         *by_class, others = self.counts.numbers()
         counts = np.array(by_class)
-        seen = np.flatnonzero(counts)
-        if others or not len(seen):
+        present = np.flatnonzero(counts)
+        if others or not len(present):
             figures = [np.nan] * 5
         else:
-            rarest = seen[counts[seen].argmin()]
-            figures = [counts.sum(), len(seen), counts.max(), counts[rarest], rarest]
+            rarest = present[counts[present].argmin()]
+            figures = [counts.sum(), len(present), counts.max(), counts[rarest], rarest]
         names = ("labels_counted", "classes", "largest_class", "smallest_class", "rarest_class")
         return {name: np.array([float(figure)]) for name, figure in zip(names, figures, strict=True)}
 
 
 class ClassCounts:
-    """Counts of one stream of labels, kept where they are: nothing waits for a device."""
+    """Class counts of one stream of labels, on its device, so that nothing waits for the device."""
 
     def __init__(self) -> None:
-        self._so_far: Tensor | None = None
+        self._totals: Tensor | None = None
 
     @torch.no_grad()
-    def look(self, labels: Tensor) -> _Counted | None:
-        """Count a batch.
+    def look(self, labels: Tensor) -> _ClassFrequencies | None:
+        """Count the labels of a batch.
 
         Args:
-            labels: shape (examples,) or (examples, 1).
+            labels: Labels of shape (examples,) or (examples, 1).
 
         Returns:
-            None where the labels can be no classes, by shape or dtype.
+            None if the labels cannot be classes because of their shape or dtype.
         """
-        if labels.dtype in _NO_CLASSES or labels.dim() == 0 or labels.numel() != labels.shape[0]:
+        if labels.dtype in _NON_CLASS_DTYPES or labels.dim() == 0 or labels.numel() != labels.shape[0]:
             return None
-        given = labels.detach().reshape(-1)
-        classes = 2 if given.is_floating_point() else MOST
-        place = given.long()
-        matches = (place == given) & (place >= 0) & (place < classes)
-        counts = torch.zeros(MOST + 1, dtype=torch.int64, device=given.device)
+        flat = labels.detach().reshape(-1)
+        classes = 2 if flat.is_floating_point() else MOST
+        place = flat.long()
+        matches = (place == flat) & (place >= 0) & (place < classes)
+        counts = torch.zeros(MOST + 1, dtype=torch.int64, device=flat.device)
         counts.scatter_add_(0, torch.where(matches, place, MOST), torch.ones_like(place))
-        if not given.is_floating_point():
+        if not flat.is_floating_point():
             counts[MOST] -= (place < 0).sum()
-        if self._so_far is not None and self._so_far.device == counts.device:
-            counts += self._so_far
-        self._so_far = counts
-        return _Counted(OnTheWay(counts))
+        if self._totals is not None and self._totals.device == counts.device:
+            counts += self._totals
+        self._totals = counts
+        return _ClassFrequencies(OnTheWay(counts))

@@ -1,8 +1,8 @@
-"""How probes measure: small tensors of figures that may still be on their way from a device, and samples of large tensors.
+"""Tools of probes: asynchronous copies of small tensors from a device, and samples of large tensors.
 
-Samples are taken at the same places each time, so that two moments can be compared without a second model. Small tensors
-are taken whole, of large ones evenly spaced elements. A mean square over n of them estimates that of the whole tensor with
-a relative standard error of about sqrt(2 / n) for normal elements: 1.1 percent at 16,384.
+Samples use the same elements each time, so that two moments can be compared without a second model: all elements of a small
+tensor, evenly spaced elements of a large one. A mean square over n of them estimates that of the whole tensor with a relative
+standard error of about sqrt(2 / n) for normal elements: 1.1 percent at 16,384.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from watchstep.format.statistics import Floats
 
 
 def stacked(figures: Sequence[Tensor]) -> Tensor:
-    """Stack figures of one shape that may be on several devices, as the layers of a model may be.
+    """Stack tensors of one shape that may be on several devices, like the layers of a model.
 
-    The result is on the first of their devices that is not the host: a copy to the host that is not waited for has no values yet.
+    The result is on the first device that is not the host, because an asynchronous copy to the host has no values yet.
     """
     device = next((figure.device for figure in figures if figure.device.type != "cpu"), figures[0].device)
     return torch.stack([figure.to(device, non_blocking=True) for figure in figures])
 
 
 class OnTheWay:
-    """Copies to the host without waiting; `numbers` waits, off the training thread."""
+    """Copies a tensor to the host asynchronously. `numbers` waits for the copy, and is called outside the training thread."""
 
     def __init__(self, figures: Tensor) -> None:
         self._event: Any = None
@@ -39,11 +39,11 @@ class OnTheWay:
 
     @property
     def is_here(self) -> bool:
-        """Whether `numbers` would not wait."""
+        """Whether the copy is complete, so that `numbers` does not wait."""
         return self._event is None or bool(self._event.query())
 
     def numbers(self) -> Floats:
-        """The figures as float64, of the tensor's shape."""
+        """Wait for the copy, and return it as float64 in the tensor's shape."""
         if self._event is not None:
             self._event.synchronize()
         return np.asarray(self._copied.double().numpy())
@@ -55,28 +55,28 @@ ALTOGETHER = 4 * 1024 * 1024
 
 
 def elements_of_each(tensors: int) -> int:
-    """How many elements to take of each of so many tensors: at most 16,384, and 4 Mi of all together."""
+    """Return the sample size of each of a number of tensors: at most 16,384, and about 4 Mi in total."""
     return max(LEAST, min(MOST, ALTOGETHER // max(1, tensors)))
 
 
 def wide_float(device: torch.device) -> torch.dtype:
-    """float64 where the device has it."""
+    """Return float64, or float32 for a device without float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @torch.no_grad()
 def views(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
-    """Evenly spaced elements of each tensor, as views of it where its elements lie densely.
+    """Return evenly spaced elements of each tensor, as views if the tensor is dense.
 
     Args:
-        tensors: strided; of a `DTensor` the local part is taken, of complex ones real and imaginary parts.
-        most: elements of each, at most.
+        tensors: Strided tensors. The local part of a `DTensor` is used, and real and imaginary parts of complex tensors.
+        most: Maximum number of elements of each.
     """
     return [_spaced(_flat(tensor), tensor, most) for tensor in tensors]
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements in the order of memory where they lie densely, else in the tensor's own."""
+    """Return all elements in memory order if the tensor is dense, else in the tensor's order."""
     elements = tensor.detach()
     if hasattr(elements, "to_local"):
         elements = elements.to_local()
@@ -93,6 +93,6 @@ def _spaced(flat: Tensor, tensor: Tensor, most: int) -> Tensor:
     stride = -(-flat.numel() // most)
     width = tensor.shape[-1] if tensor.dim() else 1
     width *= 2 if tensor.is_complex() else 1
-    while math.gcd(stride, max(1, width)) > 1:  # else only some columns would ever be seen
+    while math.gcd(stride, max(1, width)) > 1:  # else only some columns would be sampled
         stride += 1
     return flat[::stride]

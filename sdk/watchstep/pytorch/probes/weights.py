@@ -1,36 +1,32 @@
 """Probes of weights, gradients and updates.
 
-How large an update is beside the weight that it changes.
+Size of an update relative to the weight:
 
     update_ratio = rms(after - before) / rms(before)
 
-Healthy trainings of networks with normalised layers are said to lie near 1e-3 (Karpathy 2015, CS231n, "Ratio of
+For healthy training of networks with normalised layers it is reported to be near 1e-3 (Karpathy 2015, CS231n, "Ratio of
 weights:updates").
 
-The direction of a gradient against the one that was measured before.
+Direction of a gradient g relative to the previously measured gradient h:
 
     gradient_cosine = <g, h> / (|g| |h|)
 
-Near 1 the loss falls steadily along one direction, near -1 the step size makes it jump from side to side.
+Near 1 the loss decreases steadily in one direction. Near -1 the step size makes it oscillate.
 
-Whether the units of a layer, which began alike, ever part.
+Symmetry of the units of a layer. Units are the first dimension of a weight: outputs of a linear layer, channels of a convolution.
+Units that start equal, with nothing to distinguish them, get the same gradient and stay equal except for rounding. Few weights
+start like this. All are checked once, and then only those with units that have not diverged:
 
-Units are what a weight's first dimension counts: outputs of a linear layer, channels of a convolution. Units that begin
-alike, where nothing tells them apart, get the same gradient and stay alike, but for rounding. Few weights begin so; all
-are looked at once, and again only those whose units have not parted.
+    unit_spread = max |w_i - w_0|, unit_movement = max |w_0 - w_0 of the first check|
 
-    unit_spread = max |w_i - w_0|, unit_movement = max |w_0 - w_0 of the first look|
+Width of the middle 90 % of a gradient in its first steps:
 
-How wide the middle nine tenths of a gradient are, in its first steps.
+    percentile_range = 95th percentile - 5th percentile, interpolated between elements like `numpy.percentile`
 
-    percentile_range = 95th percentile - 5th percentile, interpolated between elements as `numpy.percentile` does
+Comparison of tensors with their earlier records, element by element.
 
-Of large gradients evenly spaced elements are taken, see `watchstep.pytorch.probes.staging`.
-
-Tensors held against earlier records of themselves, element by element.
-
-Tensors of up to 16,384 elements are compared whole, larger ones at so many evenly spaced places (fewer where there are many
-tensors, see `watchstep.pytorch.probes.staging`): what is kept stays small beside the model.
+Tensors of up to 16,384 elements are used completely, larger ones at this number of evenly spaced elements (fewer if there are many
+tensors, see `watchstep.pytorch.probes.staging`), so that the kept samples are small compared with the model.
 """
 
 from __future__ import annotations
@@ -53,18 +49,18 @@ from watchstep.pytorch.probes.staging import OnTheWay, elements_of_each, stacked
 
 @dataclass(frozen=True)
 class UpdateRatio:
-    """The column ``update_ratio``; NaN where the weight was all zero.
+    """The column ``update_ratio``; NaN for a weight of zeros.
 
     Attributes:
-        update: statistics of the updates.
-        before: of the weights before them, over the same elements.
+        update: Statistics of the updates.
+        before: Statistics of the weights before the updates, over the same elements.
     """
 
     update: Measurement
     before: Measurement
 
     def collect(self) -> dict[str, Floats]:
-        """The column."""
+        """Return the column."""
         weight = _rms(self.before.collect())
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(weight > 0, _rms(self.update.collect()) / weight, np.nan)
@@ -88,97 +84,100 @@ class _Cosines:
 
 
 class GradientCosine:
-    """Keeps a sample of each gradient from one measurement to the next, in float32; 16 MB at most."""
+    """Keeps a float32 sample of each gradient until the next measurement; at most 16 MB."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def look(self, owners: Sequence[object], gradients: Sequence[Tensor], size: int) -> _Cosines | None:
-        """Compare gradients with those before.
+        """Compare gradients with their previous measurements.
 
         Args:
-            owners: whose gradients they are, in the same order.
-            gradients: dense.
-            size: how many owners there are altogether.
+            owners: Parameters of the gradients, in the same order.
+            gradients: Dense gradients.
+            size: Total number of parameters.
 
         Returns:
-            None where one of them is sparse.
+            None if one of the gradients is sparse.
         """
         if not owners or any(gradient.layout is not torch.strided for gradient in gradients):
             return None
-        rows, columns = [], {}
+        rows, samples = [], {}
         for owner, view in zip(owners, views(gradients, elements_of_each(size)), strict=True):
             now = view.to(torch.float32, copy=True)
             square = torch.dot(now, now)
             old = self._before.get(id(owner))
-            same = old is not None and old[0].shape == now.shape and old[0].device == now.device
-            none = torch.full_like(square, torch.nan)
-            rows.append([torch.dot(now, old[0]), square, old[1]] if old and same else [none, none, none])
-            columns[id(owner)] = (now, square)
-        self._before.update(columns)
+            is_comparable = old is not None and old[0].shape == now.shape and old[0].device == now.device
+            nan = torch.full_like(square, torch.nan)
+            rows.append(
+                [torch.dot(now, old[0]), square, old[1]] if old and is_comparable else [nan, nan, nan]
+            )
+            samples[id(owner)] = (now, square)
+        self._before.update(samples)
         return _Cosines(OnTheWay(stacked([figure for row in rows for figure in row]).reshape(-1, 3).T))
 
     def forget(self) -> None:
-        """The parameters are others now."""
+        """Forget all samples, because the parameters have been replaced."""
         self._before.clear()
 
 
-_ELEMENTS = 64  # of each unit, at most
-_PARTED = 0.1  # of the movement
+_ELEMENTS = 64  # maximum number of elements of each unit
+_DIVERGED_SHARE = 0.1  # share of the movement above which units have diverged
 
 
 @dataclass(frozen=True)
 class _Spreads:
-    """One value for each weight; NaN where its units are not followed."""
+    """One value per weight; NaN if its units are not tracked."""
 
     weights: int
     places: list[int]
     owners: list[int]
     figures: OnTheWay
-    parted: set[int]
+    diverged: set[int]
 
     def collect(self) -> dict[str, Floats]:
         spread, movement = np.full(self.weights, np.nan), np.full(self.weights, np.nan)
         spread[self.places], movement[self.places] = self.figures.numbers()
-        self.parted.update(
+        self.diverged.update(
             owner
             for owner, place in zip(self.owners, self.places, strict=True)
             if not spread[place]
-            <= _PARTED * movement[place]  # also at the first look: some are apart from the start
+            <= _DIVERGED_SHARE
+            * movement[place]  # also at the first check, because some differ from the start
         )
         return {"unit_spread": spread, "unit_movement": movement}
 
 
 class UnitSpread:
-    """Follows weights for as long as all units of each are alike."""
+    """Tracks weights while all units of a weight are equal."""
 
     def __init__(self) -> None:
-        self._parted: set[int] = set()
+        self._diverged: set[int] = set()
         self._first: dict[int, Tensor] = {}
         self._last: _Spreads | None = None
 
     @torch.no_grad()
     def look(self, weights: Sequence[Tensor]) -> _Spreads | None:
-        """Look at weights.
+        """Compare the units of weights.
 
         Args:
-            weights: parameters; those with fewer than two dimensions, or two units, have no units to compare.
+            weights: Parameters. Those with fewer than two dimensions or two units are not tracked.
 
         Returns:
-            None where none is followed.
+            None if no weight is tracked.
         """
-        # Here as well as in the writer's thread, so that what is followed does not depend on when that came to it.
+        # Collected here and in the writer's thread, so that the tracked weights do not depend on the writer's timing.
         if self._last is not None and self._last.figures.is_here:
             self._last.collect()
         places, spreads, movements = [], [], []
         for place, weight in enumerate(weights):
-            if id(weight) in self._parted:
+            if id(weight) in self._diverged:
                 self._first.pop(id(weight), None)
                 continue
             sample = _sample(weight)
             if sample is None:
-                self._parted.add(id(weight))
+                self._diverged.add(id(weight))
                 continue
             first = self._first.get(id(weight))
             if first is None or first.shape != sample[0].shape:
@@ -190,16 +189,16 @@ class UnitSpread:
             return None
         owners = [id(weights[place]) for place in places]
         figures = stacked([*spreads, *movements]).reshape(2, -1)
-        self._last = _Spreads(len(weights), places, owners, OnTheWay(figures), self._parted)
+        self._last = _Spreads(len(weights), places, owners, OnTheWay(figures), self._diverged)
         return self._last
 
     def forget(self) -> None:
-        """The parameters are others now."""
-        self._parted, self._first, self._last = set(), {}, None
+        """Forget all samples, because the parameters have been replaced."""
+        self._diverged, self._first, self._last = set(), {}, None
 
 
 def _sample(weight: Tensor) -> Tensor | None:
-    """Evenly spaced elements of each unit in float32, of shape (units, elements); None where there is nothing to compare."""
+    """Return evenly spaced elements of each unit as float32 of shape (units, elements); None if there is nothing to compare."""
     if weight.dim() < 2 or weight.layout is not torch.strided or not weight.is_floating_point():
         return None
     local = weight.detach()
@@ -213,7 +212,7 @@ def _sample(weight: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Ranges:
-    """One value for each gradient; NaN where its first steps are over."""
+    """One value per gradient; NaN after its first steps."""
 
     columns: tuple[str, ...]
     is_early: list[list[bool]]
@@ -228,7 +227,7 @@ class _Ranges:
 
 
 class PercentileRange:
-    """Looks at gradients for so many steps from the first record of each."""
+    """Measures gradients for a number of steps from the first record of each."""
 
     def __init__(self, probes: Sequence[str]) -> None:
         self._probes = of_kind(probes, PERCENTILE_RANGE)
@@ -247,13 +246,13 @@ class PercentileRange:
         """Measure gradients that are in their first steps.
 
         Args:
-            owners: whose they are, in the same order.
-            gradients: strided.
-            among: how many there are altogether.
-            step: of the run.
+            owners: Parameters of the gradients, in the same order.
+            gradients: Strided gradients.
+            among: Total number of parameters.
+            step: Step of the run.
 
         Returns:
-            None where none is, or one has no dense elements.
+            None if no gradient is in its first steps, or one has no dense elements.
         """
         if any(gradient.layout is not torch.strided or not gradient.numel() for gradient in gradients):
             return None
@@ -267,7 +266,7 @@ class PercentileRange:
 
 
 def _range(elements: Tensor) -> Tensor:
-    """By one sort, with places that are known on the host: nothing waits for a device. NaN where an element is."""
+    """Return the range by one sort, with indices that are known on the host, so that nothing waits for a device. NaN if an element is NaN."""
     ordered = elements.sort().values
     wide: Tensor = _percentile(ordered, 0.95) - _percentile(ordered, 0.05)
     return torch.where(ordered[-1].isnan(), torch.nan, wide)  # NaN sorts last
@@ -281,13 +280,13 @@ def _percentile(ordered: Tensor, share: float) -> Tensor:
     return between
 
 
-_MOST_KEPT = 64
-"""Earlier records of a weight; where STEPS spans more of them the oldest that is kept counts."""
+_MAX_RECORDS = 64
+"""Maximum number of earlier records of a weight. If STEPS spans more of them, the oldest kept record is used."""
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """One column for each probe, one value for each tensor."""
+    """One column per probe, one value per tensor."""
 
     names: tuple[str, ...]
     figures: OnTheWay
@@ -297,7 +296,7 @@ class _Columns:
 
 
 class Unchanged:
-    """Keeps the last record of each tensor, and says whether the next one is close to it."""
+    """Keeps the last record of each tensor, and reports whether the next one is close to it."""
 
     def __init__(self, probes: Sequence[str]) -> None:
         self._probes = of_kind(probes, UNCHANGED)
@@ -310,15 +309,15 @@ class Unchanged:
 
     @torch.no_grad()
     def look(self, owners: Sequence[Hashable], tensors: Sequence[Tensor], among: int) -> _Columns | None:
-        """Compare tensors with their last record. A first record, or one of another shape, is a change.
+        """Compare tensors with their last record. A first record, or one of another shape, counts as a change.
 
         Args:
-            owners: whose they are, in the same order.
-            tensors: strided, real.
-            among: how many tensors there are altogether.
+            owners: Keys of the tensors, in the same order.
+            tensors: Strided real tensors.
+            among: Total number of tensors.
 
         Returns:
-            None where one of them has no dense elements.
+            None if one of them has no dense elements.
         """
         if not tensors or any(tensor.layout is not torch.strided for tensor in tensors):
             return None
@@ -327,10 +326,10 @@ class Unchanged:
         for owner, view in zip(owners, views(tensors, most), strict=True):
             now = view.clone()
             before = self._before.get(owner)
-            same = before is not None and before.shape == now.shape and before.device == now.device
+            is_comparable = before is not None and before.shape == now.shape and before.device == now.device
             rows.append(
                 [
-                    _is_close(now, before, probe) if same and before is not None else _none(now)
+                    _is_close(now, before, probe) if is_comparable and before is not None else _zero(now)
                     for probe in self._probes
                 ]
             )
@@ -338,12 +337,12 @@ class Unchanged:
         return _Columns(tuple(probe.name for probe in self._probes), _stacked(rows))
 
     def forget(self) -> None:
-        """The tensors are others now."""
+        """Forget all records, because the tensors have been replaced."""
         self._before.clear()
 
 
 class _Earlier(NamedTuple):
-    """A record of a weight."""
+    """An earlier record of a weight."""
 
     step: int
     sample: Tensor
@@ -351,35 +350,35 @@ class _Earlier(NamedTuple):
 
 @dataclass
 class WeightChange:
-    """Keeps earlier records of weights, and says by what share they have changed since."""
+    """Keeps earlier records of weights, and measures their relative change since then."""
 
     probes: Sequence[str]
     _earlier: dict[Hashable, deque[_Earlier]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._wanted = of_kind(self.probes, WEIGHT_CHANGE)
-        self._steps = [int(probe.arguments[0]) for probe in self._wanted]
-        self._depth = min(_MOST_KEPT, max([1, *self._steps]))
+        self._change_probes = of_kind(self.probes, WEIGHT_CHANGE)
+        self._steps = [int(probe.arguments[0]) for probe in self._change_probes]
+        self._depth = min(_MAX_RECORDS, max([1, *self._steps]))
 
     @property
     def applies(self) -> bool:
         """Whether any such probe is wanted."""
-        return bool(self._wanted)
+        return bool(self._change_probes)
 
     @torch.no_grad()
     def look(
         self, owners: Sequence[Hashable], weights: Sequence[Tensor], among: int, step: int
     ) -> _Columns | None:
-        """The change of each weight since its earlier record; -1 where there is none.
+        """Return the change of each weight since its earlier record; -1 without one.
 
         Args:
-            owners: whose they are, in the same order.
-            weights: strided.
-            among: how many there are altogether; with more records of each less of a large one is kept.
-            step: of the run.
+            owners: Keys of the weights, in the same order.
+            weights: Strided weights.
+            among: Total number of weights. The more records of each are kept, the smaller are the samples of large weights.
+            step: Step of the run.
 
         Returns:
-            None where one of them has no dense elements.
+            None if one of them has no dense elements.
         """
         if not weights or any(weight.layout is not torch.strided for weight in weights):
             return None
@@ -390,13 +389,13 @@ class WeightChange:
             history = self._earlier.setdefault(owner, deque(maxlen=self._depth))
             if history and (history[-1].sample.shape != now.shape or history[-1].step > step):
                 history.clear()
-            rows.append([self._ratio(probe, now, history, step) for probe in self._wanted])
+            rows.append([self._ratio(probe, now, history, step) for probe in self._change_probes])
             if not history or history[-1].step < step:
                 history.append(_Earlier(step, now))
-        return _Columns(tuple(probe.name for probe in self._wanted), _stacked(rows))
+        return _Columns(tuple(probe.name for probe in self._change_probes), _stacked(rows))
 
     def forget(self) -> None:
-        """The weights are others now."""
+        """Forget all records, because the weights have been replaced."""
         self._earlier.clear()
 
     def _ratio(self, probe: ElementProbe, now: Tensor, history: deque[_Earlier], step: int) -> Tensor:
@@ -414,17 +413,17 @@ class WeightChange:
 
 
 def _is_close(now: Tensor, before: Tensor, probe: ElementProbe) -> Tensor:
-    """1 where `numpy.allclose` would say so, else 0."""
+    """Return 1 if the tensors are close by the definition of `numpy.allclose`, else 0."""
     rtol, atol, equal_nan = float(probe.arguments[0]), float(probe.arguments[1]), bool(probe.arguments[2])
     wide = wide_float(now.device)
     new, old = now.to(wide), before.to(wide)
     return torch.isclose(new, old, rtol=rtol, atol=atol, equal_nan=equal_nan).all().to(wide)
 
 
-def _none(now: Tensor) -> Tensor:
+def _zero(now: Tensor) -> Tensor:
     return torch.zeros((), dtype=wide_float(now.device), device=now.device)
 
 
 def _stacked(rows: list[list[Tensor]]) -> OnTheWay:
-    """Figures by tensor and probe as a matrix of shape (probes, tensors) on one device."""
+    """Stack values by tensor and probe as a matrix of shape (probes, tensors) on one device."""
     return OnTheWay(stacked([figure for row in rows for figure in row]).reshape(len(rows), -1).T)

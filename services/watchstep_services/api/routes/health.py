@@ -1,6 +1,6 @@
 """Liveness, readiness, and metrics for Prometheus.
 
-`/metrics` requires a token here. On their own port, the metrics need none (`exposition.serve`).
+`/metrics` requires a token here. On their own port, the metrics need none (`metrics.serve`).
 """
 
 from __future__ import annotations
