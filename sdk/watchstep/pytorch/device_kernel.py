@@ -18,7 +18,7 @@ from torch import Tensor
 
 from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, Histograms, StatisticsBatch
 from watchstep.kernels.measurement import Completed, Measurement, Reordered
-from watchstep.pytorch.cuda.measuring import DeviceError, Landing, Landings
+from watchstep.pytorch.cuda.arrival import DeviceError, Landing, Landings
 
 if TYPE_CHECKING:
     from watchstep.pytorch.cuda.measuring import TritonKernel

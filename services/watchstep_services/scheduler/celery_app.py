@@ -32,7 +32,7 @@ from watchstep_services.scheduler.production import production_service
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, note_requested
 from watchstep_services.scheduler.sweep import sweep as look_for_work
-from watchstep_services.scheduler.work import is_full, take_turn
+from watchstep_services.scheduler.turns import is_full, take_turn
 from watchstep_services.service.context import Service
 
 UPKEEP_AT_ONCE = 4

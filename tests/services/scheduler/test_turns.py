@@ -10,7 +10,7 @@ from tests.services.redis import Broker, free_port, running_redis
 from watchstep_services.core.settings import load_settings
 from watchstep_services.scheduler.celery_client import EVALUATE, QUEUE, URGENT, make_celery
 from watchstep_services.scheduler.production import CeleryNotifier
-from watchstep_services.scheduler.work import is_full, take_turn
+from watchstep_services.scheduler.turns import is_full, take_turn
 
 
 @pytest.fixture(scope="module")

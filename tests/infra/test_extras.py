@@ -1,0 +1,49 @@
+"""Recording and `watchstep serve` need no packages of other extras than `server` and `torch`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OTHER_EXTRAS = (
+    "accelerate", "aiosmtpd", "boto3", "botocore", "celery", "duckdb", "httptools", "httpx", "hypothesis", "kombu", "kubernetes",
+    "lightning", "matplotlib", "optuna", "plotext", "psutil", "psycopg", "pynvml", "pytest", "ray", "redis",
+    "safetensors", "sklearn", "tensorboardX", "transformers", "triton", "uvloop", "xgboost",
+)  # fmt: skip
+"""Packages that neither extra installs."""
+
+WITHOUT = f"import sys\nsys.modules.update(dict.fromkeys({OTHER_EXTRAS!r}))\n"
+"""Makes their imports raise, and `find_spec` find nothing."""
+
+RECORDS = """
+import torch, watchstep
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with watchstep.Hook(sys.argv[1], run="r") as hook:
+    hook.watch(model, optimizer)
+    for _ in range(5):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+assert not hook.health["faults"], hook.health["faults"]
+assert watchstep.open_run(hook.run_url).tensor("0.weight:gradient").steps() == [0, 1, 2, 3, 4]
+"""
+SERVES = """
+from watchstep_services.cli.main import main
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
+import watchstep_services.cli.serve
+with EmbeddedService(load_settings(home=sys.argv[1] + "/home", store=sys.argv[1])) as service:
+    assert service.url.startswith("http")
+"""
+
+
+@pytest.mark.parametrize("program", [RECORDS, SERVES], ids=["records", "serves"])
+def test_no_package_of_another_extra_is_needed(tmp_path: Path, program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT + program, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
