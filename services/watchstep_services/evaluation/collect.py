@@ -41,6 +41,9 @@ SLICE_SECONDS = 5.0
 LARGE_ROWS = 100_000
 """Rows after which an evaluation reads no more. If each row is a finding, this takes about 0.4 GB and ten seconds."""
 
+SEGMENT_ROWS = 250_000
+"""Limit of the rows of one segment, because a segment is evaluated as a whole. Recorders write at most 200,000, unless one step has more."""
+
 NAME_BYTES = 16 * 1024 * 1024
 """Limit of the names of an attempt's tensors together: 200,000 names of 80 bytes. Rule states repeat each name several times."""
 
@@ -390,6 +393,8 @@ def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
     block = segment.decode(data, key.path, histograms=histograms)
     with segment.whole(key.path):
         check_steps(block.step, key.first, key.last)
+        if len(block) > SEGMENT_ROWS:
+            raise ValueError(f"contains {len(block)} rows; at most {SEGMENT_ROWS} are evaluated")
         if len(block) and int(block.worker.max()) >= MOST_RANKS:
             raise ValueError(f"contains rank {block.worker.max()}; ranks below {MOST_RANKS} are supported")
     return canonical(block)

@@ -51,6 +51,21 @@ def test_a_segment_with_too_many_new_tensor_names_is_rejected_and_the_others_are
     assert driven_sqlite.alerts(run_id)["non_finite_values"][:2] == ("firing", 3)
 
 
+def test_a_segment_with_too_many_rows_is_rejected(
+    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "SEGMENT_ROWS", 9)
+    recording = Recording(folder_store).begin()
+    run_id = driven_sqlite.register()
+    driven_sqlite.announce(
+        run_id, recording.write(0, 0, 2), recording.write(1, 3, 6), recording.write(2, 7, 7, damage_from(7))
+    )
+    driven_sqlite.settle(run_id)
+    assert driven_sqlite.segments(run_id) == {("w0", 0): "read", ("w0", 1): "corrupt", ("w0", 2): "read"}
+    assert "contains 12 rows" in driven_sqlite.run(run_id).health["last_corrupt"]
+    assert driven_sqlite.alerts(run_id)["non_finite_values"][:2] == ("firing", 7)
+
+
 def test_the_largest_rule_states_over_the_limit_are_discarded_and_their_rules_report_an_error(
     driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
