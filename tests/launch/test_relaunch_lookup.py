@@ -46,7 +46,7 @@ if point == "before":
 elif point == "after":
     type(job.backend).submit = lambda *given: (submit(*given), end())
 elif point == "without its secret":
-    submission._give = end
+    submission._create_secret = end
 elif point == "bound":
     save = requeueing.JobRecord.save
     requeueing.JobRecord.save = lambda record: end() if record.relaunch.done else save(record)

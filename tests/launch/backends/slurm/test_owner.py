@@ -96,7 +96,7 @@ def test_a_job_of_another_user_is_refused_and_left_alone(slurm: SlurmCluster, op
             slurm.command("scancel", theirs, ours)
     assert done.returncode != 0
     told = f"{done.stderr}{done.stdout}"
-    assert f"job slurm:{theirs}: belongs to user root; user nobody may not stop it" in told
+    assert f"job slurm:{theirs} belongs to user root; user nobody may not stop it" in told
     assert "attach as the job's user" in told
     assert not (open_place / "jobs").exists()  # nothing was written down
     assert not (open_place / "store" / ".watchstep").exists()  # nor a service started
