@@ -97,7 +97,7 @@ def test_a_folder_that_does_not_say_whose_it_is(spill_root: Path) -> None:
     folder.mkdir(0o700)
     (folder / "spill.json").write_text("{}")
     (folder / "lock").touch(0o600)
-    assert "not of a spill folder" in sync(folder).why
+    assert "is not a spill folder's file" in sync(folder).why
     assert folder.is_dir()
 
 

@@ -110,7 +110,7 @@ def test_a_store_that_comes_back_after_the_program_gets_the_rest_by_sync(
     (folder,) = spill_folders(spill_root)
     done = run_sync()
     assert done.returncode == 1
-    assert f"left in {folder}: store {disk.store}: " in done.stdout
+    assert f"left in {folder}: store {disk.store} does not exist" in done.stdout
     disk.bring_back()
     done = run_sync()
     assert (done.returncode, done.stderr) == (0, "")
@@ -150,7 +150,7 @@ def test_a_store_that_is_emptied_while_a_program_records_is_told_and_what_follow
     assert (run.state(), len(run.attempts)) == ("completed", 1)
     assert set(range(8, STEPS)) <= set(run.steps("train"))
     assert 0 not in run.steps("train")
-    assert "its document was removed while it is recorded" in hook.health["faults"]["emptied run"]
+    assert "its document was removed during the recording" in hook.health["faults"]["emptied run"]
     assert sum("was removed" in message for message in caplog.messages) == 1
 
 
@@ -223,5 +223,5 @@ def test_the_identity_of_a_launch_is_for_the_store_of_the_launch_alone() -> None
     assert StoreIdentity.of_launch("file:///disk/my runs", passed).id == made
     assert StoreIdentity.of_launch("file:///disk/other", passed).id == ""
     assert StoreIdentity.of_launch("file:///disk/my runs", {}).id == ""
-    with pytest.raises(ConfigError, match="WATCHSTEP_STORE_ID='mine': not an id and a URL"):
+    with pytest.raises(ConfigError, match="WATCHSTEP_STORE_ID='mine' is not an id and a URL"):
         StoreIdentity.of_launch("file:///disk/my runs", {STORE_ID: "mine"})
