@@ -110,7 +110,7 @@ def test_a_store_that_comes_back_after_the_program_gets_the_rest_by_sync(
     (folder,) = spill_folders(spill_root)
     done = run_sync()
     assert done.returncode == 1
-    assert f"left in {folder}: store {disk.store} does not exist" in done.stdout
+    assert f"left in {folder}: store {disk.store}" in done.stdout
     disk.bring_back()
     done = run_sync()
     assert (done.returncode, done.stderr) == (0, "")
