@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -74,16 +73,15 @@ class Tensor:
             worker: only rows of this worker.
 
         Returns:
-            A table with the columns of a segment, and the derived figures (`watchstep.format.statistics.DERIVED`). A probe without
-            any value in these rows has no column: whether other rows of the same object have one is no property of the tensor.
+            A table with the columns of a segment, and the derived figures (`watchstep.format.statistics.DERIVED`). A probe
+            without any value in these rows has a column of nulls, or none.
         """
         import pyarrow as pa
 
         rows = self._of_mode(mode)
         if worker is not None:
             rows = rows.where(rows.worker == worker)
-        probes = {name: values for name, values in rows.probes.items() if not np.isnan(values).all()}
-        table = to_table(replace(rows, probes=probes))
+        table = to_table(rows)
         with np.errstate(all="ignore"):
             for name, derive in DERIVED.items():
                 table = table.append_column(name, pa.array(derive(rows.statistics), from_pandas=True))
