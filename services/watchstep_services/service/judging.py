@@ -136,6 +136,8 @@ def judge_all(
 def _limit_states(configs: Sequence[Loaded], judged: list[Judged]) -> list[Judged]:
     """Discard the largest new states where all exceed `STATE_CHARACTERS`. These rules keep their previous state, with an error."""
     total = sum(len(entry.state) for entry in judged)
+    if total <= STATE_CHARACTERS:
+        return judged
     limited = list(judged)
     for position in sorted(range(len(judged)), key=lambda position: -len(judged[position].state)):
         if total <= STATE_CHARACTERS:
