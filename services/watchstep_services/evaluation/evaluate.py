@@ -55,6 +55,8 @@ from watchstep_services.runs.claim import (
     lock_run,
     release,
     release_after_failure,
+    take_turn,
+    wait_for_turn,
 )
 from watchstep_services.runs.discovery import discover
 from watchstep_services.service.context import Service
@@ -152,15 +154,18 @@ def _evaluate_claimed(
         if not _answers(service, claim):
             wait = service.hanging_stores.retry_seconds(claim.place.registration)
             return Evaluation("idle", _postpone(service, claim, wait))
+        if claim.waits_for_turn and not _take_large_turn(service, claim, large_turn):
+            return Evaluation("idle", _wait_for_turn(service, claim))
         with _reading(service, claim) as source:
             collected = _collect(service, claim, source)
             failpoint("evaluate.read", claim)
-            waits = collected.is_large and not _take_large_turn(service, claim, large_turn)
+            in_turn = claim.waits_for_turn or not collected.is_large
+            waits = not in_turn and not _take_large_turn(service, claim, large_turn)
             if collected.attempt and not waits:
                 judgement = _judge(service, claim, source, collected)
         if waits:
             # The thread does not wait for the other evaluation, because that would delay other runs.
-            return Evaluation("idle", _postpone(service, claim, RETRY_SECONDS))
+            return Evaluation("idle", _wait_for_turn(service, claim))
         if judgement is None:
             more = release(service.database, claim, _due(service, claim, collected))
             failpoint("evaluate.released", claim)
@@ -205,11 +210,16 @@ def _answers(service: Service, claim: Claim) -> bool:
 
 
 def _take_large_turn(service: Service, claim: Claim, large_turn: ExitStack) -> bool:
-    """Whether a large evaluation may continue now. If so, its turn ends with the evaluation."""
-    taken = service.large_turn.take(claim.project)
-    if taken:
-        large_turn.callback(service.large_turn.release)
-    return taken
+    """Whether a large evaluation may continue: it has the turn of this process and of its project. Both end with the evaluation."""
+    if not service.large_turn.take(claim.project):
+        return False
+    large_turn.callback(service.large_turn.release)
+    return take_turn(service.database, claim)
+
+
+def _wait_for_turn(service: Service, claim: Claim) -> bool:
+    """Release a run with a large evaluation until the turn may be free; return whether it is due again at once."""
+    return wait_for_turn(service.database, claim, claim.now_ns + nanoseconds(RETRY_SECONDS))
 
 
 def _postpone(service: Service, claim: Claim, seconds: float) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BigInteger, bindparam, case, or_, select
-from sqlalchemy.orm import Session
+from sqlalchemy import BigInteger, bindparam, case, exists, not_, or_, select, update
+from sqlalchemy.orm import Session, aliased
 
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS
@@ -49,6 +49,7 @@ class Claim:
         attempt: the run's newest attempt.
         unfinished: claims in a row before this one with a process that ended without a commit or a release.
         reading: the segment that the last of these claims was reading, if it was recorded; otherwise empty.
+        waits_for_turn: its last evaluation was large and had no turn, so this one takes the turn before it reads.
     """
 
     run_id: int
@@ -66,6 +67,7 @@ class Claim:
     attempt: str
     unfinished: int = 0
     reading: str = ""
+    waits_for_turn: bool = False
 
 
 def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
@@ -121,6 +123,7 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         attempt=run.attempt,
         unfinished=run.unfinished_claims,
         reading=_read_by_previous(run.reading, run.epoch),
+        waits_for_turn=run.waits_for_turn,
     )
 
 
@@ -143,7 +146,7 @@ _ANY = (
     )
     .returning(
         RunRow.id, RunRow.project, RunRow.run, RunRow.epoch, RunRow.cursor, RunRow.journal, RunRow.ticks, RunRow.hints, RunRow.state, RunRow.state_attempt, RunRow.attempt,
-        RunRow.unfinished_claims, RunRow.reading, now_ns().label("now_ns"),
+        RunRow.unfinished_claims, RunRow.reading, RunRow.waits_for_turn, now_ns().label("now_ns"),
     )
 )  # fmt: skip
 _PLACED = (
@@ -176,11 +179,19 @@ _DEFERRED_UNTIL = (
     .correlate(RunRow)
     .scalar_subquery()
 )
+_IN_TURN = aliased(RunRow)
+_TURN_IS_TAKEN = exists().where(
+    Project.name == RunRow.project,
+    _IN_TURN.id == Project.turn_run_id,
+    _IN_TURN.epoch == Project.turn_epoch,
+    _IN_TURN.lease_until_ns > _NOW,
+)
 _LONGEST_DUE = (
     select(RunRow.id)
     .where(
         RunRow.due_ns <= _NOW,
         RUN_LEASE.is_free(_NOW),
+        or_(not_(RunRow.waits_for_turn), not_(_TURN_IS_TAKEN.correlate(RunRow))),
         or_(
             RunRow.id == bindparam("requested_id"),
             _MINE,
@@ -216,9 +227,13 @@ def release(database: Database, claim: Claim, due_ns: int | None) -> bool:
     Returns:
         Whether a hint arrived while it was claimed. Its message may have found the run claimed, so the run is due again.
     """
+    return _released(database, claim, _RELEASE, due_ns)
+
+
+def _released(database: Database, claim: Claim, statement: Any, due_ns: int | None) -> bool:
     named = {"lease_key": claim.run_id, "lease_token": claim.epoch, "seen": claim.hints, "next_ns": due_ns}
     with database.bare() as connection:
-        hints = connection.execute(_RELEASE, named).scalar_one_or_none()
+        hints = connection.execute(statement, named).scalar_one_or_none()
     return hints is not None and hints != claim.hints
 
 
@@ -250,6 +265,54 @@ _RELEASE_AFTER_FAILURE = RUN_LEASE.writing.values(
     reading="",
     due_ns=case((_UNHINTED, now_ns() + bindparam("after_ns", type_=BigInteger())), else_=now_ns()),
 )
+
+
+def take_turn(database: Database, claim: Claim) -> bool:
+    """Take the turn of the claim's project for a large evaluation, unless that of another run is in progress.
+
+    An evaluation of a hundred thousand rows takes seconds. Without turns, a project with several such runs would occupy all workers, and
+    stops of other projects would wait. The turn belongs to the claim and ends with it, also if its process dies.
+
+    Args:
+        database: the database.
+        claim: the claim of the run.
+
+    Returns:
+        Whether it is taken.
+    """
+    named = {"of_project": claim.project, "run_id": claim.run_id, "claim_epoch": claim.epoch}
+    with database.bare() as connection:
+        if connection.execute(_TAKE_TURN, named).rowcount != 1:
+            return False
+        if claim.waits_for_turn:
+            connection.execute(_END_WAIT, {"lease_key": claim.run_id, "lease_token": claim.epoch})
+        return True
+
+
+def wait_for_turn(database: Database, claim: Claim, due_ns: int) -> bool:
+    """Release a run whose large evaluation has to wait, as `release`.
+
+    The run is not claimed as one that is due while the turn is taken, and the next claim takes the turn before it reads.
+    """
+    return _released(database, claim, _RELEASE_TO_WAIT, due_ns)
+
+
+_TAKE_TURN = (
+    update(Project)
+    .where(
+        Project.name == bindparam("of_project"),
+        ~exists().where(
+            RunRow.id == Project.turn_run_id,
+            RunRow.id != bindparam("run_id"),
+            RunRow.epoch == Project.turn_epoch,
+            RunRow.lease_until_ns > now_ns(),
+        ),
+    )
+    .values(turn_run_id=bindparam("run_id"), turn_epoch=bindparam("claim_epoch"))
+    .execution_options(synchronize_session=False)
+)
+_RELEASE_TO_WAIT = _RELEASE.values(waits_for_turn=True)
+_END_WAIT = RUN_LEASE.writing.values(waits_for_turn=False)
 
 
 class FencedError(Exception):

@@ -1,19 +1,93 @@
-"""Runs with very many rows are judged in parts, one part at a time in each process."""
+"""Runs with very many rows are evaluated in parts; of each project one part at a time, in all processes together."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.services.driving import Driven
+from tests.services.evaluation.test_rule_time import due_since
 from tests.services.recording import Recording, nan_from
 from watchstep.format.block import Block
+from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
 from watchstep_rules.engine.rule_inputs import JudgingProgress
+from watchstep_services.core.settings import nanoseconds
 from watchstep_services.evaluation import collect as collecting
+from watchstep_services.runs.claim import Claim, claim, claim_longest_due, release, take_turn, wait_for_turn
 from watchstep_services.service import rule_time
 from watchstep_services.service.judging import Judged, Loaded, judge_all
 
 _JUDGE_ALL = "watchstep_services.evaluation.evaluate.judge_all"
+_LEASE_NS = nanoseconds(60.0)
+
+
+def claimed(driven: Driven, run_id: int, lease_ns: int = _LEASE_NS) -> Claim:
+    claimed = claim(driven.service.database, run_id, lease_ns)
+    assert claimed is not None
+    return claimed
+
+
+def next_due(driven: Driven, requested: int) -> Claim | None:
+    return claim_longest_due(driven.service.database, requested, "mine", _LEASE_NS)
+
+
+def test_one_run_of_a_project_has_the_turn_and_the_others_are_not_claimed_until_it_ends(
+    driven: Driven,
+) -> None:
+    database = driven.service.database
+    first, second = (due_since(driven, "vision", name, 50.0) for name in ("first", "second"))
+    other = due_since(driven, "speech", "other", 1.0)
+    in_turn = claimed(driven, first)
+    assert take_turn(database, in_turn)
+    assert take_turn(database, in_turn)  # again, by the same claim
+    waiting = claimed(driven, second)
+    assert not take_turn(database, waiting)
+    wait_for_turn(database, waiting, waiting.now_ns)
+    assert take_turn(database, claimed(driven, other))  # of another project
+
+    assert next_due(driven, other) is None
+    release(database, in_turn, None)
+    following = next_due(driven, other)
+    assert following is not None
+    assert (following.run_id, following.waits_for_turn) == (second, True)
+    assert take_turn(database, following)
+    release(database, following, None)
+    assert not claimed(driven, second).waits_for_turn
+
+
+def test_the_turn_of_a_process_that_died_ends_with_its_lease(driven: Driven) -> None:
+    database = driven.service.database
+    first, second = (due_since(driven, "vision", name, 50.0) for name in ("first", "second"))
+    assert take_turn(database, claimed(driven, first, lease_ns=1))
+    waiting = claimed(driven, second)
+    assert take_turn(database, waiting)
+    # The first run is claimed again: the turn of its earlier claim has no effect.
+    assert not take_turn(database, claimed(driven, first))
+
+
+def test_a_run_that_waits_for_its_turn_reads_its_segments_once(
+    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven_sqlite.register()
+    driven_sqlite.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
+    other = due_since(driven_sqlite, "vision", "other", 1.0)
+    in_turn = claimed(driven_sqlite, other)
+    assert take_turn(driven_sqlite.service.database, in_turn)
+    monkeypatch.setattr(collecting, "LARGE_ROWS", 1)
+    fetched: list[str] = []
+
+    def fetch(run_store: Store, key: SegmentKey) -> bytes:
+        fetched.append(key.path)
+        return run_store.get(key.path)
+
+    monkeypatch.setattr(collecting, "fetch", fetch)
+    for _ in range(3):
+        assert driven_sqlite.evaluate(run_id).outcome == "idle"
+    assert len(fetched) == 1
+    release(driven_sqlite.service.database, in_turn, None)
+    assert driven_sqlite.evaluate(run_id).outcome == "committed"
+    assert driven_sqlite.run(run_id).last_step == 4
 
 
 def test_an_evaluation_reads_up_to_a_number_of_rows_and_the_next_ones_read_the_rest(

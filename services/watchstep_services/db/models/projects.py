@@ -50,7 +50,8 @@ class Project(Base):
     """A project. An archived one accepts no new runs, and can still be read.
 
     ``deferred_until_ns``: until then its runs are evaluated as if they had become due later, by the time that is left, because its
-    evaluations took much time (`service.rule_time`).
+    evaluations took much time (`service.rule_time`). ``turn_run_id`` and ``turn_epoch``: the run whose large evaluation is in progress, and
+    the epoch of its claim; the turn ends with the claim (`runs.large_turns`).
     """
 
     __tablename__ = "projects"
@@ -61,6 +62,8 @@ class Project(Base):
     created_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     archived_ns: Mapped[int | None] = mapped_column(default=None)
     deferred_until_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    turn_run_id: Mapped[int] = mapped_column(default=0, server_default="0")
+    turn_epoch: Mapped[int] = mapped_column(default=0, server_default="0")
     placed: Mapped[ProjectStore] = relationship(lazy="joined")
 
     @property

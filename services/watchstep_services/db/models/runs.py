@@ -20,6 +20,7 @@ class RunRow(Base):
     row without a commit or a release, because their process ended; ``reading``: the epoch of the last of them and the segment that it was
     reading, recorded once there were some (`evaluation.unfinished_reads`). ``state_attempt``: the attempt of the last published start or
     end. An attempt that replaces it while the run is running ends it first, and one that has ended is not running again.
+    ``waits_for_turn``: its last evaluation was large and ended because another large evaluation of the project was in progress.
     """
 
     __tablename__ = "runs"
@@ -53,6 +54,7 @@ class RunRow(Base):
     registered_by: Mapped[str] = mapped_column(String(16), default="", server_default="")
     unfinished_claims: Mapped[int] = mapped_column(default=0, server_default="0")
     reading: Mapped[str] = mapped_column(Text, default="", server_default="")
+    waits_for_turn: Mapped[bool] = mapped_column(default=False, server_default=false())
 
 
 class Attempt(Base):
