@@ -12,8 +12,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import watchstep
-from watchstep_rules.backtest.backtest import backtest_run
-from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules import DEFAULT_RULES, backtest_run
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--store", default="watchstep-runs", help="folder or bucket URL for recorded runs")

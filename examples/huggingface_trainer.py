@@ -12,8 +12,7 @@ import numpy as np
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 
 from watchstep.integrations.transformers import WatchstepCallback
-from watchstep_rules.backtest.backtest import backtest_run
-from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules import DEFAULT_RULES, backtest_run
 
 POSITIVE = ["good", "great", "fine", "lovely"]
 NEGATIVE = ["bad", "awful", "dull", "poor"]

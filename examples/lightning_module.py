@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from watchstep.integrations.lightning import WatchstepCallback
-from watchstep_rules.backtest.backtest import backtest_run
-from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules import DEFAULT_RULES, backtest_run
 
 SIZE = 12
 

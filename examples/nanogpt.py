@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import watchstep
-from watchstep_rules.backtest.backtest import backtest_run
-from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules import DEFAULT_RULES, backtest_run
 
 CONTEXT, WIDTH, HEADS, LAYERS = 32, 64, 4, 2
 UPDATES, WARMUP, MICRO_BATCHES, BATCH = 200, 20, 2, 16

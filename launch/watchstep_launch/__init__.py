@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from watchstep_launch.backends.aws.sagemaker import SageMaker as SageMaker
     from watchstep_launch.backends.command import Command as Command
     from watchstep_launch.backends.kubernetes.backend import Kubernetes as Kubernetes
+    from watchstep_launch.backends.kubernetes.submission import manifest as manifest
     from watchstep_launch.backends.local.backend import Local as Local
     from watchstep_launch.backends.ray.backend import Ray as Ray
     from watchstep_launch.backends.slurm.backend import Slurm as Slurm
+    from watchstep_launch.backends.slurm.backend import batch_script as batch_script
     from watchstep_launch.estimator import Estimator as Estimator
     from watchstep_launch.job import Job as Job
     from watchstep_launch.relaunch import Requeue as Requeue
@@ -39,6 +41,8 @@ _MODULES = {
     "Requeue": "relaunch",
     "SageMaker": "backends.aws.sagemaker",
     "Slurm": "backends.slurm.backend",
+    "batch_script": "backends.slurm.backend",
+    "manifest": "backends.kubernetes.submission",
     "requeue": "relaunch",
 }
 """Name → module in this package. Modules are imported on first use, so that an unused backend costs nothing."""
@@ -59,6 +63,8 @@ __all__ = [
     "Requeue",
     "SageMaker",
     "Slurm",
+    "batch_script",
+    "manifest",
     "requeue",
 ]
 

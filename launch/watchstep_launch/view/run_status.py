@@ -81,7 +81,7 @@ class RunWatcher:
         self._losses: tuple[str, ...] = ()
         self.status = RunStatus(f"{project}/{run}")
 
-    def look(self) -> list[Event]:
+    def poll(self) -> list[Event]:
         """Poll the run. Returns the events since the last call, in order."""
         try:
             self._connected = self._connected or self._client()

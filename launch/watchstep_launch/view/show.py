@@ -79,7 +79,7 @@ class Showing:
         """
         if self._watcher is None or (self._clock() < self._next and not last):
             return
-        fresh = self._watcher.look()
+        fresh = self._watcher.poll()
         self._next = self._clock() + _INTERVALS[self._kind]
         if self._kind == "lines":
             for event in fresh:

@@ -134,7 +134,7 @@ RULES = {
     "check": CommandEntry(
         "rules",
         "check",
-        "Report all errors of rule files, and what their rules do. Exit code 1 if a file cannot be used.",
+        "Report all errors of rule files, and the actions of their rules. Exit code 1 if a file cannot be used.",
     ),
     "revoke-stop": CommandEntry(
         "rules",
@@ -193,7 +193,7 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
     "check-config": CommandEntry(
         "database",
         "check_config",
-        "Check the configuration of the service: connects to database, broker and stores. Exit code 1 if a check fails.",
+        "Check a capture file, or without one the configuration of the service: connects to database, broker and stores. Exit code 1 if a check fails.",
     ),
     "export": CommandEntry(
         "runs.recorded", "export", "Write the statistics and histograms of a run as TensorBoard event files."

@@ -93,9 +93,10 @@ def check_config(
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the configuration of the service: connects to database, broker and stores. Exit code 1 if a check fails.
+    """Check a capture file, or without one the configuration of the service: connects to database, broker and stores. Exit code 1 if a check fails.
 
     Examples:
+        watchstep check-config capture.yaml
         watchstep check-config --store s3://bucket/runs
         watchstep check-config --json
     """

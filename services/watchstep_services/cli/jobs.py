@@ -135,7 +135,7 @@ def watch(
 def _print_events(watcher: RunWatcher) -> None:
     while True:
         had_ended = watcher.status.state in ENDED  # at the poll before, so that the last poll follows the end
-        events = watcher.look()  # one page
+        events = watcher.poll()  # one page
         for event in events:
             echo_json(json.dumps(event.raw))
         if had_ended and not events:

@@ -7,6 +7,7 @@ All commands together take seconds to import. Processes of a production service 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -16,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import watchstep
-from watchstep.errors import WatchstepError
+from watchstep.errors import NotFoundError, WatchstepError
 from watchstep_services.cli.commands import COMMANDS, CommandEntry, GroupEntry
 from watchstep_services.cli.profiles import PROFILE, choose_profile
 from watchstep_services.core.redaction import redacted, redacted_fault
@@ -148,4 +149,11 @@ def main(arguments: list[str]) -> None:
     try:
         app(arguments)
     except WatchstepError as error:
+        if isinstance(error, NotFoundError) and _UNKNOWN_RUN.fullmatch(error.what):
+            error.hint = _LIST_RUNS
         raise redacted(error) from None
+
+
+_UNKNOWN_RUN = re.compile(r"run [^/\s]+/[^/\s]+: not found")
+_LIST_RUNS = "'watchstep runs list', with the same --store or --service, shows the runs; or check the project and the name"
+"""The service's own hint is for programs that register runs."""

@@ -9,6 +9,7 @@ import difflib
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from watchstep_rules.config.rule_config import KeepFiring, MinimumDuration, Rule
 from watchstep_rules.custom.python_rule import PythonParams
 from watchstep_rules.engine.incident import sentence
 from watchstep_rules.registry import KINDS, RULES, find_rule
-from watchstep_rules.rule import AnyRule
+from watchstep_rules.rule import SEVERITIES, AnyRule
 from watchstep_rules.rule_files.checks import CheckResult, Remark, check_text
 from watchstep_rules.rule_files.rule_file import schema_text, text_of
 from watchstep_rules.testing import file
@@ -168,12 +169,17 @@ _LINE = re.compile(r"line (\d+)")
 
 def check(
     files: Annotated[list[Path], typer.Argument(help="Rule files.", show_default=False)],
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Print what each rule evaluates, when it fires, and its actions."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Report all errors of rule files, and what their rules do. Exit code 1 if a file cannot be used.
+    """Report all errors of rule files, and the actions of their rules. Exit code 1 if a file cannot be used.
 
     Examples:
         watchstep rules check rules.yaml
+        watchstep rules check rules.yaml --verbose
         watchstep rules check rules/*.yaml --json
     """
     results = [(path, _checked(path)) for path in files]
@@ -186,8 +192,12 @@ def check(
             location = f" {remark.place}:" if remark.place else ""
             out.print(f"{path}:{remark.line}: {remark.level}:{location} {remark.text}", soft_wrap=True)
         if checked.configs:
-            out.print(f"{path}: {counted(len(checked.configs), 'rule')}")
-            show(_configs(checked.configs))
+            out.print(f"{path}: {_counts(checked.configs)}", soft_wrap=True)
+            if verbose:
+                show(_configs(checked.configs))
+            else:
+                for line in _actions_of_file(checked.configs):
+                    out.print(f"  {line}", highlight=False, soft_wrap=True)
             for line in _isolations(checked.configs):
                 out.print(line, soft_wrap=True)
         elif checked.ok:
@@ -255,6 +265,30 @@ def _configs(configs: tuple[RuleConfig, ...]) -> Table:
         name = config.name if config.name == config.rule else f"{config.name} ({config.rule})"
         output.add_row(name, _evaluates(config), _fires_after(config), _actions(config))
     return output
+
+
+_MOST_NAMES = 5
+"""Maximum number of rule configs that a line of the summary names."""
+
+
+def _counts(configs: Sequence[RuleConfig]) -> str:
+    """Return the number of rule configs, and that of each severity."""
+    by_severity = Counter(config.severity for config in configs)
+    parts = [
+        f"{by_severity[severity]} {severity}" for severity in reversed(SEVERITIES) if by_severity[severity]
+    ]
+    return f"{counted(len(configs), 'rule')} ({', '.join(parts)})"
+
+
+def _actions_of_file(configs: Sequence[RuleConfig]) -> Iterator[str]:
+    """Yield each action with the rule configs that take it. The stop comes first, also if no rule config takes it."""
+    names: dict[str, list[str]] = {"stops the job": []}
+    for config in configs:
+        for action in actions_of(config):
+            names.setdefault(action, []).append(config.name)
+    for action, takers in names.items():
+        more = f", and {len(takers) - _MOST_NAMES} more" if len(takers) > _MOST_NAMES else ""
+        yield f"{action}: {', '.join(takers[:_MOST_NAMES]) or 'no rule'}{more}"
 
 
 def _evaluates(config: RuleConfig) -> str:

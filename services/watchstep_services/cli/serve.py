@@ -20,6 +20,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_services.channels.receiver import read_secret
 from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption
@@ -125,8 +127,12 @@ def _rule_lines(service: Service) -> Iterator[str]:
 
 def _may_stop(service: Service) -> Iterator[str]:
     """Yield all rules that may stop a job: the owner's or the default ones, and those that operators allowed."""
-    source = "default rule" if service.settings.rules_file is None else "of your rule file"
-    yield from (f"{config.name} ({source})" for config in service.owner_rules if config.stops)
+    has_file = service.settings.rules_file is not None
+    yield from (
+        f"{config.name} ({source_of(config, has_file=has_file)})"
+        for config in service.owner_rules
+        if config.stops
+    )
     with service.database.read() as session:
         grants = session.execute(
             select(StopGrant.project, StopGrant.name).filter_by(revoked_ns=None).order_by(StopGrant.id)
@@ -140,6 +146,16 @@ def _may_stop(service: Service) -> Iterator[str]:
         yield from (
             f"{name} (allowed by an operator for run {project}/{run})" for project, run, name in run_grants
         )
+
+
+def source_of(config: RuleConfig, *, has_file: bool) -> str:
+    """Return where a rule config of the owner comes from.
+
+    The rule file is not read again, because it may be a pipe. A rule config that the file includes by ``extends: defaults`` and does
+    not override equals a default rule config, except for its ``inhibits``: the section ``inhibit`` of the file adds to them.
+    """
+    unchanged = any(config.model_copy(update={"inhibits": each.inhibits}) == each for each in DEFAULT_RULES)
+    return "default rule" if unchanged or not has_file else "of your rule file"
 
 
 def _receiver_lines(service: Service) -> Iterator[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
 import typer
 
+from watchstep.capture.document.document import config_of
+from watchstep.capture.document.files import load_data
 from watchstep.errors import StoreError
 from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, call, service_of
-from watchstep_services.core.console import echo, show, show_json, table
+from watchstep_services.core.console import echo, moment, show, show_json, table
 
 projects = typer.Typer(
     help="Projects: the store of their runs, and the backends of their jobs.",
@@ -179,6 +183,55 @@ def archive_project(name: Name, service: ServiceUrl = "", local: LocalStore = DE
         watchstep projects archive vision
     """
     _call("PATCH", f"projects/{quote(name, safe='')}", service, local, {"archived": True})
+
+
+@projects.command("capture")
+def show_capture(
+    name: Name, service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE, as_json: JsonOption = False
+) -> None:
+    """Show the capture document of a project: what its runs record unless the program or its launch sets it.
+
+    Examples:
+        watchstep projects capture vision
+        watchstep projects capture vision --json
+    """
+    stored = _call("GET", f"projects/{quote(name, safe='')}/capture", service, local)
+    if as_json:
+        show_json(stored)
+    elif stored["document"] is None:
+        echo(f"project {name} has no capture document: its runs record with the built-in configuration")
+    else:
+        echo(f"set {moment(stored['changed_ns'])} by {stored['changed_by']}")
+        echo(json.dumps(stored["document"], indent=2))
+
+
+@projects.command("set-capture")
+def set_capture(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Capture file, YAML or JSON.")],
+    service: ServiceUrl = "",
+    local: LocalStore = DEFAULT_STORE,
+) -> None:
+    """Set the capture document of a project, for launches whose program and launcher set no configuration.
+
+    Examples:
+        watchstep projects set-capture vision capture.yaml
+    """
+    document = load_data(file)
+    config_of(document, f"capture file {file}")
+    _call("PUT", f"projects/{quote(name, safe='')}/capture", service, local, document or {})
+    echo(f"project {name} has a new capture document, which applies to later launches")
+
+
+@projects.command("remove-capture")
+def remove_capture(name: Name, service: ServiceUrl = "", local: LocalStore = DEFAULT_STORE) -> None:
+    """Remove the capture document of a project: later launches record with the built-in configuration.
+
+    Examples:
+        watchstep projects remove-capture vision
+    """
+    _call("DELETE", f"projects/{quote(name, safe='')}/capture", service, local)
+    echo(f"project {name} has no capture document")
 
 
 def _call(

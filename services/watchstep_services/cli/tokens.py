@@ -174,7 +174,7 @@ def revoke_token(
     if service:
         query = "?keep_created=true" if keep_created and not run else ""
         answer = _request("DELETE", service, scope, f"/{quote(public, safe='')}{query}", None)
-        run_tokens = answer.get("made", ())  # older services do not return it
+        run_tokens = answer["run_tokens"]
     else:
         with _database(store) as database:
             result = revoke(

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 _MARGIN = 0.01
 _TITLE_COLUMNS = 140
-_HEALTHY, _FAULTY, _BAD = "#1b7f5c", "#3256a8", "#c62f2f"
+_HEALTHY, _FAULTY = "#1b7f5c", "#c62f2f"
+"""Colours of the runs in the PNG: the green and the red of the terminal, dark enough for a white background."""
+_HEALTHY_ANSI, _FAULTY_ANSI = "green", "red"
+"""Colours of the runs on a terminal, in the table and in the plot."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,14 @@ def draw_png(evidence: Evidence, path: Path) -> None:
     top.set_ylabel("loss")
     _draw_gradients(bottom, evidence)
     for axes in (top, bottom):
-        axes.axvline(evidence.bad_step, color=_BAD, linewidth=1.2, label=f"step {evidence.bad_step}: bad")
-        axes.axvspan(evidence.bad_step, evidence.stopped_at, color=_BAD, alpha=0.10, linewidth=0)
+        axes.axvline(
+            evidence.bad_step,
+            color=_FAULTY,
+            linewidth=1.2,
+            linestyle=":",
+            label=f"step {evidence.bad_step}: bad",
+        )
+        axes.axvspan(evidence.bad_step, evidence.stopped_at, color=_FAULTY, alpha=0.10, linewidth=0)
         axes.axvline(
             evidence.stopped_at,
             color="black",
@@ -148,13 +157,20 @@ def draw_text(evidence: Evidence, width: int, *, colours: bool) -> str:
     figure.clear()
     figure.plot_size(width, 16)
     figure.theme("simple" if colours else "colorless")
-    for run, label in ((evidence.healthy, "healthy"), (evidence.faulty, "faulty")):
+    right = 0.0
+    for run, colour, label in (
+        (evidence.healthy, _HEALTHY_ANSI, "healthy"),
+        (evidence.faulty, _FAULTY_ANSI, "faulty"),
+    ):
         steps, values = _thinned(*losses(run), width // 2)
-        signal = figure.signal(steps.tolist(), np.log10(values).tolist())
+        right = max(right, *steps.tolist())
+        marker = plotext.marker("hd", colour)
+        signal = figure.signal(steps.tolist(), np.log10(values).tolist(), marker=marker)
         signal.lines()
         signal.label(label)
         figure.draw(signal)
     figure.line(evidence.bad_step, orientation="vertical")
+    figure.legend(x=right, ha="right", relative=True)  # the loss falls, so there is space at the upper right
     figure.title(f"log10 of the loss by step; | step {evidence.bad_step}: bad")
     text = str(figure.build())
     return text if colours else plotext.uncolorize(text)
@@ -366,7 +382,7 @@ class Display:
         rows = table("RUN", "PROGRESS", ">STEP", ">LOSS", "STATE", "ALERT")
         for watched in self._runs:
             done = round(_BAR * (watched.last_step + 1) / STEPS)
-            colour = "red" if watched.alerts else "green"
+            colour = _FAULTY_ANSI if watched.alerts else _HEALTHY_ANSI
             alerts = ", ".join(alert["rule"] for alert in watched.alerts) or "none"
             rows.add_row(
                 watched.label,

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from watchstep.errors import RuleError
+from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_services.cli.main import app
 
 GOOD = """
@@ -38,8 +39,37 @@ def good(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_valid_file_has_a_line_per_rule(good: Path) -> None:
-    code, said = run("check", good)
+def test_a_valid_file_has_a_line_per_action(good: Path) -> None:
+    done = CliRunner().invoke(app, ["rules", "check", str(good)])
+    assert done.exit_code == 0
+    assert done.output.splitlines() == [
+        f"{good}: 2 rules (1 critical, 1 warning)",
+        "  stops the job: non_finite_values",
+        "  posts to chat.example.com: non_finite_values",
+        "  notifies ml-oncall: non_finite_values",
+        "  dry run: late",
+    ]
+
+
+def test_the_summary_of_many_rules_is_short(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(
+        "extends: defaults\nrules:\n"
+        + "".join(f"  - {{rule: overfit, name: mine_{number}, dry_run: true}}\n" for number in range(7)),
+        encoding="utf-8",
+    )
+    code, summary = run("check", path)
+    assert code == 0
+    assert f"{len(DEFAULT_RULES) + 7} rules (" in summary
+    assert summary.endswith(
+        "stops the job: nan_or_inf dry run: mine_0, mine_1, mine_2, mine_3, mine_4, and 2 more"
+    )
+    path.write_text("rules: [{rule: overfit}]", encoding="utf-8")
+    assert run("check", path)[1].endswith("1 rule (1 warning) stops the job: no rule")
+
+
+def test_verbose_prints_a_row_per_rule(good: Path) -> None:
+    code, said = run("check", "--verbose", good)
     assert code == 0
     assert "2 rules" in said
     for words in (

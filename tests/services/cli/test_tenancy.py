@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,3 +95,23 @@ def test_an_operator_is_refused(
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_TOKEN", service.operator_token)
     assert isinstance(refused(*command), ServiceError)
+
+
+def test_the_capture_document_of_a_project(tmp_path: Path) -> None:
+    said("projects", "create", "captured", "--store", "default")
+    assert "has no capture document" in said("projects", "capture", "captured")
+    file = tmp_path / "capture.yaml"
+    file.write_text("collections: {activations: null}\n")
+    assert "new capture document" in said("projects", "set-capture", "captured", str(file))
+    shown = said("projects", "capture", "captured")
+    assert "by admin, token" in shown
+    assert '"activations": null' in shown
+    stored = json.loads(said("projects", "capture", "captured", "--json"))
+    assert stored["document"] == {"collections": {"activations": None}}
+    file.write_text("collections: {activation: null}\n")
+    error = refused("projects", "set-capture", "captured", str(file))
+    assert f"capture file {file}: collections.activation" in error.what
+    assert "did you mean activations?" in error.hint
+    assert "No such file" in refused("projects", "set-capture", "captured", str(tmp_path / "none")).what
+    assert "has no capture document" in said("projects", "remove-capture", "captured")
+    assert json.loads(said("projects", "capture", "captured", "--json"))["document"] is None

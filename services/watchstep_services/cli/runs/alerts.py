@@ -132,9 +132,12 @@ def _not_evaluated(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"error: rule {rule['name']} cannot be evaluated: {' '.join(rule['problem'].split())}"
         for other in rule.get("overrides", ()):
             yield f"rule {rule['name']}: config of the {rule['origin']} is evaluated; it overrides that of the {other['origin']}"
-    without = [rule["name"] for rule in rules if rule["health"] == RuleHealth.NO_DATA.value]
-    if without:
-        yield f"no data: {', '.join(without)}"
+    without = [rule for rule in rules if rule["health"] == RuleHealth.NO_DATA.value]
+    for rule in without:
+        if rule["problem"]:
+            yield f"no data: rule {rule['name']}: {' '.join(rule['problem'].split())}"
+    if others := [rule["name"] for rule in without if not rule["problem"]]:
+        yield f"no data: {', '.join(others)}"
 
 
 def fired_alerts(run: Run, service: str) -> list[Mapping[str, Any]] | None:

@@ -170,7 +170,10 @@ def lines_of(event: dict[str, Any]) -> list[str]:
     if kind == "stop.would_have":
         return [f"{head}would have been stopped: {data['reason']}", f"  {data['hint']}"]
     if kind == "rule.no_data":
-        return [f"{head}rule {data['name']} was not evaluated up to step {data['step']}: it has no data"]
+        reason = f" ({data['problem']})" if data.get("problem") else ""
+        return [
+            f"{head}rule {data['name']} was not evaluated up to step {data['step']}: it has no data{reason}"
+        ]
     if kind not in ("alert.firing", "alert.revised", "alert.resolved"):
         return []
     from watchstep_rules.engine.incident import Explanation  # imports all rules

@@ -18,7 +18,7 @@ from watchstep.format.tensors import LOSSES, MODES, Mode
 from watchstep.reading.compaction import compact
 from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
-from watchstep.reading.run_documents import RunEntry, find_runs, read_state
+from watchstep.reading.run_documents import DAMAGED, RunEntry, find_runs, read_state
 from watchstep.reading.tensorboard import export as export_events
 from watchstep.store.store import Store
 from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, ServiceOption, StoreOption
@@ -66,6 +66,8 @@ def show_run(
             f"ended     worker {end.worker} {end.state} after step {end.last_step}{reason}",
             soft_wrap=True,
         )
+    if reason := _missing_records(opened, stored.state):
+        out.print(f"reason    {reason}", soft_wrap=True)
     if stored.damage:
         out.print(f"damaged   {stored.damage}", soft_wrap=True)
     for name, problem in opened.damaged.items():
@@ -80,6 +82,27 @@ def show_run(
     show(rows)
 
 
+_NOT_ATTACHED = (
+    "the program took no step of a PyTorch optimizer, its Python does not import Watchstep, or it was not attached"
+    " for a reason that its standard error states"
+)
+_REASONS = {
+    "created": "the program has not taken its first step of a PyTorch optimizer, or Watchstep is not attached to it",
+    "ended": f"the program ended, and Watchstep was not attached to it: {_NOT_ATTACHED}",
+    "open": "an attempt began; its first segment is not written yet, or waits on the disk of its machine",
+    DAMAGED: "",
+}
+"""State of a run without segments → reason."""
+
+
+def _missing_records(run: Run, state: str) -> str:
+    """Return why nothing was recorded; empty if something was, or a document is damaged."""
+    if run.steps() or run.collections:
+        return ""
+    reason = _REASONS.get(state, "the attempt ended before the end of its first step")
+    return f"no segment was recorded: {reason}" if reason else ""
+
+
 def _as_data(run: Run, service: str) -> dict[str, Any]:
     steps, stored, alerts = run.steps(), read_state(run.store), fired_alerts(run, service)
     losses = _losses_by_name(run)
@@ -89,6 +112,7 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
         "url": run.location,
         "state": stored.state,
         "steps": {"first": steps[0], "last": steps[-1], "recorded": len(steps)} if steps else None,
+        "reason": _missing_records(run, stored.state),
         "attempts": list(run.attempts),
         "workers": list(run.workers),
         "losses": {
@@ -112,7 +136,9 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
 
 def _losses_by_name(run: Run) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each loss; empty if only earlier attempts recorded the loss, at steps that a later attempt repeated."""
-    by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in run.tensors(LOSSES)}
+    by_name: dict[str, list[dict[str, Any]]] = {
+        info.name: [] for info in run.catalogue if LOSSES in info.collections
+    }
     for row in run.losses().to_pylist():
         by_name.setdefault(row["name"], []).append(row)
     return by_name
