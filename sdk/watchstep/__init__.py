@@ -6,7 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from watchstep.capture.config import Bounds, Cadence, CaptureConfig, Collection, Snapshots, SystemSampling
+    from watchstep.capture.config import (
+        Bounds,
+        Cadence,
+        CaptureConfig,
+        Collection,
+        Snapshots,
+        SystemSampling,
+        TensorLimits,
+    )
     from watchstep.client import Client
     from watchstep.errors import WatchstepError
     from watchstep.hook import Hook
@@ -25,6 +33,7 @@ __all__ = [
     "Snapshots",
     "StopTraining",
     "SystemSampling",
+    "TensorLimits",
     "WatchstepError",
     "open_run",
     "resume_from",
@@ -41,6 +50,7 @@ _MODULES = {
     "Snapshots": "watchstep.capture.config",
     "StopTraining": "watchstep.stopping",
     "SystemSampling": "watchstep.capture.config",
+    "TensorLimits": "watchstep.capture.config",
     "WatchstepError": "watchstep.errors",
     "open_run": "watchstep.reading.run",
     "resume_from": "watchstep.stopping",

@@ -10,12 +10,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from watchstep import hook_arguments
 from watchstep.capture.checkpoint_notes import CheckpointNotes
 from watchstep.capture.config import CaptureConfig
+from watchstep.capture.given.names import GivenNames
+from watchstep.capture.given.values import GivenValues, TensorRecorder
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_document
 from watchstep.capture.recorder import Guarding, Recorder, StepGuard
@@ -25,6 +28,7 @@ from watchstep.capture.session import Session, apply_control, start_sampling
 from watchstep.capture.shutdown import ending
 from watchstep.capture.shutdown.ending import Ending
 from watchstep.capture.stop import ControlReader, StopExchange
+from watchstep.capture.tensorboard import TensorBoardSink
 from watchstep.capture.upload.access import UploadTarget
 from watchstep.capture.writer import Writer
 from watchstep.errors import ConfigError
@@ -34,12 +38,13 @@ from watchstep.format.layout import run_prefix
 from watchstep.format.tensors import MODES, Mode
 from watchstep.hook_arguments import (
     RequestedRules,
-    budgeted,
     checked_on_stop,
     checked_step,
+    configured,
     first_step_of,
     loss_divisor_of,
-    probing,
+    needing,
+    tensorboard_folder,
 )
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.transport import ServiceAddress
@@ -48,7 +53,6 @@ from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, WriteGate, checked_scheme
 
 if TYPE_CHECKING:
-    from watchstep.pytorch.given_tensors import GivenTensors
     from watchstep.pytorch.stop_barrier import StopBarrier
     from watchstep.pytorch.watch import Watch
 
@@ -125,28 +129,32 @@ class CopiedHook:
         """Do nothing."""
 
 
-def log_scalars(recorder: Recorder, health: RecorderHealth, values: Mapping[str, Any], mode: Mode) -> None:
-    """Record numbers at the current step. An invalid value does not affect the others."""
+def log_scalars(
+    recorder: Recorder, health: RecorderHealth, values: Mapping[str, Any], mode: Mode, weight: int = 1
+) -> None:
+    """Record numbers at the current step, losses with a weight. An invalid value does not affect the others."""
     for name, value in values.items():
         try:
-            _log_one(recorder, name, value, mode)
+            _log_one(recorder, name, value, mode, weight)
         except Exception as error:  # noqa: BLE001 - as above
             health.fault(f"log {name!r}"[:80], error)
 
 
-def _log_one(recorder: Recorder, name: str, value: Any, mode: Mode) -> None:
+def _log_one(recorder: Recorder, name: str, value: Any, mode: Mode, weight: int) -> None:
     if not isinstance(name, str):
         raise TypeError("a name must be a string")
     name.encode()
     if hasattr(value, "detach"):
         from watchstep.pytorch.losses import record_tensor
 
-        record_tensor(recorder, name, value, mode)
+        record_tensor(recorder, name, value, mode, weight=weight)
     else:
-        recorder.scalar(name, value, mode)
+        recorder.scalar(name, value, mode, weight=weight)
 
 
 STORE = "WATCHSTEP_STORE"
+
+_MAX_EXAMPLES = 2**31
 
 _log = logging.getLogger("watchstep")
 
@@ -175,9 +183,10 @@ class Hook:
         rules: str | os.PathLike[str] | None = None,
         on_stop: OnStop | None = None,
         overhead_budget: float | None = None,
-        config: CaptureConfig | None = None,
+        config: CaptureConfig | str | os.PathLike[str] | None = None,
         first_step: int | None = None,
         guard: Any = None,
+        tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         """Start recording.
 
@@ -185,18 +194,21 @@ class Hook:
             store_url: folder or bucket URL that runs are written to. Default: ``WATCHSTEP_STORE``, or ``./watchstep-runs``.
             project: the project. Default: ``WATCHSTEP_PROJECT``, or ``default``.
             run: the run's id. Default: ``WATCHSTEP_RUN``, or a new id.
-            rules: a rule file that the service evaluates for this run in addition to its own rules. The probes that its rules need are measured.
+            rules: a rule file that the service evaluates for this run in addition to its own rules. What its rules need is captured: collections, probes and full tensors.
             on_stop: the effect of a stop. ``"ignore"`` (default); ``"raise"`` raises `StopTraining` at the end of a step;
                 ``"check"`` only sets `stopped`, which the program checks after each step; a function is called with the
                 `StopRequest`. ``WATCHSTEP_ON_STOP`` sets a default: "ignore", "raise" (or "stop"), or "checkpoint": the
                 function saves a checkpoint, and `StopTraining` is raised when it returns.
             overhead_budget: share of the program's own time that recording may take. Default: ``WATCHSTEP_OVERHEAD_BUDGET``, or
                 0.01. "none" in the variable measures everything at every step.
-            config: what to record, and how often.
+            config: what to record, and how often: a `CaptureConfig`, or the path of a capture file, YAML or JSON. Default:
+                ``WATCHSTEP_CAPTURE``, a path or a JSON document, or the built-in configuration.
             first_step: the number of the first step, for a training that resumes from a checkpoint. Earlier steps of earlier
                 attempts remain part of the run. Default: ``WATCHSTEP_FIRST_STEP``, or 0.
             guard: rules that are evaluated in this process and may stop it before an update, by raising `StopTraining`: a rule
                 file, True for the default rules, or a `watchstep_rules.Guard`.
+            tensorboard: a folder of this machine for TensorBoard event files, which are written during the run. They contain the same
+                scalars and histograms as ``watchstep export --tensorboard``. Default: ``WATCHSTEP_TENSORBOARD``, or none.
 
         Raises:
             ConfigError, RuleError: an argument or variable is invalid. A store that cannot be reached raises nothing.
@@ -206,12 +218,13 @@ class Hook:
         self._gate = WriteGate()
         requested = hook_arguments.load_rule_file(rules) if rules is not None else RequestedRules()
         rules_here = None if guard is None else hook_arguments.make_guard(guard)
-        self.config = probing(
-            budgeted(config, overhead_budget), (*requested.probes, *getattr(rules_here, "probes", ()))
+        self.config = needing(
+            configured(config, overhead_budget), (*requested.needs, *getattr(rules_here, "needs", ()))
         )
+        self._tensorboard = tensorboard_folder(tensorboard)
         self._identity = resolve(project, run)
         self._watches: list[Watch] = []
-        self._given: GivenTensors | None = None
+        self._given: GivenValues | None = None
         self._guarding: Guarding | None = None
         self._stop_barrier: StopBarrier | None = None
         self._on_stop, stop_note = self._stop_of(on_stop)
@@ -261,7 +274,7 @@ class Hook:
             store_identity=self._store_identity,
             identity=self._identity,
             run=run_document(self._identity, (*launch.rules, *requested.configs), self.config),
-            attempt=attempt_document(self._identity, self._on_stop),
+            attempt=attempt_document(self._identity, self._on_stop, self.config),
             service=self._service,
             open_attempt=self._open_attempt if lent() else None,
             requested_rules=requested.configs,
@@ -271,6 +284,9 @@ class Hook:
         writer = Writer(
             target, session.queue, session.snapshot_writer, control, self._health, self.config.bounds
         )
+        if self._tensorboard is not None:
+            attempt, first_step = self._identity.attempt, session.recorder.step
+            writer.write_tensorboard(TensorBoardSink(self._tensorboard, attempt, first_step, self._health))
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
             writer.report_cost(session.schedule.budget.written)
         writer.start()
@@ -391,22 +407,37 @@ class Hook:
 
     @contained
     def log(
-        self, values: Mapping[str, Any] | None = None, /, *, mode: Mode | None = None, **scalars: Any
+        self,
+        values: Mapping[str, Any] | None = None,
+        /,
+        *,
+        mode: Mode | None = None,
+        examples: int = 1,
+        **scalars: Any,
     ) -> None:
         """Record numbers at the current step. Names with "loss" in them are losses, others metrics.
 
         Several losses of one name and mode in a step, such as those of micro-batches or of the batches of an evaluation, are
-        recorded as one row with their mean and their count. For a metric the last value of the step is recorded.
+        recorded as one row with their mean, weighted by ``examples``, and the sum of the weights as its count. For a metric the last
+        value of the step is recorded.
 
         Args:
             values: name → number, for names that are not Python identifiers.
             mode: overrides the hook's mode.
+            examples: number of examples that the losses are the mean of, as their weight in the mean of the step. Pass it if batches
+                have different sizes, such as the last one of an evaluation.
             **scalars: name=number; a tensor of one element is read without waiting for its device.
         """
         chosen = mode or self.mode
         if chosen not in MODES:
             raise ValueError(f"mode {chosen!r}: use one of {', '.join(MODES)}")
-        log_scalars(self._recorder, self._health, {**(values or {}), **scalars}, chosen)
+        if (
+            isinstance(examples, bool)
+            or not isinstance(examples, Integral)
+            or not 0 < examples < _MAX_EXAMPLES
+        ):
+            raise ValueError(f"examples={examples!r}: use the number of examples of the batch, from 1")
+        log_scalars(self._recorder, self._health, {**(values or {}), **scalars}, chosen, int(examples))
 
     @contained
     def record(
@@ -415,28 +446,28 @@ class Hook:
         /,
         *,
         collection: str | None = None,
+        role: str | None = None,
         mode: Mode | None = None,
         **given: Any,
     ) -> None:
-        """Record tensors of your own at the current step, when their collection is due.
+        """Record arrays of your own at the current step, when their collection is due.
 
-        Call it between the forward pass and the update. Several calls within a step are merged, as micro-batches are.
+        Call it between the forward pass and the update. Several calls within a step are merged, as micro-batches are. A value that
+        cannot be recorded is reported in `health`, and does not affect the others.
 
         Args:
-            values: name → tensor, for names that are not Python identifiers.
-            collection: a configured collection. Default: the collections ``inputs``, ``outputs`` and ``labels`` for these
-                names, ``custom`` for others.
+            values: name → array, for names that are not Python identifiers, or that are arguments of this method.
+            collection: a configured collection. Default: the built-in collection of the role; without a role, ``inputs``,
+                ``outputs`` and ``labels`` for these names, and ``custom`` for others.
+            role: what the arrays are: ``weight``, ``bias``, ``gradient``, ``momentum``, ``second_moment``, ``state``, ``output``,
+                ``input``, ``label``, ``loss`` or ``custom``. Rules for this role judge them. Default: that of the name or the
+                collection.
             mode: overrides the hook's mode.
-            **given: name=tensor; a `torch.Tensor`, or anything that numpy converts to an array.
+            **given: name=array; a PyTorch tensor, an array of NumPy or of a framework with ``__array__`` or ``__dlpack__``, such as
+                JAX and TensorFlow, or anything that NumPy converts to an array of numbers. Only tensors need PyTorch.
         """
-        from watchstep.pytorch.given_tensors import GivenTensors
-
-        given_tensors = self._given = self._given or GivenTensors(self._session)
-        for name, value in {**(values or {}), **given}.items():
-            try:
-                given_tensors.record(name, value, collection, mode or self.mode)
-            except Exception as error:  # noqa: BLE001 - an invalid value must not affect the others
-                self._health.fault(f"record {name!r}"[:80], error)
+        self._given = self._given or GivenValues(self._session, _tensor_recorder)
+        self._given.record_all({**(values or {}), **given}, collection, role, mode or self.mode)
 
     def guard_with(self, guard: StepGuard, *, agree: bool = False) -> None:
         """Pass each step to a guard at once, and let it raise `StopTraining`. Called by `watchstep_rules.Guard.attach`.
@@ -570,6 +601,12 @@ class Hook:
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
         apply_control(self._session, self._stop_exchange, document, attempt)
+
+
+def _tensor_recorder(session: Session, names: GivenNames) -> TensorRecorder:
+    from watchstep.pytorch.given_tensors import GivenTensors
+
+    return GivenTensors(session, names)
 
 
 def _checked_url(store_url: str | os.PathLike[str] | None) -> str:

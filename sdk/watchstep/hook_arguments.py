@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from watchstep.capture.config import CaptureConfig
+from watchstep.capture.document.files import from_environment, load
+from watchstep.capture.needs import with_needs
 from watchstep.errors import ConfigError
+from watchstep.format.capture_needs import CaptureNeed, decoded
+from watchstep.platform.folders import absolute_path
 from watchstep.stopping import FIRST_STEP, AwaitsCheckpoint, Noted, OnStop, SavesThenStops
 
 BUDGET = "WATCHSTEP_OVERHEAD_BUDGET"
-PROBES = "WATCHSTEP_PROBES"
-"""Probes that the rules of a launcher need, separated by spaces."""
+NEEDS = "WATCHSTEP_NEEDS"
+"""What the rules of a launcher need the recorder to capture, as JSON (`watchstep.format.capture_needs.encoded`)."""
+
+TENSORBOARD = "WATCHSTEP_TENSORBOARD"
+"""Folder for TensorBoard event files."""
 
 ON_STOP = "WATCHSTEP_ON_STOP"
 ON_STOP_WORDS = ("ignore", "raise", "stop", "checkpoint")
 """Valid values of WATCHSTEP_ON_STOP; "stop" is a synonym of "raise"."""
+
+_URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
 def on_stop_from_environment() -> str:
@@ -83,9 +95,26 @@ def loss_divisor_of(divisor: Any) -> Callable[[], float]:
     return lambda: number
 
 
-def budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConfig:
-    """Return the configuration with the budget from the argument or the environment. Raises `ConfigError`."""
-    settings = config or CaptureConfig()
+def configured(config: CaptureConfig | str | os.PathLike[str] | None, budget: float | None) -> CaptureConfig:
+    """Return the configuration from the argument, or else from the environment, or else the built-in one.
+
+    Args:
+        config: a configuration, or the path of a capture file.
+        budget: the overhead budget. Default: that of the configuration; if the program sets none, WATCHSTEP_OVERHEAD_BUDGET.
+
+    Raises:
+        ConfigError: the capture file or a variable is invalid.
+    """
+    if isinstance(config, CaptureConfig):
+        settings = config
+    elif isinstance(config, str | os.PathLike):
+        settings = load(config)
+    elif config is None:
+        settings = from_environment() or CaptureConfig()
+    else:
+        raise ConfigError(
+            f"invalid config={config!r}"[:200], "use a CaptureConfig, or the path of a capture file"
+        )
     if budget is not None:
         return replace(settings, overhead_budget=budget)
     text = os.environ.get(BUDGET, "")
@@ -99,10 +128,41 @@ def budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConfi
         ) from None
 
 
-def probing(config: CaptureConfig, probes: Iterable[str]) -> CaptureConfig:
-    """Return the configuration with the probes that rules need, including those of the environment. Raises `ConfigError`."""
-    names = (*config.probes, *probes, *os.environ.get(PROBES, "").split())
-    return replace(config, probes=tuple(dict.fromkeys(names)))
+def tensorboard_folder(folder: Any) -> Path | None:
+    """Return the folder for TensorBoard event files from the argument, or else from the environment; None for none.
+
+    Raises:
+        ConfigError: the argument is no path of a folder on this machine, or it is empty, or it leads to a file.
+    """
+    name, given = "tensorboard", folder
+    if given is None:
+        name, given = TENSORBOARD, os.environ.get(TENSORBOARD) or None
+    if given is None:
+        return None
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not text or not isinstance(text, str) or "\0" in text:
+        raise ConfigError(f"invalid {name}={given!r}", "use the path of a folder, or None for no event files")
+    if _URL.match(text):
+        raise ConfigError(f"{name}={text!r} is a URL", "use a folder of this machine")
+    path = absolute_path(text)
+    with suppress(OSError):  # health reports a folder that cannot be read
+        first = next((place for place in (path, *path.parents) if place.exists()), path)
+        if first.exists() and not first.is_dir():
+            raise ConfigError(f"{name}={text!r}: {first} is a file", "use another folder")
+    return path
+
+
+def needing(config: CaptureConfig, needs: Iterable[CaptureNeed]) -> CaptureConfig:
+    """Return the configuration with what rules need, including those of the environment. Raises `ConfigError`."""
+    return with_needs(config, (*needs, *needs_in(os.environ)))
+
+
+def needs_in(variables: Mapping[str, str]) -> tuple[CaptureNeed, ...]:
+    """Return what the rules of a launcher need. Raises `ConfigError` for an invalid variable."""
+    try:
+        return decoded(variables.get(NEEDS, ""))
+    except ValueError as error:
+        raise ConfigError(f"{NEEDS} is not valid: {error}", "unset it; launchers set it") from error
 
 
 _RULE_FILES = "watchstep.rule_files"
@@ -114,11 +174,11 @@ class RequestedRules(NamedTuple):
 
     Attributes:
         configs: the rule configs, as data.
-        probes: the probes that the rules need, as in `CaptureConfig.probes`.
+        needs: what the rules need the recorder to capture.
     """
 
     configs: tuple[dict[str, Any], ...] = ()
-    probes: tuple[str, ...] = ()
+    needs: tuple[CaptureNeed, ...] = ()
 
 
 def load_rule_file(path: str | os.PathLike[str]) -> RequestedRules:

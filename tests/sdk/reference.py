@@ -1,4 +1,4 @@
-"""The statistics row by its definition, in exact arithmetic: slow, short, and nobody's implementation."""
+"""The statistics row by its definition, in exact arithmetic: a slow, short reference."""
 
 from __future__ import annotations
 

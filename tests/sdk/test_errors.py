@@ -9,7 +9,7 @@ from watchstep.platform.transport import ServiceRefusedError
 from watchstep.reading.compacted import CompactedSegmentLostError
 
 
-def test_an_error_says_what_and_how_to_mend_it() -> None:
+def test_an_error_states_its_cause_and_a_hint() -> None:
     error = errors.StoreError("store s3://ml/runs: access denied", "check the credentials")
     assert (error.what, error.hint) == ("store s3://ml/runs: access denied", "check the credentials")
     assert str(error) == "store s3://ml/runs: access denied\n  hint: check the credentials"

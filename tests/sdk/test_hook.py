@@ -1,4 +1,4 @@
-"""The hook: its arguments, its modes, stopping, and what it never lets through."""
+"""The hook: its arguments, its modes, stopping, and the exceptions that it never raises."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ QUICK = CaptureConfig(bounds=Bounds(flush_seconds=0.01, control_seconds=0.01))
     ],
     ids=str,
 )
-def test_wrong_arguments_are_told_before_training(tmp_path: Path, arguments: dict[str, str]) -> None:
-    with pytest.raises((ConfigError, BadNameError, RuleError)) as told:
+def test_wrong_arguments_are_reported_before_training(tmp_path: Path, arguments: dict[str, str]) -> None:
+    with pytest.raises((ConfigError, BadNameError, RuleError)) as caught:
         Hook(**{"store_url": str(tmp_path), **arguments})  # type: ignore[arg-type]
-    assert "hint:" in str(told.value)
+    assert "hint:" in str(caught.value)
 
 
 def test_the_environment_settles_what_arguments_leave_open(
@@ -136,19 +136,18 @@ def test_the_reason_of_a_stop_does_not_act_on_a_terminal(
 
 
 @pytest.mark.parametrize("code", [86, 1, 0])
-def test_a_program_that_exits_because_it_was_asked_to_stop_was_stopped(
+def test_a_program_that_exits_because_of_a_stop_request_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
-    hook = Hook(tmp_path, run="r", on_stop="raise", config=QUICK)
+    hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
+    hook.watch(training.model, training.optimizer)
     ask_to_stop(hook, 5, "a1")
 
     def train() -> None:
         with hook:
             try:
-                while True:
-                    hook.log(loss=1.0)
-                    hook.step()
+                training.run(100_000)
             except StopTraining:
                 sys.exit(code)
 
@@ -170,7 +169,8 @@ def test_a_program_that_exits_by_itself(tmp_path: Path, code: int, state: str, r
 def stop_by_checkpoint(tmp_path: Path, seconds: float, *, save_at: int) -> tuple[Hook, StopTraining]:
     """Train until stopped; a checkpoint is saved before the stop, and one so many steps after it."""
     bounds = replace(QUICK.bounds, checkpoint_seconds=seconds)
-    hook = Hook(tmp_path, run="r", config=CaptureConfig(bounds=bounds))
+    hook, training = Hook(tmp_path, run="r", config=CaptureConfig(bounds=bounds)), Training()
+    hook.watch(training.model, training.optimizer)
     hook.checkpoint_saved("before.pt")
     ask_to_stop(hook, 5, "a1")
 
@@ -179,8 +179,7 @@ def stop_by_checkpoint(tmp_path: Path, seconds: float, *, save_at: int) -> tuple
         while True:
             if steps_since == save_at:
                 hook.checkpoint_saved("after.pt")
-            hook.log(loss=1.0)
-            hook.step()
+            training.run(1)
             steps_since += hook.stopped is not None
 
     with pytest.raises(StopTraining) as stopped:
@@ -201,17 +200,17 @@ def test_a_stop_waits_for_a_checkpoint_that_is_saved_after_it(
     assert "on_stop" not in end.health["notes"]
 
 
-def test_a_stop_that_no_checkpoint_followed_says_so(
+def test_a_stop_that_no_checkpoint_followed_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
     hook, _ = stop_by_checkpoint(tmp_path, 0.05, save_at=-1)
     (end,) = open_run(hook.run_url).ends()
-    said = "no checkpoint was saved after the stop was requested (time limit exceeded)"
-    assert (end.state, end.reason) == ("stopped", f"a rule fired; {said}")
-    assert said in capsys.readouterr().err
-    assert hook.health["notes"]["on_stop"] == said
+    message = "no checkpoint was saved after the stop was requested (time limit exceeded)"
+    assert (end.state, end.reason) == ("stopped", f"a rule fired; {message}")
+    assert message in capsys.readouterr().err
+    assert hook.health["notes"]["on_stop"] == message
 
 
 def test_a_function_that_cannot_save_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,15 +230,15 @@ def test_a_function_that_cannot_save_is_reported(tmp_path: Path, monkeypatch: py
 
 def test_a_function_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
-    asked: list[StopRequest] = []
-    hook, training = Hook(tmp_path, run="r", on_stop=asked.append, config=QUICK), Training()
+    requests: list[StopRequest] = []
+    hook, training = Hook(tmp_path, run="r", on_stop=requests.append, config=QUICK), Training()
     hook.watch(training.model, training.optimizer)
     ask_to_stop(hook, 0, "a1")
-    while not asked:
+    while not requests:
         training.run(10)
     training.run(10)
     hook.close()
-    assert [request.reason for request in asked] == ["a rule fired"]
+    assert [request.reason for request in requests] == ["a rule fired"]
 
 
 def test_a_tombstone_stops_a_new_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +320,7 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     assert len(run.ends()) == 1
 
 
-def test_names_that_are_too_long_are_recorded_shortened_and_told(tmp_path: Path) -> None:
+def test_names_that_are_too_long_are_shortened_and_reported(tmp_path: Path) -> None:
     names = ["loss" + "n" * 5_000_000 + end for end in "ab"]
     with Hook(tmp_path, config=QUICK) as hook:
         for _ in range(3):
@@ -348,12 +347,12 @@ def test_a_run_may_be_named_as_an_error_is(tmp_path: Path, run: str) -> None:
 def test_a_run_that_is_recorded_again_from_its_first_step_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    noted = []
+    reports = []
     for first_step in (0, 0, 5):
         with Hook(tmp_path, run="r", first_step=first_step) as hook:
             hook.log(loss=1.0)
             hook.step()
-        noted.append(hook.health["notes"].get("earlier_attempts", ""))
-    assert noted[0] == noted[2] == ""
-    assert "run default/r has an earlier attempt" in noted[1]
+        reports.append(hook.health["notes"].get("earlier_attempts", ""))
+    assert reports[0] == reports[2] == ""
+    assert "run default/r has an earlier attempt" in reports[1]
     assert sum("earlier attempt" in record.message for record in caplog.records) == 1

@@ -1,4 +1,4 @@
-"""What is left in a process when recording is over, and what recording keeps alive meanwhile."""
+"""What remains in a process after recording, and what recording keeps alive meanwhile."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ print(before, (threading.active_count(), descriptors()), sep="\\n")
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 def test_repeated_recordings_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
-    """In a process of its own: what other tests have left is closed at any time."""
+    """In a separate process, because leftovers of other tests are closed at any time."""
     words = [sys.executable, "-c", ALONE, str(tmp_path)]
     output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     before, after = output.splitlines()
@@ -111,7 +111,7 @@ def after_a_step_that_raises(hook: Hook, training: Training) -> None:
     hook.close()
 
 
-WAYS = {held.__name__: held for held in (plainly, by_an_exception, with_everything, after_a_step_that_raises)}
+WAYS = {way.__name__: way for way in (plainly, by_an_exception, with_everything, after_a_step_that_raises)}
 
 
 @pytest.mark.usefixtures("_no_collector")
@@ -136,25 +136,25 @@ def test_recording_keeps_no_activations_or_gradients(tmp_path: Path) -> None:
     hook, model = Hook(tmp_path, config=EVERY_STEP), small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = next(model.parameters())
-    held: list[weakref.ref[torch.Tensor]] = []
-    model[1].register_forward_hook(lambda _module, _given, out: held.append(weakref.ref(out)))
+    references: list[weakref.ref[torch.Tensor]] = []
+    model[1].register_forward_hook(lambda _module, _given, out: references.append(weakref.ref(out)))
     hook.watch(model, optimizer)
     for x, _ in batches(3):
         model(x).sum().backward()
         assert weight.grad is not None
-        held.append(weakref.ref(weight.grad))
+        references.append(weakref.ref(weight.grad))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    assert [reference() for reference in held] == [None] * 6
+    assert [reference() for reference in references] == [None] * 6
     hook.close()
 
 
-def test_a_hook_that_is_copied_is_itself_and_one_that_is_sent_records_nothing(tmp_path: Path) -> None:
+def test_a_copy_of_a_hook_is_the_hook_and_a_pickled_hook_records_nothing(tmp_path: Path) -> None:
     hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
     hook.watch(training.model, training.optimizer)
-    held: dict[str, Any] = {"model": training.model, "hook": hook}
-    assert copy.deepcopy(held)["hook"] is hook
-    sent = pickle.loads(pickle.dumps(held))["hook"]
+    objects: dict[str, Any] = {"model": training.model, "hook": hook}
+    assert copy.deepcopy(objects)["hook"] is hook
+    sent = pickle.loads(pickle.dumps(objects))["hook"]
     names = {name for name in dir(Hook) if not name.startswith("_")}
     assert names | {"store_url"} == {name for name in dir(sent) if not name.startswith("_")}
     with sent:

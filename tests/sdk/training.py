@@ -1,4 +1,4 @@
-"""A small training that tests record: seeded, on the host, one thread."""
+"""A small training to record in tests: seeded, on the host, with one thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from watchstep import CaptureConfig, Hook, Run, open_run
 
 EVERY_STEP = CaptureConfig(overhead_budget=None, system=None)
-"""Everything at every step, whatever it costs, and no figures of the machine: what tests count must not depend on the clock."""
+"""Everything at every step without an overhead budget, and no system figures: counts in tests must not depend on the clock."""
 
 
 def recorded(hook: Hook) -> Run:

@@ -14,28 +14,36 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
-from watchstep.errors import ConfigError
+from watchstep.errors import BadNameError, ConfigError
 from watchstep.format import tensors
+from watchstep.format.layout import check_name
 from watchstep.format.tensors import MODES, Mode, TensorInfo
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """At which steps a collection is measured. In modes other than train, forward passes of that mode are counted.
+    """At which steps a collection is measured, or its tensors are saved. In modes other than train, forward passes of that mode are counted.
 
     Attributes:
         every: number of steps between measurements; None for as often as the overhead budget allows.
         start: the first step.
         stop: the first step that is excluded; None for no end.
         steps: additional steps, inside or outside of start and stop.
+        modes: only in these modes; empty for all.
     """
 
     every: int | None = 1
     start: int = 0
     stop: int | None = None
     steps: tuple[int, ...] = ()
+    modes: tuple[Mode, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.modes, str) or (unknown := [mode for mode in self.modes if mode not in MODES]):
+            raise ConfigError(
+                f"cadence: unknown modes {self.modes if isinstance(self.modes, str) else unknown!r}",
+                f"use a tuple of {', '.join(MODES)}",
+            )
         if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise ConfigError(
                 f"cadence: invalid every={self.every}",
@@ -51,9 +59,49 @@ class Cadence:
         """Whether a step is between start and stop."""
         return step >= self.start and (self.stop is None or step < self.stop)
 
+    def applies_in(self, mode: Mode) -> bool:
+        """Whether it has steps of a mode."""
+        return not self.modes or mode in self.modes
+
 
 ADAPTIVE = Cadence(every=None)
 """As often as the overhead budget allows."""
+
+
+@dataclass(frozen=True)
+class TensorLimits:
+    """Limits of the full tensors of a collection, in addition to the memory of all (`Snapshots.memory_bytes`).
+
+    Attributes:
+        ring_bytes: size on the store: beyond it the oldest object of the collection is deleted, unless something went wrong since. None
+            keeps all.
+        hour_bytes: size written within an hour. A tensor that exceeds it is not saved. None for no limit.
+        rows: saves only this part of the first dimension (examples, tokens), from the first number to before the second. It applies to
+            activations, inputs, outputs, labels and tensors of the program's own.
+        channels: the same for the second dimension.
+    """
+
+    ring_bytes: int | None = None
+    hour_bytes: int | None = None
+    rows: tuple[int, int] | None = None
+    channels: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in (("ring_bytes", self.ring_bytes), ("hour_bytes", self.hour_bytes)):
+            if size is not None and (type(size) is not int or size < 1):
+                raise ConfigError(
+                    f"tensor limits: invalid {name}={size!r}", "use 1 or more bytes, or None for no limit"
+                )
+        for name, part in (("rows", self.rows), ("channels", self.channels)):
+            if part is not None and not _is_part(part):
+                raise ConfigError(
+                    f"tensor limits: invalid {name}={part!r}", f"use a first and an end index: {name}=(0, 4)"
+                )
+
+
+def _is_part(part: Any) -> bool:
+    is_pair = isinstance(part, tuple) and len(part) == 2 and all(type(index) is int for index in part)
+    return is_pair and 0 <= part[0] < part[1]
 
 
 INACTIVE_UNITS = "inactive_units"
@@ -133,6 +181,11 @@ def parsed(name: str) -> ElementProbe | None:
     return ElementProbe(name, kind, arguments)
 
 
+def probe_kinds() -> tuple[str, ...]:
+    """Return the kinds of probes with arguments."""
+    return tuple(_ARGUMENTS)
+
+
 def of_kind(probes: Iterable[str], kind: str) -> list[ElementProbe]:
     """Return the probes of a kind."""
     return [probe for name in probes if (probe := parsed(name)) is not None and probe.kind == kind]
@@ -161,6 +214,9 @@ def _converted(to: type, value: str | float) -> str | float | int | bool:
     converted: str | float | int = to(value)
     return converted
 
+
+FIGURES_ONLY = frozenset({tensors.UPDATES, tensors.CHECKSUMS, tensors.CONFUSION, tensors.NOT_IN_OPTIMIZER})
+"""Collections of tensors that exist for statistics only, as samples or as single numbers."""
 
 BUILT_IN = (
     tensors.WEIGHTS,
@@ -212,8 +268,10 @@ class Collection:
     the tensors that the program records with ``hook.record(collection=…)``.
 
     Attributes:
-        cadence: how often it is measured.
+        cadence: how often it is measured; None for full tensors only.
         modes: cadences for other modes; None excludes a mode.
+        tensors: when its tensors are saved in full; None for never. With ``every=None`` only at ``steps``.
+        tensor_limits: limits of the full tensors.
         include: only names that this regular expression matches from the start.
         exclude: excludes names that this regular expression matches from the start.
         modules: only tensors of modules at these paths, or below them.
@@ -221,8 +279,10 @@ class Collection:
         roles: only tensors with these roles: weight, bias, gradient, output, input, update, ….
     """
 
-    cadence: Cadence = ADAPTIVE
+    cadence: Cadence | None = ADAPTIVE
     modes: Mapping[Mode, Cadence | None] = field(default_factory=dict)
+    tensors: Cadence | None = None
+    tensor_limits: TensorLimits = TensorLimits()
     include: str | None = None
     exclude: str | None = None
     modules: tuple[str, ...] = ()
@@ -252,6 +312,11 @@ class Collection:
         for mode in self.modes:
             if mode not in MODES:
                 raise ConfigError(f"collection: unknown mode {mode!r}", f"use one of {', '.join(MODES)}")
+        if self.tensors is not None and self.tensors.every is None and not self.tensors.steps:
+            raise ConfigError(
+                "collection: tensors are saved at no step",
+                "use tensors=Cadence(every=100), or Cadence(every=None, steps=(10, 20)) for these steps only",
+            )
 
     @property
     def selects(self) -> bool:
@@ -275,13 +340,15 @@ class Collection:
 
     def in_mode(self, mode: Mode) -> Cadence | None:
         """Return the cadence in a mode; None if it is not measured in that mode."""
-        return self.modes.get(mode, self.cadence)
+        cadence = self.modes.get(mode, self.cadence)
+        return cadence if cadence is not None and cadence.applies_in(mode) else None
 
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready form without default values."""
-        default = Collection()
-        changed = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
-        return {**changed, "cadence": asdict(self.cadence)}
+        default = asdict(Collection())
+        data = asdict(self)
+        changed = {name: value for name, value in data.items() if value != default[name]}
+        return {**changed, "cadence": data["cadence"]}
 
 
 def _is_below(module: str, path: str) -> bool:
@@ -304,8 +371,26 @@ def checked(collections: Mapping[str, Cadence | Collection]) -> dict[str, Collec
             raise ConfigError(
                 f"collection {name!r} is not built in and selects nothing", f"use {similar[0]!r}"
             )
+        if collection.tensors is not None:
+            _check_saved(name)
         checked_collections[name] = collection
     return checked_collections
+
+
+def _check_saved(name: str) -> None:
+    """Check that tensors of a collection can be saved in full.
+
+    Raises:
+        ConfigError: its name cannot be part of a key of the store, or its tensors are computed for statistics only.
+    """
+    if name in FIGURES_ONLY:
+        raise ConfigError(
+            f"collection {name!r}: its tensors are not saved in full", "save weights or gradients instead"
+        )
+    try:
+        check_name("collection", name)
+    except BadNameError as error:
+        raise ConfigError(error.what, error.hint) from error
 
 
 def placed(
@@ -412,36 +497,25 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Snapshots:
-    """When full tensors of weights and gradients are saved, and within which limits.
+    """Snapshots of all weights and gradients of a step, at bad steps and on request, and the memory for full tensors.
+
+    `Collection.tensors` saves them, and the tensors of other collections, on a cadence.
 
     Attributes:
-        every: number of steps between snapshots; None for the gate and requests only.
         at_gate: take a snapshot at the first bad step of a series of bad steps, at most twice: the weights before that
             step's update, and its gradients.
-        memory_bytes: size of all snapshot buffers together. A snapshot of a larger model contains the tensors that fit.
-        ring_bytes: size of periodic snapshots on the store: beyond it the oldest is deleted, unless something went
-            wrong since. None keeps all.
+        memory_bytes: size of the buffers of all snapshots and full tensors together. A snapshot of a larger model contains the tensors
+            that fit.
     """
 
-    every: int | None = None
     at_gate: bool = True
     memory_bytes: int = 256 * 1024 * 1024
-    ring_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ConfigError(
-                f"invalid Snapshots(every={self.every})",
-                "use 1 or more, or None for the gate and requests only",
-            )
         if self.memory_bytes < 0:
             raise ConfigError(
                 f"invalid Snapshots(memory_bytes={self.memory_bytes})",
-                "use a number of bytes, 0 for no snapshots",
-            )
-        if self.ring_bytes is not None and self.ring_bytes < 1:
-            raise ConfigError(
-                f"invalid Snapshots(ring_bytes={self.ring_bytes})", "use 1 or more, or None to keep all"
+                "use a number of bytes, 0 for no snapshots and no full tensors",
             )
 
 
@@ -490,7 +564,7 @@ class CaptureConfig:
             they are named here or a rule file of the hook needs them.
         token_values: tokens whose share of an embedding's input is recorded; by default the module's ``padding_idx``,
             or 0 if it has none.
-        snapshots: full tensors of weights and gradients.
+        snapshots: weights and gradients at bad steps and on request, and the memory for full tensors.
         system: figures of the process and its machine; None for none.
         bounds: limits.
         clock: time in seconds for the budget. A custom clock makes its decisions reproducible;
@@ -537,7 +611,7 @@ class CaptureConfig:
 
         It covers the queue and the backlog, encoding one segment, snapshots, the samples for comparing updates and gradients,
         and loaded libraries (some 100 MiB, measured). It does not cover the memory of the program itself, including
-        PyTorch.
+        PyTorch, and of ``Hook(tensorboard=…)``: at most 24 MiB.
         """
         bounds = self.bounds
         segment = max(68 * _MIB, int(_SEGMENT_FACTOR * bounds.queue_bytes))
@@ -554,6 +628,11 @@ class CaptureConfig:
     def chosen(self) -> Mapping[str, Collection]:
         """The collections by name."""
         return cast("Mapping[str, Collection]", self.collections)  # converted by `checked`
+
+    @property
+    def saves_tensors(self) -> bool:
+        """Whether the full tensors of any collection are saved."""
+        return any(collection.tensors is not None for collection in self.chosen.values())
 
     @property
     def keeps_state(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from watchstep.capture.config import CaptureConfig
+from watchstep.capture.document.document import changes_of
 from watchstep.errors import ConfigError
 from watchstep.format import documents
 from watchstep.format.layout import WriterId, check_name
@@ -23,6 +25,8 @@ from watchstep.stopping import OnStop
 PROJECT = "WATCHSTEP_PROJECT"
 RUN = "WATCHSTEP_RUN"
 ATTEMPT = "WATCHSTEP_ATTEMPT"
+
+_MOST_CONFIG_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def run_document(
     )
 
 
-def attempt_document(identity: Identity, on_stop: OnStop) -> documents.AttemptDocument:
+def attempt_document(identity: Identity, on_stop: OnStop, config: CaptureConfig) -> documents.AttemptDocument:
     """Return the attempt's document, which is the same for each worker."""
     return documents.AttemptDocument(
         attempt=identity.attempt,
@@ -185,4 +189,10 @@ def attempt_document(identity: Identity, on_stop: OnStop) -> documents.AttemptDo
         world_size=identity.world_size,
         on_stop="callback" if callable(on_stop) or on_stop == "check" else on_stop,
         host=socket.gethostname(),
+        config=_bounded(changes_of(config)),
     )
+
+
+def _bounded(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration, or none if the attempt's document would exceed the size that readers accept."""
+    return config if len(json.dumps(config, indent=1)) <= _MOST_CONFIG_BYTES else {}

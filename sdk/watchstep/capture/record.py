@@ -4,7 +4,7 @@ Scalars of the current step are all recorded values of a loss, the last value of
 
 A loss that is recorded several times in a step, for micro-batches or batches of an evaluation, becomes one row with
 their statistics: ``mean`` is the mean over batches, ``count`` the number of batches; NaN and infinite batches are included in the
-counts. When a loss leaves its recent range, the following steps are measured completely.
+counts. Batches that are logged with a weight count as that many. When a loss leaves its recent range, the following steps are measured completely.
 
 An update ends an evaluation. If a step has an evaluation before its update and another after it, the later one is
 recorded and the earlier one is counted in health: their weights differ, and a mean of both would describe neither.
@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +29,7 @@ from watchstep.capture.health import RecorderHealth
 from watchstep.format.block import Block, Places, concatenate, sort_key
 from watchstep.format.statistics import Floats, StatisticsBatch, merge_rows, scalars
 from watchstep.format.tensors import LOSSES, METRICS, MODES, Mode, Placement, TensorInfo
-from watchstep.kernels.measurement import Completed, Measurement, Rescaled
+from watchstep.kernels.measurement import Completed, Measurement, Repeated, Rescaled
 
 _ROW_BYTES = 700
 """Estimated size of one row of statistics, with a histogram of about 40 bins, while it is unknown."""
@@ -270,8 +270,10 @@ class BoundedQueue:
         self.pressing = True
         self.wake.set()
 
-    def take(self) -> FinishedStep | None:
-        """Return the oldest item; None if the queue is empty."""
+    def take(self, keep: int = 0) -> FinishedStep | None:
+        """Return the oldest item; None if there are no more than ``keep``."""
+        if len(self._items) <= keep:
+            return None
         try:
             size, item = self._items.popleft()
         except IndexError:
@@ -386,41 +388,56 @@ class _Scalar:
     Attributes:
         info: description of the name.
         values: unmerged values in host memory.
+        weights: the weight of each.
         merged: merged statistics of earlier values, as one row.
         measured: values that are being measured on a device.
-        unmeasured: values in device memory.
+        unmeasured: values in device memory, by their weights.
     """
 
     info: TensorInfo
     values: list[float] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
     merged: StatisticsBatch | None = None
     measured: list[tuple[Measurement, Condition | None]] = field(default_factory=list)
-    unmeasured: list[DeviceScalar] = field(default_factory=list)
+    unmeasured: dict[int, list[DeviceScalar]] = field(default_factory=dict)
 
-    def add(self, value: float) -> None:
+    @property
+    def is_one_value(self) -> bool:
+        """Whether it has one value of weight 1 in host memory."""
+        return len(self.values) == 1 and self.weights[0] == 1 and self.merged is None
+
+    def add(self, value: float, weight: int) -> None:
         self.values.append(value)
+        self.weights.append(weight)
         if len(self.values) >= _MAX_VALUES:
-            self.merged, self.values = self.statistics(), []
+            self.merged, self.values, self.weights = self.statistics(), [], []
 
-    def add_on_device(self, value: DeviceScalar) -> None:
-        if not self.measured:
-            self.measured.append((value.measure(), None))
+    def add_on_device(self, value: DeviceScalar, weight: int) -> None:
+        if not self.measured and not self.unmeasured:
+            self.measured.append((_weighted(value.measure(), weight), None))
             return
-        self.unmeasured.append(value.copy())
-        if len(self.unmeasured) >= _MAX_ON_DEVICE:
+        self.unmeasured.setdefault(weight, []).append(value.copy())
+        if sum(map(len, self.unmeasured.values())) >= _MAX_ON_DEVICE:
             self.measure_rest()
 
     def measure_rest(self) -> None:
-        if self.unmeasured:
-            self.measured.append((self.unmeasured[0].measure_all(self.unmeasured), None))
-            self.unmeasured = []
+        for weight, values in self.unmeasured.items():
+            self.measured.append((_weighted(values[0].measure_all(values), weight), None))
+        self.unmeasured = {}
 
     def statistics(self) -> StatisticsBatch:
         """Return statistics of the values in host memory, as one row."""
         rows = scalars(self.values)
+        if any(weight != 1 for weight in self.weights):
+            rows = Repeated(Completed(rows), np.array(self.weights, np.int64)).collect()
         if self.merged is not None:
             rows = StatisticsBatch.concatenate([self.merged, rows])
         return rows if len(rows) == 1 else merge_rows(rows, np.zeros(len(rows), np.intp), 1)
+
+
+def _weighted(measurement: Measurement, weight: int) -> Measurement:
+    """Return statistics, as one row, in which each value counts as many."""
+    return measurement if weight == 1 else Repeated(measurement, np.array([weight], np.int64))
 
 
 class ScalarValues:
@@ -434,8 +451,11 @@ class ScalarValues:
         self._before_update: set[tuple[Mode, str]] = set()
         self._groups: dict[tuple[TensorInfo, ...], Group] = {}
         self._functions: dict[tuple[Mode, str], str] = {}
+        self._is_derived: dict[str, bool] = {}
 
-    def add(self, mode: Mode, name: str, value: float, *, derived: bool, replaces: bool) -> None:
+    def add(
+        self, mode: Mode, name: str, value: float, *, derived: bool, replaces: bool, weight: int = 1
+    ) -> None:
         """Record a number.
 
         Args:
@@ -444,20 +464,21 @@ class ScalarValues:
             value: the number.
             derived: the program did not log it itself; a value that the program logs under this name replaces it.
             replaces: it replaces earlier values of this name, also for a loss.
+            weight: number of examples that a loss is the mean of, as a weight in the mean of the row.
         """
         scalar = self._scalar(mode, name, derived=derived, replaces=replaces)
         if scalar is not None:
-            scalar.add(value)
+            scalar.add(value, weight if scalar.info.role == "loss" else 1)
             if self.onsets is not None and mode == "train" and scalar.info.role == "loss":
                 self.onsets.add(name, value, derived=derived)
 
     def add_on_device(
-        self, mode: Mode, name: str, value: DeviceScalar, *, derived: bool, replaces: bool
+        self, mode: Mode, name: str, value: DeviceScalar, *, derived: bool, replaces: bool, weight: int = 1
     ) -> None:
         """Record a number in device memory, like `add`."""
         scalar = self._scalar(mode, name, derived=derived, replaces=replaces)
         if scalar is not None:
-            scalar.add_on_device(value)
+            scalar.add_on_device(value, weight if scalar.info.role == "loss" else 1)
 
     def add_measured(
         self, mode: Mode, name: str, measurement: Measurement, condition: Condition | None, *, derived: bool
@@ -499,17 +520,24 @@ class ScalarValues:
         for (mode, _), scalar in self._scalars.items():
             scalar.measure_rest()
             for measurement, condition in scalar.measured:
-                yield mode, Group.of((scalar.info,)), measurement, condition
+                yield mode, Group.of((self._described(mode, scalar.info),)), measurement, condition
             if scalar.values or scalar.merged is not None:
                 by_mode.setdefault(mode, []).append(scalar)
         for mode, members in by_mode.items():
-            infos = tuple(scalar.info for scalar in members)
+            infos = tuple(self._described(mode, scalar.info) for scalar in members)
             group = self._groups.setdefault(infos, Group.of(infos))
-            if all(len(scalar.values) == 1 and scalar.merged is None for scalar in members):
+            if all(scalar.is_one_value for scalar in members):
                 statistics = scalars([scalar.values[0] for scalar in members])
             else:
                 statistics = StatisticsBatch.concatenate([scalar.statistics() for scalar in members])
             yield mode, group, Completed(statistics), None
+
+    def _described(self, mode: Mode, info: TensorInfo) -> TensorInfo:
+        """Describe a name for all modes: a value that the program logs in an evaluation does not change that those of training are derived."""
+        if mode == "train":
+            self._is_derived[info.name] = info.derived
+        derived = self._is_derived.get(info.name, info.derived)
+        return info if derived == info.derived else replace(info, derived=derived)
 
     def _scalar(self, mode: Mode, name: str, *, derived: bool, replaces: bool) -> _Scalar | None:
         """Return where to add a number; None if the program has logged this name itself."""

@@ -25,9 +25,11 @@ from watchstep.capture.record import (
     Record,
     ScalarValues,
     join,
+    scalar_info,
 )
 from watchstep.capture.stop import BarrierStop
 from watchstep.capture.system.sampler import Alongside, Sampled
+from watchstep.capture.tensor_capture import TensorCapture
 from watchstep.format.block import Block
 from watchstep.format.control import StopRequest
 from watchstep.format.statistics import Floats
@@ -198,6 +200,8 @@ class Recorder:
         """Whether the program has logged a NaN training loss before an update; cleared by the reader."""
         self.logged_losses = 0
         """Number of training losses that the program has logged."""
+        self.full_tensors: TensorCapture | None = None
+        """Saves full tensors of collections."""
         self._updates = 0
         self._queue = queue
         self._health = health
@@ -314,7 +318,14 @@ class Recorder:
         self._pending_bytes += record.bytes
 
     def scalar(
-        self, name: str, value: float, mode: Mode = "train", *, derived: bool = False, replaces: bool = False
+        self,
+        name: str,
+        value: float,
+        mode: Mode = "train",
+        *,
+        derived: bool = False,
+        replaces: bool = False,
+        weight: int = 1,
     ) -> None:
         """Record a number. Several losses of one name, step and mode become one row; for a metric the last value is recorded.
 
@@ -324,13 +335,22 @@ class Recorder:
             mode: mode of the row.
             derived: the program did not log it itself; a value that the program logs under this name replaces it.
             replaces: it replaces earlier values of this name, also for a loss.
+            weight: number of examples that a loss is the mean of, as a weight in the mean of the row.
         """
         number = float(value)
         if mode == "train" and not derived and "loss" in name.lower():
             self.logged_losses += 1
             if math.isnan(number) and not self._finished:
                 self.logged_nan = True
-        self._scalars.add(mode, name, number, derived=derived, replaces=replaces)
+        self.save_number(name, number, mode, derived=derived, replaces=replaces)
+        self._scalars.add(mode, name, number, derived=derived, replaces=replaces, weight=weight)
+
+    def save_number(self, name: str, number: float, mode: Mode, *, derived: bool, replaces: bool) -> None:
+        """Save a number in full, if its collection is due. The arguments are those of `scalar`."""
+        if self.full_tensors is not None and self.full_tensors.active:
+            info = scalar_info(name)
+            replaces = replaces or info.role == "metric"
+            self.full_tensors.add_number(info, number, self.step, mode, derived=derived, replaces=replaces)
 
     def note_function(self, name: str, mode: Mode, function: str) -> None:
         """Set the name of the function that computes a loss; the first one for a name and mode is recorded.
@@ -354,11 +374,12 @@ class Recorder:
         *,
         derived: bool = False,
         replaces: bool = False,
+        weight: int = 1,
     ) -> None:
         """Record a number in device memory, like `scalar`."""
         if mode == "train" and not derived and "loss" in name.lower():
             self.logged_losses += 1
-        self._scalars.add_on_device(mode, name, value, derived=derived, replaces=replaces)
+        self._scalars.add_on_device(mode, name, value, derived=derived, replaces=replaces, weight=weight)
 
     def awaited_scalar(
         self,
@@ -406,12 +427,13 @@ class Recorder:
 
     def hand_over(self) -> None:
         """Pass the records of the current step to the writer; drop and count them if the queue is full."""
+        has_tensors = self.full_tensors is not None and self.full_tensors.hand_over()
         self._flush_scalars()
         if self._system is not None and (sampled := self._system.rows.take()) is not None:
             self._append(_record_of(sampled, self.step, self.worker))
-        if not self._pending:
+        if not self._pending and not has_tensors:  # rows about saved objects are added to steps
             return
-        if self.guarding is not None:
+        if self.guarding is not None and self._pending:
             self._pending = self.guarding.completed(self._pending)
             self.guarding.after_step(self.step, self._pending)
         item = FinishedStep(self.step, tuple(self._pending))

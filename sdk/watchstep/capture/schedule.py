@@ -255,7 +255,11 @@ class Schedule:
         self._burst_end = -1
         self._bursts: list[tuple[int, float]] = []
         self._passes: dict[Mode, _Passes] = {}
-        adaptive = [name for name, chosen in self._collections.items() if chosen.cadence.every is None]
+        adaptive = [
+            name
+            for name, chosen in self._collections.items()
+            if chosen.cadence is not None and chosen.cadence.every is None
+        ]
         self.budget: Budget | None = None
         if config.overhead_budget is not None:
             self.budget = Budget(adaptive, config.overhead_budget, config.allowance_seconds, config.clock)
@@ -299,6 +303,11 @@ class Schedule:
         if passes.first:
             passes.on_credit = step >= passes.next_credit
             passes.next_credit = step + _CREDIT_INTERVAL if passes.on_credit else passes.next_credit
+
+    def pass_number(self, mode: Mode) -> int:
+        """Return the number of the current forward pass in a mode other than train, from 0."""
+        passes = self._passes.get(mode)
+        return 0 if passes is None else max(0, passes.number)
 
     def override(self, every: Mapping[str, int]) -> None:
         """Set fixed cadences of collections, as the service requests. Called from another thread."""

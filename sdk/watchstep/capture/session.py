@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
+from watchstep.capture.needs import not_provided, with_tensors
 from watchstep.capture.record import BoundedQueue, LossOnsets
 from watchstep.capture.recorder import Recorder
 from watchstep.capture.schedule import Schedule
 from watchstep.capture.snapshots import SnapshotPlan, SnapshotWriter
 from watchstep.capture.stop import StopExchange
 from watchstep.capture.system.sampler import Alongside, Sampler
+from watchstep.capture.tensor_capture import TensorCapture
+from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.tensors import Mode
 from watchstep.stopping import OnStop
@@ -30,10 +34,12 @@ class Session:
         health: counts faults.
         snapshots: decides at which steps full tensors are saved.
         snapshot_writer: owns the memory of snapshots, and writes them to the store.
+        full_tensors: saves full tensors of collections.
         system: connects the training thread and the sampler; None if the system is not sampled.
         onsets: checks training losses; None without a gate.
         mode: the program's current mode; train by default.
         used_collections: names of collections with at least one tensor.
+        needs: needs of the run's rules, as the service stated them last.
     """
 
     config: CaptureConfig
@@ -43,10 +49,12 @@ class Session:
     health: RecorderHealth
     snapshots: SnapshotPlan
     snapshot_writer: SnapshotWriter
+    full_tensors: TensorCapture
     system: Alongside | None = None
     onsets: LossOnsets | None = None
     mode: Mode = "train"
     used_collections: set[str] = field(default_factory=set)
+    needs: tuple[CaptureNeed, ...] = ()
 
     def empty_collections(self) -> list[str]:
         """Return the sorted names of collections with selectors that match no watched tensor, most likely because of a misspelling."""
@@ -55,6 +63,17 @@ class Session:
             for name, collection in self.config.chosen.items()
             if collection.selects and name not in self.used_collections
         )
+
+    def capture_for(self, needs: Sequence[CaptureNeed]) -> None:
+        """Save the full tensors that rules need, and note what the recording cannot provide. Called on any thread."""
+        if needs == self.needs:
+            return
+        self.needs = tuple(needs)
+        self.full_tensors.configure(with_tensors(self.config.chosen, needs))
+        if problem := not_provided(self.config, needs):
+            self.health.note("capture", problem)
+        else:
+            self.health.withdraw("capture")
 
     @classmethod
     def begin(cls, config: CaptureConfig, worker: int, on_stop: OnStop, first_step: int = 0) -> Session:
@@ -69,6 +88,8 @@ class Session:
         if config.gate:
             onsets = LossOnsets(lambda excess: schedule.onset(recorder.step, excess))
             recorder.watch_onsets(onsets)
+        writer = SnapshotWriter(config.snapshots, worker, health)
+        recorder.full_tensors = TensorCapture(config, schedule, writer, health)
         return cls(
             config,
             recorder,
@@ -76,7 +97,8 @@ class Session:
             queue,
             health,
             SnapshotPlan(config.snapshots),
-            SnapshotWriter(config.snapshots, worker, health),
+            writer,
+            recorder.full_tensors,
             system,
             onsets,
         )
@@ -93,6 +115,7 @@ def apply_control(
             StopRequest(attempt, 0, f"this run was stopped earlier: {document.tombstone}"), refused=True
         )
     session.schedule.override(dict(document.cadence))
+    session.capture_for(document.needs)
     requested = [
         session.snapshots.request(request.id, request.step) for request in document.requests_of(attempt)
     ]

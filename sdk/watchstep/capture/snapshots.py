@@ -1,7 +1,7 @@
-"""Snapshots: at which steps full tensors are saved and why, the memory that they are copied to, and the thread that writes them.
+"""Snapshots: at which steps all weights and gradients are saved and why, the memory of full tensors, and the thread that writes them.
 
-The memory is bounded and reused. Snapshots have their own thread, because an upload of seconds must not delay statistics. The
-newest periodic snapshots stay on the store, up to a bound.
+The memory is bounded and reused. Writing has its own thread, because an upload of seconds must not delay statistics. Of tensors that
+are saved on a cadence, the newest stay on the store, up to the limit of their collection.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,7 +35,7 @@ class Occasion:
     """Why a snapshot is taken.
 
     Attributes:
-        reason: the cadence, the gate, a request of the control document, or the program's request.
+        reason: the cadence of a collection, the gate, a request of the control document, or the program's request.
         requests: ids of the requests that it fulfils.
     """
 
@@ -84,7 +84,7 @@ class SnapshotPlan:
     def due(self, step: int) -> Occasion | None:
         """Return why a snapshot is due at this step; None if it is not, or was taken already.
 
-        Of several reasons the rarest counts: the gate, a request, the program, the cadence.
+        Of several reasons the rarest counts: the gate, a request, the program.
         """
         if step == self._taken:
             return None
@@ -100,10 +100,7 @@ class SnapshotPlan:
             return Occasion("gate", fulfilled)
         if fulfilled:
             return Occasion("request", fulfilled)
-        if is_requested:
-            return Occasion("program")
-        every = self._config.every
-        return Occasion("cadence") if every is not None and step % every == 0 else None
+        return Occasion("program") if is_requested else None
 
     def _due_requests(self, step: int) -> tuple[str, ...]:
         with self._lock:
@@ -151,12 +148,10 @@ class SnapshotMemory:
         with self._lock:
             if size > self.available:
                 return None
-            fitting = [index for index, buffer in enumerate(self._free) if len(buffer) >= size]
-            if fitting:
-                buffer = self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
-                if self._in_use + len(buffer) <= self.limit:
-                    self._in_use += len(buffer)
-                    return buffer
+            reused = self._reusable(size)
+            if reused is not None:
+                self._in_use += len(reused)
+                return reused
             while self._free and self._pooled() + self._in_use + size > self.limit:
                 self._free.pop()
             self._in_use += size
@@ -173,16 +168,20 @@ class SnapshotMemory:
             self._in_use -= len(buffer)
             self._free.append(buffer)
 
-    def prepare(self, size: int) -> None:
-        """Allocate and write to a buffer of this size in advance, unless it exceeds the limit or one exists."""
-        size = min(size, self.limit)
-        with self._lock:
-            if any(len(buffer) >= size for buffer in self._free):
-                return
-        buffer = self.take(size) if size else None
-        if buffer is not None:
-            buffer[::_PAGE] = 0
-            self.release(buffer)
+    def _reusable(self, size: int) -> NDArray[np.uint8] | None:
+        """Remove and return the smallest released buffer of at least a size; None if a new one is better.
+
+        A buffer of more than twice the size is returned only if there is no room for a new one.
+        """
+        fitting = [index for index, buffer in enumerate(self._free) if len(buffer) >= size]
+        if not fitting:
+            return None
+        index = min(fitting, key=lambda index: len(self._free[index]))
+        length = len(self._free[index])
+        has_room = self._pooled() + self._in_use + size <= self.limit
+        if self._in_use + length > self.limit or (length > 2 * size and has_room):
+            return None
+        return self._free.pop(index)
 
     def _pooled(self) -> int:
         return sum(len(buffer) for buffer in self._free)
@@ -220,6 +219,9 @@ class SnapshotRing:
 _FIRST_BACKOFF = 0.2
 _MAX_BACKOFF = 10.0
 _PIECE = 1024 * 1024
+_MAX_OBJECTS = 1000
+_MAX_TENSORS = 20_000
+"""Limits of objects of collections that wait for the store, in addition to their memory: descriptions of so many tensors take 20 MB."""
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,15 @@ class TakenSnapshot:
         step: the step.
         mode: the mode.
         occasion: why it was taken.
-        parameters: "before the update" or "after the update".
-        tensors: in their order in memory, contiguous.
-        memory: buffer for the tensors, owned by the snapshot until it is released.
-        missing: names of tensors that did not fit into memory.
+        parameters: "before the update" or "after the update"; empty for the tensors of a collection.
+        tensors: in their order in the object.
+        data: the bytes of each.
+        memory: buffers with these bytes, owned by the snapshot until they are released.
+        missing: names of tensors that did not fit into a limit.
         ready: waits until the copies are done.
+        collection: the collection; empty for a snapshot of weights and gradients.
+        is_rotated: whether it is deleted for newer ones of its collection, according to the limit on their size.
+        describe: returns further metadata of the object; called when it is written.
     """
 
     step: int
@@ -242,9 +248,18 @@ class TakenSnapshot:
     occasion: Occasion
     parameters: str
     tensors: tuple[Described, ...]
-    memory: NDArray[np.uint8]
+    data: tuple[NDArray[np.uint8], ...]
+    memory: tuple[NDArray[np.uint8], ...]
     missing: tuple[str, ...] = ()
     ready: Callable[[], None] = field(default=lambda: None)
+    collection: str = ""
+    is_rotated: bool = False
+    describe: Callable[[], Mapping[str, str]] = dict
+
+    @property
+    def names(self) -> int:
+        """Number of tensors, including missing ones."""
+        return len(self.tensors) + len(self.missing)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -253,24 +268,24 @@ class TakenSnapshot:
         return {
             "step": str(self.step),
             "reason": self.occasion.reason,
-            "parameters": self.parameters,
+            **({"collection": self.collection} if self.collection else {"parameters": self.parameters}),
             **requests,
+            **self.describe(),
             **missing_metadata(self.missing),
         }
 
 
 @dataclass(frozen=True)
 class _Object:
-    """A snapshot as it is written: ``start``, followed by ``memory`` up to ``length``."""
+    """A snapshot as it is written: ``start``, followed by ``data``."""
 
     path: str
     start: bytes
-    memory: NDArray[np.uint8]
-    length: int
+    data: tuple[NDArray[np.uint8], ...]
 
     @property
     def size(self) -> int:
-        return len(self.start) + self.length
+        return len(self.start) + sum(map(len, self.data))
 
 
 class _GivenUpError(Exception):
@@ -290,14 +305,15 @@ class SnapshotWriter:
         self.memory = SnapshotMemory(config.memory_bytes)
         self._worker = worker
         self._health = health
-        self._ring = SnapshotRing(config.ring_bytes)
+        self._rings: dict[str, SnapshotRing] = {}
         self._rotated: deque[str] = deque()
         # Reentrant, because a signal handler may interrupt the thread that holds the lock and call back.
         self._changed = threading.Condition()
         self._items: deque[tuple[int, TakenSnapshot]] = deque()
+        self._saved: deque[SnapshotKey] = deque()
         self._offered = 0
+        self._names = 0  # of the tensors in items
         self._protected = 0  # snapshots offered up to this number never enter the ring
-        self._to_prepare = 0
         self._destination: tuple[Store, str] | None = None
         self._deadline = float("inf")
         self._given_up = False
@@ -310,23 +326,29 @@ class SnapshotWriter:
                 self._destination = (store, attempt)
                 self._changed.notify_all()
 
-    def prepare(self, size: int) -> None:
-        """Allocate memory of this size before the first snapshot, on the writer's thread."""
+    def limit_ring(self, collection: str, limit: int | None) -> None:
+        """Set the size on the store of a collection's objects in bytes; None for no limit."""
         with self._changed:
-            self._to_prepare = size
-            self._start_or_wake()
+            self._rings.setdefault(collection, SnapshotRing(limit)).limit = limit
 
     def offer(self, taken: TakenSnapshot) -> None:
         """Queue a snapshot. Its memory is released after writing."""
         with self._changed:
             self._offered += 1
+            self._names += taken.names
             self._items.append((self._offered, taken))
             self._start_or_wake()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many objects wait that no further one of a collection should be copied."""
+        return len(self._items) >= _MAX_OBJECTS or self._names >= _MAX_TENSORS
 
     def protect(self) -> None:
         """Never delete periodic snapshots written so far, because something went wrong."""
         with self._changed:
-            self._ring.protect()
+            for ring in self._rings.values():
+                ring.protect()
             self._protected = self._offered
 
     def close(self, seconds: float) -> None:
@@ -351,6 +373,22 @@ class SnapshotWriter:
         if self._thread is not None and not self._items:
             self._thread.join(1.0)  # a thread that ends during interpreter shutdown may abort it
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether `take_saved` returns anything."""
+        return bool(self._saved)
+
+    def take_saved(self, last_step: int | None = None) -> list[SnapshotKey]:
+        """Return the keys of the objects that were written since the last call. Called by the thread that writes statistics.
+
+        Args:
+            last_step: those of later steps are returned by a later call; None for no limit.
+        """
+        saved: list[SnapshotKey] = []
+        while self._saved and (last_step is None or self._saved[0].step <= last_step):
+            saved.append(self._saved.popleft())
+        return saved
+
     def _start_or_wake(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="watchstep-snapshots", daemon=True)
@@ -361,21 +399,12 @@ class SnapshotWriter:
         while not self._given_up:
             with self._changed:
                 self._changed.wait_for(self._has_work)
-                size, self._to_prepare = self._to_prepare, 0
                 head = self._items[0] if self._items and self._destination and not self._given_up else None
-            if size:
-                self._prepare(size)
             if head is not None:
                 self._process(*head)
 
     def _has_work(self) -> bool:
-        return bool(self._to_prepare or (self._items and self._destination) or self._given_up)
-
-    def _prepare(self, size: int) -> None:
-        try:
-            self.memory.prepare(size)
-        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
-            self._health.fault("snapshot", error)
+        return bool((self._items and self._destination) or self._given_up)
 
     def _process(self, number: int, taken: TakenSnapshot) -> None:
         try:
@@ -385,27 +414,30 @@ class SnapshotWriter:
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("snapshot", error)
             self._health.count("dropped_snapshots")
-        self.memory.release(taken.memory)
+        for buffer in taken.memory:
+            self.memory.release(buffer)
         with self._changed:
             self._items.popleft()
+            self._names -= taken.names
 
     def _write(self, number: int, taken: TakenSnapshot) -> None:
         assert self._destination is not None
         store, attempt = self._destination
         taken.ready()
-        key = SnapshotKey(attempt, self._worker, taken.step, taken.mode)
-        length = sum(tensor.length for tensor in taken.tensors)
-        object_ = _Object(key.path, header(taken.tensors, taken.metadata), taken.memory, length)
+        key = SnapshotKey(attempt, self._worker, taken.step, taken.mode, taken.collection)
+        object_ = _Object(key.path, header(taken.tensors, taken.metadata), taken.data)
         if not self._upload(store, object_):
             self._health.count("dropped_snapshots")
             return
+        self._saved.append(key)
         self._health.count("snapshots")
         self._health.count("objects")
         self._health.count("bytes", object_.size)
-        if taken.occasion.reason == "cadence":
+        if taken.is_rotated:
             with self._changed:
                 if number > self._protected:
-                    self._rotated.extend(self._ring.add(object_.path, object_.size))
+                    ring = self._rings[taken.collection]
+                    self._rotated.extend(ring.add(object_.path, object_.size))
         self._delete_rotated(store)
 
     def _upload(self, store: Store, object_: _Object) -> bool:
@@ -426,11 +458,11 @@ class SnapshotWriter:
 
     def _parts(self, object_: _Object) -> Iterator[memoryview]:
         yield memoryview(object_.start)
-        view = object_.memory.data
-        for start in range(0, object_.length, _PIECE):
-            if self._given_up:
-                raise _GivenUpError
-            yield view[start : min(start + _PIECE, object_.length)]
+        for data in object_.data:
+            for start in range(0, len(data), _PIECE):
+                if self._given_up:
+                    raise _GivenUpError
+                yield data.data[start : start + _PIECE]
 
     def _delete_rotated(self, store: Store) -> None:
         while self._rotated:

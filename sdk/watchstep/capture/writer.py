@@ -8,20 +8,27 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from watchstep.capture.config import Bounds
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.node.member import Member
-from watchstep.capture.record import BoundedQueue, FinishedStep
+from watchstep.capture.record import BoundedQueue, FinishedStep, Group, Record
 from watchstep.capture.snapshots import SnapshotWriter
 from watchstep.capture.stop import ControlReader
+from watchstep.capture.tensorboard import TensorBoardSink
 from watchstep.capture.upload.access import Access, UploadTarget
 from watchstep.capture.upload.backlog import Backlog, SegmentEncoder
 from watchstep.capture.upload.spill import Spill, SpillOwner
 from watchstep.capture.upload.uploader import UploadContext, Uploader
 from watchstep.format import documents
+from watchstep.format.layout import SnapshotKey
+from watchstep.format.statistics import scalars
+from watchstep.format.tensors import Mode, SavedName
+from watchstep.kernels.measurement import Completed
 from watchstep.store.cloud import load_libraries
 from watchstep.store.store import checked_scheme
 
@@ -83,6 +90,9 @@ class Writer:
         self._poll_seconds = _MIN_POLL_SECONDS
         self._filling = threading.Lock()
         self._cost: Callable[[float], None] | None = None
+        self._tensorboard: TensorBoardSink | None = None
+        self._last_step = -1
+        self._end_follows = False
         self._end: documents.EndDocument | None = None
         self._deadline = float("inf")
         self._closing = threading.Event()
@@ -103,11 +113,24 @@ class Writer:
         _load_libraries(checked_scheme(self._target.store_url))
         for thread in self._threads:
             thread.start()
+        if self._tensorboard is not None:
+            self._tensorboard.start()
+
+    def write_tensorboard(self, sink: TensorBoardSink) -> None:
+        """Also pass the rows of each segment to a sink. Called before `start`."""
+        self._tensorboard = sink
+        self._encoder.pass_on(sink.add)
 
     def report_cost(self, report: Callable[[float], None]) -> None:
         """Set a callback for the processor seconds of each turn."""
         self._cost = report
         self._access.report_cost(report)
+        if self._tensorboard is not None:
+            self._tensorboard.report_cost(report)
+
+    def expect_end(self) -> None:
+        """Keep the last step until the objects that it is handed over with are written. Called before the last step is handed over."""
+        self._end_follows = True
 
     def close(self, end: documents.EndDocument | None, seconds: float) -> bool:
         """Write what is left and the end document, first to the store and then to disk. May be called again.
@@ -123,6 +146,7 @@ class Writer:
         self._end = self._end or end
         self._snapshots.close(_SNAPSHOT_SHARE * seconds)
         self._uploader.hurry()
+        self._end_follows = True
         self._closing.set()
         self._queue.press()
         # Wait in short turns, because `hurry` may shorten the deadline meanwhile.
@@ -142,6 +166,8 @@ class Writer:
         """Reset in a forked child: it has no threads, and their data belongs to the parent."""
         self._backlog.forget()
         self._uploader.forget()
+        if self._tensorboard is not None:
+            self._tensorboard.forget()
 
     def _work(self) -> None:
         started = time.monotonic()
@@ -233,7 +259,8 @@ class Writer:
     def _closing_turn(self) -> bool:
         """Do one turn while closing. Returns whether everything has been written."""
         self._turn()
-        if self._backlog.empty and self._snapshots.settled and self._end is not None:
+        is_written = self._backlog.empty and self._snapshots.settled and not self._snapshots.has_saved
+        if is_written and self._end is not None:
             self._uploader.write_end(self._end_document())
         return self._uploader.end_written
 
@@ -253,14 +280,36 @@ class Writer:
         steps: list[FinishedStep] = []
         rows, size = self._encoder.rows, self._encoder.bytes
         while len(steps) < limit and not self._is_enough(rows, size) and not self._backlog.full:
-            item = self._queue.take()
+            item = self._next_step()
             if item is None:
                 break
             steps.append(item)
+            self._last_step = item.step
             rows, size = rows + item.rows, size + item.bytes
         if steps:
             self._encoder.take_in(steps)
         return len(steps)
+
+    def _next_step(self) -> FinishedStep | None:
+        """The oldest step of the queue, with rows about the objects with full tensors that are on the store since the last one.
+
+        An object of a later step, which is on the store already, has its row at that step or after it.
+
+        At the end, the last step is kept back until the objects are written. If the last step was written before the end began, the
+        rows have a step of their own.
+        """
+        is_waiting = self._end_follows and not self._snapshots.settled
+        item = self._queue.take(keep=1 if is_waiting else 0)
+        if item is None and not (self._closing.is_set() and not is_waiting and self._snapshots.has_saved):
+            return None
+        if item is not None:
+            saved = self._snapshots.take_saved(item.step)
+            return FinishedStep(item.step, (*item.records, *_records_of(saved, item.step))) if saved else item
+        saved = self._snapshots.take_saved()
+        # The last step is not written yet if its rows are still collected.
+        next_step = self._last_step + (0 if self._encoder.rows else 1)
+        step = max(next_step, *(key.step for key in saved))
+        return FinishedStep(step, _records_of(saved, step))
 
     @staticmethod
     def _is_enough(rows: int, size: int) -> bool:
@@ -276,6 +325,8 @@ class Writer:
             self._settle()
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach the program
             self._health.fault("writer", error)
+        if self._tensorboard is not None:
+            self._tensorboard.close(self._deadline - time.monotonic())
         self._settled.set()
 
     def _settle(self) -> None:
@@ -312,6 +363,19 @@ class Writer:
             writer=writer,
             health={**self._end.health, **self._health.counted()},
         )
+
+
+def _records_of(saved: Sequence[SnapshotKey], step: int) -> tuple[Record, ...]:
+    """The rows about objects with full tensors, for a step at which they are on the store."""
+    numbers: Counter[SavedName] = Counter()
+    records = []
+    for key in saved:
+        name = SavedName(cast("Mode", key.mode), key.collection)
+        group = Group.of((name.info(numbers[name]),))
+        numbers[name] += 1
+        statistics = Completed(scalars([float(key.step)]))
+        records.append(Record(step, "global", key.worker, time.time_ns(), group, statistics))
+    return tuple(records)
 
 
 @functools.cache

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from watchstep.errors import FormatError
+from watchstep.format.capture_needs import MAX_NEEDS, CaptureNeed, needs_from_data
 from watchstep.format.documents import parse_json
 from watchstep.format.layout import STOPS, check_name
 from watchstep.store.store import Store
@@ -69,6 +70,7 @@ class ControlDocument:
         cadence: Number of steps between measurements by collection; overrides the worker's own.
         tombstone: Reason why no new attempt may start; empty if new attempts may start.
         admitted: The attempt that may start despite the tombstone, until it is stopped itself; empty for no attempt.
+        needs: What the rules of the run need the workers to capture.
     """
 
     version: int = 0
@@ -77,6 +79,7 @@ class ControlDocument:
     cadence: tuple[tuple[str, int], ...] = ()
     tombstone: str = ""
     admitted: str = ""
+    needs: tuple[CaptureNeed, ...] = ()
 
     def with_stop(self, stop: StopRequest) -> ControlDocument:
         """Return the next version, which stops this attempt and allows no other to start."""
@@ -97,6 +100,11 @@ class ControlDocument:
         """Return the next version with these numbers of steps between measurements. Workers choose those of other collections."""
         chosen = tuple(sorted(cadence.items()))
         return self if chosen == self.cadence else replace(self, version=self.version + 1, cadence=chosen)
+
+    def with_needs(self, needs: Sequence[CaptureNeed]) -> ControlDocument:
+        """Return the next version with the needs of the run's rules, or the same document if it already has them."""
+        chosen = tuple(needs[:MAX_NEEDS])
+        return self if chosen == self.needs else replace(self, version=self.version + 1, needs=chosen)
 
     def without_tombstone(self) -> ControlDocument:
         """Return the next version, which allows new attempts. A stop request of an attempt remains."""
@@ -151,6 +159,7 @@ class ControlDocument:
                 cadence=tuple((str(name), _whole(every, 1)) for name, every in data.get("cadence", ())),
                 tombstone=str(data.get("tombstone", "")),
                 admitted=str(data.get("admitted", "")),
+                needs=needs_from_data(data.get("needs", ())),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"control document: {error!r}", "let the service rewrite it") from error

@@ -128,6 +128,7 @@ class AttemptDocument:
         world_size: Number of expected workers.
         on_stop: The effect of a cooperative stop.
         host: Host of the first worker.
+        config: The capture document: what differs from the built-in configuration.
     """
 
     attempt: str
@@ -135,6 +136,7 @@ class AttemptDocument:
     world_size: int = 1
     on_stop: OnStop = "ignore"
     host: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@
     <project>/<run>/run.json
       attempts/<attempt>.json    control.json    launches/<attempt>.json
       stats/<attempt>/<node>/<writer>/<seq>-<first>-<last>.parquet
-      tensors/<attempt>/<worker>/<step>-<mode>.safetensors
+      tensors/<attempt>/<worker>/<step>-<mode>[-<collection>].safetensors
       end/<attempt>/<worker>.json
       stops/<attempt>/<step>/<worker>-<state>-<at>.json
       journal/<attempt>/<number>.json
-      baselines/<attempt>.json
+      baselines/<attempt>.json    references/<attempt>.json
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ STOPS = "stops/"
 SNAPSHOTS = "tensors/"
 JOURNALS = "journal/"
 BASELINES = "baselines/"
+REFERENCES = "references/"
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Numbers have one notation, so that one object has one name: a parsed key formats to the same text.
@@ -47,7 +48,7 @@ _SEGMENT = re.compile(
 )
 _SNAPSHOT = re.compile(
     rf"tensors/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
-    rf"(?P<step>{_NUMBER_PATTERN})-(?P<mode>{'|'.join(MODES)})\.safetensors"
+    rf"(?P<step>{_NUMBER_PATTERN})-(?P<mode>{'|'.join(MODES)})(?:-(?P<collection>[^/]+))?\.safetensors"
 )
 _SEQ_DIGITS = 10
 
@@ -156,17 +157,27 @@ class SegmentKey:
 
 @dataclass(frozen=True, order=True)
 class SnapshotKey:
-    """Name of the snapshot of one step of one worker."""
+    """Name of the object with full tensors of one step of one worker: those of a collection, or a snapshot of weights and gradients.
+
+    Attributes:
+        attempt: The attempt.
+        worker: The rank.
+        step: The step; in modes other than train, the step of the run at which the pass was made.
+        mode: The mode.
+        collection: The collection; empty for a snapshot.
+    """
 
     attempt: str
     worker: int
     step: int
     mode: str
+    collection: str = ""
 
     @property
     def path(self) -> str:
         """Key relative to the run."""
-        return f"{SNAPSHOTS}{check_name('attempt', self.attempt)}/{self.worker}/{self.step}-{self.mode}.safetensors"
+        collection = f"-{check_name('collection', self.collection)}" if self.collection else ""
+        return f"{SNAPSHOTS}{check_name('attempt', self.attempt)}/{self.worker}/{self.step}-{self.mode}{collection}.safetensors"
 
     @classmethod
     def parse(cls, path: str) -> SnapshotKey:
@@ -176,11 +187,12 @@ class SnapshotKey:
             FormatError: It is not a snapshot's key.
         """
         match = _SNAPSHOT.fullmatch(path)
-        if not match or not _are_names(match["attempt"]):
+        if not match or not _are_names(match["attempt"], match["collection"] or "snapshot"):
             raise FormatError(
                 f"object {path!r} is not a snapshot", "leave only Watchstep's objects under tensors/"
             )
-        return cls(match["attempt"], int(match["worker"]), int(match["step"]), match["mode"])
+        collection = match["collection"] or ""
+        return cls(match["attempt"], int(match["worker"]), int(match["step"]), match["mode"], collection)
 
 
 def attempt_document(attempt: str) -> str:
@@ -201,6 +213,11 @@ def end_document(attempt: str, worker: int) -> str:
 def baseline_document(attempt: str) -> str:
     """Key of the baseline that an attempt is compared with, relative to the run."""
     return f"{BASELINES}{check_name('attempt', attempt)}.json"
+
+
+def references_document(attempt: str) -> str:
+    """Key of the attempts of other runs that an attempt's tensors are compared with, relative to the run."""
+    return f"{REFERENCES}{check_name('attempt', attempt)}.json"
 
 
 def journal_prefix(attempt: str) -> str:

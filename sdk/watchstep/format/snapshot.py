@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError
 from watchstep.format.documents import parse_json
+from watchstep.format.tensors import TensorInfo, check_word
 from watchstep.store.store import Store
 
 NARROW_FLOATS: dict[str, np.dtype[Any]] = {
@@ -99,6 +100,12 @@ MISSING = "watchstep.missing"
 MISSING_NAMES = "watchstep.missing_names"
 """Key of the metadata for their names: a JSON list, possibly not of all."""
 
+PARTS = "watchstep.parts"
+"""Key of the metadata for tensors of which the object has a part only: JSON, by name, as `TensorPart.as_data`."""
+
+INFOS = "watchstep.tensors"
+"""Key of the metadata for the descriptions of the tensors of a collection: JSON, by name, without name, shape and dtype."""
+
 COMPRESSED = "watchstep.compressed"
 """Key of the metadata of a schema 1 snapshot for its compressed tensors. Such a snapshot is rewritten before it is read."""
 
@@ -120,6 +127,40 @@ class TensorLocation:
 
 
 @dataclass(frozen=True)
+class TensorPart:
+    """The place of a saved tensor within a larger one.
+
+    Attributes:
+        shape: Shape of the larger tensor.
+        start: Index of the first saved element in each dimension.
+        is_shard: Whether other workers save the rest; otherwise only this part was selected.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    is_shard: bool
+
+    def as_data(self) -> dict[str, Any]:
+        """A JSON-ready form."""
+        return {"shape": list(self.shape), "start": list(self.start), "shard": self.is_shard}
+
+    @classmethod
+    def from_data(cls, data: Any) -> TensorPart:
+        """Read the result of `as_data`.
+
+        Raises:
+            ValueError: The data is not valid.
+        """
+        if not isinstance(data, dict) or set(data) != {"shape", "start", "shard"}:
+            raise ValueError("a part is not described by shape, start and shard")
+        shape, start = _integers(data["shape"]), _integers(data["start"])
+        is_placed = len(shape) == len(start) <= _MAX_DIMENSIONS and isinstance(data["shard"], bool)
+        if not is_placed or math.prod(max(1, size) for size in shape) > _MAX_SIZE:
+            raise ValueError("a part has an invalid shape, start or shard")
+        return cls(shape, start, data["shard"])
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """An opened snapshot. The header has been read and checked; the tensors have not been read.
 
@@ -130,6 +171,7 @@ class Snapshot:
         tensors: Locations by name, in the order of their bytes.
         missing: Number of tensors that did not fit into the writer's memory.
         missing_names: Names of those, or of the first thousand.
+        parts: Places of tensors of which the object has a part only, by name.
     """
 
     key: str
@@ -137,6 +179,7 @@ class Snapshot:
     tensors: dict[str, TensorLocation]
     missing: int
     missing_names: tuple[str, ...]
+    parts: dict[str, TensorPart]
     _store: Store = field(repr=False, compare=False)
 
     def read(self, name: str) -> NDArray[Any]:
@@ -153,12 +196,24 @@ class Snapshot:
         stored = self.tensors.get(name)
         if stored is None:
             raise self._not_held(name)
-        data = self._ranged(stored) if stored.length else b""
-        if len(data) != stored.length:
-            raise FormatError(
-                f"snapshot {self.key}: tensor {name!r} ends after {len(data)} of {stored.length} bytes", _MEND
-            )
+        data = self._ranged(name, stored, 0, stored.length)
         return np.frombuffer(data, DTYPES[stored.dtype]).reshape(stored.shape)
+
+    def read_bytes(self, name: str, start: int, length: int) -> bytes:
+        """Read some of the bytes of one tensor with one ranged read.
+
+        Args:
+            name: The tensor.
+            start: First byte, from the tensor's first one.
+            length: Number of bytes, within the tensor.
+
+        Raises:
+            NotFoundError, FormatError, StoreError: As for `read`.
+        """
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise self._not_held(name)
+        return self._ranged(name, stored, start, length)
 
     def values(self, name: str) -> NDArray[Any]:
         """Read one tensor like `read`, but bfloat16 and fp8 as float32, which represents each number exactly.
@@ -169,17 +224,34 @@ class Snapshot:
         elements = self.read(name)
         return widened(elements, self.tensors[name].dtype)
 
-    def _ranged(self, stored: TensorLocation) -> bytes:
+    def _ranged(self, name: str, stored: TensorLocation, start: int, length: int) -> bytes:
+        if not length:
+            return b""
         try:
-            return self._store.get_range(self.key, stored.start, stored.length)
+            data = self._store.get_range(self.key, stored.start + start, length)
         except NotFoundError as error:
             raise _gone(self.key) from error
+        if len(data) != length:
+            raise FormatError(
+                f"snapshot {self.key}: tensor {name!r} ends after {start + len(data)} of {stored.length} bytes",
+                _MEND,
+            )
+        return data
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is in a folder on this machine."""
+        return self._store.is_local
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether the writer left a tensor out, as far as the object names those."""
+        return name in self.missing_names
 
     def _not_held(self, name: str) -> NotFoundError:
         if name in self.missing_names or self.missing > len(self.missing_names):
             return NotFoundError(
-                f"tensor {name!r} is not in snapshot {self.key}: its writer had no memory for {self.missing} tensors",
-                "raise Snapshots.memory_bytes, or take snapshots at steps further apart",
+                f"tensor {name!r} is not in snapshot {self.key}: its writer left out {self.missing} tensors, which exceeded a limit",
+                "raise Snapshots.memory_bytes or TensorLimits.hour_bytes, or save tensors at steps further apart",
             )
         return NotFoundError(
             f"tensor {name!r} is not in snapshot {self.key}", "see Snapshot.tensors for the names"
@@ -189,16 +261,17 @@ class Snapshot:
 def _gone(key: str) -> NotFoundError:
     return NotFoundError(
         f"snapshot {key} does not exist, or no longer exists",
-        "list the snapshots again: those of a cadence make room for newer ones (Snapshots.ring_bytes)",
+        "list the snapshots again: those of a cadence make room for newer ones (TensorLimits.ring_bytes)",
     )
 
 
-def open_snapshot(store: Store, key: str) -> Snapshot:
-    """Open a snapshot. This requests its size, and reads most headers with one ranged read, long ones with two.
+def open_snapshot(store: Store, key: str, size: int | None = None) -> Snapshot:
+    """Open a snapshot. This reads most headers with one ranged read, long ones with two.
 
     Args:
         store: The store of the snapshot.
         key: Key relative to the store.
+        size: Size of the object in bytes, if a listing has shown it; requested by default.
 
     Raises:
         NotFoundError: The object does not exist, or no longer exists.
@@ -206,13 +279,13 @@ def open_snapshot(store: Store, key: str) -> Snapshot:
         StoreError: The object could not be read.
     """
     try:
-        return _opened(store, key)
+        return _opened(store, key, size)
     except NotFoundError as error:
         raise _gone(key) from error
 
 
-def _opened(store: Store, key: str) -> Snapshot:
-    metadata, tensors = read_header(store, key)
+def _opened(store: Store, key: str, size: int | None) -> Snapshot:
+    metadata, tensors = read_header(store, key, size)
     if COMPRESSED in metadata:
         raise FormatError(
             f"snapshot {key} was compressed by an earlier version",
@@ -220,23 +293,34 @@ def _opened(store: Store, key: str) -> Snapshot:
         )
     try:
         missing, missing_names = _missing(metadata)
-    except ValueError as error:
+        parts = _parts(metadata, tensors)
+    except (ValueError, RecursionError) as error:
         raise _invalid(key, error) from error
-    return Snapshot(key, metadata, tensors, missing, missing_names, store)
+    return Snapshot(key, metadata, tensors, missing, missing_names, parts, store)
 
 
-def read_header(store: Store, key: str) -> tuple[dict[str, str], dict[str, TensorLocation]]:
+def read_header(
+    store: Store, key: str, size: int | None = None
+) -> tuple[dict[str, str], dict[str, TensorLocation]]:
     """Return a snapshot's metadata, and the locations of its tensors in the order of their bytes.
+
+    Args:
+        store: The store of the snapshot.
+        key: Key relative to the store.
+        size: Size of the object in bytes, if known.
 
     Raises:
         NotFoundError: The object does not exist.
         FormatError: The header does not agree with the object's size.
         StoreError: The object could not be read.
     """
-    size = store.size(key)
+    if size is None:
+        size = store.size(key)
     if size < 8:
         raise FormatError(f"snapshot {key} has {size} bytes, which is too short for a header", _MEND)
     start = store.get_range(key, 0, min(size, _FIRST_READ))
+    if len(start) < min(size, _FIRST_READ):
+        raise FormatError(f"snapshot {key} ends after {len(start)} of {size} bytes", _MEND)
     length = int.from_bytes(start[:8], "little")
     if length > min(MAX_HEADER, size - 8):
         raise FormatError(
@@ -293,6 +377,20 @@ def _missing(metadata: dict[str, str]) -> tuple[int, tuple[str, ...]]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("its missing tensors are not a list of names")
     return max(int(metadata.get(MISSING, "0")), len(names)), tuple(names)
+
+
+def _parts(metadata: dict[str, str], tensors: Mapping[str, TensorLocation]) -> dict[str, TensorPart]:
+    data = parse_json(metadata.get(PARTS, "{}").encode(), _MAX_HEADER_MEMORY)
+    if not isinstance(data, dict):
+        raise ValueError("its parts are not described by name")  # noqa: TRY004 - callers catch this
+    parts = {name: TensorPart.from_data(entry) for name, entry in data.items() if name in tensors}
+    for name, part in parts.items():
+        shape = tensors[name].shape
+        if len(shape) != len(part.shape) or any(
+            start + size > whole for start, size, whole in zip(part.start, shape, part.shape, strict=True)
+        ):
+            raise ValueError(f"tensor {name!r} is not within the tensor that it is a part of")
+    return parts
 
 
 def _integers(data: Any) -> tuple[int, ...]:
@@ -381,6 +479,76 @@ def header(tensors: Sequence[Described], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+_DESCRIBING = ("collections", "role", "module", "module_type", "order", "optimizer")
+
+
+def infos_metadata(infos: Iterable[TensorInfo]) -> dict[str, str]:
+    """Return a snapshot's metadata that describes its tensors."""
+    described = {
+        info.name: {name: getattr(info, name) for name in _DESCRIBING if getattr(info, name)}
+        for info in infos
+    }
+    return {INFOS: json.dumps(described, separators=(",", ":"))}
+
+
+def infos_of(snapshot: Snapshot) -> dict[str, TensorInfo]:
+    """Return the descriptions of a snapshot's tensors, by name; only name, shape and dtype of those that it does not describe.
+
+    Raises:
+        FormatError: The metadata is not valid.
+    """
+    try:
+        data = parse_json(snapshot.metadata.get(INFOS, "{}").encode(), _MAX_HEADER_MEMORY)
+        if not isinstance(data, dict):
+            raise TypeError("its tensors are not described by name")  # noqa: TRY301 - reported like other damage
+        return {
+            name: _info(name, stored, snapshot, data.get(name, {}))
+            for name, stored in snapshot.tensors.items()
+        }
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _invalid(snapshot.key, error) from error
+
+
+def _info(name: str, stored: TensorLocation, snapshot: Snapshot, data: Any) -> TensorInfo:
+    part = snapshot.parts.get(name)
+    order = data.get("order", 0)
+    collections = data.get("collections", [])
+    words = [data.get(key, "") for key in ("role", "module", "module_type", "optimizer")]
+    if not isinstance(collections, list) or not all(isinstance(word, str) for word in [*words, *collections]):
+        raise ValueError(f"tensor {name[:80]!r} is described by values of other types")
+    if type(order) is not int or not 0 <= order < _MAX_SIZE:
+        raise ValueError(f"tensor {name[:80]!r} has an invalid order")
+    for word in (name, *words, *collections):
+        check_word("tensor", word)
+    role, module, module_type, optimizer = words
+    return TensorInfo(
+        name=name,
+        collections=tuple(sorted(collections)),
+        role=role or "custom",
+        module=module,
+        module_type=module_type,
+        order=order,
+        shape=stored.shape if part is None else part.shape,
+        dtype=_NAMES.get(stored.dtype, stored.dtype.lower()),
+        optimizer=optimizer,
+    )
+
+
+_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+"""Names of dtypes in descriptions of tensors, by safetensors' names."""
+
+
+def parts_metadata(parts: Mapping[str, TensorPart]) -> dict[str, str]:
+    """Return a snapshot's metadata about parts of tensors, empty if all tensors are whole."""
+    if not parts:
+        return {}
+    return {PARTS: json.dumps({name: part.as_data() for name, part in parts.items()}, separators=(",", ":"))}
 
 
 def missing_metadata(names: Sequence[str]) -> dict[str, str]:

@@ -412,6 +412,31 @@ def std(batch: StatisticsBatch) -> Floats:
     return np.sqrt(variance(batch))
 
 
+def total(batch: StatisticsBatch) -> Floats:
+    """Sum of the finite elements: ``mean * n``. In `DERIVED` its name is ``sum``."""
+    finite = batch.finite.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return _of_finite(batch, np.where(finite > 0, batch.mean * finite, 0.0))
+
+
+def abs_variance(batch: StatisticsBatch) -> Floats:
+    """Population variance (ddof 0) of the magnitudes of the finite elements.
+
+    ``var|x| = E[x^2] - E[|x|]^2 = var(x) - (E|x| - |E x|) (E|x| + |E x|)``. The last form subtracts nothing where all elements have one
+    sign. Its rounding is at most that of ``var(x)``, and the result is limited to 0 … ``var(x)``.
+    """
+    spread, magnitude, mean = variance(batch), abs_mean(batch), np.abs(batch.mean)
+    with np.errstate(over="ignore", invalid="ignore"):
+        excess = np.maximum(magnitude - mean, 0.0) * (magnitude + mean)
+        difference = np.where(np.isinf(spread), np.inf, spread - excess)
+    return np.maximum(difference, 0.0)
+
+
+def abs_std(batch: StatisticsBatch) -> Floats:
+    """Population standard deviation (ddof 0) of the magnitudes of the finite elements: the root of `abs_variance`."""
+    return np.sqrt(abs_variance(batch))
+
+
 def l1(batch: StatisticsBatch) -> Floats:
     """Sum of magnitudes of the finite elements (the vector norm, whatever the tensor's shape)."""
     return _of_finite(batch, batch.abs_sum.astype(np.float64))
@@ -448,8 +473,23 @@ def nonfinite_share(batch: StatisticsBatch) -> Floats:
 
 
 DERIVED: dict[str, Derivation] = {
-    function.__name__: function
-    for function in (variance, std, l1, l2, rms, abs_mean, abs_max, zero_share, nonfinite_share)
+    "sum": total,
+    **{
+        function.__name__: function
+        for function in (
+            variance,
+            std,
+            l1,
+            l2,
+            rms,
+            abs_mean,
+            abs_variance,
+            abs_std,
+            abs_max,
+            zero_share,
+            nonfinite_share,
+        )
+    },
 }
 """The derived figures by name."""
 

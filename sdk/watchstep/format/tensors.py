@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,6 +32,8 @@ NOT_IN_OPTIMIZER = "not_in_optimizer"
 CONFUSION = "confusion"
 SYSTEM = "system"
 FINITE_CHECKS = "finite_checks"
+SAVED = "saved"
+"""Collection of rows about objects with full tensors: one for each object, once it is on the store (`SavedName`)."""
 
 MAX_WORD_BYTES = 4096
 """Maximum length of a tensor's name or other word in UTF-8 bytes. Readers refuse segments with longer ones."""
@@ -67,12 +70,12 @@ class TensorInfo:
         module: Path of the module that owns it; empty for losses and metrics.
         module_type: Name of the class, e.g. ``Conv2d``; for a loss, the function that computed it, e.g. ``NllLoss``, if known.
         role: ``weight``, ``bias``, ``gradient``, ``output``, ``input``, ``update``, ``momentum``, ``second_moment``,
-            ``state``, ``checksum``, ``finite_check``, ``label``, ``custom``, ``loss``, ``metric`` or ``system``.
+            ``state``, ``checksum``, ``finite_check``, ``label``, ``custom``, ``loss``, ``metric``, ``system`` or ``saved``.
         order: Rank of the module in the order of registration. Rules use it as the depth.
         shape: Shape of the whole logical tensor at its first record.
         dtype: e.g. ``float32``.
         optimizer: The optimizer that updates it, if known.
-        derived: Whether the value was computed from the program's own, e.g. a loss that was divided for accumulation.
+        derived: Whether the values in mode ``train`` were computed from the program's own, e.g. a loss that was divided for accumulation.
     """
 
     name: str
@@ -89,13 +92,17 @@ class TensorInfo:
     @property
     def memory(self) -> int:
         """Approximate size in memory in bytes."""
+        return _INFO_BYTES + sum(map(sys.getsizeof, self.words)) + 40 * len(self.shape)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All of its strings."""
         words = (self.name, self.role, self.module, self.module_type, self.dtype, self.optimizer)
-        return _INFO_BYTES + sum(map(len, (*words, *self.collections))) + 40 * len(self.shape)
+        return (*words, *self.collections)
 
     def bounded(self) -> TensorInfo:
         """Return the tensor with words of at most `MAX_WORD_BYTES`: each longer word is truncated and gets a checksum of the whole word."""
-        words = (self.name, self.role, self.module, self.module_type, self.dtype, self.optimizer)
-        if not any(map(_is_long, (*words, *self.collections))):
+        if not any(map(_is_long, self.words)):
             return self
         return replace(
             self,
@@ -206,3 +213,33 @@ class KnownCatalogues:
                 _, (gone, _) = self._entries.popitem(last=False)
                 self._text -= gone
         return catalogue
+
+
+@dataclass(frozen=True)
+class SavedName:
+    """What the name of a row about a saved object states: ``saved:<mode>:<collection>``.
+
+    The row has the mode ``global`` and the step at which the recorder learned that the object is on the store. Its value is the step of the
+    object.
+
+    Attributes:
+        mode: mode of the object.
+        collection: its collection; empty for a snapshot.
+    """
+
+    mode: Mode
+    collection: str
+
+    def info(self, number: int = 0) -> TensorInfo:
+        """Describe the row; ``number`` distinguishes rows with the same mode and collection at one step."""
+        suffix = f":{number}" if number else ""
+        name = f"{SAVED}:{self.mode}:{self.collection}{suffix}"
+        return TensorInfo(name, (SAVED,), "saved", shape=(), dtype="float64")
+
+    @classmethod
+    def of(cls, info: TensorInfo) -> SavedName | None:
+        """Parse the name of a row; None for a row about anything else."""
+        words = info.name.split(":")
+        if info.role != "saved" or len(words) not in {3, 4} or words[0] != SAVED or words[1] not in MODES:
+            return None
+        return cls(words[1], words[2])

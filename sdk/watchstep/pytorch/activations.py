@@ -34,9 +34,10 @@ from watchstep.capture.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch import full_tensors
 from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import LiveOutputs
-from watchstep.pytorch.names import Names, dtype_name, standing
+from watchstep.pytorch.names import Names, dtype_name, placement_of
 from watchstep.pytorch.observable import ModuleHook, dense_values
 from watchstep.pytorch.probes.activations import (
     ChannelProbe,
@@ -214,9 +215,18 @@ class _Flow:
 
 @dataclass
 class _Observed:
-    """An observed module."""
+    """An observed module.
+
+    Attributes:
+        path: Path of the module.
+        is_model: Whether it is the watched model itself, whose own hooks begin and end its passes.
+        output: Its output.
+        input: Its input.
+        channels, tokens, activity: Probes of its output and input.
+    """
 
     path: str
+    is_model: bool
     output: _Flow
     input: _Flow
     channels: ChannelProbe | None
@@ -235,14 +245,14 @@ class _Observed:
         probes: list[Probe | None] = []
         if len(output) == 1:
             if self.channels is not None:
-                probes.append(self.channels.look(output[0], step, mode))
+                probes.append(self.channels.measure(output[0], step, mode))
             if self.activity is not None:
                 inputs = _real(given)
                 probes.append(
-                    self.activity.look(inputs[0] if len(inputs) == 1 else None, output[0], step, mode)
+                    self.activity.measure(inputs[0] if len(inputs) == 1 else None, output[0], step, mode)
                 )
         if self.tokens is not None and (inputs := _numeric(given)):
-            probes.append(self.tokens.look(inputs[0]))
+            probes.append(self.tokens.measure(inputs[0]))
         return tuple(probe for probe in probes if probe is not None)
 
 
@@ -284,6 +294,7 @@ class ActivationHooks:
         self._unseen: set[str] = set()
         self._decided_for, self._decided_in = -1, ""
         self._decided: dict[tuple[str, ...], str | None] = {}
+        self._saved: dict[tuple[str, ...], str | None] = {}
         probes = session.config.probes
         self._unchanged = Unchanged(probes)
         self._sums = ChannelSums(probes)
@@ -309,6 +320,7 @@ class ActivationHooks:
         activity = UnitActivity(activation_kind(module), probes, in_place=in_place)
         observed = _Observed(
             names.path(path) or "model",
+            is_model,
             _Flow(names.of_module(path, module, order, "output", tuple(outputs))),
             _Flow(names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model)),
             channels if "channels" in probes and channels.applies else None,
@@ -330,6 +342,7 @@ class ActivationHooks:
     def new_pass(self) -> None:
         """Begin a forward pass of the whole model, and recompute which measurements are due."""
         self._decided.clear()
+        self._saved.clear()
 
     def record_live(self) -> None:
         """Measure the outputs that still exist, unless this pass has already been measured."""
@@ -352,7 +365,7 @@ class ActivationHooks:
         mode = self._passes.mode_of_call()
         if mode is None:
             return
-        if self._passes.outside:
+        if self._passes.outside and not observed.is_model:
             part_called = self._part_called()
             if part_called is not None:
                 part_called(observed.path, mode)
@@ -361,6 +374,10 @@ class ActivationHooks:
                 self.live.forget()  # nothing else does where the model itself is never called
             self._decided_for, self._decided_in = self._recorder.step, mode
             self._decided.clear()
+            self._saved.clear()
+        if self._session.full_tensors.active:
+            self._save(observed.output, output, mode)
+            self._save(observed.input, given, mode)
         collections = observed.output.info.collections
         if collections:
             charged = self._due(collections, mode)
@@ -382,6 +399,23 @@ class ActivationHooks:
                 if outputs:
                     self.live.note(self._group(observed.input, outputs), outputs)
 
+    def _save(self, flow: _Flow, value: Any, mode: Mode) -> None:
+        """Save the full tensors of an input or output if they are due."""
+        collections, capture = flow.info.collections, self._session.full_tensors
+        if not collections:
+            return
+        if collections not in self._saved:
+            self._saved[collections] = capture.due(collections, self._recorder.step, mode)
+        collection = self._saved[collections]
+        if collection is None:
+            return
+        since = self._schedule.now()
+        outputs = _numeric(value) if flow.takes_integers else _real(value)
+        if outputs:
+            for info, tensor in zip(self._group(flow, outputs).tensors, outputs, strict=True):
+                full_tensors.save_one(capture, collection, self._recorder.step, mode, info, tensor)
+        self._schedule.report_extra(since)
+
     def _due(self, collections: tuple[str, ...], mode: Mode) -> str | None:
         """Query the schedule, once per pass for each set of collections."""
         if collections not in self._decided:
@@ -399,14 +433,14 @@ class ActivationHooks:
         group = self._group(flow, outputs)
         if self._unchanged.applies:
             names = [f"{info.name}/{mode}" for info in group.tensors]
-            same = self._unchanged.look(names, outputs, max(1, self._hooked))
+            same = self._unchanged.measure(names, outputs, max(1, self._hooked))
             probes = probes if same is None else (*probes, same)
         self._recorder.add(group, self._kernel.measure(outputs), mode, probes)
         self._schedule.spent(charged, since)
 
     def _sums_of(self, outputs: list[Tensor], _step: int, _mode: Mode) -> tuple[Probe, ...]:
         """Return sums by channel, if images are the only input of a model."""
-        sums = self._sums.look(outputs[0]) if self._sums.applies and len(outputs) == 1 else None
+        sums = self._sums.measure(outputs[0]) if self._sums.applies and len(outputs) == 1 else None
         return () if sums is None else (sums,)
 
     def _group(self, flow: _Flow, outputs: list[Tensor]) -> Group:
@@ -422,7 +456,7 @@ class ActivationHooks:
                 )
                 for place, tensor in enumerate(outputs)
             )
-            places = tuple(standing(tensor, self._whole).weight for tensor in outputs)
+            places = tuple(placement_of(tensor, self._whole).weight for tensor in outputs)
             group = flow.groups[len(outputs)] = Group(infos, places)
         return group
 

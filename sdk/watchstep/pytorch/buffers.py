@@ -16,10 +16,11 @@ from watchstep.capture.session import Session
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Kernel
-from watchstep.pytorch.names import Names, standing
+from watchstep.pytorch import full_tensors
+from watchstep.pytorch.names import Names, placement_of
 from watchstep.pytorch.observable import own_tensor
 from watchstep.pytorch.parameters.parameters import Parameters
-from watchstep.pytorch.probes.staging import OnTheWay, stacked
+from watchstep.pytorch.probes.staging import HostCopy, stacked
 
 _RUNNING = ("running_mean", "running_var")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -66,9 +67,9 @@ class _States:
     model_training: Floats
     learns: Floats
     counted: list[int]
-    batches: OnTheWay | None
+    batches: HostCopy | None
     affine: list[int]
-    squares: OnTheWay | None
+    squares: HostCopy | None
 
     def collect(self) -> dict[str, Floats]:
         numbers = [] if self.batches is None else self.batches.numbers().tolist()
@@ -90,6 +91,7 @@ class Buffers:
 
     def __init__(self, session: Session, names: Names, parameters: Parameters, kernel: Kernel) -> None:
         self._recorder = session.recorder
+        self._capture = session.full_tensors
         self._schedule = session.schedule
         self._model = names.model
         self._kernel = kernel
@@ -102,9 +104,9 @@ class Buffers:
                 continue
             for leaf in _RUNNING:
                 values = own_tensor(module, leaf)
-                if isinstance(values, Tensor) and standing(values, names.whole).records:
+                if isinstance(values, Tensor) and placement_of(values, names.whole).records:
                     info = names.buffer(path, leaf, module, order)
-                    place = standing(values, names.whole).weight
+                    place = placement_of(values, names.whole).weight
                     self._by_collections.setdefault(info.collections, []).append(
                         _Buffer(module, leaf, info, place)
                     )
@@ -131,6 +133,16 @@ class Buffers:
                 self._recorder.add(self._groups[collections], measured, probes=(self._states(buffers),))
                 self._schedule.spent(charged, since)
 
+    def save(self, step: int) -> None:
+        """Save the full buffers of the collections that are due.
+
+        Args:
+            step: Step of the run.
+        """
+        for collections, buffers in self._by_collections.items():
+            values = [(buffer.info, buffer.values) for buffer in buffers]
+            full_tensors.save(self._capture, collections, step, "train", values)
+
     def _states(self, buffers: list[_Buffer]) -> _States:
         optimized = self._parameters.optimized()
         layers = {id(buffer.module): buffer.module for buffer in buffers}
@@ -144,9 +156,9 @@ class Buffers:
             model_training=np.full(len(buffers), float(self._model.training)),
             learns=np.array([float(buffer.learns(optimized)) for buffer in buffers]),
             counted=[place.get(id(buffer.module), -1) for buffer in buffers],
-            batches=OnTheWay(stacked(list(numbers.values()))) if numbers else None,
+            batches=HostCopy(stacked(list(numbers.values()))) if numbers else None,
             affine=[square_index.get(id(buffer.module), -1) for buffer in buffers],
-            squares=OnTheWay(stacked(list(squares.values()))) if squares else None,
+            squares=HostCopy(stacked(list(squares.values()))) if squares else None,
         )
 
 

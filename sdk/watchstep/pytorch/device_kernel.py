@@ -45,11 +45,11 @@ def measure_by_operations(tensors: Sequence[Tensor]) -> Measurement:
     numbers = torch.cat([counts, values.view(torch.int64), bins], dim=1).flatten()
     landing = _landings.take(len(numbers), pinned=True)
     landing.fill(torch.cat([numbers, torch.ones_like(numbers[:1])]))
-    return _OnItsWay(landing, len(tensors))
+    return _PendingMeasurement(landing, len(tensors))
 
 
 @dataclass
-class _OnItsWay:
+class _PendingMeasurement:
     """Counts, values and histograms that are being copied to the host."""
 
     _landing: Landing
@@ -220,7 +220,7 @@ class NonfiniteCheck:
         return nonfinite
 
 
-def look(tensors: Sequence[Tensor]) -> NonfiniteCheck:
+def check_nonfinite(tensors: Sequence[Tensor]) -> NonfiniteCheck:
     """Start a check for NaN and infinity, without a wait.
 
     Args:
@@ -229,7 +229,7 @@ def look(tensors: Sequence[Tensor]) -> NonfiniteCheck:
     triton = _triton()
     if triton.kernel is not None and all(map(triton.takes, tensors)):
         try:
-            return NonfiniteCheck(triton.kernel.look(tensors), triton.kernel.looked)
+            return NonfiniteCheck(triton.kernel.check_nonfinite(tensors), triton.kernel.release)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - as above

@@ -28,7 +28,7 @@ from watchstep.capture.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
-from watchstep.pytorch.names import Names, dtype_name, standing
+from watchstep.pytorch.names import Names, dtype_name, placement_of
 from watchstep.pytorch.probes.activations import ChannelProbe, UnitActivity, activation_kind
 
 _MODULES: dict[str, Callable[[], nn.Module]] = {"ReLU": nn.ReLU, "Tanh": nn.Tanh, "Sigmoid": nn.Sigmoid}
@@ -142,11 +142,11 @@ class FunctionCalls:
         info = replace(call.info, shape=tuple(output.shape), dtype=dtype_name(output.dtype))
         probes: list[Probe | None] = []
         if call.channels is not None:
-            probes.append(call.channels.look(output, recorder.step, mode))
+            probes.append(call.channels.measure(output, recorder.step, mode))
         if call.activity is not None:
-            probes.append(call.activity.look(given, output, recorder.step, mode))
+            probes.append(call.activity.measure(given, output, recorder.step, mode))
         used_probes = tuple(probe for probe in probes if probe is not None)
-        group = Group.of((info,), standing(output, self._names.whole).weight)
+        group = Group.of((info,), placement_of(output, self._names.whole).weight)
         recorder.add(group, self._kernel.measure([output]), mode, used_probes)
 
     def _call(self, kind: str) -> _Call | None:

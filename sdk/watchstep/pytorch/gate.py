@@ -29,7 +29,7 @@ from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import NonfiniteCheck
 from watchstep.pytorch.kernel import all_finite, device_tensors, distinct_elements, native_memory
-from watchstep.pytorch.probes.staging import OnTheWay
+from watchstep.pytorch.probes.staging import HostCopy
 
 _SLICES = 8
 _FIRST_UPDATES = 16
@@ -58,7 +58,7 @@ class GradientGate:
         memory = native_memory(gradients) if native is not None else None
         seen = False
         if memory is None or self._gradients.pending:
-            seen = self._gradients.look(gradients)
+            seen = self._gradients.check(gradients)
             on_host = [gradient for gradient in gradients if gradient.device.type == "cpu"]
             memory = native_memory(on_host) if native is not None else None
             if memory is None:
@@ -82,7 +82,7 @@ class GradientGate:
         """
         if loss.device.type == "cpu":
             return not cmath.isfinite(loss.item())  # `torch.isfinite` costs some 10 µs more
-        return not all(math.isfinite(value) for _, value in self._losses.look(name, loss))
+        return not all(math.isfinite(value) for _, value in self._losses.add(name, loss))
 
     def late_losses(self) -> list[tuple[str, float]]:
         """Return the names and values of losses that the last check received from a CUDA device, oldest first."""
@@ -144,15 +144,15 @@ class NonfinitePolling:
     """Pending checks of devices."""
 
     def __init__(self) -> None:
-        self._under_way: deque[NonfiniteCheck] = deque()
+        self._pending: deque[NonfiniteCheck] = deque()
 
     @property
     def pending(self) -> bool:
         """Return whether a check is pending."""
-        return bool(self._under_way)
+        return bool(self._pending)
 
     @torch.no_grad()
-    def look(self, tensors: Sequence[Tensor]) -> bool:
+    def check(self, tensors: Sequence[Tensor]) -> bool:
         """Start a check of the tensors on CUDA devices. Returns whether an earlier check found NaN or infinity."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
@@ -161,20 +161,20 @@ class NonfinitePolling:
         if (not by_device and not self.pending) or device_kernel.capturing():
             return False
         nonfinite = self._answers()
-        if len(self._under_way) < _MAX_PENDING:
+        if len(self._pending) < _MAX_PENDING:
             for group in by_device.values():
-                self._under_way.append(device_kernel.look(device_tensors(group)))
+                self._pending.append(device_kernel.check_nonfinite(device_tensors(group)))
         return nonfinite
 
     def _answers(self) -> bool:
         nonfinite = False
         waiting: deque[NonfiniteCheck] = deque()
-        for look in self._under_way:
-            answer = look.answer()
+        for check in self._pending:
+            answer = check.answer()
             if answer is None:
-                waiting.append(look)
+                waiting.append(check)
             nonfinite |= bool(answer)
-        self._under_way = waiting
+        self._pending = waiting
         return nonfinite
 
 
@@ -187,19 +187,19 @@ class PendingLosses:
 
     def __init__(self) -> None:
         self.arrived: list[tuple[str, float]] = []
-        self._under_way: deque[tuple[str, OnTheWay]] = deque()
+        self._pending: deque[tuple[str, HostCopy]] = deque()
 
-    def look(self, name: str, loss: Tensor) -> list[tuple[str, float]]:
+    def add(self, name: str, loss: Tensor) -> list[tuple[str, float]]:
         """Start the copy of a loss, and return the losses that have arrived, without a wait."""
         self.arrived = []
         if device_kernel.capturing():
             return self.arrived
-        while self._under_way and self._under_way[0][1].is_here:
-            earlier, number = self._under_way.popleft()
+        while self._pending and self._pending[0][1].is_complete:
+            earlier, number = self._pending.popleft()
             self.arrived.append((earlier, float(number.numbers().reshape(()))))
-        if loss.device.type == "cuda" and len(self._under_way) < _MAX_PENDING:
+        if loss.device.type == "cuda" and len(self._pending) < _MAX_PENDING:
             with torch.cuda.device(loss.device):
-                self._under_way.append((name, OnTheWay(loss)))
+                self._pending.append((name, HostCopy(loss)))
         return self.arrived
 
 

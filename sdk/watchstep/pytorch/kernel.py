@@ -33,7 +33,7 @@ from watchstep.kernels.measurement import Completed, Measurement, Reordered, Rep
 from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, MemoryRange
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import measure_by_operations
-from watchstep.pytorch.probes.staging import OnTheWay
+from watchstep.pytorch.probes.staging import HostCopy
 
 
 class TorchKernel:
@@ -282,13 +282,13 @@ def _signed(value: int) -> int:
 class Checksums:
     """A measurement of checksums."""
 
-    figures: OnTheWay
+    figures: HostCopy
     nonfinite: bool | None = False
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Checksums:
         """Start to compute the checksum of this worker's part of each tensor."""
-        return cls(OnTheWay(checksums(tensors)))
+        return cls(HostCopy(checksums(tensors)))
 
     def collect(self) -> StatisticsBatch:
         """Wait for the device, and return one row per tensor."""

@@ -24,9 +24,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from watchstep.capture.record import scalar_info
 from watchstep.capture.recorder import Recorder
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Measurement
+from watchstep.pytorch import full_tensors
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.observable import observable
 
@@ -171,8 +173,15 @@ class TensorScalar:
             return TorchKernel().measure([torch.stack([scalar.tensor for scalar in scalars])])
 
 
-def record_tensor(
-    recorder: Recorder, name: str, value: Tensor, mode: Mode, *, derived: bool = False, replaces: bool = False
+def record_tensor(  # noqa: PLR0913 - the arguments of `Recorder.scalar`
+    recorder: Recorder,
+    name: str,
+    value: Tensor,
+    mode: Mode,
+    *,
+    derived: bool = False,
+    replaces: bool = False,
+    weight: int = 1,
 ) -> None:
     """Record a tensor of one element, and the function that computed it if the tensor still has its graph.
 
@@ -183,9 +192,25 @@ def record_tensor(
         raise ValueError(f"a tensor of shape {tuple(value.shape)}: log one number, e.g. its mean")
     recorder.note_function(name, mode, loss_function(value))
     if value.device.type == "cpu":
-        recorder.scalar(name, value.detach().item(), mode, derived=derived, replaces=replaces)
+        number = value.detach().item()
+        recorder.scalar(name, number, mode, derived=derived, replaces=replaces, weight=weight)
         return
-    recorder.device_scalar(name, TensorScalar(value), mode, derived=derived, replaces=replaces)
+    save_tensor(recorder, name, value, mode, derived=derived, replaces=replaces)
+    recorder.device_scalar(name, TensorScalar(value), mode, derived=derived, replaces=replaces, weight=weight)
+
+
+def save_tensor(
+    recorder: Recorder, name: str, value: Tensor, mode: Mode, *, derived: bool, replaces: bool
+) -> None:
+    """Save a tensor of one element in full, if its collection is due, and record no statistics of it."""
+    if value.device.type == "cpu":
+        recorder.save_number(name, value.detach().item(), mode, derived=derived, replaces=replaces)
+    elif recorder.full_tensors is not None and recorder.full_tensors.active:
+        info = scalar_info(name)
+        replaces = replaces or info.role == "metric"
+        full_tensors.save_number(
+            recorder.full_tensors, recorder.step, mode, info, value, derived=derived, replaces=replaces
+        )
 
 
 Place = tuple[str, int]
@@ -202,7 +227,7 @@ _LIGHTNING = {"lightning", "pytorch_lightning"}
 
 
 @dataclass(frozen=True)
-class FoundLoss:
+class BackwardLoss:
     """A loss that was passed to ``backward()``.
 
     Attributes:
@@ -225,7 +250,7 @@ class LossListener(Protocol):
         """Handle the start of a backward pass from any tensor."""
         ...
 
-    def found(self, loss: FoundLoss) -> None:
+    def found(self, loss: BackwardLoss) -> None:
         """Handle a loss of the current step."""
         ...
 
@@ -307,10 +332,10 @@ def _package_of(frame: FrameType) -> str:
 def _notify(loss: Tensor, frame: FrameType) -> None:
     value = getattr(loss, _UNSCALED, None)
     if value is None:
-        observed = FoundLoss(_place_of(frame), loss.detach(), loss_function(loss), divisor_of(loss))
+        observed = BackwardLoss(_place_of(frame), loss.detach(), loss_function(loss), divisor_of(loss))
     else:
         function, divisor = getattr(loss, _FUNCTION, ""), getattr(loss, _DIVISOR, 1.0)
-        observed = FoundLoss(_place_of(frame), value, function, divisor)
+        observed = BackwardLoss(_place_of(frame), value, function, divisor)
     for reference in _listeners:
         if (listener := reference()) is not None:
             listener.found(observed)
@@ -339,9 +364,9 @@ class LossNames:
 
     def __init__(self) -> None:
         self._names: dict[Place, str] = {}
-        self._last: weakref.ref[FoundLoss] | None = None
+        self._last: weakref.ref[BackwardLoss] | None = None
 
-    def is_new(self, loss: FoundLoss) -> bool:
+    def is_new(self, loss: BackwardLoss) -> bool:
         """Return whether this loss has not been passed before: every watched model receives it."""
         if self._last is not None and self._last() is loss:
             return False

@@ -65,7 +65,7 @@ def replica(group: ProcessGroup | None = None) -> ParameterPlacement:
     )
 
 
-def standing(parameter: torch.Tensor, whole: ParameterPlacement) -> ParameterPlacement:
+def placement_of(parameter: torch.Tensor, whole: ParameterPlacement) -> ParameterPlacement:
     """Return the placement of one parameter.
 
     Args:
@@ -78,7 +78,7 @@ def standing(parameter: torch.Tensor, whole: ParameterPlacement) -> ParameterPla
     replicas, index, count, replica = 1, 0, 1, 0
     for dimension, kind in enumerate(placements):
         size, here = mesh.size(dimension), mesh.get_local_rank(dimension)
-        if kind.is_shard():
+        if is_sharding(kind):
             index, count = index * size + here, count * size
         else:
             replica, replicas = replica * size + here, replicas * size
@@ -86,6 +86,14 @@ def standing(parameter: torch.Tensor, whole: ParameterPlacement) -> ParameterPla
     return ParameterPlacement(
         Placement(index, count, replica), Placement(index, count, replica, stage), replicas
     )
+
+
+def is_sharding(placement: Any) -> bool:
+    """Return whether workers along a mesh dimension have disjoint parts.
+
+    PyTorch's placement of FSDP2 over tensor parallelism, `_StridedShard`, does not call itself a shard.
+    """
+    return not placement.is_replicate() and not placement.is_partial()
 
 
 _MOMENTA = {"exp_avg", "momentum_buffer", "momentum"}
@@ -124,7 +132,7 @@ class NamedParameter:
     update: TensorInfo
     checksum: TensorInfo
     not_in_optimizer: TensorInfo
-    standing: ParameterPlacement
+    placement: ParameterPlacement
     bases: tuple[str, ...]
 
 
@@ -185,7 +193,7 @@ class Names:
         gradient = replace(plain, name=f"{name}:gradient", role="gradient")
         update = replace(plain, name=f"{name}:update", role="update")
         not_in_optimizer = replace(plain, name=f"{name}:not_in_optimizer", role="not_in_optimizer")
-        placement = standing(parameter, self.whole)
+        placement = placement_of(parameter, self.whole)
         # Each shard has its own checksum, because checksums cannot be merged.
         shard = f"_{placement.weight.shard_index}" if placement.weight.shard_count > 1 else ""
         checksum = replace(plain, name=f"{name}:checksum{shard}", role="checksum", shape=(), dtype="float64")
@@ -196,7 +204,7 @@ class Names:
             update=self._with_collections(update, bases, tensors.UPDATES, tensors.OPTIMIZER_STATE),
             checksum=self._with_collections(checksum, bases, tensors.CHECKSUMS),
             not_in_optimizer=self._with_collections(not_in_optimizer, bases, tensors.NOT_IN_OPTIMIZER),
-            standing=placement,
+            placement=placement,
             bases=bases,
         )
 

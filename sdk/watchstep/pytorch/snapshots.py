@@ -13,47 +13,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from watchstep.capture.snapshots import Occasion, TakenSnapshot, fitting
-from watchstep.format.snapshot import Described, aligned_order
+from watchstep.format.snapshot import Described, TensorPart, aligned_order, parts_metadata
 from watchstep.format.tensors import bounded_word
+from watchstep.pytorch.full_tensors import FORMAT_NAMES, shard_of, swap_bytes
 
 if TYPE_CHECKING:
     from watchstep.capture.session import Session
     from watchstep.pytorch.names import NamedParameter
 
-_FORMAT_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of PyTorch's dtypes in a safetensors header."""
-
 
 @dataclass(frozen=True)
 class _TensorCopy:
-    """A tensor to copy, and its description in the snapshot."""
+    """A tensor to copy, its description in the snapshot, and its place if it is a shard."""
 
     described: Described
     tensor: Tensor
+    part: TensorPart | None = None
 
 
-def prepare(session: Session, parameters: Sequence[NamedParameter]) -> None:
-    """Request memory for a model's snapshots, allocated outside the training thread, if a cadence for snapshots is configured."""
-    trained = [named.parameter for named in parameters if named.parameter.requires_grad]
-    if any(parameter.is_cuda for parameter in trained):
+def pin_memory(session: Session, parameters: Sequence[NamedParameter]) -> None:
+    """Let full tensors of a model on a CUDA device be copied to pinned memory."""
+    if any(named.parameter.is_cuda for named in parameters):
         session.snapshot_writer.memory.allocate = _allocate_pinned
-    if session.config.snapshots.every is not None:
-        copies = [_copy_of("", parameter) for parameter in trained]
-        session.snapshot_writer.prepare(2 * sum(copy.described.length for copy in copies if copy is not None))
 
 
 def take(
@@ -93,7 +74,21 @@ def take(
         writer.memory.release(memory)
         raise
     tensors = tuple(copy.described for copy in ordered)
-    writer.offer(TakenSnapshot(step, "train", occasion, state, tensors, memory, missing, ready))
+    parts = {copy.described.name: copy.part for copy in ordered if copy.part is not None}
+    writer.offer(
+        TakenSnapshot(
+            step=step,
+            mode="train",
+            occasion=occasion,
+            parameters=state,
+            tensors=tensors,
+            data=(memory[:size],),
+            memory=(memory,),
+            missing=missing,
+            ready=ready,
+            describe=lambda: parts_metadata(parts),
+        )
+    )
 
 
 def _copies_of(parameters: Sequence[NamedParameter]) -> list[_TensorCopy]:
@@ -107,11 +102,11 @@ def _copies_of(parameters: Sequence[NamedParameter]) -> list[_TensorCopy]:
 
 def _copy_of(name: str, tensor: Any) -> _TensorCopy | None:
     """Return None for a dtype or layout that a snapshot does not support."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # the shard of this worker
-    dtype = _FORMAT_NAMES.get(local.dtype)
-    if dtype is None or local.layout is not torch.strided:
+    local, part = shard_of(tensor)
+    dtype = None if local is None else FORMAT_NAMES.get(local.dtype)
+    if local is None or dtype is None or local.layout is not torch.strided:
         return None
-    return _TensorCopy(Described(bounded_word(name), dtype, tuple(local.shape)), local.detach())
+    return _TensorCopy(Described(bounded_word(name), dtype, tuple(local.shape)), local.detach(), part)
 
 
 def _is_finite(copy: _TensorCopy) -> bool:
@@ -131,12 +126,14 @@ def _allocate_pinned(size: int) -> NDArray[np.uint8]:
 def _start_copy(copies: Sequence[_TensorCopy], memory: NDArray[np.uint8]) -> Callable[[], None]:
     """Start to copy tensors one after another, and return a function that waits for the copies."""
     whole = torch.from_numpy(memory)
+    places: list[tuple[int, int]] = []
     place = 0
     for copy in copies:
         length = copy.described.length
+        places.append((place, place + length))
         if length:
             target = whole[place : place + length].view(copy.tensor.dtype).view(copy.tensor.shape)
-            target.copy_(copy.tensor, non_blocking=True)
+            target.copy_(copy.tensor, non_blocking=copy.tensor.is_cuda)
         place += length
     events = []
     for device in {copy.tensor.device for copy in copies if copy.tensor.is_cuda}:
@@ -148,16 +145,8 @@ def _start_copy(copies: Sequence[_TensorCopy], memory: NDArray[np.uint8]) -> Cal
         for event in events:
             event.synchronize()
         if sys.byteorder == "big":
-            _swap_bytes([copy.described for copy in copies], memory)
+            for copy, (start, end) in zip(copies, places, strict=True):
+                values = copy.tensor
+                swap_bytes(memory[start:end], values.element_size(), is_complex=values.is_complex())
 
     return ready
-
-
-def _swap_bytes(tensors: Sequence[Described], memory: NDArray[np.uint8]) -> None:
-    """Convert elements to little-endian, as the snapshot format requires."""
-    place = 0
-    for tensor in tensors:
-        part = memory[place : place + tensor.length]
-        width = tensor.itemsize // 2 if tensor.dtype.startswith("C") else tensor.itemsize
-        part[:] = part.reshape(-1, width)[:, ::-1].reshape(-1)
-        place += tensor.length

@@ -24,7 +24,14 @@ from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.function_calls import FunctionCalls
 from watchstep.pytorch.gate import FewestGradients, GradientGate
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.pytorch.losses import AccumulatedLosses, FoundLoss, LossNames, SummedLosses, record_tensor
+from watchstep.pytorch.losses import (
+    AccumulatedLosses,
+    BackwardLoss,
+    LossNames,
+    SummedLosses,
+    record_tensor,
+    save_tensor,
+)
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.observable import ModuleHook
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
@@ -172,7 +179,7 @@ class Watch:
             raise
 
     def _listen(self, names: Names, kernel: Kernel) -> None:
-        snapshots.prepare(self._session, list(names.parameters().values()))
+        snapshots.pin_memory(self._session, list(names.parameters().values()))
         self._handles.append(self.model.register_forward_pre_hook(ModuleHook(self._before_forward)))
         self._handles.append(
             self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
@@ -202,7 +209,7 @@ class Watch:
         self._stale.backward_begins()
 
     @observes("loss")
-    def found(self, loss: FoundLoss) -> None:
+    def found(self, loss: BackwardLoss) -> None:
         """Handle a loss at ``backward()``."""
         if not self._passes.owns_backward():
             return  # it belongs to another training in a concurrent thread
@@ -230,7 +237,7 @@ class Watch:
         """Count a fault in the observation of losses, steps or closures outside this watch."""
         self._health.fault("observing", error)
 
-    def _detect_onsets(self, loss: FoundLoss) -> None:
+    def _detect_onsets(self, loss: BackwardLoss) -> None:
         """Pass arrived losses of a device to the onset detection. The recorder passes those in host memory."""
         if self._session.onsets is None or loss.value.device.type == "cpu":
             return
@@ -243,9 +250,11 @@ class Watch:
         self._activations.record_live()
         self._schedule.report_extra(since)
 
-    def _record_loss(self, loss: FoundLoss, name: str | None) -> None:
-        step = self._recorder.step
-        if name is None or not self._schedule.due((tensors.LOSSES,), step):
+    def _record_loss(self, loss: BackwardLoss, name: str | None) -> None:
+        step, capture = self._recorder.step, self._session.full_tensors
+        is_measured = self._schedule.due((tensors.LOSSES,), step) is not None
+        is_saved = capture.active and capture.due((tensors.LOSSES,), step) is not None
+        if name is None or not (is_measured or is_saved):
             return
         if self._in_closure is not None:
             if name in self._in_closure:
@@ -258,6 +267,9 @@ class Watch:
         if self.summed_losses is not None:
             value = self.summed_losses.of(step, name, value)
         is_sum = self.summed_losses is not None
+        if not is_measured:
+            save_tensor(self._recorder, name, value, "train", derived=True, replaces=is_sum)
+            return
         self._recorder.note_function(name, "train", loss.function if divisor == 1 else "")
         record_tensor(self._recorder, name, value, "train", derived=True, replaces=is_sum)
 
@@ -332,7 +344,7 @@ class Watch:
             self._suspect()
             self._missing.pass_is_bad()
 
-    def adopt_loss(self, found: list[FoundLoss]) -> None:
+    def adopt_loss(self, found: list[BackwardLoss]) -> None:
         """Add losses of the current step that were observed before this model was watched."""
         for loss in found:
             self.found(loss)
@@ -489,6 +501,8 @@ class Watch:
         if attempt is None:
             return
         self._recorder.withdraw(attempt.update)
+        gradients = [named.gradient for named in self._parameters.of(optimizer).parameters]
+        self._session.full_tensors.discard(gradients, "train")
         if attempt.nonfinite:
             self._record_applied(0.0)
         self._parameters.measure_again()
@@ -539,6 +553,9 @@ class Watch:
         self._parameters.measure_gradients(updated, step, scaling, measured)
         self._buffers.measure(step)
         self._not_in_optimizer.measure(step)
+        if self._session.full_tensors.active:
+            self._parameters.save(updated, step, scaling)
+            self._buffers.save(step)
         state = "after the update" if updated_already else "before the update"
         self._snapshot(step, updated.parameters, state)
         self._recorder.about_to_update()
@@ -552,6 +569,7 @@ class Watch:
     def _note_nonfinite(self, step: int) -> None:
         if self._session.snapshots.bad(step):
             self._session.snapshot_writer.protect()
+            self._session.full_tensors.protect(step)
 
     def _snapshot(self, step: int, parameters: list[NamedParameter], state: str) -> None:
         occasion = self._session.snapshots.due(step)

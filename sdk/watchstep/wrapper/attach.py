@@ -23,7 +23,7 @@ from watchstep.capture.shutdown.ending import live
 from watchstep.hook import Hook
 from watchstep.platform.folders import PrivateFolder
 from watchstep.pytorch import losses
-from watchstep.pytorch.losses import FoundLoss
+from watchstep.pytorch.losses import BackwardLoss
 from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.watch import Watch
 
@@ -36,7 +36,7 @@ class Attachment:
     """Waits for the first step, then creates a `Hook`."""
 
     def __init__(self) -> None:
-        self._losses: list[FoundLoss] = []
+        self._losses: list[BackwardLoss] = []
         optimizer_steps.listen(self)
         losses.listen(self)
         amp.listen(self)
@@ -44,7 +44,7 @@ class Attachment:
     def backward_begins(self) -> None:
         """Do nothing yet."""
 
-    def found(self, loss: FoundLoss) -> None:
+    def found(self, loss: BackwardLoss) -> None:
         """Keep the losses of the current step."""
         self._losses = [*self._losses[-_MAX_LOSSES + 1 :], loss]
 

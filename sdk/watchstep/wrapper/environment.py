@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from watchstep.capture.document.files import CAPTURE
 from watchstep.capture.identity import ATTEMPT, PROJECT, RUN
 from watchstep.capture.service.registration import LAUNCH
 from watchstep.errors import ConfigError
+from watchstep.format.capture_needs import CaptureNeed, encoded
 from watchstep.format.layout import check_name
 from watchstep.hook import STORE
-from watchstep.hook_arguments import ON_STOP, PROBES
+from watchstep.hook_arguments import NEEDS, ON_STOP, needs_in
 from watchstep.platform.transport import SERVICE, TOKEN, ServiceAddress
 from watchstep.store.local import STORE_ID, StoreIdentity
 
@@ -39,8 +41,9 @@ class AttemptLaunch:
         service: the service, if there is one.
         on_stop: effect of a cooperative stop in the program.
         store_id: id of a local store, as in `watchstep.store.local.StoreIdentity`; empty if unknown.
-        probes: probes that the rules need.
+        needs: what the rules need the recorder to capture.
         state: what the launch leaves to the recorder, encoded by `watchstep.capture.service.registration.LaunchState`.
+        capture: what to record, as one line of JSON (`watchstep.capture.document.files.inline`); empty for the built-in configuration.
     """
 
     store_url: str
@@ -51,7 +54,8 @@ class AttemptLaunch:
     on_stop: Literal["ignore", "raise", "stop", "checkpoint"] = "ignore"
     store_id: str = ""
     state: str = ""
-    probes: tuple[str, ...] = ()
+    needs: tuple[CaptureNeed, ...] = ()
+    capture: str = ""
 
 
 def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str]:
@@ -64,10 +68,12 @@ def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str
     if launch.service is not None:
         added[SERVICE], added[TOKEN] = launch.service.url, launch.service.token
     added |= StoreIdentity(launch.store_id).variables(launch.store_url)
-    if launch.probes:
-        added[PROBES] = " ".join(dict.fromkeys([*base.get(PROBES, "").split(), *launch.probes]))
+    if launch.needs:
+        added[NEEDS] = encoded((*needs_in(base), *launch.needs))
     if launch.state:
         added[LAUNCH] = launch.state
+    if launch.capture:
+        added[CAPTURE] = launch.capture
     own = {name: value for name, value in base.items() if name not in {LAUNCH, LAUNCHED, RESTARTS, STORE_ID}}
     paths = [str(INJECTED), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     return {**own, **added, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from watchstep import hook_arguments
+from watchstep.capture.document.files import CAPTURE, inline, inline_file, inline_from_environment
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.service.client import ServiceClient, lent, open_recorded
 from watchstep.capture.service.location import FoundService, ServiceLocation
@@ -41,6 +42,7 @@ from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 from watchstep.wrapper.environment import LAUNCHED, AttemptLaunch, environment, launched_attempt
 
+_DEFAULT_STORE = "watchstep-runs"
 _ISOLATING = {"I", "S", "E"}
 _STORE_SECONDS = 15.0
 """How long a store may delay the program's start."""
@@ -56,7 +58,10 @@ def parser() -> argparse.ArgumentParser:
         prog="watchstep run",
         description="Start a program so that it records itself. Its arguments, exit code, signals and output are unchanged.",
     )
-    parsed.add_argument("--store", help=f"store for runs: a folder or s3://, gs://, az:// (default: {STORE})")
+    parsed.add_argument(
+        "--store",
+        help=f"store for runs: a folder or s3://, gs://, az:// (default: {STORE}, or the folder {_DEFAULT_STORE})",
+    )
     parsed.add_argument("--project", help=f"the project (default: {PROJECT}, or 'default')")
     parsed.add_argument("--run", dest="run_id", help=f"the run's id (default: {RUN}, or a new one)")
     parsed.add_argument(
@@ -65,6 +70,11 @@ def parser() -> argparse.ArgumentParser:
         help="the program continues the run that --run names: earlier attempts are expected",
     )
     parsed.add_argument("--rules", help="a rule file to evaluate for this run")
+    parsed.add_argument(
+        "--capture",
+        metavar="FILE",
+        help=f"a capture file: what to record, unless the program itself sets it (default: {CAPTURE}, or the project's document)",
+    )
     parsed.add_argument(
         "--service",
         help=f"URL of the service (default: {SERVICE}, or the service of the store on this machine)",
@@ -108,11 +118,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
     executable = shutil.which(program[0])
     if executable is None:
         raise ConfigError(f"watchstep run: program {program[0]!r} not found", "check its name and PATH")
+    hook_arguments.tensorboard_folder(None)  # an invalid variable would keep the program from being recorded
     launch, location = _settle(options)
     rule_file = (
         hook_arguments.load_rule_file(options.rules) if options.rules else hook_arguments.RequestedRules()
     )
     rules = rule_file.configs
+    capture = inline_file(options.capture) if options.capture else inline_from_environment()
     state = LaunchState(None if location.url else location)
     service = _find(location, required=options.require_service)
     launch = replace(launch, service=service.recorder if service else ServiceAddress.from_environment())
@@ -121,7 +133,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         state = replace(state, verified=False, rules=rules)
     operator = service.operator if service else None
     if not os.environ.get(LAUNCHED):  # otherwise its launcher has registered it and bound its job
-        pending = _register(launch, operator, rules, required=options.require_service)
+        pending, project_capture = _register(launch, operator, rules, required=options.require_service)
+        capture = capture or _project_capture(project_capture, launch.project)
         if pending is not None:
             warned = operator is not None
             state = replace(pending, location=location, verified=state.verified, warned=warned)
@@ -135,13 +148,15 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{suffix}\n")
     _warn_if_isolated(program)
     sys.stderr.flush()
-    launch = replace(launch, state=_encoded(state), store_id=identity.id, probes=rule_file.probes)
+    launch = replace(
+        launch, state=_encoded(state), store_id=identity.id, needs=rule_file.needs, capture=capture
+    )
     os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - this is the command's purpose
 
 
 def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation]:
     """Return the launch, and where to look for its service."""
-    url = options.store or os.environ.get(STORE) or "watchstep-runs"
+    url = options.store or os.environ.get(STORE) or _DEFAULT_STORE
     if not checked_scheme(url):
         url = absolute_path(url).as_uri()
     launch = AttemptLaunch(
@@ -301,8 +316,8 @@ def _register(
     rules: tuple[dict[str, Any], ...],
     *,
     required: bool,
-) -> LaunchState | None:
-    """Register the run. Returns what is left for the recorder to register; None for nothing.
+) -> tuple[LaunchState | None, Any]:
+    """Register the run. Returns what is left for the recorder to register, None for nothing; and the project's capture document.
 
     Raises:
         ServiceRefusedError: the request is invalid, or the service is required and refuses.
@@ -316,7 +331,7 @@ def _register(
                 "watchstep: no service: the rules are saved with the run, and evaluated when one watches this store"
                 f" (watchstep serve --store {launch.store_url})\n"
             )
-        return pending
+        return pending, None
 
     def registered() -> tuple[Registered, ControlDocument]:
         answer = register(operator, launch.project, launch.run, launch.attempt, rules, job)
@@ -338,7 +353,7 @@ def _register(
             if denied
             else "The program starts. The recorder registers the run when the service answers",
         )
-        return pending
+        return pending, None
     _refuse_stopped(launch, control)
     if answer.job_refusal is not None:
         refusal = answer.job_refusal
@@ -346,7 +361,20 @@ def _register(
             f"watchstep: {printable(refusal.what)}: the run is evaluated, but a stop only requests the program's end, and cannot end its job\n"
             f"  hint: {printable(refusal.hint)}; 'watchstep attach --job local:{os.getpid()}' binds the job now\n"
         )
-    return None
+    return None, answer.data.get("capture")
+
+
+def _project_capture(document: Any, project: str) -> str:
+    """Return the capture document of a project for the program; empty if there is none, or if this version cannot read it."""
+    if document is None:
+        return ""
+    try:
+        text = inline(document, f"capture document of project {project}")
+    except ConfigError as error:
+        _warn(error, "The program starts, and records with the built-in configuration")
+        return ""
+    sys.stderr.write(f"watchstep: recording what the capture document of project {project} names\n")
+    return text
 
 
 def _own_job() -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The budget, with a clock of its own: it keeps to its share, saves up for what is dear, and forgets nobody."""
+"""The overhead budget, with a fake clock: it respects its share, saves up for expensive tensors, and starves none."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_first_three_steps_measure_everything_whatever_that_costs(
     assert budget.as_data()["spent_seconds"] >= 3 * sum(costs.values()) * (1 - 1e-9)
 
 
-def test_what_costs_nothing_is_measured_always_and_what_is_dear_in_its_turn() -> None:
+def test_cheap_measurements_are_made_most_often_and_expensive_ones_in_turn() -> None:
     clock = Clock()
     prices = {"cheap": 1e-5, "dear": 2e-3}
     budget = Budget(list(prices), 0.01, clock=clock)
@@ -77,7 +77,7 @@ def test_what_costs_nothing_is_measured_always_and_what_is_dear_in_its_turn() ->
     assert measured["cheap"] >= measured["dear"]
 
 
-def test_what_is_there_no_longer_holds_nobody_up() -> None:
+def test_missing_objects_delay_nothing() -> None:
     clock = Clock()
     budget = Budget(["gone", "left"], 0.01, clock=clock)
     simulate(budget, clock, {"gone": 5e-3, "left": 4e-3}, 0, DENSE_STEPS)
@@ -107,7 +107,7 @@ def test_writing_is_paid_for_too() -> None:
     assert before > 400
 
 
-def test_a_floor_over_the_budget_is_told() -> None:
+def test_a_floor_over_the_budget_is_reported() -> None:
     clock = Clock()
     health = RecorderHealth()
     schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=clock), health)
@@ -165,7 +165,7 @@ def test_steps_by_hand_like_save_config() -> None:
     assert [step for step in range(120) if cadence.due(step)] == [1, 5, 15, 25, 35, 99]
 
 
-def test_measuring_within_a_step_that_never_ends_goes_by_its_share() -> None:
+def test_measurements_within_an_endless_step_respect_the_share() -> None:
     clock = Clock()
     budget = Budget(["activations"], 0.01, clock=clock)
     spent = 0.0

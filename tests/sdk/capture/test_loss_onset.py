@@ -1,4 +1,4 @@
-"""Losses that leave their range, and bursts of measuring within bounds."""
+"""Losses that leave their range, and limited bursts of measurements."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from watchstep.capture.schedule import Schedule
 
 
 def excesses(losses: list[float]) -> list[int]:
-    held = LossRange()
-    return [place for place, loss in enumerate(losses) if held.excess(loss) > 0]
+    loss_range = LossRange()
+    return [place for place, loss in enumerate(losses) if loss_range.excess(loss) > 0]
 
 
 def noisy(level: float, share: float, count: int, seed: int = 0) -> list[float]:
@@ -53,37 +53,40 @@ def schedule() -> tuple[Schedule, RecorderHealth]:
 
 
 def test_a_burst_is_of_five_steps_and_four_fit_into_a_thousand() -> None:
-    held, health = schedule()
-    begun = [step for step in range(0, 900, 10) if held.onset(step, 1.0)]
+    plan, health = schedule()
+    begun = [step for step in range(0, 900, 10) if plan.onset(step, 1.0)]
     assert begun == [0, 10, 20, 30]
-    assert not held.onset(33, 1.0), "it goes on"
-    assert held.onset(1001, 1.0)
+    assert not plan.onset(33, 1.0), "it goes on"
+    assert plan.onset(1001, 1.0)
     assert health.counted()["counts"] == {"measured_onsets": 5, "unmeasured_onsets": 86}
 
 
 def test_what_is_far_greater_than_the_onsets_before_is_measured_all_the_same() -> None:
-    held, _ = schedule()
+    plan, _ = schedule()
     for step in range(0, 50, 10):
-        held.onset(step, 1.0)
-    assert held.onset(100, 4.0)
-    assert not held.onset(110, 15.0)
-    assert [held.onset(200 + 10 * power, 8.0 * 4.0**power) for power in range(1, 6)] == [True] * 3 + [
+        plan.onset(step, 1.0)
+    assert plan.onset(100, 4.0)
+    assert not plan.onset(110, 15.0)
+    assert [plan.onset(200 + 10 * power, 8.0 * 4.0**power) for power in range(1, 6)] == [True] * 3 + [
         False
     ] * 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0.1, 1e9)), max_size=60))
 def test_no_more_than_eight_in_a_thousand_steps(onsets: list[tuple[int, float]]) -> None:
-    held, _ = schedule()
+    plan, _ = schedule()
     steps = np.cumsum([gap for gap, _ in onsets]).tolist()
-    begun = [step for step, (_, excess) in zip(steps, onsets, strict=True) if held.onset(step, excess)]
-    assert all(len([other for other in begun if step <= other < step + 1000]) <= 8 for step in begun)
+    begun = [step for step, (_, excess) in zip(steps, onsets, strict=True) if plan.onset(step, excess)]
+    assert all(
+        len([second_loss for second_loss in begun if step <= second_loss < step + 1000]) <= 8
+        for step in begun
+    )
 
 
 def test_each_name_has_a_range_and_what_is_derived_one_of_its_own() -> None:
     onsets = LossOnsets(lambda excess: excess > 0)
-    for one, other in zip(noisy(1.0, 0.05, 50), noisy(100.0, 0.05, 50, 1), strict=True):
-        assert not onsets.add("loss", one, derived=True)
-        assert not onsets.add("loss", other, derived=False)
-        assert not onsets.add("loss_2", -other, derived=False)
+    for first_loss, second_loss in zip(noisy(1.0, 0.05, 50), noisy(100.0, 0.05, 50, 1), strict=True):
+        assert not onsets.add("loss", first_loss, derived=True)
+        assert not onsets.add("loss", second_loss, derived=False)
+        assert not onsets.add("loss_2", -second_loss, derived=False)
     assert onsets.add("loss", 100.0, derived=True)

@@ -1,4 +1,4 @@
-"""Segments: whole steps, contiguous numbers, nothing overwritten, and an end that says how many there are."""
+"""Segments: whole steps, contiguous numbers, nothing overwritten, and an end document with their number."""
 
 from __future__ import annotations
 

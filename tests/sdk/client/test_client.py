@@ -28,7 +28,7 @@ from watchstep_services.db.schema import upgrade
 
 @pytest.fixture(scope="module")
 def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driven]:
-    """A run that fires and is asked to stop, and a well one."""
+    """A run with an alert and a stop request, and a healthy run."""
     from safetensors.numpy import save
 
     folder = tmp_path_factory.mktemp("client")
@@ -41,7 +41,9 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driven]:
         recording = Recording(store, name).begin()
         run_id = driven.register(name)
         driven.announce(run_id, recording.write(0, 0, 49, nan_from(bad)))
-        recording.store.put(SnapshotKey("a1", 0, 5, "train").path, save({"w": np.arange(6.0).reshape(2, 3)}))
+        for collection in ("", "weights"):
+            values = np.arange(6.0).reshape(2, 3) + len(collection)
+            recording.store.put(SnapshotKey("a1", 0, 5, "train", collection).path, save({"w": values}))
         driven.settle(run_id)
     yield driven
     database.close()
@@ -61,17 +63,17 @@ def client(driven: Driven, url: str) -> Client:
 def test_tokens_of_a_run(driven: Driven, url: str) -> None:
     admin = Client(url, create_token(driven.service.database, "admin"), "vision")
     token = admin.create_token("run-1", "its job", 3600)
-    (held,) = admin.tokens("run-1")
-    assert (held.name, held.state, held.id in token) == ("its job", "active", True)
-    assert token not in repr(held)
-    assert held.expires_ns - held.created_ns == 3600 * 10**9
+    (listed,) = admin.tokens("run-1")
+    assert (listed.name, listed.state, listed.id in token) == ("its job", "active", True)
+    assert token not in repr(listed)
+    assert listed.expires_ns - listed.created_ns == 3600 * 10**9
     assert list(admin.tokens("run-2")) == []
     with pytest.raises(ServiceRefusedError, match="may not operate"):
         Client(url, token, "vision").create_token("run-1")
     with pytest.raises(NotFoundError):
-        admin.revoke_token("run-2", held.id)
-    admin.revoke_token("run-1", held.id)
-    assert [one.state for one in admin.tokens("run-1")] == ["revoked"]
+        admin.revoke_token("run-2", listed.id)
+    admin.revoke_token("run-1", listed.id)
+    assert [remaining.state for remaining in admin.tokens("run-1")] == ["revoked"]
 
 
 def test_runs_and_what_is_known_of_them(client: Client) -> None:
@@ -103,18 +105,25 @@ def test_queries_give_arrays_and_tables(client: Client, driven: Driven) -> None:
     table = client.series("run-2", tensor, "l2")
     assert table["mean"].to_pylist() == run.series(tensor, "l2")["l2"].to_pylist()
     assert len(client.series("run-2", tensor, "l2", points=7)) <= 7
-    held, expected = client.heatmap("run-2", "gradients", "l2", points=10), run.heatmap("gradients", "l2", 10)
-    assert held.tensors == expected.tensors
-    np.testing.assert_array_equal(held.edges, expected.edges)
-    np.testing.assert_array_equal(held.values, expected.values)
-    told, known = client.histogram("run-2", tensor, points=5), run.histogram(tensor, 5)
-    np.testing.assert_array_equal(told.counts, known.counts)
+    heatmap, expected = (
+        client.heatmap("run-2", "gradients", "l2", points=10),
+        run.heatmap("gradients", "l2", 10),
+    )
+    assert heatmap.tensors == expected.tensors
+    np.testing.assert_array_equal(heatmap.edges, expected.edges)
+    np.testing.assert_array_equal(heatmap.values, expected.values)
+    histogram, expected_histogram = client.histogram("run-2", tensor, points=5), run.histogram(tensor, 5)
+    np.testing.assert_array_equal(histogram.counts, expected_histogram.counts)
     counted = client.sql("run-2", "SELECT tensor, count(*) AS n FROM statistics GROUP BY tensor")
     assert set(counted["n"].to_pylist()) == {50}
-    (snapshot,) = client.snapshots("run-2")
-    held_tensor = client.snapshot_tensor("run-2", snapshot, "w")
-    assert held_tensor.dtype == "F64"
-    np.testing.assert_array_equal(held_tensor.values, np.arange(6.0).reshape(2, 3))
+    snapshot, weights = client.snapshots("run-2")
+    assert (snapshot.collection, weights.collection) == ("", "weights")
+    assert list(client.snapshots("run-2", "weights")) == [weights]
+    assert list(client.snapshots("run-2", "")) == [snapshot]
+    for saved, first in ((snapshot, 0), (weights, 7)):
+        downloaded = client.snapshot_tensor("run-2", saved, "w")
+        assert downloaded.dtype == "F64"
+        np.testing.assert_array_equal(downloaded.values, np.arange(6.0).reshape(2, 3) + first)
 
 
 def test_rules_are_put_and_removed(client: Client) -> None:
@@ -147,7 +156,7 @@ def test_events_are_followed(client: Client) -> None:
     assert seen[: len(so_far)] == so_far
 
 
-def test_what_is_refused_says_why(client: Client, url: str, driven: Driven) -> None:
+def test_what_is_refused_states_why(client: Client, url: str, driven: Driven) -> None:
     with pytest.raises(NotFoundError, match="vision/none"):
         client.run("none")
     with pytest.raises(ServiceRefusedError, match="nothing") as refused:
@@ -173,17 +182,17 @@ def test_the_command_line_over_it(driven: Driven, url: str, monkeypatch: pytest.
 
     monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(driven.service.database, "operator"))
 
-    def said(*words: str) -> str:
+    def output_of(*words: str) -> str:
         done = CliRunner().invoke(app, ["runs", *words, "--service", url])
         assert done.exit_code == 0, (done.output, done.exception)
         return done.output
 
-    assert "run-1" in said("list", "--project", "vision")
-    assert "non_finite_values" in said("alerts", "vision/run-1")
-    assert "stop requested" in said("events", "vision/run-1")
-    assert '"specversion"' in said("events", "vision/", "--json")
-    assert "stop" in said("actions", "vision/run-1")
-    assert "a stop was already requested" in said("stop", "vision/run-1")
+    assert "run-1" in output_of("list", "--project", "vision")
+    assert "non_finite_values" in output_of("alerts", "vision/run-1")
+    assert "stop requested" in output_of("events", "vision/run-1")
+    assert '"specversion"' in output_of("events", "vision/", "--json")
+    assert "stop" in output_of("actions", "vision/run-1")
+    assert "a stop was already requested" in output_of("stop", "vision/run-1")
 
 
 def test_importing_it_loads_no_framework() -> None:

@@ -1,4 +1,4 @@
-"""What a recording wrote, what it kept on disk and what it dropped, told from the outside."""
+"""The rows that a recording wrote, spilled to disk and dropped, counted from outside the process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(
     steps: int = STEPS,
     each: Callable[[int], None] = lambda step: None,
 ) -> Watched:
-    """Train for some steps, watched and logged; ``each`` is called between steps, and its time is nobody's."""
+    """Train for some steps, watched and logged; ``each`` is called between steps, and its time does not count."""
     training = Training()
     hook.watch(training.model, training.optimizer)
     longest, began = 0.0, time.perf_counter()
@@ -60,7 +60,7 @@ def train(
 
 
 def plain_losses(steps: int = STEPS) -> list[float]:
-    """What the training gives with nobody watching."""
+    """The losses of the training without a hook."""
     return Training().run(steps)
 
 
@@ -74,13 +74,13 @@ def rows_of(folder: Path, steps: int = STEPS) -> int:
 
 
 def accounted(health: Mapping[str, Any]) -> int:
-    """Rows that the recorder says it wrote, left on disk, or dropped."""
+    """Rows that the recorder reports as written, spilled or dropped."""
     return sum(int(health["counts"].get(name, 0)) for name in ("rows", "spilled_rows", "dropped_rows"))
 
 
 @dataclass
 class OnServer:
-    """What lies on a server, all of it whole and in its place.
+    """The rows on a server; all objects must be complete and valid.
 
     Attributes:
         steps: of the segments' rows, in the order of the sequence.
@@ -98,7 +98,7 @@ class OnServer:
 
 
 def on_server(server: FaultyS3) -> OnServer:
-    """Read every object; one that is none of Watchstep's, or is not whole, is an error."""
+    """Read every object; a foreign or incomplete object is an error."""
     found = OnServer([], 0, [], [], [])
     for path, data in sorted(server.objects.items()):
         _, within, name = path.partition(_RUN)

@@ -1,4 +1,4 @@
-"""What the tests of faults share: a server that misbehaves, and the environment that leads recorders to it."""
+"""Fixtures for fault tests: a server with faults, and the environment that points recorders to it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def mute_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
 
 @pytest.fixture
 def server(mute_server: FaultyS3) -> FaultyS3:
-    """A server that answers, until it is told otherwise."""
+    """A server that answers until a fault is set."""
     mute_server.listen()
     return mute_server

@@ -21,13 +21,13 @@ QUICK = replace(EVERY_STEP, bounds=Bounds(flush_seconds=0.001, backlog_bytes=10_
 
 @contextmanager
 def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A file system of its own, of so many bytes."""
+    """A separate file system of so many bytes."""
     place.mkdir()
-    made = subprocess.run(
+    mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True, check=False
     )
-    if made.returncode:
-        pytest.skip(f"no file system can be mounted here: {made.stderr.decode().strip()}")
+    if mount.returncode:
+        pytest.skip(f"no file system can be mounted here: {mount.stderr.decode().strip()}")
     try:
         yield place
     finally:

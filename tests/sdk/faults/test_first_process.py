@@ -1,4 +1,4 @@
-"""The first process of a PID namespace, as in a container: SIGTERM does to it what it does without a recorder, which is nothing."""
+"""The first process of a PID namespace, as in a container: SIGTERM has no effect on it, with and without a recorder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ sys.exit(3)
 
 
 def why_not() -> str:
-    """Why there can be no namespace here; empty where there can be one."""
+    """The reason why namespaces are unavailable here; empty if they are available."""
     if shutil.which("unshare") is None:
         return "NO PID NAMESPACE HERE: unshare is not installed (util-linux)"
     done = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True, check=False, timeout=SECONDS)
@@ -82,11 +82,11 @@ def first_process(folder: Path, how: str) -> Iterator[tuple[subprocess.Popen[str
 
 def rows(folder: Path) -> int:
     stats = folder / "store" / "p" / "r" / "stats"
-    return sum(1 for one in stats.rglob("*") if one.is_file()) if stats.exists() else 0
+    return sum(1 for path in stats.rglob("*") if path.is_file()) if stats.exists() else 0
 
 
 @pytest.mark.parametrize("how", ["plain", "recorded"])
-def test_it_goes_on_and_ends_as_it_would_have(how: str, tmp_path: Path) -> None:
+def test_the_first_process_ends_as_without_a_recorder(how: str, tmp_path: Path) -> None:
     with first_process(tmp_path, how) as (started, inside):
         before = rows(tmp_path)
         os.kill(inside, signal.SIGTERM)
@@ -94,8 +94,8 @@ def test_it_goes_on_and_ends_as_it_would_have(how: str, tmp_path: Path) -> None:
             eventually(lambda: rows(tmp_path) > before, SECONDS)
         os.kill(inside, signal.SIGTERM)
         (tmp_path / "go").touch()
-        said, _ = started.communicate(timeout=SECONDS)
-    assert (started.returncode, said) == (3, "trained to the end\n")
+        output, _ = started.communicate(timeout=SECONDS)
+    assert (started.returncode, output) == (3, "trained to the end\n")
     if how == "recorded":
         run = open_run(tmp_path / "store" / "p" / "r")
         assert (run.state(), run.steps()) == ("completed", list(range(20)))

@@ -1,4 +1,4 @@
-"""However a process ends, it ends as it would have, and what it recorded is there or told of."""
+"""However a process ends, it ends as without a recorder, and its rows are on the store or reported as missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ A_HOOK = "hook = Hook(run='r', config=CaptureConfig(bounds=Bounds(flush_seconds=
 
 @contextmanager
 def program(folder: Path, body: str, beginning: str = BEGINNING + A_HOOK) -> Iterator[subprocess.Popen[str]]:
-    """A program that has said that it is ready."""
+    """A program that has printed that it is ready."""
     file = folder / "program.py"
     file.write_text(beginning + textwrap.dedent(body))
     started = subprocess.Popen(
@@ -114,7 +114,7 @@ def test_sigterm_while_the_main_thread_never_returns_to_python(tmp_path: Path, s
     assert_all_there(store, "failed", "SIGTERM")
 
 
-def test_sigterm_while_the_main_thread_holds_the_recorders_locks(tmp_path: Path, store: Path) -> None:
+def test_sigterm_while_the_main_thread_has_the_recorders_locks(tmp_path: Path, store: Path) -> None:
     body = """
         record(hook)
         with hook._health._lock, hook._recorder._queue.wake._cond:
@@ -135,12 +135,14 @@ def test_sigterm_where_the_program_handles_it(tmp_path: Path, store: Path) -> No
     assert_all_there(store, "failed", "SIGTERM")
 
 
-def test_sigterm_where_the_program_handles_it_and_goes_on(tmp_path: Path, store: Path) -> None:
-    beginning = BEGINNING + "told = []\nsignal.signal(signal.SIGTERM, lambda *_: told.append(1))\n" + A_HOOK
+def test_sigterm_where_the_program_handles_it_and_continues(tmp_path: Path, store: Path) -> None:
+    beginning = (
+        BEGINNING + "signals = []\nsignal.signal(signal.SIGTERM, lambda *_: signals.append(1))\n" + A_HOOK
+    )
     body = """
         record(hook, 10)
         ready()
-        while not told:
+        while not signals:
             time.sleep(0.01)
         record(hook, 20)
         hook.close()
@@ -152,13 +154,13 @@ def test_sigterm_where_the_program_handles_it_and_goes_on(tmp_path: Path, store:
 
 
 RETURNS = """
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+signals = []
+signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
 """
 GOES_ON = """
 record(hook, 10)
 ready()
-while not told:
+while not signals:
     time.sleep(0.01)
 record(hook, 20)
 """
@@ -174,7 +176,7 @@ record(hook, 20)
     ],
     ids=["nothing", "exception", "exit-0", "exit-3"],
 )
-def test_sigterm_whose_handler_returns_does_not_say_how_the_program_ended(
+def test_sigterm_whose_handler_returns_does_not_state_how_the_program_ended(
     tmp_path: Path, store: Path, end: str, code: int, state: str, reason: str
 ) -> None:
     with program(tmp_path, GOES_ON + end, BEGINNING + RETURNS + A_HOOK) as started:
@@ -206,7 +208,7 @@ EXITS_BY_ITSELF = {
 }
 
 
-def test_an_exit_that_was_caught_before_further_steps_says_nothing(tmp_path: Path, store: Path) -> None:
+def test_an_exit_that_was_caught_before_further_steps_is_no_end(tmp_path: Path, store: Path) -> None:
     body = """
         record(hook, 10)
         try:
@@ -223,7 +225,7 @@ def test_an_exit_that_was_caught_before_further_steps_says_nothing(tmp_path: Pat
 
 
 @pytest.mark.parametrize("exits", EXITS_BY_ITSELF)
-def test_an_exit_code_says_how_the_program_ended(tmp_path: Path, store: Path, exits: str) -> None:
+def test_an_exit_code_states_how_the_program_ended(tmp_path: Path, store: Path, exits: str) -> None:
     code, reason = EXITS_BY_ITSELF[exits]
     with program(tmp_path, f"record(hook)\nready()\n{exits}\n") as started:
         assert started.wait(60) == code
@@ -238,7 +240,7 @@ def test_sigterm_that_the_program_ignores(tmp_path: Path, store: Path) -> None:
             started.wait(0.5)
 
 
-def test_after_closing_the_process_is_as_it_was_found(tmp_path: Path, store: Path) -> None:
+def test_closing_restores_the_process(tmp_path: Path, store: Path) -> None:
     beginning = BEGINNING + "leave, leave_by_exception = os._exit, sys.exit\n" + A_HOOK
     body = """
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -270,7 +272,7 @@ SHORT_TERM = (
 
 
 def uploaded(server: FaultyS3, spill_root: Path) -> list[EndDocument]:
-    """What comes of the spill folder once the store answers."""
+    """Sync the spill folder once the store answers."""
     assert spilled(spill_root)
     server.fault = "none"
     server.released.set()
@@ -319,7 +321,7 @@ def send_while_closing(number):
 """
 CLOSES = """
 def close(*_):
-    print("told", flush=True)
+    print("received", flush=True)
     send_while_closing(signal.SIGTERM)
     hook.close()
     sys.exit(3)
@@ -345,7 +347,7 @@ def test_a_second_sigterm_while_the_handler_closes_the_hook(
         started.terminate()
         assert started.wait(60) == 3
         assert started.stdout is not None
-        assert started.stdout.read() == "told\n"
+        assert started.stdout.read() == "received\n"
     (end,) = uploaded(stalling, spill_root)
     assert end.last_step == STEPS - 1
 
@@ -497,7 +499,7 @@ def test_sigkill_leaves_what_was_flushed(tmp_path: Path, store: Path) -> None:
     assert ends == []
 
 
-def test_sigkill_while_the_store_is_gone_leaves_what_went_to_disk(
+def test_sigkill_while_the_store_is_missing_leaves_spilled_rows(
     tmp_path: Path, server: FaultyS3, spill_root: Path
 ) -> None:
     server.fault = "unavailable"
@@ -538,7 +540,7 @@ def test_an_exception_while_the_store_stalls(tmp_path: Path, stalling: FaultyS3,
         ("hook.log(loss=-1.0); hook.close(); os._exit(0)", "os.WEXITSTATUS(status) == 0"),
     ],
 )
-def test_a_forked_child_ends_as_ever_and_its_parent_goes_on(
+def test_a_forked_child_ends_as_without_a_recorder_and_its_parent_continues(
     tmp_path: Path, store: Path, child: str, status: str
 ) -> None:
     body = f"""
@@ -569,13 +571,13 @@ def test_the_folder_of_a_process_that_was_killed_is_free_though_a_child_of_it_li
         record(hook)
         while not hook.health["counts"].get("spilled_objects"):
             time.sleep(0.01)
-        heard, tells = os.pipe()
+        read_end, write_end = os.pipe()
         if not os.fork():
-            os.write(tells, b"!")  # what it does on being forked is done
+            os.write(write_end, b"!")  # what it does on being forked is done
             os.closerange(1, 3)
             sys.stdin.read()
             os._exit(0)
-        os.read(heard, 1)
+        os.read(read_end, 1)
         ready()
         wait()
         """

@@ -1,4 +1,4 @@
-"""Whatever a store does, training goes on unchanged and unhindered, and every row is written, kept or counted."""
+"""Whatever a store does, training continues unchanged and without delay, and every row is written, spilled or counted."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_store_that_fails_in_the_middle(
 
 
 @pytest.mark.parametrize("fault", ["error", "reset", "truncate"])
-def test_a_store_that_comes_back(server: FaultyS3, whole: int, spill_root: Path, fault: Fault) -> None:
+def test_a_store_that_returns(server: FaultyS3, whole: int, spill_root: Path, fault: Fault) -> None:
     server.fault = fault
     hook = hook_with(Bounds(flush_seconds=0.01, backlog_bytes=1, close_seconds=60.0))
     watched = train(hook)
@@ -127,7 +127,7 @@ def test_a_store_that_refuses_connections_and_then_does_not(
     assert not list(spill_root.iterdir())
 
 
-def test_an_attempt_whose_claim_was_answered_by_nobody_is_claimed_once(
+def test_an_attempt_whose_claim_got_no_answer_is_claimed_once(
     server: FaultyS3, whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")

@@ -1,4 +1,4 @@
-"""``watchstep sync``: safe to repeat, beside another, beside the process itself, and after being broken off."""
+"""``watchstep sync``: safe to repeat, concurrently with another or with the recorder itself, and after an interruption."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_sync(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_one_line_of_the_log_says_where_the_rest_is(
+def test_one_line_of_the_log_states_where_the_rest_is(
     server: FaultyS3, spill_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.fault = "denied"
@@ -48,7 +48,7 @@ def test_one_line_of_the_log_says_where_the_rest_is(
     assert sum(str(folder) in message for message in caplog.messages) == 1
 
 
-def test_the_command_says_what_it_did(server: FaultyS3, spill_root: Path) -> None:
+def test_the_command_states_what_it_did(server: FaultyS3, spill_root: Path) -> None:
     record_offline(server)
     done = run_sync()
     assert (done.returncode, done.stderr) == (0, "")
@@ -58,7 +58,7 @@ def test_the_command_says_what_it_did(server: FaultyS3, spill_root: Path) -> Non
     assert (again.returncode, again.stdout) == (0, f"nothing to upload in {spill_root}\n")
 
 
-def test_the_command_says_what_is_left_and_why(server: FaultyS3, spill_root: Path) -> None:
+def test_the_command_states_what_is_left_and_why(server: FaultyS3, spill_root: Path) -> None:
     record_offline(server)
     server.fault = "denied"
     (folder,) = spill_folders(spill_root)
@@ -92,7 +92,7 @@ def test_broken_off_before_anything_was_removed_and_done_again(
     assert server.objects == uploaded
 
 
-def test_a_folder_that_does_not_say_whose_it_is(spill_root: Path) -> None:
+def test_a_folder_that_does_not_state_whose_it_is(spill_root: Path) -> None:
     folder = spill_root / "broken"
     folder.mkdir(0o700)
     (folder / "spill.json").write_text("{}")
@@ -101,7 +101,7 @@ def test_a_folder_that_does_not_say_whose_it_is(spill_root: Path) -> None:
     assert folder.is_dir()
 
 
-def test_a_folder_in_use_is_left_alone(server: FaultyS3, spill_root: Path) -> None:
+def test_a_folder_in_use_is_skipped(server: FaultyS3, spill_root: Path) -> None:
     server.fault = "unavailable"
     hook = Hook(config=OFFLINE)
     train(hook)
@@ -140,7 +140,7 @@ def test_a_rank_that_never_reached_the_store_takes_no_live_ones_name(
     assert any(f"/{end.writer}/" in path for path in server.objects)
 
 
-def test_what_another_process_of_the_rank_said_later_is_kept(
+def test_a_later_document_of_another_process_of_the_rank_is_retained(
     server: FaultyS3, spill_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "WATCHSTEP_ATTEMPT": "a1"}.items():

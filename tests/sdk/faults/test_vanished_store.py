@@ -1,4 +1,4 @@
-"""A local store that disappears while a program records: an outage, and never a new store in its place."""
+"""A local store that disappears while a program records is an outage; no new store is created in its place."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_is_recorded_meanwhile_waits_on_disk_and_is_uploaded_when_the_store
     assert open_run(disk.store / "default" / "r").state() == "completed"
 
 
-def test_a_store_that_comes_back_after_the_program_gets_the_rest_by_sync(
+def test_a_store_that_returns_after_the_program_gets_the_rest_by_sync(
     disk: Disk, spill_root: Path, tmp_path: Path
 ) -> None:
     hook = record_until_it_vanishes(disk)
@@ -132,7 +132,7 @@ def test_sync_leaves_what_belongs_to_another_store(tmp_path: Path, spill_root: P
     assert steps_of(disk.store) == list(range(STEPS))
 
 
-def test_a_store_that_is_emptied_while_a_program_records_is_told_and_what_follows_can_be_read(
+def test_a_store_that_is_emptied_while_a_program_records_is_reported_and_what_follows_can_be_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = tmp_path / "runs"
@@ -218,9 +218,9 @@ def test_a_store_that_vanishes_between_the_launch_and_the_first_write_is_not_mad
 
 
 def test_the_identity_of_a_launch_is_for_the_store_of_the_launch_alone() -> None:
-    made = "0123456789abcdef" * 2
-    passed = {STORE_ID: f"{made} file:///disk/my runs"}
-    assert StoreIdentity.of_launch("file:///disk/my runs", passed).id == made
+    marker = "0123456789abcdef" * 2
+    passed = {STORE_ID: f"{marker} file:///disk/my runs"}
+    assert StoreIdentity.of_launch("file:///disk/my runs", passed).id == marker
     assert StoreIdentity.of_launch("file:///disk/other", passed).id == ""
     assert StoreIdentity.of_launch("file:///disk/my runs", {}).id == ""
     with pytest.raises(ConfigError, match="WATCHSTEP_STORE_ID='mine' is not an id and a URL"):

@@ -19,7 +19,7 @@ WHOLE = Placement()
 def tensor(
     name: str, collection: str, *, role: str = "", order: int = 0, shape: tuple[int, ...] = (8, 8)
 ) -> TensorInfo:
-    """A tensor of one collection; its role is the collection's, its module what stands before the last dot."""
+    """A tensor of one collection; its role is the collection's, its module is the name before the last dot."""
     return TensorInfo(
         name=name,
         collections=(collection,),
@@ -39,7 +39,7 @@ def gradient(name: str, *, order: int = 0, shape: tuple[int, ...] = (8, 8)) -> T
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a block, by the elements that it stands for."""
+    """One row of a block, given by the elements of its tensor."""
 
     step: int
     info: TensorInfo
@@ -76,9 +76,9 @@ def block_of(rows: Sequence[Row]) -> Block:
 
 
 def rows_of(block: Block) -> list[tuple[object, ...]]:
-    """Each row as plain data, so that blocks compare whatever order their catalogues stand in; NaN is None."""
-    held = block.statistics
-    columns = [name for name in held.__dataclass_fields__ if name != "histogram"]
+    """Each row as plain data, so that blocks compare independently of the order of their catalogues; NaN is None."""
+    statistics = block.statistics
+    columns = [name for name in statistics.__dataclass_fields__ if name != "histogram"]
 
     def plain(value: float) -> float | None:
         return None if np.isnan(value) else float(value)
@@ -91,8 +91,8 @@ def rows_of(block: Block) -> list[tuple[object, ...]]:
             int(block.time_ns[row]),
             block.info(row),
             tuple(int(column[row]) for column in vars(block.places).values()),
-            tuple(plain(getattr(held, name)[row]) for name in columns),
-            tuple(tuple(part.tolist()) for part in held.histogram.row(row)),
+            tuple(plain(getattr(statistics, name)[row]) for name in columns),
+            tuple(tuple(part.tolist()) for part in statistics.histogram.row(row)),
             tuple(
                 (name, float(column[row]))
                 for name, column in sorted(block.probes.items())
@@ -107,7 +107,7 @@ elements = st.one_of(
     st.floats(width=32),
     st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, 3e38, float("nan"), float("inf"), float("-inf")]),
 )
-"""float32 values, the odd ones more often than chance."""
+"""float32 values, with special values more often than by chance."""
 
 arrays = st.lists(elements, max_size=12)
 

@@ -18,10 +18,10 @@ DTYPES = [np.int8, np.int16, np.int32, np.int64, np.float64]
 
 
 @given(st.lists(st.integers(-128, 127)), st.sampled_from(DTYPES), st.integers(0, 5))
-def test_numbers_come_back(values: list[int], dtype: Any, skipped: int) -> None:
-    held = np.array(values, dtype)
-    array = from_numbers(held)
-    assert array.equals(pa.array(held))
+def test_numbers_survive_a_round_trip(values: list[int], dtype: Any, skipped: int) -> None:
+    numbers = np.array(values, dtype)
+    array = from_numbers(numbers)
+    assert array.equals(pa.array(numbers))
     array.validate(full=True)
     found = to_numbers(pa.chunked_array([array.slice(skipped), array], array.type))
     assert found.dtype == dtype
@@ -29,7 +29,7 @@ def test_numbers_come_back(values: list[int], dtype: Any, skipped: int) -> None:
 
 
 @given(st.lists(st.floats()), st.integers(0, 9))
-def test_nan_is_null_and_comes_back(values: list[float], skipped: int) -> None:
+def test_nan_is_null_and_survives_a_round_trip(values: list[float], skipped: int) -> None:
     array = from_numbers(np.array(values, np.float64), nan_is_null=True)
     array.validate(full=True)
     assert array.equals(pa.array(np.array(values, np.float64), from_pandas=True))

@@ -25,8 +25,8 @@ def test_take_picks_rows_in_any_order(block: Block, data: st.DataObject) -> None
 @given(blocks, st.integers(-1, 4))
 def test_tail_is_the_last_rows_of_each_series_in_their_order(block: Block, rows: int) -> None:
     names = series(block)
-    kept = [row for row in range(len(block)) if names[row:].count(names[row]) <= rows]
-    assert rows_of(block.tail(rows)) == [rows_of(block)[row] for row in kept]
+    expected_rows = [row for row in range(len(block)) if names[row:].count(names[row]) <= rows]
+    assert rows_of(block.tail(rows)) == [rows_of(block)[row] for row in expected_rows]
 
 
 @given(blocks, st.integers(0, 3))
@@ -36,7 +36,7 @@ def test_a_tail_has_itself_as_tail(block: Block, rows: int) -> None:
 
 
 @given(blocks)
-def test_series_keys_tell_series_apart(block: Block) -> None:
+def test_series_keys_distinguish_series(block: Block) -> None:
     names, keys = series(block), block.series_key().tolist()
     assert len(set(names)) == len(set(keys)) == len(set(zip(names, keys, strict=True)))
 

@@ -12,7 +12,7 @@ from watchstep.format.block import Block, concatenate, together, view
 
 
 @given(blocks, st.data())
-def test_a_view_holds_the_rows_that_taking_gives(block: Block, data: st.DataObject) -> None:
+def test_a_view_contains_the_rows_that_taking_gives(block: Block, data: st.DataObject) -> None:
     places = st.lists(st.integers(0, len(block) - 1), max_size=8) if len(block) else st.just([])
     rows = np.array(data.draw(places), np.intp)
     seen = view(block, rows)

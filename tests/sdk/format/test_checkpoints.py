@@ -1,4 +1,4 @@
-"""Checkpoints that a program says it saved: noted on the store, found again, kept from rotation."""
+"""Checkpoints that a program reports as saved: registered on the store, found again, excluded from rotation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def saved(step: int, attempt: str = "a1", at: int | None = None, worker: int = 0
 
 
 def put(store: Store, *checkpoints: Checkpoint) -> None:
-    for one in checkpoints:
-        store.put(one.key, one.encode())
+    for checkpoint in checkpoints:
+        store.put(checkpoint.key, checkpoint.encode())
 
 
 def test_a_hook_notes_what_the_program_saved(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_hook_notes_what_the_program_saved(tmp_path: Path) -> None:
     assert hook.protected_checkpoints() >= {str(tmp_path / "step-2.pt"), "s3://elsewhere/last.pt"}
     hook.close()
     found = find_checkpoints(Store.open(tmp_path).child("p/r/"))
-    assert [(one.path, one.step) for one in found] == [
+    assert [(checkpoint.path, checkpoint.step) for checkpoint in found] == [
         (str(tmp_path / f"step-{step}.pt"), step) for step in (0, 2, 4)
     ]  # a step has one note of each worker: the first
     assert hook.health["faults"] == {}
@@ -63,7 +63,7 @@ def test_the_last_good_one_was_saved_before_the_bad_step(folder_store: Store) ->
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"path": "x", "step": -1}', b"[" * 100_000])
-def test_what_is_no_note_is_told(data: bytes) -> None:
+def test_what_is_no_note_is_reported(data: bytes) -> None:
     with pytest.raises(FormatError):
         Checkpoint.decode(data, "k")
 
@@ -81,8 +81,10 @@ def test_the_last_good_checkpoint_is_protected_until_it_can_have_been_judged(
     notes._saved = [saved(index, at=time * SECOND) for index, time in enumerate(times) if time <= now]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time_ns", lambda: now * SECOND)
-        kept = notes.protected()
-    assert {one.path for one in notes._saved if one.saved_ns == good * SECOND} & kept
+        protected = notes.protected()
+    assert {
+        checkpoint.path for checkpoint in notes._saved if checkpoint.saved_ns == good * SECOND
+    } & protected
 
 
 def test_a_store_that_does_not_answer_is_tried_again(

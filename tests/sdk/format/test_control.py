@@ -36,14 +36,14 @@ def test_a_stop_is_the_next_version_and_bars_new_attempts() -> None:
     assert document == ControlDocument(version=5, stop=stop, tombstone="NaN in conv1")
 
 
-def test_a_snapshot_is_asked_for_once_and_of_its_attempt() -> None:
+def test_a_snapshot_is_requested_once_and_of_its_attempt() -> None:
     document = ControlDocument(version=4)
     for number in range(MAX_SNAPSHOTS + 2):
         document = document.with_snapshot(SnapshotRequest(f"s{number}", number, "a1" if number % 2 else "a2"))
     assert document.with_snapshot(document.snapshots[-1]) is document
     assert (document.version, len(document.snapshots)) == (4 + MAX_SNAPSHOTS + 2, MAX_SNAPSHOTS)
     document = document.with_snapshot(SnapshotRequest("all", 9))
-    assert {one.id for one in document.requests_of("a1")} == {
+    assert {request.id for request in document.requests_of("a1")} == {
         "all",
         *(f"s{number}" for number in range(3, MAX_SNAPSHOTS + 2, 2)),
     }
@@ -59,7 +59,7 @@ def test_what_changes_nothing_is_no_new_version() -> None:
     assert again.without_tombstone() is again
 
 
-def test_what_is_left_out_asks_nothing() -> None:
+def test_what_is_omitted_asks_nothing() -> None:
     assert ControlDocument.decode(b'{"version": 3}') == ControlDocument(version=3)
 
 
@@ -131,6 +131,6 @@ def test_a_tombstone_lets_one_attempt_pass_until_it_is_stopped_itself() -> None:
 
 def test_a_document_of_before_there_were_agreements_is_agreed_on() -> None:
     data = {"version": 1, "stop": {"attempt": "a1", "step": 3, "reason": "NaN"}}
-    held = ControlDocument.from_data(data)
-    assert held.stop == StopRequest("a1", 3, "NaN")
-    assert held.stop.agreed
+    document = ControlDocument.from_data(data)
+    assert document.stop == StopRequest("a1", 3, "NaN")
+    assert document.stop.agreed

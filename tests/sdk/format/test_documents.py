@@ -24,7 +24,7 @@ def test_a_document_reads_back(document: Any) -> None:
 
 
 @pytest.mark.parametrize("document", ALL)
-def test_keys_of_later_versions_are_left_out(document: Any) -> None:
+def test_keys_of_later_versions_are_omitted(document: Any) -> None:
     data = json.loads(documents.encode(document)) | {"later": 1}
     assert documents.decode(type(document), json.dumps(data).encode(), "d") == document
 
@@ -34,7 +34,7 @@ def test_what_has_a_default_may_be_missing() -> None:
     assert documents.decode(RunDocument, data, "d") == RunDocument("p", "r", 1)
 
 
-def test_values_that_are_not_json_are_kept_as_text() -> None:
+def test_values_that_are_not_json_are_retained_as_text() -> None:
     document = RunDocument("p", "r", 1, config={"dtype": complex(1, 2)})
     assert documents.decode(RunDocument, documents.encode(document), "d").config == {"dtype": "(1+2j)"}
 
@@ -98,10 +98,10 @@ values = (
 
 @given(st.sampled_from(ALL), st.data())
 def test_any_json_is_read_or_refused(document: Any, data: st.DataObject) -> None:
-    held = json.loads(documents.encode(document))
-    held |= data.draw(st.dictionaries(st.sampled_from(sorted(held)), values, max_size=3))
+    content = json.loads(documents.encode(document))
+    content |= data.draw(st.dictionaries(st.sampled_from(sorted(content)), values, max_size=3))
     try:
-        read = documents.decode(type(document), json.dumps(held).encode(), "d")
+        read = documents.decode(type(document), json.dumps(content).encode(), "d")
     except FormatError:
         return
     assert documents.decode(type(read), documents.encode(read), "d") == read

@@ -17,7 +17,7 @@ row_lists = st.lists(
 )
 
 
-def made(rows: list[Row]) -> Histograms:
+def histograms_of(rows: list[Row]) -> Histograms:
     return Histograms(
         np.cumsum([0, *map(len, rows)]).astype(np.int64),
         np.array([entry for row in rows for entry in row], np.int16),
@@ -39,19 +39,19 @@ def added(rows: list[Row], group: list[int], groups: int) -> list[Row]:
 
 @given(row_lists)
 def test_rows_read_back(rows: list[Row]) -> None:
-    assert plain(made(rows)) == rows
+    assert plain(histograms_of(rows)) == rows
 
 
 @given(row_lists, st.data())
 def test_take_picks_rows_in_any_order_and_number(rows: list[Row], data: st.DataObject) -> None:
     picks = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
-    taken = made(rows).take(np.array(picks, np.intp))
+    taken = histograms_of(rows).take(np.array(picks, np.intp))
     assert plain(taken) == [rows[pick] for pick in picks]
 
 
 @given(row_lists, row_lists, row_lists)
 def test_concatenate_puts_batches_one_after_the_other(a: list[Row], b: list[Row], c: list[Row]) -> None:
-    assert plain(Histograms.concatenate([made(a), made(b), made(c)])) == a + b + c
+    assert plain(Histograms.concatenate([histograms_of(a), histograms_of(b), histograms_of(c)])) == a + b + c
 
 
 def test_concatenate_of_nothing_is_empty() -> None:
@@ -62,7 +62,7 @@ def test_concatenate_of_nothing_is_empty() -> None:
 @given(row_lists, st.integers(1, 4), st.data())
 def test_sum_rows_adds_counts_by_bin_and_group(rows: list[Row], groups: int, data: st.DataObject) -> None:
     group = data.draw(st.lists(st.integers(0, groups - 1), min_size=len(rows), max_size=len(rows)))
-    total = sum_rows(made(rows), np.array(group, np.intp), groups)
+    total = sum_rows(histograms_of(rows), np.array(group, np.intp), groups)
     assert plain(total) == added(rows, group, groups)
     assert all(list(row) == sorted(row) for row in plain(total))
 
@@ -79,8 +79,8 @@ def test_many_groups_of_bins_far_apart_add_up() -> None:
     low, high = BIN_RANGE
     bins = np.tile(np.array([low, high], np.int16), rows)
     offsets = np.arange(rows + 1, dtype=np.int64) * 2
-    held = Histograms(offsets, bins, np.arange(2 * rows, dtype=np.int64) + 1)
-    summed = sum_rows(held, np.arange(rows) // 2, rows // 2)
+    histograms = Histograms(offsets, bins, np.arange(2 * rows, dtype=np.int64) + 1)
+    summed = sum_rows(histograms, np.arange(rows) // 2, rows // 2)
     for group in range(rows // 2):
         first = 4 * group + 1
         assert summed.row(group)[0].tolist() == [low, high]

@@ -33,7 +33,7 @@ def segments(draw: st.DrawFn) -> JournalSegment:
 @st.composite
 def parts(draw: st.DrawFn) -> JournalPart:
     ticks = sorted(draw(st.sets(st.integers(0, 2**31), min_size=1, max_size=4)))
-    seals = sorted(draw(st.lists(st.integers(-1, 2**40), min_size=len(ticks), max_size=len(ticks))))
+    watermarks = sorted(draw(st.lists(st.integers(-1, 2**40), min_size=len(ticks), max_size=len(ticks))))
     return JournalPart(
         "a1",
         draw(st.integers(0, 2**31)),
@@ -41,11 +41,11 @@ def parts(draw: st.DrawFn) -> JournalPart:
             JournalEvaluation(
                 tick,
                 draw(st.integers(0, 2**62)),
-                sealed,
+                watermark,
                 draw(st.booleans()),
                 tuple(draw(st.lists(segments(), max_size=3))),
             )
-            for tick, sealed in zip(ticks, seals, strict=True)
+            for tick, watermark in zip(ticks, watermarks, strict=True)
         ),
     )
 
@@ -73,12 +73,12 @@ def test_a_damaged_part_is_refused_in_one_way(part: JournalPart, data: st.DataOb
 
 
 def changed(path: list[Any], value: Any) -> bytes:
-    held = json.loads(journal.encode(JournalPart("a1", 0, (EVALUATION,))))
-    place = held
+    content = json.loads(journal.encode(JournalPart("a1", 0, (EVALUATION,))))
+    place = content
     for name in path[:-1]:
         place = place[name]
     place[path[-1]] = value
-    return json.dumps(held).encode()
+    return json.dumps(content).encode()
 
 
 EVALUATION = JournalEvaluation(
@@ -139,7 +139,7 @@ def test_a_journal_is_read_part_by_part(tmp_path: Path) -> None:
         store.create(layout.journal_part("a1", part.number), journal.encode(part))
     store.put("journal/a1/note.txt", b"?")
     assert count_parts(store, "a1") == 2
-    assert [held.tick for held in read_journal(store, "a1")] == [0, 1, 2, 3, 4]
+    assert [evaluation.tick for evaluation in read_journal(store, "a1")] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("second", [plain(1, 2, 1), plain(2, 2, 0), replace(plain(2, 2, 1), attempt="a2")])

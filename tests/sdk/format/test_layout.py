@@ -32,7 +32,7 @@ def test_plain_names_are_taken_as_they_are(name: str) -> None:
     assert layout.check_name("run", name) == name
 
 
-def test_keys_stand_where_the_design_says() -> None:
+def test_keys_have_the_documented_layout() -> None:
     writer = WriterId("a1", "node0", "w0")
     assert layout.run_prefix("vision", "r1") == "vision/r1/"
     assert SegmentKey(writer, 7, 0, 99).path == "stats/a1/node0/w0/0000000007-0-99.parquet"

@@ -25,7 +25,7 @@ WHOLE = written()
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("compression", ["zstd", "none"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_claims_are_what_pyarrow_says_of_its_own_file(version: str, compression: str, rows: int) -> None:
+def test_claims_are_those_that_pyarrow_reads(version: str, compression: str, rows: int) -> None:
     data = written(data_page_version=version, compression=compression, row_group_size=rows)
     claims, meta = read_claims(data), pq.ParquetFile(pa.BufferReader(data)).metadata
     columns = [

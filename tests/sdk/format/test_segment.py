@@ -54,7 +54,7 @@ def written(table: pa.Table, **changed: object) -> bytes:
 
 
 def with_column(name: str, values: Any, kind: Any = None) -> bytes:
-    """A segment of which one column is another."""
+    """A segment with one column replaced."""
     place = TABLE.schema.get_field_index(name)
     column = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, kind)
     return written(TABLE.set_column(place, name, column))
@@ -66,7 +66,7 @@ def refused(data: bytes) -> str:
     return caught.value.what
 
 
-def test_short_memory_is_not_told_as_damage() -> None:
+def test_short_memory_is_not_reported_as_damage() -> None:
     with pytest.raises(MemoryError), segment.whole("run/seg"):
         raise pa.ArrowMemoryError("malloc of size 64 failed")
 
@@ -100,7 +100,7 @@ def test_what_is_read_without_histograms_is_the_same_but_for_them(block: Block) 
     assert rows_of(again) == rows_of(whole)
 
 
-def test_to_look_into_histograms_that_were_not_read_says_what_to_do() -> None:
+def test_access_to_histograms_that_were_not_read_states_what_to_do() -> None:
     light = segment.decode(WHOLE, "s", histograms=False)
     rows = np.arange(len(light))
     for block in (
@@ -144,7 +144,7 @@ def test_many_row_groups_and_plain_words_read_the_same() -> None:
     assert rows_of(segment.decode(bytes(sink.getvalue()), "s")) == rows_of(BLOCK)
 
 
-def test_columns_of_later_versions_are_left_out() -> None:
+def test_columns_of_later_versions_are_omitted() -> None:
     data = written(TABLE.append_column("later", pa.array(["x"] * len(BLOCK))))
     assert rows_of(segment.decode(data, "s")) == rows_of(BLOCK)
 
@@ -188,7 +188,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 
 def check_harmless(data: bytes) -> None:
-    """No other error, whatever was damaged; and figures that come back are such as a tensor can have."""
+    """No other error for any damage; decoded figures are figures that a tensor can have."""
     try:
         block = segment.decode(data, "s")
     except FormatError:
@@ -224,7 +224,7 @@ def test_a_column_that_is_missing_of_another_type_or_null_is_refused(name: str) 
 
 
 @pytest.mark.parametrize("name", ["mode", "tensor", "stage"])
-def test_a_word_that_nobody_knows_is_refused(name: str) -> None:
+def test_an_unknown_word_is_refused(name: str) -> None:
     assert "'nobody'" in refused(with_column(name, ["nobody"] * len(BLOCK)))
 
 
@@ -337,11 +337,11 @@ def refused_within(memory: pa.MemoryPool, data: bytes) -> str:
 
 
 def test_a_file_of_very_many_rows_is_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
-    one = TABLE.take([0] * 1000)
+    repeated = TABLE.take([0] * 1000)
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, one.schema, compression="zstd") as writer:
+    with pq.ParquetWriter(sink, repeated.schema, compression="zstd") as writer:
         for _ in range(segment.MAX_ROWS // 1000 + 1):
-            writer.write_table(one, row_group_size=1000)
+            writer.write_table(repeated, row_group_size=1000)
     refused_within(memory, bytes(sink.getvalue()))
 
 

@@ -17,12 +17,15 @@ from watchstep.format import snapshot
 from watchstep.format.snapshot import (
     DTYPES,
     MAX_NAMES,
+    PARTS,
     Described,
     Snapshot,
+    TensorPart,
     aligned_order,
     header,
     missing_metadata,
     open_snapshot,
+    parts_metadata,
 )
 from watchstep.store.store import Store
 
@@ -90,28 +93,28 @@ def tensor_lists(draw: st.DrawFn) -> list[NamedArray]:
     names = draw(
         st.lists(st.text(max_size=8).filter(lambda name: name != "__metadata__"), unique=True, max_size=5)
     )
-    made = []
+    written = []
     for name in names:
         dtype = draw(st.sampled_from(sorted(DTYPES)))
         shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
         length = int(np.prod(shape, dtype=int)) * DTYPES[dtype].itemsize
-        made.append(named(name, dtype, shape, draw(st.binary(min_size=length, max_size=length))))
-    return made
+        written.append(named(name, dtype, shape, draw(st.binary(min_size=length, max_size=length))))
+    return written
 
 
 @given(tensor_lists(), st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
 def test_what_was_encoded_is_read(tensors: list[NamedArray], metadata: dict[str, str]) -> None:
     data = encode(tensors, metadata)
-    held = opened(data)
-    assert held.metadata == metadata
-    assert set(held.tensors) == {tensor.described.name for tensor in tensors}
+    snapshot = opened(data)
+    assert snapshot.metadata == metadata
+    assert set(snapshot.tensors) == {tensor.described.name for tensor in tensors}
     for tensor in tensors:
         described = tensor.described
-        read = held.read(described.name)
+        read = snapshot.read(described.name)
         assert read.shape == described.shape
         assert read.dtype == DTYPES[described.dtype]
         assert read.tobytes() == bytes(tensor.data)
-        assert held.tensors[described.name].dtype == described.dtype
+        assert snapshot.tensors[described.name].dtype == described.dtype
 
 
 @given(tensor_lists())
@@ -131,10 +134,10 @@ def test_what_safetensors_wrote_is_read() -> None:
         "y": np.array(True),
         "z": np.zeros((0, 2), np.int64),
     }
-    held = opened(safetensors.numpy.save(arrays, {"by": "them"}))
-    assert held.metadata == {"by": "them"}
+    snapshot = opened(safetensors.numpy.save(arrays, {"by": "them"}))
+    assert snapshot.metadata == {"by": "them"}
     for name, array in arrays.items():
-        np.testing.assert_array_equal(held.read(name), array)
+        np.testing.assert_array_equal(snapshot.read(name), array)
 
 
 def test_every_tensor_is_aligned_to_its_elements() -> None:
@@ -157,15 +160,15 @@ def test_one_tensor_costs_a_size_and_two_ranged_reads() -> None:
 
 def test_a_long_header_is_read_in_two_parts() -> None:
     tensors = [named(f"layer{index}" * 20, "U8", (1,), b"x") for index in range(2000)]
-    held = opened(encode(tensors, {}))
-    assert len(held.tensors) == 2000
-    assert held.read("layer7" * 20).tobytes() == b"x"
+    snapshot = opened(encode(tensors, {}))
+    assert len(snapshot.tensors) == 2000
+    assert snapshot.read("layer7" * 20).tobytes() == b"x"
 
 
-def test_it_works_on_every_store(store: Store) -> None:
+def test_a_snapshot_is_written_to_every_store(store: Store) -> None:
     store.put("snap", encode([named("w", "F16", (2,), np.array([1, -2], np.float16).tobytes())], {}))
-    held = open_snapshot(store, "snap")
-    assert held.read("w").tolist() == [1.0, -2.0]
+    snapshot = open_snapshot(store, "snap")
+    assert snapshot.read("w").tolist() == [1.0, -2.0]
     with pytest.raises(NotFoundError):
         open_snapshot(store, "nothing")
 
@@ -183,9 +186,9 @@ def test_it_works_on_every_store(store: Store) -> None:
 def test_narrow_floats_keep_their_bits_and_have_exact_values(
     dtype: str, bits: list[int], values: list[float]
 ) -> None:
-    held = opened(encode([named("x", dtype, (2, 2), np.array(bits, DTYPES[dtype]).tobytes())], {}))
-    assert held.read("x").ravel().tolist() == bits
-    np.testing.assert_array_equal(held.values("x"), np.array(values).reshape(2, 2))
+    snapshot = opened(encode([named("x", dtype, (2, 2), np.array(bits, DTYPES[dtype]).tobytes())], {}))
+    assert snapshot.read("x").ravel().tolist() == bits
+    np.testing.assert_array_equal(snapshot.values("x"), np.array(values).reshape(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -200,16 +203,16 @@ def test_narrow_floats_keep_their_bits_and_have_exact_values(
 def test_every_bit_pattern_has_the_value_that_torch_gives_it(dtype: str, name: str) -> None:
     torch = pytest.importorskip("torch")
     bits = np.arange(65536 if dtype == "BF16" else 256).astype(DTYPES[dtype])
-    held = opened(encode([named("x", dtype, bits.shape, bits.tobytes())], {}))
+    snapshot = opened(encode([named("x", dtype, bits.shape, bits.tobytes())], {}))
     wanted = torch.from_numpy(bits.copy()).view(getattr(torch, name)).float().numpy()
-    np.testing.assert_array_equal(held.values("x"), wanted)
-    assert held.values("x").dtype == np.float32
+    np.testing.assert_array_equal(snapshot.values("x"), wanted)
+    assert snapshot.values("x").dtype == np.float32
 
 
 def test_a_single_narrow_float_is_an_array_too() -> None:
-    held = opened(encode([named("x", "BF16", (), b"\x80\x3f"), named("y", "F8_E4M3", (), b"\x38")], {}))
-    assert held.values("x").shape == held.values("y").shape == ()
-    assert held.values("x") == held.values("y") == 1
+    snapshot = opened(encode([named("x", "BF16", (), b"\x80\x3f"), named("y", "F8_E4M3", (), b"\x38")], {}))
+    assert snapshot.values("x").shape == snapshot.values("y").shape == ()
+    assert snapshot.values("x") == snapshot.values("y") == 1
 
 
 @pytest.mark.parametrize(
@@ -220,53 +223,53 @@ def test_a_single_narrow_float_is_an_array_too() -> None:
         ([named("__metadata__", "U8", (1,), b"a")], "'__metadata__' is a duplicate or reserved"),
     ],
 )
-def test_what_cannot_be_written_is_told(tensors: list[NamedArray], reason: str) -> None:
+def test_what_cannot_be_written_is_reported(tensors: list[NamedArray], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         encode(tensors, {})
 
 
-def test_a_missing_tensor_is_told() -> None:
-    held = opened(raw(GOOD))
-    assert list(held.tensors) == ["a", "b"]
+def test_a_missing_tensor_is_reported() -> None:
+    snapshot = opened(raw(GOOD))
+    assert list(snapshot.tensors) == ["a", "b"]
     with pytest.raises(NotFoundError, match="tensor 'c' is not in snapshot snap"):
-        held.read("c")
+        snapshot.read("c")
 
 
-def test_a_tensor_that_the_writer_left_out_is_told_with_the_reason() -> None:
+def test_a_tensor_that_the_writer_left_out_is_reported_with_the_reason() -> None:
     metadata = missing_metadata(["c", "d"])
-    held = opened(raw({**GOOD, "__metadata__": metadata}))
-    assert (held.missing, held.missing_names) == (2, ("c", "d"))
-    with pytest.raises(NotFoundError, match=r"no memory for 2 tensors\n  hint: raise Snapshots.memory_bytes"):
-        held.read("c")
+    snapshot = opened(raw({**GOOD, "__metadata__": metadata}))
+    assert (snapshot.missing, snapshot.missing_names) == (2, ("c", "d"))
+    with pytest.raises(NotFoundError, match=r"left out 2 tensors.*\n  hint: raise Snapshots.memory_bytes"):
+        snapshot.read("c")
     with pytest.raises(NotFoundError, match=r"see Snapshot\.tensors for the names"):
-        held.read("e")
+        snapshot.read("e")
 
 
-def test_of_very_many_missing_tensors_the_number_is_told() -> None:
-    held = opened(raw({**GOOD, "__metadata__": missing_metadata([f"layer{n}" for n in range(5000)])}))
-    assert held.missing == 5000
-    assert len(held.missing_names) == MAX_NAMES
-    with pytest.raises(NotFoundError, match="no memory for 5000 tensors"):
-        held.read("layer4999")
+def test_of_very_many_missing_tensors_the_number_is_reported() -> None:
+    snapshot = opened(raw({**GOOD, "__metadata__": missing_metadata([f"layer{n}" for n in range(5000)])}))
+    assert snapshot.missing == 5000
+    assert len(snapshot.missing_names) == MAX_NAMES
+    with pytest.raises(NotFoundError, match="left out 5000 tensors"):
+        snapshot.read("layer4999")
 
 
-def test_a_snapshot_that_is_deleted_after_it_was_opened_is_told(folder_store: Store) -> None:
+def test_a_snapshot_that_is_deleted_after_it_was_opened_is_reported(folder_store: Store) -> None:
     folder_store.put("snap", raw(GOOD))
-    held = open_snapshot(folder_store, "snap")
+    snapshot = open_snapshot(folder_store, "snap")
     folder_store.delete("snap")
-    for read in (lambda: held.read("a"), lambda: open_snapshot(folder_store, "snap")):
+    for read in (lambda: snapshot.read("a"), lambda: open_snapshot(folder_store, "snap")):
         with pytest.raises(
             NotFoundError, match=r"snap does not exist, or no longer exists\n  hint: list the snapshots"
         ):
             read()
 
 
-def test_an_object_that_shrinks_after_it_was_opened_is_told() -> None:
+def test_an_object_that_shrinks_after_it_was_opened_is_reported() -> None:
     store = MemoryStore(raw(GOOD))
-    held = open_snapshot(store, "snap")
+    snapshot = open_snapshot(store, "snap")
     store.data = store.data[:-2]
     with pytest.raises(FormatError, match="tensor 'b' ends after 2 of 4 bytes"):
-        held.read("b")
+        snapshot.read("b")
 
 
 def changed(name: str, **entry: Any) -> Header:
@@ -327,7 +330,7 @@ def test_a_header_longer_than_the_object_is_refused_before_it_is_read(length: in
     store = MemoryStore(struct.pack("<Q", length) + bytes(28))
     with pytest.raises(FormatError, match=f"claims a header of {length} bytes in an object of 36"):
         open_snapshot(store, "snap")
-    assert sum(asked for _, asked in store.requests) <= 36
+    assert sum(size for _, size in store.requests) <= 36
 
 
 def test_a_header_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +350,46 @@ damages: dict[str, Callable[[bytes, int], bytes]] = {
 @given(st.sampled_from(sorted(damages)), st.integers(0, len(WHOLE) - 1))
 def test_damage_is_refused_or_leaves_tensors_that_can_be_read(kind: str, place: int) -> None:
     try:
-        held = opened(damages[kind](WHOLE, place))
+        snapshot = opened(damages[kind](WHOLE, place))
     except FormatError:
         return
-    for name, stored in held.tensors.items():
-        assert held.read(name).nbytes == stored.length
+    for name, stored in snapshot.tensors.items():
+        assert snapshot.read(name).nbytes == stored.length
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        1,
+        {"shape": [2, 3], "start": [0, 0]},
+        {"shape": [2, 3], "start": [0], "shard": True},
+        {"shape": [2, 3], "start": [0, 0], "shard": 1},
+        {"shape": [2, -3], "start": [0, 0], "shard": True},
+        {"shape": [2, 2], "start": [0, 0], "shard": True},
+        {"shape": [4, 3], "start": [3, 0], "shard": False},
+        {"shape": [2**40, 2**40], "start": [0, 0], "shard": True},
+        {"shape": [2, 3, 1], "start": [0, 0, 0], "shard": True},
+    ],
+)
+def test_an_invalid_part_is_refused(part: Any) -> None:
+    metadata = {PARTS: json.dumps({"a": part})}
+    assert "invalid header" in refused(raw({**GOOD, "__metadata__": metadata}))
+
+
+def test_a_part_is_read_as_it_was_written() -> None:
+    part = TensorPart((4, 3), (2, 0), is_shard=True)
+    snapshot = opened(raw({**GOOD, "__metadata__": parts_metadata({"a": part, "of another object": part})}))
+    assert snapshot.parts == {"a": part}
+
+
+def test_some_bytes_of_a_tensor_are_read_with_one_range() -> None:
+    store = MemoryStore(raw(GOOD, bytes(range(28))))
+    snapshot = open_snapshot(store, "snap", len(store.data))
+    assert snapshot.read_bytes("b", 1, 2) == bytes([25, 26])
+    assert snapshot.read_bytes("b", 1, 0) == b""
+    assert [kind for kind, _ in store.requests] == ["range", "range"]
+    store.data = store.data[:-3]
+    with pytest.raises(FormatError, match="'b' ends after 1 of 4 bytes"):
+        snapshot.read_bytes("b", 0, 4)
+    with pytest.raises(NotFoundError, match="'c' is not in"):
+        snapshot.read_bytes("c", 0, 1)

@@ -17,8 +17,8 @@ def test_rows_sort_by_their_key_as_by_their_columns(rows: list[tuple[int, int, i
     key = sort_key(*columns)
     assert key.dtype == np.int64
     assert np.argsort(key, kind="stable").tolist() == np.lexsort(columns[::-1]).tolist()
-    for one, number in zip(rows, key, strict=True):
-        assert [other == one for other in rows] == (key == number).tolist()
+    for row, number in zip(rows, key, strict=True):
+        assert [other == row for other in rows] == (key == number).tolist()
 
 
 def test_narrow_columns_do_not_overflow() -> None:

@@ -102,17 +102,17 @@ def test_merging_associates(a: list[float], b: list[float], c: list[float]) -> N
     assert_close(joined(joined(x, y), z), joined(x, joined(y, z)), exact_row([*a, *b, *c]))
 
 
-def assert_same(one: StatisticsBatch, other: StatisticsBatch) -> None:
-    for name in one.__dataclass_fields__:
+def assert_same(actual: StatisticsBatch, expected: StatisticsBatch) -> None:
+    for name in actual.__dataclass_fields__:
         if name != "histogram":
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
     for name in ("offsets", "bins", "counts"):
-        np.testing.assert_array_equal(getattr(one.histogram, name), getattr(other.histogram, name))
+        np.testing.assert_array_equal(getattr(actual.histogram, name), getattr(expected.histogram, name))
 
 
-def assert_close(one: StatisticsBatch, other: StatisticsBatch, due: ExactRow) -> None:
+def assert_close(actual: StatisticsBatch, expected: StatisticsBatch, due: ExactRow) -> None:
     """Exact where merging is exact; the sums of both within the bound of the exact ones."""
-    for row in (one, other):
+    for row in (actual, expected):
         assert_exact_part(row, due)
         assert_sums(row, due, due.count + 6)
 
@@ -165,8 +165,12 @@ def test_a_scalar_by_itself_has_the_statistics_that_it_has_among_others(value: f
     alone, among = scalars([value]), scalars([value, 1.0]).take(np.array([0]))
     for field in dataclasses.fields(StatisticsBatch):
         if field.name != "histogram":
-            one, other = getattr(alone, field.name), getattr(among, field.name)
-            assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+            actual, expected = getattr(alone, field.name), getattr(among, field.name)
+            assert (actual.dtype, actual.shape, actual.tobytes()) == (
+                expected.dtype,
+                expected.shape,
+                expected.tobytes(),
+            )
     bins, counts = alone.histogram.row(0)
     wanted_bins, wanted_counts = among.histogram.row(0)
     assert (bins.dtype, bins.tolist()) == (wanted_bins.dtype, wanted_bins.tolist())

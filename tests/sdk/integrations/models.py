@@ -53,4 +53,4 @@ def column(run: Run, name: str, figure: str = "mean", mode: str = "train") -> di
     """A figure by step."""
     rows = run.tensor(name).statistics().to_pydict()
     entries = zip(rows["step"], rows[figure], rows["mode"], strict=True)
-    return {step: value for step, value, held in entries if held == mode}
+    return {step: value for step, value, row_mode in entries if row_mode == mode}

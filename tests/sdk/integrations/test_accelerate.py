@@ -38,10 +38,10 @@ def _its_state_is_new() -> Iterator[None]:
 
 def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
     model = small_model()
-    held: tuple[Any, Any, Any] = accelerator.prepare(
+    wrapped: tuple[Any, Any, Any] = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader(64)
     )
-    return held
+    return wrapped
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, data: Any, hook: Hook) -> list[float]:
@@ -58,7 +58,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, data: Any, hook: Hook) -
     return losses
 
 
-def asked_to_stop(hook: Hook, step: int) -> None:
+def request_stop(hook: Hook, step: int) -> None:
     """As the service does it: by the control document."""
     attempt = hook._identity.attempt
     hook._control_changed(
@@ -107,11 +107,11 @@ def test_two_losses_have_two_names(tmp_path: Path) -> None:
     assert {"loss", "loss_2"} <= set(open_run(hook.run_url).tensors())
 
 
-def test_a_loop_that_looks_stops_by_itself(tmp_path: Path) -> None:
+def test_a_loop_that_polls_stops_by_itself(tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer, data = prepared(accelerator)
     hook = watch(accelerator, model, optimizer, store_url=tmp_path, on_stop="check", config=EVERY_STEP)
-    asked_to_stop(hook, 2)
+    request_stop(hook, 2)
     assert len(train(accelerator, model, optimizer, data, hook)) == 3
     hook.close()
     (end,) = open_run(hook.run_url).ends()
@@ -126,7 +126,7 @@ from tests.sdk.integrations.test_accelerate import *
 accelerator = accelerate.Accelerator(cpu=True)
 model, optimizer, data = prepared(accelerator)
 hook = watch(accelerator, model, optimizer, store_url=sys.argv[1] + "/runs", on_stop="check", config=EVERY_STEP)
-asked_to_stop(hook, 2)
+request_stop(hook, 2)
 assert len(train(accelerator, model, optimizer, data, hook)) == 3
 accelerator.end_training()
 assert not hook.health["faults"], hook.health["faults"]
@@ -165,9 +165,9 @@ def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize(("judged_seconds", "kept"), [(3600.0, 4), (0.0, 2)])
+@pytest.mark.parametrize(("judged_seconds", "remaining"), [(3600.0, 4), (0.0, 2)])
 def test_its_rotation_leaves_what_may_be_the_last_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, remaining: int
 ) -> None:
     monkeypatch.setattr("watchstep.capture.checkpoint_notes.EVALUATED_SECONDS", judged_seconds)
     naming = accelerate.utils.ProjectConfiguration(
@@ -181,7 +181,7 @@ def test_its_rotation_leaves_what_may_be_the_last_good(
         accelerator.save_state()
     accelerator.end_training()
     assert not hook.health["faults"]
-    assert len(list((tmp_path / "project" / "checkpoints").iterdir())) == kept
+    assert len(list((tmp_path / "project" / "checkpoints").iterdir())) == remaining
     assert naming.total_limit == 1
     found = last_good(Store.open(hook.store_url).child("default/r"), 3)
     assert found is not None

@@ -36,7 +36,7 @@ pytestmark = [
 
 
 class Module(L.LightningModule):  # type: ignore[misc]
-    """Calls its part, never itself, as many modules do."""
+    """Calls its submodule, never itself, as many modules do."""
 
     def __init__(self, bad_batch: int | None = None) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class Asking(L.Callback):  # type: ignore[misc]
 
 def test_one_line_records_a_fit(tmp_path: Path) -> None:
     callback, module = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP), Validated()
-    held = trainer(tmp_path, callback, limit_val_batches=2, val_check_interval=2, num_sanity_val_steps=1)
-    held.fit(module, loader(64), loader(16))
+    fitted = trainer(tmp_path, callback, limit_val_batches=2, val_check_interval=2, num_sanity_val_steps=1)
+    fitted.fit(module, loader(64), loader(16))
     run = recorded(callback)
     for name in ("net.0.weight", "net.0.weight:gradient", "net.0:output", "loss"):
         assert list(column(run, name)) == [0, 1, 2, 3], name
@@ -116,7 +116,7 @@ def test_one_line_records_a_fit(tmp_path: Path) -> None:
     assert column(run, "optimizer:learning_rate/0") == {0: 1e-2}
     assert list(column(run, "accuracy")) == [1, 3]
     assert list(column(run, "loss", mode="eval")) == list(column(run, "accuracy", mode="eval")) == [1, 3]
-    assert column(run, "loss", mode="eval")[3] == pytest.approx(held.callback_metrics["val_loss"].item())
+    assert column(run, "loss", mode="eval")[3] == pytest.approx(fitted.callback_metrics["val_loss"].item())
     assert list(column(run, "net.0:output", mode="eval")) == [1, 3]
     assert {"train_loss", "val_loss"}.isdisjoint(run.tensors())
     (end,) = run.ends()
@@ -144,9 +144,9 @@ def test_a_fit_is_the_same_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("on_stop", "saved"), [("stop", False), ("checkpoint", True)])
 def test_a_stop_is_the_trainers_own_early_end(tmp_path: Path, on_stop: Any, saved: bool) -> None:
     callback = WatchstepCallback(tmp_path, run="r", on_stop=on_stop, config=EVERY_STEP)
-    held = trainer(tmp_path, callback, Asking(callback, 1), max_steps=20, min_steps=10)
-    held.fit(Module(), loader(64))
-    assert (held.global_step, held.fit_loop.min_steps) == (2, 10)
+    fitted = trainer(tmp_path, callback, Asking(callback, 1), max_steps=20, min_steps=10)
+    fitted.fit(Module(), loader(64))
+    assert (fitted.global_step, fitted.fit_loop.min_steps) == (2, 10)
     (end,) = recorded(callback).ends()
     assert (end.state, end.last_step, end.reason) == ("stopped", 1, "nan_or_inf: 3 NaN")
     assert (tmp_path / "watchstep" / "r-2.ckpt").exists() is saved
@@ -154,9 +154,9 @@ def test_a_stop_is_the_trainers_own_early_end(tmp_path: Path, on_stop: Any, save
 
 def test_who_did_not_opt_in_is_not_stopped(tmp_path: Path) -> None:
     callback = WatchstepCallback(tmp_path, config=EVERY_STEP)
-    held = trainer(tmp_path, callback, Asking(callback, 1))
-    held.fit(Module(), loader(64))
-    assert held.global_step == 4
+    fitted = trainer(tmp_path, callback, Asking(callback, 1))
+    fitted.fit(Module(), loader(64))
+    assert fitted.global_step == 4
 
 
 def test_a_guard_ends_the_fit_before_the_bad_update(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_an_exception_ends_the_run_as_failed(tmp_path: Path) -> None:
     assert (end.state, end.reason) == ("failed", "ValueError: a batch of another shape")
 
 
-def test_a_resumed_fit_goes_on_with_its_run_and_others_have_runs_of_their_own(tmp_path: Path) -> None:
+def test_a_resumed_fit_continues_with_its_run_and_others_have_runs_of_their_own(tmp_path: Path) -> None:
     callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
     first = trainer(tmp_path, callback, max_steps=2)
     first.fit(Module(), loader(64))
@@ -235,9 +235,9 @@ import sys
 from pathlib import Path
 from tests.sdk.integrations.test_lightning import *
 callback = WatchstepCallback(sys.argv[1] + "/runs", config=EVERY_STEP, on_stop="checkpoint")
-held = trainer(Path(sys.argv[1]), callback, Asking(callback, 2), max_steps=20, devices=2, strategy="ddp")
-held.fit(Module(), loader(512))
-assert held.global_step == 3, held.global_step
+fitted = trainer(Path(sys.argv[1]), callback, Asking(callback, 2), max_steps=20, devices=2, strategy="ddp")
+fitted.fit(Module(), loader(512))
+assert fitted.global_step == 3, fitted.global_step
 assert not callback.hook.health["faults"], callback.hook.health["faults"]
 """
 
@@ -278,18 +278,18 @@ def rotating(folder: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("judged_seconds", "kept"), [(3600.0, {"step=1", "step=2", "step=3", "step=4"}), (0.0, {"step=4"})]
+    ("judged_seconds", "remaining"), [(3600.0, {"step=1", "step=2", "step=3", "step=4"}), (0.0, {"step=4"})]
 )
 def test_its_rotation_leaves_what_may_be_the_last_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: set[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, remaining: set[str]
 ) -> None:
     monkeypatch.setattr("watchstep.capture.checkpoint_notes.EVALUATED_SECONDS", judged_seconds)
     callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
-    held = trainer(tmp_path, callback, rotating(tmp_path), enable_checkpointing=True)
-    held.fit(Module(), loader(64))
-    assert {place.stem for place in (tmp_path / "checkpoints").iterdir()} == kept
-    assert not {"save_checkpoint"} & set(vars(held))
-    assert not {"remove_checkpoint"} & set(vars(held.strategy))
+    fitted = trainer(tmp_path, callback, rotating(tmp_path), enable_checkpointing=True)
+    fitted.fit(Module(), loader(64))
+    assert {place.stem for place in (tmp_path / "checkpoints").iterdir()} == remaining
+    assert not {"save_checkpoint"} & set(vars(fitted))
+    assert not {"remove_checkpoint"} & set(vars(fitted.strategy))
     recorded(callback)
     assert callback.hook is not None
     found = last_good(Store.open(callback.hook.store_url).child("default/r"), 3)
@@ -297,7 +297,7 @@ def test_its_rotation_leaves_what_may_be_the_last_good(
     assert (Path(found.path), found.step) == (tmp_path / "checkpoints" / "step=3.ckpt", 2)
 
 
-def test_where_its_launcher_asks_for_a_checkpoint_the_program_ends_after_it(
+def test_where_its_launcher_requests_a_checkpoint_the_program_ends_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")

@@ -1,4 +1,4 @@
-"""A library that is not there is told by the extra that brings it."""
+"""The error for a missing library names the extra that installs it."""
 
 from __future__ import annotations
 

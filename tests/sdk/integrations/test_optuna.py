@@ -25,7 +25,7 @@ BAD = 1
 
 
 def steps(hook: Hook, trial: Any, number: int, wait: Callable[[], None] | None = None) -> float:
-    """Train a little; of the bad trial step 3 and what follows are NaN. It waits, where it is to, and then goes on."""
+    """Train for some steps; in the bad trial all losses from step 3 on are NaN. Waits if configured to."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=trial.suggest_float("lr", 0.01, 0.1))
     hook.watch(model, optimizer)
@@ -52,21 +52,21 @@ def states(study: Any) -> list[str]:
     return [trial.state.name for trial in study.trials]
 
 
-def test_a_guard_prunes_one_trial_and_the_study_goes_on(tmp_path: Path) -> None:
+def test_a_guard_prunes_one_trial_and_the_study_continues(tmp_path: Path) -> None:
     def objective(trial: Any) -> float:
         with watched(trial, tmp_path, guard=True, config=EVERY_STEP) as hook:
             return steps(hook, trial, 6)
 
     study = studied(objective)
     assert states(study) == ["COMPLETE", "PRUNED", "COMPLETE"]
-    said = study.trials[BAD].user_attrs
-    assert (said["watchstep_run"], said["watchstep_rule"], said["watchstep_step"]) == (
+    attributes = study.trials[BAD].user_attrs
+    assert (attributes["watchstep_run"], attributes["watchstep_rule"], attributes["watchstep_step"]) == (
         "sweep-1",
         "nan_or_inf",
         3,
     )
-    assert "NaN" in said["watchstep_message"]
-    assert [end.state for end in open_run(said["watchstep_link"]).ends()] == ["stopped"]
+    assert "NaN" in attributes["watchstep_message"]
+    assert [end.state for end in open_run(attributes["watchstep_link"]).ends()] == ["stopped"]
     assert study.trials[0].user_attrs == {"watchstep_run": "sweep-0"}
 
 
@@ -87,7 +87,7 @@ def test_a_check_prunes_by_alerts_that_stop_nothing(tmp_path: Path) -> None:
     assert end.state == "completed"
 
 
-def test_what_else_ends_a_trial_is_as_ever(tmp_path: Path) -> None:
+def test_other_ends_of_a_trial_are_unchanged(tmp_path: Path) -> None:
     def objective(trial: Any) -> float:
         with watched(trial, tmp_path, config=EVERY_STEP):
             if trial.number == 0:
@@ -104,7 +104,7 @@ def test_what_else_ends_a_trial_is_as_ever(tmp_path: Path) -> None:
     assert ends == ["completed", "failed", "completed"]
 
 
-def test_a_service_stops_one_trial_and_the_study_goes_on(
+def test_a_service_stops_one_trial_and_the_study_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(
@@ -122,15 +122,15 @@ def test_a_service_stops_one_trial_and_the_study_goes_on(
         def objective(trial: Any) -> float:
             with watched(trial, settings.store, config=EVERY_STEP) as hook:
 
-                def asked() -> None:
+                def stop_request() -> None:
                     assert service.wait_until(lambda: hook._recorder.stops.request is not None, 120)
 
-                loss = steps(hook, trial, 6, asked if trial.number == BAD else None)
+                loss = steps(hook, trial, 6, stop_request if trial.number == BAD else None)
                 prune_if_alerted(trial, hook, client)
                 return loss
 
         study = studied(objective)
     assert states(study) == ["COMPLETE", "PRUNED", "COMPLETE"]
-    said = study.trials[BAD].user_attrs
-    assert (said["watchstep_rule"], said["watchstep_step"]) == ("nan_or_inf", 3)
-    assert said["watchstep_link"] == f"{service.url}/v1/projects/default/runs/sweep-1/alerts"
+    attributes = study.trials[BAD].user_attrs
+    assert (attributes["watchstep_rule"], attributes["watchstep_step"]) == ("nan_or_inf", 3)
+    assert attributes["watchstep_link"] == f"{service.url}/v1/projects/default/runs/sweep-1/alerts"

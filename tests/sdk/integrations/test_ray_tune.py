@@ -55,7 +55,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("_cluster")
-def test_a_guard_ends_one_trial_and_the_sweep_goes_on(tmp_path: Path) -> None:
+def test_a_guard_ends_one_trial_and_the_sweep_continues(tmp_path: Path) -> None:
     from ray import tune
 
     space = {"store": str(tmp_path / "runs"), "bad": tune.grid_search([False, True, False])}
@@ -77,7 +77,7 @@ def test_a_guard_ends_one_trial_and_the_sweep_goes_on(tmp_path: Path) -> None:
     assert end.state == "stopped"
 
 
-def test_a_stopper_asks_the_service_and_ends_what_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopper_polls_the_service_and_ends_trials_with_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 
     from watchstep.integrations import trials
@@ -88,7 +88,7 @@ def test_a_stopper_asks_the_service_and_ends_what_alerts(monkeypatch: pytest.Mon
     assert not stopper("a_00001", result)  # nobody answers: the trial goes on
     assert not stopper.stop_all()
     assert result == {"loss": 1.0}
-    said = trials.Reason("sweep-a_00001", "overfit", 7, "validation loss 2.0", "link")
-    monkeypatch.setattr(trials, "of_service", lambda *_: said)
+    reason = trials.Reason("sweep-a_00001", "overfit", 7, "validation loss 2.0", "link")
+    monkeypatch.setattr(trials, "of_service", lambda *_: reason)
     assert stopper("a_00001", result)
     assert result["watchstep_rule"] == "overfit"

@@ -80,18 +80,18 @@ class Asking(transformers.TrainerCallback):  # type: ignore[misc]
 
 def test_one_line_records_a_training(tmp_path: Path) -> None:
     callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
-    held = trainer(tmp_path, callback, eval_strategy="steps", eval_steps=2)
-    held.train()
+    trained = trainer(tmp_path, callback, eval_strategy="steps", eval_steps=2)
+    trained.train()
     run = recorded(callback)
     assert list(column(run, "net.0.weight:gradient")) == [0, 1, 2, 3]
     assert list(column(run, "net.0:output")) == [0, 1, 2, 3]
     assert list(column(run, "loss")) == [0, 1, 2, 3]
-    logs = [entry for entry in held.state.log_history if "learning_rate" in entry]
+    logs = [entry for entry in trained.state.log_history if "learning_rate" in entry]
     assert column(run, "learning_rate") == {1: logs[0]["learning_rate"], 3: logs[1]["learning_rate"]}
     assert column(run, "optimizer:learning_rate/0")[3] == logs[1]["learning_rate"]
     assert (column(run, "loss")[0] + column(run, "loss")[1]) / 2 == pytest.approx(logs[0]["loss"], rel=1e-3)
     assert column(run, "gradient_norm")[1] == pytest.approx(logs[0]["grad_norm"], rel=1e-3)
-    evaluated = [entry["eval_loss"] for entry in held.state.log_history if "eval_loss" in entry]
+    evaluated = [entry["eval_loss"] for entry in trained.state.log_history if "eval_loss" in entry]
     assert column(run, "loss", mode="eval") == {1: evaluated[0], 3: evaluated[1]}
     assert {"grad_norm", "train_loss", "eval_loss", "epoch", "runtime"}.isdisjoint(run.tensors())
     (end,) = run.ends()
@@ -100,9 +100,9 @@ def test_one_line_records_a_training(tmp_path: Path) -> None:
 
 def test_micro_batches_are_one_step_whose_loss_is_their_mean(tmp_path: Path) -> None:
     callback = WatchstepCallback(tmp_path, config=EVERY_STEP)
-    held = trainer(tmp_path, callback, gradient_accumulation_steps=4, logging_steps=1, max_steps=2)
-    held.train()
-    losses = [entry["loss"] for entry in held.state.log_history if "loss" in entry]
+    trained = trainer(tmp_path, callback, gradient_accumulation_steps=4, logging_steps=1, max_steps=2)
+    trained.train()
+    losses = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
     found = column(recorded(callback), "loss")
     assert list(found) == [0, 1]
     assert list(found.values()) == pytest.approx(losses, rel=1e-3)
@@ -119,9 +119,9 @@ def test_a_training_is_the_same_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("on_stop", "saved"), [("stop", False), ("checkpoint", True)])
 def test_a_stop_is_the_trainers_own_early_end(tmp_path: Path, on_stop: Any, saved: bool) -> None:
     callback = WatchstepCallback(tmp_path, on_stop=on_stop, config=EVERY_STEP)
-    held = trainer(tmp_path, callback, Asking(callback, 1), max_steps=20)
-    held.train()
-    assert held.state.global_step == 2
+    trained = trainer(tmp_path, callback, Asking(callback, 1), max_steps=20)
+    trained.train()
+    assert trained.state.global_step == 2
     assert callback.stopped is not None
     assert callback.stopped.reason == "nan_or_inf: 3 NaN"
     (end,) = recorded(callback).ends()
@@ -131,24 +131,24 @@ def test_a_stop_is_the_trainers_own_early_end(tmp_path: Path, on_stop: Any, save
 
 def test_who_did_not_opt_in_is_not_stopped(tmp_path: Path) -> None:
     callback = WatchstepCallback(tmp_path, config=EVERY_STEP)
-    held = trainer(tmp_path, callback, Asking(callback, 1))
-    held.train()
-    assert held.state.global_step == 4
+    trained = trainer(tmp_path, callback, Asking(callback, 1))
+    trained.train()
+    assert trained.state.global_step == 4
 
 
 def test_a_guard_stops_before_the_bad_update(tmp_path: Path) -> None:
     callback = WatchstepCallback(tmp_path, guard=True, config=EVERY_STEP)
-    held = trainer(tmp_path, callback, model=Classifier(bad_batch=2))
+    trained = trainer(tmp_path, callback, model=Classifier(bad_batch=2))
     with pytest.raises(StopTraining) as stop:
-        held.train()
+        trained.train()
     assert stop.value.step == 2
-    assert all(parameter.isfinite().all() for parameter in held.model.parameters())
+    assert all(parameter.isfinite().all() for parameter in trained.model.parameters())
     callback.close()
     (end,) = recorded(callback).ends()
     assert (end.state, end.reason.partition(" ")[0]) == ("stopped", "nan_or_inf")
 
 
-def test_a_resumed_training_goes_on_with_its_run_and_others_have_runs_of_their_own(tmp_path: Path) -> None:
+def test_a_resumed_training_continues_with_its_run_and_others_have_runs_of_their_own(tmp_path: Path) -> None:
     callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
     trainer(tmp_path, callback, max_steps=2, save_strategy="steps", save_steps=2).train()
     trainer(tmp_path, callback, max_steps=4).train(
@@ -166,9 +166,9 @@ def test_a_resumed_training_goes_on_with_its_run_and_others_have_runs_of_their_o
 
 def test_a_hook_of_the_programs_own_stays_open(tmp_path: Path) -> None:
     hook = Hook(tmp_path, config=EVERY_STEP)
-    held = trainer(tmp_path, WatchstepCallback(hook=hook), max_steps=2)
-    held.train()
-    held.train()
+    trained = trainer(tmp_path, WatchstepCallback(hook=hook), max_steps=2)
+    trained.train()
+    trained.train()
     hook.close()
     assert list(column(open_run(hook.run_url), "loss")) == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="hook="):
@@ -180,14 +180,14 @@ def test_a_fault_of_the_callback_never_reaches_training(
 ) -> None:
     callback = WatchstepCallback(tmp_path, config=EVERY_STEP)
     monkeypatch.setattr(callback._recording, "log", lambda *_: 1 / 0)
-    held = trainer(tmp_path, callback)
-    held.train()
-    assert held.state.global_step == 4
+    trained = trainer(tmp_path, callback)
+    trained.train()
+    assert trained.state.global_step == 4
     assert callback.hook is not None
     assert "on_log" in callback.hook.health["faults"]
 
 
-def test_wrong_arguments_are_told_before_anything_runs(tmp_path: Path) -> None:
+def test_wrong_arguments_are_reported_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on_stop"):
         WatchstepCallback(tmp_path, on_stop="kill")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rulez"):
@@ -199,9 +199,9 @@ import sys
 from pathlib import Path
 from tests.sdk.integrations.test_transformers import *
 callback = WatchstepCallback(sys.argv[1] + "/runs", config=EVERY_STEP, on_stop="stop")
-held = trainer(Path(sys.argv[1]), callback, Asking(callback, 2), max_steps=20)
-held.train()
-assert held.state.global_step == 3, held.state.global_step
+trained = trainer(Path(sys.argv[1]), callback, Asking(callback, 2), max_steps=20)
+trained.train()
+assert trained.state.global_step == 3, trained.state.global_step
 assert not callback.hook.health["faults"], callback.hook.health["faults"]
 """
 
@@ -241,16 +241,16 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(place.name.rpartition("-")[2]) for place in (folder / "output").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(("judged_seconds", "kept"), [(3600.0, [1, 2, 3, 4]), (0.0, [3, 4])])
+@pytest.mark.parametrize(("judged_seconds", "remaining"), [(3600.0, [1, 2, 3, 4]), (0.0, [3, 4])])
 def test_its_rotation_leaves_what_may_be_the_last_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, remaining: list[int]
 ) -> None:
     monkeypatch.setattr("watchstep.capture.checkpoint_notes.EVALUATED_SECONDS", judged_seconds)
     callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
-    held = trainer(tmp_path, callback, save_strategy="steps", save_steps=1, save_total_limit=1)
-    held.train()
-    assert saved_steps(tmp_path) == kept
-    assert held.args.save_total_limit == 1
+    trained = trainer(tmp_path, callback, save_strategy="steps", save_steps=1, save_total_limit=1)
+    trained.train()
+    assert saved_steps(tmp_path) == remaining
+    assert trained.args.save_total_limit == 1
     (found,) = [last_good(run_store(callback), 3)]
     assert found is not None
     assert (Path(found.path), found.step) == (tmp_path / "output" / "checkpoint-3", 2)
@@ -261,16 +261,16 @@ def run_store(callback: WatchstepCallback) -> Store:
     return Store.open(callback.hook.store_url).child(f"{callback.hook.project}/{callback.hook.run}")
 
 
-def test_where_its_launcher_asks_for_a_checkpoint_the_program_ends_after_it(
+def test_where_its_launcher_requests_a_checkpoint_the_program_ends_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
     callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
-    held = trainer(
+    trained = trainer(
         tmp_path, callback, Asking(callback, 1), max_steps=20, save_strategy="steps", save_steps=50
     )
     with pytest.raises(StopTraining) as stopped:
-        held.train()
+        trained.train()
     assert (stopped.value.code, stopped.value.step) == (86, 1)
     assert saved_steps(tmp_path) == [2]
     (end,) = recorded(callback).ends()

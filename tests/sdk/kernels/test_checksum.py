@@ -1,4 +1,4 @@
-"""Checksums: three ways to one number, which every difference of bits changes."""
+"""Checksums: three implementations with one result, which any changed bit changes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def of_bits(dtype: torch.dtype, size: int, seed: int) -> Tensor:
     width = torch.empty((), dtype=dtype).element_size()
     if size == 0:
         return torch.empty(0, dtype=dtype)
-    held = np.random.default_rng(seed).integers(0, 256, size * width, np.uint8)
-    return torch.from_numpy(held % 2 if dtype == torch.bool else held).view(dtype)
+    data = np.random.default_rng(seed).integers(0, 256, size * width, np.uint8)
+    return torch.from_numpy(data % 2 if dtype == torch.bool else data).view(dtype)
 
 
 def by_numpy(tensor: Tensor) -> int:
@@ -79,14 +79,14 @@ def by_definition(words: list[int]) -> int:
 
     total = len(words) * step
     for block, start in enumerate(range(0, len(words), 1024)):
-        held = enumerate(words[start : start + 1024])
-        products = sum((mixed((j + 1) * step % every) | 1) * (word ^ word >> 16) for j, word in held)
+        numbered = enumerate(words[start : start + 1024])
+        products = sum((mixed((j + 1) * step % every) | 1) * (word ^ word >> 16) for j, word in numbered)
         total += mixed((products + (block + 1) * step) % every)
     return mixed(total % every) >> 11
 
 
 @given(size=sizes, seed=seeds)
-def test_the_definition_is_kept(size: int, seed: int) -> None:
+def test_checksums_follow_their_definition(size: int, seed: int) -> None:
     """Checksums that other versions of the library gave can be compared."""
     words = np.random.default_rng(seed).integers(0, 2**32, size, np.uint32)
     assert checksum_array(words) == by_definition(words.tolist())
@@ -106,11 +106,13 @@ def test_a_flipped_bit_shows(dtype: torch.dtype, data: st.DataObject, size: int,
 @given(data=st.data(), size=st.integers(2, 3 * BLOCK), seed=seeds)
 def test_swapped_elements_show(data: st.DataObject, size: int, seed: int) -> None:
     tensor = of_bits(torch.float32, size, seed)
-    one, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+    first_place, second_place = data.draw(
+        st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True)
+    )
     order = torch.arange(size)
-    order[one], order[other] = other, one
+    order[first_place], order[second_place] = second_place, first_place
     bits = tensor.view(torch.int32)
-    assert (checksum(tensor[order]) == checksum(tensor)) == bool(bits[one] == bits[other])
+    assert (checksum(tensor[order]) == checksum(tensor)) == bool(bits[first_place] == bits[second_place])
 
 
 @given(size=st.integers(BLOCK, 4 * BLOCK), seed=seeds)
@@ -137,7 +139,7 @@ def test_flipped_signs_of_any_two_elements_show() -> None:
     assert len(found) == sum(BLOCK - 1 - first for first in range(0, BLOCK, 64))
 
 
-def test_zeros_and_nan_are_told_apart_by_their_bits() -> None:
+def test_zeros_and_nan_are_distinguished_by_their_bits() -> None:
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert checksum(nans[:1]) != checksum(nans[1:])
@@ -183,7 +185,7 @@ def test_an_unknown_kind_is_refused() -> None:
     kernel = native_kernel.load()
     if kernel is None:
         pytest.skip("the compiled kernel is not built")
-    held = np.ones(3, np.float32)
-    good = MemoryRange(held.ctypes.data, 3, KIND_OF_WIDTH[4])
+    array = np.ones(3, np.float32)
+    good = MemoryRange(array.ctypes.data, 3, KIND_OF_WIDTH[4])
     with pytest.raises(ValueError, match="tensor 1 has unknown kind 99"):
-        kernel.checksums([good, MemoryRange(held.ctypes.data, 3, 99)])
+        kernel.checksums([good, MemoryRange(array.ctypes.data, 3, 99)])

@@ -1,4 +1,4 @@
-"""The compiled kernel counts the same whichever instructions the processor has, and whichever way a chunk is counted."""
+"""The compiled kernel gives the same counts for every instruction set and every way to process a chunk."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_counts_are_those_of_numpy(kernel: NativeKernel, sort: Sort, size: int, 
     seed=st.integers(0, 2**32 - 1),
 )
 def test_sums_at_every_scale(kernel: NativeKernel, power: int, mean: float, size: int, seed: int) -> None:
-    """Vanished gradients' squares are none that float32 holds, exploded ones' neither."""
+    """The squares of vanished and of exploded gradients exceed the range of float32."""
     drawn = (normal(np.random.default_rng(seed), size) + mean) / max(1.0, mean)
     x = np.ldexp(np.clip(drawn, -1, 1), power).astype(np.float32)
     row, due = kernel.measure([MemoryRange(x.ctypes.data, x.size, FLOAT32)]).collect(), measure_array(x)
@@ -130,7 +130,7 @@ def test_sums_at_every_scale(kernel: NativeKernel, power: int, mean: float, size
 
 
 def test_tensors_of_one_call_share_nothing(kernel: NativeKernel) -> None:
-    """Of every sort one, in one call and one by one."""
+    """Tensors of every kind, in one call and one by one."""
     rng = np.random.default_rng(0)
     arrays = [sort(rng, size) for size in (3, 700, 5000) for sort in SORTS]
     memories = [MemoryRange(x.ctypes.data, x.size, FLOAT32) for x in arrays]

@@ -1,4 +1,4 @@
-"""All kernels give the figures of the exact reference: counts to the last, sums within their bounds."""
+"""All kernels give the figures of the exact reference: exact counts, and sums within their bounds."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def assert_agrees(row: StatisticsBatch, exact: ExactRow, *, relative: float = 4e
     for name in COUNT_COLUMNS:
         assert int(getattr(row, name)[0]) == getattr(exact, name), name
     for name in ("min", "max", "abs_min"):
-        held, due = float(getattr(row, name)[0]), getattr(exact, name)
-        assert (math.isnan(held) and due is None) or held == due, name
+        measured, due = float(getattr(row, name)[0]), getattr(exact, name)
+        assert (math.isnan(measured) and due is None) or measured == due, name
     bins, counts = row.histogram.row(0)
     assert dict(zip(bins.tolist(), counts.tolist(), strict=True)) == exact.histogram
     size = float(exact.abs_sum)
@@ -156,7 +156,7 @@ def test_several_tensors_give_a_row_each() -> None:
     assert batch.nan.tolist() == [0, 0, 1]
 
 
-def test_nonfinite_is_known_at_once_on_the_host() -> None:
+def test_nonfinite_is_available_at_once_on_the_host() -> None:
     assert TorchKernel().measure([torch.ones(3)]).nonfinite is False
     assert TorchKernel().measure([torch.tensor([math.inf])]).nonfinite is True
 

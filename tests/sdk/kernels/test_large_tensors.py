@@ -1,4 +1,4 @@
-"""Tensors of more elements than 31 bits count. Their memory is never written but for a few pages, and so takes none."""
+"""Tensors with more than 2**31 elements. Only a few pages of their memory are written, so they take little."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_elements_past_2_to_the_31_count() -> None:
     kernel = native_kernel.load()
     if kernel is None:
         pytest.skip("the compiled kernel is not built")
-    held = np.zeros(ELEMENTS, np.uint8)
-    held[[0, 2**31 - 1, 2**31, ELEMENTS - 1]] = [
+    memory = np.zeros(ELEMENTS, np.uint8)
+    memory[[0, 2**31 - 1, 2**31, ELEMENTS - 1]] = [
         0x3C,
         0xC0,
         0x7C,
         0x7F,
     ]  # as float8_e5m2: 1, -2, infinity, NaN
-    row = kernel.measure([MemoryRange(held.ctypes.data, ELEMENTS, KINDS["float8_e5m2"])]).collect()
+    row = kernel.measure([MemoryRange(memory.ctypes.data, ELEMENTS, KINDS["float8_e5m2"])]).collect()
     counts = (row.count[0], row.zero[0], row.negative[0], row.pos_inf[0], row.nan[0])
     assert counts == (ELEMENTS, ELEMENTS - 4, 1, 1, 1)
     assert (row.min[0], row.max[0], row.abs_sum[0]) == (-2, 1, 3)

@@ -12,7 +12,7 @@ from watchstep.platform.folders import PrivateFolder
 
 @pytest.fixture(autouse=True)
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The places that are looked at, in order; none is there yet."""
+    """The candidate folders, in order; none exists yet."""
     for name in ("runtime", "tmp", "shm", "cache"):
         (tmp_path / name).mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))

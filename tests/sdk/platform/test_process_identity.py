@@ -57,7 +57,7 @@ def test_a_name_with_brackets_and_spaces_does_not_confuse_the_fields(tmp_path: P
         process.kill()
 
 
-def test_a_system_without_proc_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_proc_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> str:
         raise FileNotFoundError(2, "No such file or directory")
 

@@ -1,4 +1,4 @@
-"""Requests to a service: over connections that are kept, and again where that is safe and makes sense."""
+"""Requests to a service: connections are reused, and requests are repeated where that is safe and useful."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from watchstep.platform.transport import (
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the body that it was sent; counts connections; closes them after answers if it is told to."""
+    """Answers with the body of the request; counts connections; closes them after answers if configured to."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.connections = 0
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.keys: list[str | None] = []
         self.answers: list[tuple[int, str]] = []
         """Status and Retry-After of the next answers; 200 when there is none. 0 breaks the connection."""
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.asked.append(self.path)
+        self.server.requested.append(self.path)
         self.server.keys.append(self.headers["idempotency-key"])
         status, after = self.server.answers.pop(0) if self.server.answers else (200, "")
         if status == 0:
@@ -72,17 +72,17 @@ class Handler(BaseHTTPRequestHandler):
         self.headers["content-length"] = "0"
         self.do_POST()
 
-    def log_message(self, *_said: Any) -> None:
+    def log_message(self, *_arguments: Any) -> None:
         pass
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as made:
-        thread = threading.Thread(target=made.serve_forever)
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever)
         thread.start()
-        yield made
-        made.shutdown()
+        yield running
+        running.shutdown()
         thread.join()
 
 
@@ -114,7 +114,7 @@ def test_one_connection_serves_for_all(transport: Transport, server: Server, wai
         post(transport)
     assert post(transport, "c") == b'"c"'
     assert server.connections == 1
-    assert server.asked == ["/below/it?x=1"] * 3
+    assert server.requested == ["/below/it?x=1"] * 3
     assert len(set(server.keys)) == 3
     assert not waits
 
@@ -153,7 +153,7 @@ def test_what_passes_is_tried_again(
 ) -> None:
     server.answers = [(status, ""), (status, ""), (status, "")]
     transport.fetch(method, "/it")
-    assert len(server.asked) == 4
+    assert len(server.requested) == 4
     for tries, wait in enumerate(waits):
         assert 0.25 * 2**tries <= wait <= 0.5 * 2**tries
     assert len(set(server.keys)) == 1, "the service knows that it is the same request"
@@ -164,7 +164,9 @@ def test_what_passes_is_tried_again(
     assert refusal.value.status == status
 
 
-def test_a_service_that_says_when_is_asked_then(transport: Transport, server: Server, waits: Waits) -> None:
+def test_a_retry_waits_for_the_time_that_the_service_states(
+    transport: Transport, server: Server, waits: Waits
+) -> None:
     server.answers = [(429, "7"), (503, "Fri, 20 Nov 2020 00:00:00 GMT"), (503, "999999")]
     post(transport)
     assert 7 <= waits[0] <= 7.7
@@ -205,7 +207,7 @@ def _answer_once(port: int, accepting: threading.Event) -> None:
             connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
 
 
-def test_no_answer_says_why(server: Server, waits: Waits) -> None:
+def test_no_answer_states_why(server: Server, waits: Waits) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
     gone = Transport(ServiceAddress(f"http://127.0.0.1:{port}"), 60.0, tries=1, wait=waits)
@@ -230,7 +232,7 @@ def test_a_broken_connection_is_no_answer(transport: Transport, server: Server, 
     assert len(set(server.keys)) == 1
 
 
-def test_what_is_no_http(waits: Waits) -> None:
+def test_a_response_that_is_not_http_is_an_error(waits: Waits) -> None:
     with socket.create_server(("127.0.0.1", 0)) as odd:
         thread = threading.Thread(target=_say_nonsense, args=(odd,))
         thread.start()
@@ -241,14 +243,12 @@ def test_what_is_no_http(waits: Waits) -> None:
 
 
 def _say_nonsense(odd: socket.socket) -> None:
-    with odd.accept()[0] as one:
-        one.recv(65536)
-        one.sendall(b"I am no web server\r\n\r\n")
+    with odd.accept()[0] as first_connection:
+        first_connection.recv(65536)
+        first_connection.sendall(b"I am no web server\r\n\r\n")
 
 
-def test_a_proxy_is_asked_where_the_environment_names_one(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_of_the_environment_is_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("http_proxy", server.url.replace("//", "//user:secret@"))
@@ -259,7 +259,7 @@ def test_a_proxy_is_asked_where_the_environment_names_one(
         far.fetch("POST", "/a", None, "no")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert Transport(ServiceAddress(server.url), 60.0).fetch("POST", "/b", None, "yes")[0] == b'"yes"'
-    assert server.asked == ["http://service.invalid/a"] * 2 + ["/b"]
+    assert server.requested == ["http://service.invalid/a"] * 2 + ["/b"]
 
 
 def test_pauses_differ() -> None:
@@ -276,7 +276,7 @@ def test_retry_after(text: str, seconds: float | None) -> None:
 
 
 @pytest.mark.parametrize("part", ANSWERS)
-def test_a_bounded_request_ends_although_its_answer_goes_on(part: str, waits: Waits) -> None:
+def test_a_bounded_request_ends_although_its_answer_continues(part: str, waits: Waits) -> None:
     with dripping(part) as url:
         bounded = Transport(ServiceAddress(url), 0.3, bounds_request=True, wait=waits)
         with pytest.raises(UnreachableError, match="timed out") as late:

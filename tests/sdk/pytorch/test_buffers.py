@@ -1,4 +1,4 @@
-"""Running statistics of normalisation layers, and what is said of the layers."""
+"""Running statistics of normalisation layers, and the metadata of these layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trained(
     return recorded(hook)
 
 
-def said(run: Run, name: str) -> dict[str, Any]:
+def metadata_of(run: Run, name: str) -> dict[str, Any]:
     rows = run.tensor(name).statistics().to_pydict()
     return {key.removeprefix("probe."): column for key, column in rows.items()}
 
@@ -43,7 +43,7 @@ def said(run: Run, name: str) -> dict[str, Any]:
 def test_running_statistics_are_measured_now_and_then(tmp_path: Path) -> None:
     model = normalised()
     run = trained(tmp_path, model)
-    rows = said(run, "1.running_var")
+    rows = metadata_of(run, "1.running_var")
     assert rows["step"] == [0, 25]
     assert rows["batches_tracked"] == [1.0, 26.0]
     assert rows["training"] == rows["model_training"] == rows["learns"] == [1.0, 1.0]
@@ -53,7 +53,7 @@ def test_running_statistics_are_measured_now_and_then(tmp_path: Path) -> None:
 
 
 def test_a_layer_in_evaluation_mode(tmp_path: Path) -> None:
-    rows = said(trained(tmp_path, normalised(), EVERY_STEP, model_in=False), "1.running_var")
+    rows = metadata_of(trained(tmp_path, normalised(), EVERY_STEP, model_in=False), "1.running_var")
     assert set(rows["training"]) == set(rows["model_training"]) == {0.0}
     assert set(rows["learns"]) == {1.0}
     assert rows["affine_square"][0] == pytest.approx(1.0)
@@ -63,14 +63,14 @@ def test_a_layer_in_evaluation_mode(tmp_path: Path) -> None:
 def test_a_frozen_layer_does_not_learn(tmp_path: Path) -> None:
     model = normalised()
     model[1].requires_grad_(requires_grad=False)
-    assert set(said(trained(tmp_path, model), "1.running_var")["learns"]) == {0.0}
+    assert set(metadata_of(trained(tmp_path, model), "1.running_var")["learns"]) == {0.0}
 
 
 def test_a_layer_without_a_scale_or_a_count(tmp_path: Path) -> None:
     model = normalised()
     plain = model[1] = nn.BatchNorm1d(6, affine=False)
     plain.num_batches_tracked = None
-    rows = said(trained(tmp_path, model), "1.running_var")
+    rows = metadata_of(trained(tmp_path, model), "1.running_var")
     assert set(rows["learns"]) == {0.0}
     assert rows.get("batches_tracked", [None, None]) == [None, None]
 
@@ -79,7 +79,7 @@ def test_they_are_a_collection_like_others(tmp_path: Path) -> None:
     only = Collection(Cadence(every=2), exclude=".*mean")
     run = trained(tmp_path / "a", normalised(), CaptureConfig({"buffers": only}))
     assert [name for name in run.tensors() if "running" in name] == ["1.running_var"]
-    assert len(said(run, "1.running_var")["step"]) == STEPS / 2
+    assert len(metadata_of(run, "1.running_var")["step"]) == STEPS / 2
     mine = Collection(Cadence(every=2), include="1\\.")
     assert (
         "1.running_var" not in trained(tmp_path / "b", normalised(), CaptureConfig({"mine": mine})).tensors()
@@ -109,7 +109,7 @@ def test_layers_on_two_devices(tmp_path: Path) -> None:
 
     run = trained(tmp_path, Split(), EVERY_STEP, model_in=False)
     for name in ("host.1.running_var", "device.running_var"):
-        rows = said(run, name)
+        rows = metadata_of(run, name)
         assert rows["affine_square"][0] == pytest.approx(1.0)
         assert set(rows["batches_tracked"]) == {0.0}
 

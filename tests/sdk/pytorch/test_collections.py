@@ -18,7 +18,7 @@ from watchstep.errors import ConfigError
 def names_in(
     tmp_path: Path, collections: dict[str, Cadence | Collection], steps: int = 2
 ) -> dict[str, list[str]]:
-    """What each collection holds after some steps."""
+    """The tensors of each collection after some steps."""
     config = CaptureConfig(collections=collections, overhead_budget=None)
     hook, training = Hook(tmp_path, config=config), Training()
     hook.watch(training.model, training.optimizer)
@@ -51,13 +51,13 @@ def test_a_collection_by_module_takes_what_lies_below_it(tmp_path: Path) -> None
         hook.watch(model, optimizer)
         model["encoder_2"](model["encoder"](torch.ones(4, 8))).sum().backward()
         optimizer.step()
-    held = recorded(hook).collections["mine"]
-    assert "encoder:output" in held
-    assert "encoder.0.weight:gradient" in held
-    assert not any(name.startswith("encoder_2") for name in held)
+    collection = recorded(hook).collections["mine"]
+    assert "encoder:output" in collection
+    assert "encoder.0.weight:gradient" in collection
+    assert not any(name.startswith("encoder_2") for name in collection)
 
 
-def test_inputs_of_modules_where_asked_for(tmp_path: Path) -> None:
+def test_inputs_of_modules_if_requested(tmp_path: Path) -> None:
     found = names_in(tmp_path, {"relu_inputs": Collection(module_types=("ReLU",), roles=("input",))})
     assert found == {"relu_inputs": ["1:input"]}
 
@@ -90,8 +90,8 @@ def test_a_tensor_is_measured_when_one_of_its_collections_is_due(tmp_path: Path)
 
 def test_the_optimizers_state(tmp_path: Path) -> None:
     found = names_in(tmp_path, {"optimizer_state": Cadence()})
-    held = found["optimizer_state"]
-    assert {"0.weight:exp_avg", "0.weight:exp_avg_sq", "0.weight:update"} <= set(held)
+    state = found["optimizer_state"]
+    assert {"0.weight:exp_avg", "0.weight:exp_avg_sq", "0.weight:update"} <= set(state)
     only = names_in(tmp_path / "2", {"momenta": Collection(roles=("momentum",))})
     assert only == {"momenta": [f"{n}.{p}:exp_avg" for n in ("0", "2", "3") for p in ("bias", "weight")]}
 
@@ -149,7 +149,7 @@ def test_evaluation_in_its_own_mode_and_cadence(tmp_path: Path) -> None:
     assert evaluated["count"] == [2 * 7 * 16]  # passes 0 and 3 of 5, merged
 
 
-def test_a_selector_that_nothing_meets_is_told(tmp_path: Path) -> None:
+def test_a_selector_that_nothing_meets_is_reported(tmp_path: Path) -> None:
     chosen: dict[str, Cadence | Collection] = {
         "relus": Collection(module_types=("Relu",)),
         "head": Collection(include="3"),
@@ -178,7 +178,7 @@ def test_labels_that_are_given_before_the_forward_pass_belong_to_it(tmp_path: Pa
         assert rows["count"] == [count] * 5
 
 
-def test_a_training_that_goes_on_keeps_the_steps_before_it(tmp_path: Path) -> None:
+def test_a_training_that_continues_keeps_the_steps_before_it(tmp_path: Path) -> None:
     for first, steps in ((0, 6), (4, 3)):
         hook, training = Hook(tmp_path, run="r", config=EVERY_STEP, first_step=first), Training()
         hook.watch(training.model, training.optimizer)

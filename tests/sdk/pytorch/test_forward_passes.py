@@ -150,7 +150,7 @@ def test_checkpointed_passes_count_once(tmp_path: Path, whole: bool, reentrant: 
     assert counts(hook, "inner.0:output") == [4 * 16] * 2
 
 
-def test_after_a_pass_that_raises_others_are_told_apart_as_before(tmp_path: Path) -> None:
+def test_after_a_pass_that_raises_others_are_distinguished_as_before(tmp_path: Path) -> None:
     hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
     hook.watch(training.model, training.optimizer)
 

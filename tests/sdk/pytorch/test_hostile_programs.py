@@ -1,4 +1,4 @@
-"""Programs that train without Watchstep, and that must train with it: whatever their own objects do."""
+"""Programs whose objects raise or misbehave: they train with Watchstep as they train without it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class UnspeakableError(Exception):
         raise IndexError("no text")
 
 
-def test_an_exception_without_a_text_passes_and_is_noted(tmp_path: Path) -> None:
+def test_an_exception_without_a_text_passes_and_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UnspeakableError), Hook(tmp_path) as hook:  # noqa: PT012 - the hook's own end is tested
         hook.log(loss=1.0)
         raise UnspeakableError

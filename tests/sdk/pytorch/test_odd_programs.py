@@ -1,4 +1,4 @@
-"""Passes that compute no numbers, tensors of no one shape, and trainings side by side."""
+"""Passes without values, tensors without a single shape, and concurrent trainings."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def transformed(model: nn.Module) -> None:
     parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
-        held: Tensor = torch.func.functional_call(model, dict(given), (x,)).sum()
-        return held
+        total: Tensor = torch.func.functional_call(model, dict(given), (x,)).sum()
+        return total
 
     torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, X)
     torch.func.jacrev(lambda x: model(x).sum(0))(X)
@@ -51,12 +51,12 @@ def pretended(model: nn.Module) -> None:
 
 
 def weightless(model: nn.Module) -> None:
-    held = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    torch.func.functional_call(model, held, (X.to("meta"),))
+    state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    torch.func.functional_call(model, state, (X.to("meta"),))
 
 
 BESIDES: dict[str, Callable[[nn.Module], None]] = {
-    held.__name__: held for held in (transformed, pretended, weightless)
+    program.__name__: program for program in (transformed, pretended, weightless)
 }
 
 
@@ -122,7 +122,9 @@ def test_a_model_that_cannot_be_watched_is_reported_and_trains(
         assert not hooked
         assert not model._forward_hooks
         layers = [model, *model.children()]
-        parameters = [held for layer in layers for held in layer._parameters.values() if held is not None]
+        parameters = [
+            parameter for layer in layers for parameter in layer._parameters.values() if parameter is not None
+        ]
         optimizer = torch.optim.SGD(parameters, lr=0.1)
         model(X).sum().backward()
         optimizer.step()
@@ -247,7 +249,7 @@ class Freed(nn.Module):
 
 
 class Discards(nn.Module):
-    """Has outputs that are freed, and that stand for more memory than they take."""
+    """Has outputs that are freed, and expanded outputs that use less memory than their shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,15 +303,15 @@ class Lazy(list[Tensor]):
 
 
 class Contains(nn.Module):
-    """Has an output that holds itself, and one that computes when it is iterated."""
+    """Has an output that contains itself, and one that computes when it is iterated."""
 
     def forward(self, x: Tensor) -> list[Any]:
-        held: list[Any] = [x, Lazy([x])]
-        held.append(held)
-        return held
+        arguments: list[Any] = [x, Lazy([x])]
+        arguments.append(arguments)
+        return arguments
 
 
-def test_containers_are_looked_into_without_their_own_methods(tmp_path: Path) -> None:
+def test_containers_are_searched_without_their_own_methods(tmp_path: Path) -> None:
     model = nn.ModuleDict({"layer": nn.Linear(8, 4), "contains": Contains()})
     with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
         hook.watch(model)

@@ -1,9 +1,9 @@
-"""Full tensors as they were: at a cadence, when the gate hits, on request, within their bounds."""
+"""Snapshots of weights and gradients when the gate hits and on request, within their limits, beside full tensors on a cadence."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.sdk.training import Training, batches, small_model
-from watchstep import CaptureConfig, Hook, Run, Snapshots, open_run
+from watchstep import Cadence, CaptureConfig, Collection, Hook, Run, Snapshots, TensorLimits, open_run
 from watchstep.capture.config import ADAPTIVE
 from watchstep.errors import NotFoundError
 from watchstep.format.control import ControlDocument, SnapshotRequest, StopRequest
@@ -25,6 +25,22 @@ from watchstep.store.store import Store
 
 def hook_with(place: Path | str, **options: Any) -> Hook:
     return Hook(place, run="r", config=CaptureConfig(collections={}, snapshots=Snapshots(**options)))
+
+
+def hook_saving(place: Path | str, every: int, ring_bytes: int | None = None) -> Hook:
+    """A hook that saves weights, biases and gradients on a cadence, beside snapshots."""
+    limits = TensorLimits(ring_bytes=ring_bytes)
+    saved = Collection(None, tensors=Cadence(every), tensor_limits=limits)
+    return Hook(
+        place,
+        run="r",
+        config=CaptureConfig(collections=dict.fromkeys(("weights", "biases", "gradients"), saved)),
+    )
+
+
+def steps_of(run: Run, collection: str = "") -> list[int]:
+    """Steps with an object of a collection; of a snapshot by default."""
+    return [key.step for key in run.snapshots() if key.collection == collection]
 
 
 def finished(hook: Hook) -> Run:
@@ -39,7 +55,7 @@ def only(run: Run) -> Snapshot:
 
 
 def train(
-    training: Training, steps: int, bad: Collection[int] = (), each: Callable[[int], None] | None = None
+    training: Training, steps: int, bad: Container[int] = (), each: Callable[[int], None] | None = None
 ) -> None:
     """As `Training.run`, with a NaN in the first gradient of some steps, and their updates left out."""
     for step, (x, y) in enumerate(batches(steps)):
@@ -64,25 +80,28 @@ def sgd() -> Training:
     return Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_every_tensor_comes_back_as_it_was(store: Store) -> None:
-    hook, training = hook_with(store.location, every=3), sgd()
+def test_every_tensor_is_read_back_unchanged(store: Store) -> None:
+    hook, training = hook_saving(store.location, every=3), sgd()
     hook.watch(training.model, training.optimizer)
-    kept: dict[int, dict[str, Tensor]] = {}
+    expected: dict[int, dict[str, Tensor]] = {}
 
     def keep(step: int) -> None:
         named = dict(training.model.named_parameters())
-        kept[step] = {name: p.detach().clone() for name, p in named.items()}
-        kept[step] |= {f"{name}:gradient": p.grad.clone() for name, p in named.items() if p.grad is not None}
+        expected[step] = {name: p.detach().clone() for name, p in named.items()}
+        expected[step] |= {
+            f"{name}:gradient": p.grad.clone() for name, p in named.items() if p.grad is not None
+        }
 
     train(training, 7, each=keep)
     run = finished(hook)
-    assert [key.step for key in run.snapshots()] == [0, 3, 6]
+    names: dict[int, set[str]] = {}
     for key in run.snapshots():
-        held = run.open_snapshot(key)
-        assert set(held.tensors) == set(kept[key.step])
-        assert held.missing == 0
-        for name, tensor in kept[key.step].items():
-            np.testing.assert_array_equal(held.read(name), tensor.numpy())
+        snapshot = run.open_snapshot(key)
+        assert snapshot.missing == 0
+        for name in snapshot.tensors:
+            np.testing.assert_array_equal(snapshot.read(name), expected[key.step][name].numpy())
+        names[key.step] = names.get(key.step, set()) | set(snapshot.tensors)
+    assert names == {step: set(expected[step]) for step in (0, 3, 6)}
 
 
 def test_a_bad_step_leaves_the_last_good_weights_and_the_bad_gradients(tmp_path: Path) -> None:
@@ -90,12 +109,12 @@ def test_a_bad_step_leaves_the_last_good_weights_and_the_bad_gradients(tmp_path:
     hook.watch(training.model, training.optimizer)
     good: list[Tensor] = []
     train(training, 5, {3}, each=lambda _: good.append(training.model[0].weight.detach().clone()))  # type: ignore[index]
-    held = only(finished(hook))
-    assert held.metadata["step"] == "3"
-    assert held.metadata["reason"] == "gate"
-    assert held.metadata["parameters"] == "before the update"
-    np.testing.assert_array_equal(held.read("0.weight"), good[3].numpy())
-    assert np.isnan(held.read("0.weight:gradient")[0, 0])
+    snapshot = only(finished(hook))
+    assert snapshot.metadata["step"] == "3"
+    assert snapshot.metadata["reason"] == "gate"
+    assert snapshot.metadata["parameters"] == "before the update"
+    np.testing.assert_array_equal(snapshot.read("0.weight"), good[3].numpy())
+    assert np.isnan(snapshot.read("0.weight:gradient")[0, 0])
 
 
 def test_a_bad_loss_is_a_bad_step(tmp_path: Path) -> None:
@@ -105,9 +124,9 @@ def test_a_bad_loss_is_a_bad_step(tmp_path: Path) -> None:
     training.optimizer.zero_grad()
     (training.model(torch.ones(1, 8)).sum() * float("inf")).backward()
     training.optimizer.step()
-    held = only(finished(hook))
-    assert (held.metadata["step"], held.metadata["reason"]) == ("2", "gate")
-    assert np.isfinite(held.read("0.weight")).all()
+    snapshot = only(finished(hook))
+    assert (snapshot.metadata["step"], snapshot.metadata["reason"]) == ("2", "gate")
+    assert np.isfinite(snapshot.read("0.weight")).all()
 
 
 def test_of_bad_steps_in_a_row_the_first_and_of_such_runs_two(tmp_path: Path) -> None:
@@ -118,16 +137,21 @@ def test_of_bad_steps_in_a_row_the_first_and_of_such_runs_two(tmp_path: Path) ->
 
 
 def test_a_ring_keeps_what_led_to_a_bad_step(tmp_path: Path) -> None:
-    size = 4_000  # two tensors of each parameter are 1,576 bytes, and a header
-    hook, training = hook_with(tmp_path, every=1, ring_bytes=2 * size), sgd()
+    hook, training = (
+        hook_saving(tmp_path, every=1, ring_bytes=1_500),
+        sgd(),
+    )  # an object has 1,000 to 2,000 bytes
     hook.watch(training.model, training.optimizer)
     settle = settler(hook)
     train(training, 20, {10}, each=lambda _: settle())
-    steps = [key.step for key in finished(hook).snapshots()]
-    assert {9, 10, 19} <= set(steps)
-    assert 3 not in steps
-    assert 13 not in steps
-    assert hook.health["counts"]["rotated_snapshots"] == 20 - len(steps)
+    run = finished(hook)
+    assert steps_of(run) == [10]
+    for collection in ("weights", "biases", "gradients"):
+        steps = steps_of(run, collection)
+        assert {9, 10, 19} <= set(steps)
+        assert 3 not in steps
+        assert 13 not in steps
+    assert hook.health["counts"]["rotated_snapshots"] == 3 * 20 + 1 - len(run.snapshots())
 
 
 def settler(hook: Hook) -> Callable[[], None]:
@@ -141,15 +165,16 @@ def settler(hook: Hook) -> Callable[[], None]:
     return settle
 
 
-def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path, every=1, at_gate=False, memory_bytes=700), sgd()
+def test_what_does_not_fit_is_omitted_and_named(tmp_path: Path) -> None:
+    hook, training = hook_with(tmp_path, at_gate=False, memory_bytes=700), sgd()
     hook.watch(training.model, training.optimizer)
+    hook.snapshot()
     train(training, 1)
-    held = only(finished(hook))
-    assert list(held.tensors) == ["0.weight", "0.bias", "0.bias:gradient", "3.bias", "3.bias:gradient"]
-    assert held.missing == 12 - 5
+    snapshot = only(finished(hook))
+    assert list(snapshot.tensors) == ["0.weight", "0.bias", "0.bias:gradient", "3.bias", "3.bias:gradient"]
+    assert snapshot.missing == 12 - 5
     with pytest.raises(NotFoundError, match="raise Snapshots"):
-        held.read("0.weight:gradient")
+        snapshot.read("0.weight:gradient")
     assert hook.health["counts"]["truncated_snapshots"] == 1
 
 
@@ -157,15 +182,15 @@ def test_of_a_bad_step_the_bad_tensors_come_first(tmp_path: Path) -> None:
     hook, training = hook_with(tmp_path, memory_bytes=600), sgd()
     hook.watch(training.model, training.optimizer)
     train(training, 3, {1})
-    held = only(finished(hook))
-    assert "0.weight:gradient" in held.tensors
-    assert "0.weight" in held.missing_names
+    snapshot = only(finished(hook))
+    assert "0.weight:gradient" in snapshot.tensors
+    assert "0.weight" in snapshot.missing_names
 
 
 def test_without_memory_for_anything_a_snapshot_is_dropped_and_counted(tmp_path: Path) -> None:
-    hook, training = hook_with(tmp_path, every=2, memory_bytes=0), sgd()
+    hook, training = hook_with(tmp_path, memory_bytes=0), sgd()
     hook.watch(training.model, training.optimizer)
-    train(training, 5)
+    train(training, 5, each=lambda step: hook.snapshot() if step % 2 == 0 else None)
     assert finished(hook).snapshots() == []
     assert hook.health["counts"]["dropped_snapshots"] == 3
 
@@ -191,8 +216,9 @@ class Mixed(nn.Module):
 def test_stock_safetensors_reads_a_recorded_snapshot(tmp_path: Path) -> None:
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = hook_with(tmp_path, every=1)
+    hook = hook_with(tmp_path)
     hook.watch(model, optimizer)
+    hook.snapshot()
     model().backward()
     due = {name: p.detach().clone() for name, p in model.named_parameters()}
     gradients = {
@@ -210,7 +236,7 @@ def test_stock_safetensors_reads_a_recorded_snapshot(tmp_path: Path) -> None:
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {
             "step": str(key.step),
-            "reason": "cadence",
+            "reason": "program",
             "parameters": "before the update",
         }
         assert torch.equal(file.get_tensor("narrow"), due["narrow"])
@@ -219,22 +245,23 @@ def test_stock_safetensors_reads_a_recorded_snapshot(tmp_path: Path) -> None:
 def test_every_dtype_and_layout(tmp_path: Path) -> None:
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = hook_with(tmp_path, every=1)
+    hook = hook_with(tmp_path)
     hook.watch(model, optimizer)
+    hook.snapshot()
     model().backward()
     due = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
-    held = only(finished(hook))
-    assert {name for name in held.tensors if ":" not in name} == set(due)
+    snapshot = only(finished(hook))
+    assert {name for name in snapshot.tensors if ":" not in name} == set(due)
     for name, tensor in due.items():
-        bits = held.read(name)
+        bits = snapshot.read(name)
         assert bits.shape == tuple(tensor.shape)
         assert bits.tobytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    assert held.tensors["narrow"].dtype == "BF16"
-    assert held.tensors["tiny"].dtype == "F8_E4M3"
+    assert snapshot.tensors["narrow"].dtype == "BF16"
+    assert snapshot.tensors["tiny"].dtype == "F8_E4M3"
 
 
-def asked(hook: Hook, document: ControlDocument) -> None:
+def request(hook: Hook, document: ControlDocument) -> None:
     """Let the hook see a control document."""
     hook._control_changed(document, "attempt")
 
@@ -245,18 +272,18 @@ def test_a_request_is_answered_once_however_often_the_document_changes(tmp_path:
     requests = (SnapshotRequest("first", 2), SnapshotRequest("second", 5))
 
     def change(step: int) -> None:
-        asked(hook, ControlDocument(step + 1, snapshots=requests))
+        request(hook, ControlDocument(step + 1, snapshots=requests))
 
     train(training, 9, each=change)
     run = finished(hook)
     assert [key.step for key in run.snapshots()] == [2, 5]
-    held = run.open_snapshot(run.snapshots()[1])
-    assert (held.metadata["reason"], held.metadata["requests"]) == ("request", "second")
+    snapshot = run.open_snapshot(run.snapshots()[1])
+    assert (snapshot.metadata["reason"], snapshot.metadata["requests"]) == ("request", "second")
 
 
 @pytest.mark.parametrize("asks", ["stop", "request"])
 def test_a_stop_or_a_request_keeps_the_ring(tmp_path: Path, asks: str) -> None:
-    hook, training = hook_with(tmp_path, every=1, ring_bytes=4_000), sgd()
+    hook, training = hook_saving(tmp_path, every=1, ring_bytes=1_500), sgd()
     hook.watch(training.model, training.optimizer)
     settle = settler(hook)
     document = {
@@ -267,19 +294,23 @@ def test_a_stop_or_a_request_keeps_the_ring(tmp_path: Path, asks: str) -> None:
     def each(step: int) -> None:
         settle()
         if step == 6:
-            asked(hook, document)
+            request(hook, document)
 
     train(training, 12, each=each)
-    assert {5, 11} <= {key.step for key in finished(hook).snapshots()}
+    run = finished(hook)
+    for collection in ("weights", "biases", "gradients"):
+        assert {5, 11} <= set(steps_of(run, collection))
+        assert 1 not in steps_of(run, collection)
 
 
 def test_two_optimizers_make_one_snapshot_of_a_step(tmp_path: Path) -> None:
     model = small_model()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     second = torch.optim.SGD(model[3].parameters(), lr=0.1)
-    hook = hook_with(tmp_path, every=1)
+    hook = hook_with(tmp_path)
     hook.watch(model, first)
     for x, y in batches(3):
+        hook.snapshot()
         nn.functional.cross_entropy(model(x), y).backward()
         second.step()
         first.step()
@@ -291,8 +322,9 @@ def test_two_optimizers_make_one_snapshot_of_a_step(tmp_path: Path) -> None:
 def test_of_a_closure_the_snapshot_is_taken_before_the_update(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    hook = hook_with(tmp_path, every=1)
+    hook = hook_with(tmp_path)
     hook.watch(model, optimizer)
+    hook.snapshot()
     ((x, y),) = batches(1)
 
     def closure() -> Tensor:
@@ -303,24 +335,26 @@ def test_of_a_closure_the_snapshot_is_taken_before_the_update(tmp_path: Path) ->
 
     before = next(model.parameters()).detach().clone()
     optimizer.step(closure)
-    held = only(finished(hook))
-    assert held.metadata["parameters"] == "before the update"
-    np.testing.assert_array_equal(held.read("0.weight"), before.numpy())
+    snapshot = only(finished(hook))
+    assert snapshot.metadata["parameters"] == "before the update"
+    np.testing.assert_array_equal(snapshot.read("0.weight"), before.numpy())
     assert not torch.equal(before, next(model.parameters()))
 
 
-def test_what_a_snapshot_costs_is_told_and_takes_nothing_from_statistics(tmp_path: Path) -> None:
+def test_what_saved_tensors_cost_is_reported_and_takes_nothing_from_statistics(tmp_path: Path) -> None:
     ticks = iter(range(10**6))
     measured = {}
-    for every in (None, 1):
-        config = CaptureConfig(
-            collections={"weights": ADAPTIVE}, snapshots=Snapshots(every=every), clock=lambda: next(ticks)
-        )
-        with Hook(tmp_path, run=f"every-{every}", config=config) as hook:
+    for saved in (None, Cadence()):
+        weights = Collection(ADAPTIVE, tensors=saved)
+        config = CaptureConfig(collections={"weights": weights}, clock=lambda: next(ticks))
+        with Hook(tmp_path, run="plain" if saved is None else "saved", config=config) as hook:
             training = sgd()
             hook.watch(training.model, training.optimizer)
             train(training, 30)
         overhead = hook.health["overhead"]
-        measured[every] = overhead["spent_seconds"], open_run(hook.run_url).tensor("0.weight").steps()
-    assert measured[1][0] >= measured[None][0] + 30
-    assert measured[1][1] == measured[None][1]
+        measured[saved is not None] = (
+            overhead["spent_seconds"],
+            open_run(hook.run_url).tensor("0.weight").steps(),
+        )
+    assert measured[True][0] >= measured[False][0] + 30
+    assert measured[True][1] == measured[False][1]

@@ -1,9 +1,10 @@
-"""The first promise: losses with and without recording are the same to the last bit."""
+"""Losses with and without recording are bitwise equal."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from tests.sdk.training import EVERY_STEP, Training, batches, small_model
-from watchstep import CaptureConfig, Hook, Snapshots
+from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Snapshots, open_run
+from watchstep.capture.config import FIGURES_ONLY
 
 STEPS = 25
 
@@ -37,8 +39,22 @@ def test_eager(tmp_path: Path) -> None:
     assert recorded(Training(), tmp_path) == Training().run(STEPS)
 
 
-def test_eager_with_snapshots_of_every_step(tmp_path: Path) -> None:
-    config = CaptureConfig(snapshots=Snapshots(every=1))
+def everything_saved() -> CaptureConfig:
+    """All collections in full at every step."""
+    names = set(CaptureConfig().collections) - FIGURES_ONLY | {"optimizer_state"}
+    collections = {name: Collection(tensors=Cadence()) for name in names}
+    return CaptureConfig(
+        collections={**collections, "mine": Collection(None, include=".*", tensors=Cadence())}
+    )
+
+
+def test_eager_with_everything_saved_at_every_step(tmp_path: Path) -> None:
+    assert recorded(Training(), tmp_path, config=everything_saved()) == Training().run(STEPS)
+    assert len({key.step for key in open_run(next(tmp_path.glob("default/*"))).snapshots()}) == STEPS
+
+
+def test_eager_with_everything_saved_and_no_memory(tmp_path: Path) -> None:
+    config = replace(everything_saved(), snapshots=Snapshots(memory_bytes=2000))
     assert recorded(Training(), tmp_path, config=config) == Training().run(STEPS)
 
 
@@ -53,9 +69,9 @@ def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
     assert recorded(Training(model()), tmp_path) == Training(model()).run(STEPS)
 
 
-def test_a_store_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_store_path_that_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    hook = Hook(tmp_path / "file" / "store")
+    hook = Hook(tmp_path / "file" / "store", config=CaptureConfig(bounds=Bounds(close_seconds=0.5)))
     training = Training()
     hook.watch(training.model, training.optimizer)
     assert training.run(STEPS) == Training().run(STEPS)

@@ -1,4 +1,4 @@
-"""What is recorded of a model, at which step, under which name."""
+"""What is recorded of a model, at which step and under which name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
-from watchstep import Cadence, CaptureConfig, Hook, Snapshots
+from watchstep import Cadence, CaptureConfig, Collection, Hook
 from watchstep.errors import ConfigError
 
 
@@ -202,19 +202,19 @@ def test_snapshot_on_request_holds_values(tmp_path: Path) -> None:
     hook.watch(training.model, training.optimizer)
     training.run(2)
     hook.snapshot()
-    held = training.model[0].weight.detach().clone()  # type: ignore[index]
+    weight = training.model[0].weight.detach().clone()  # type: ignore[index]
     training.run(1)
     run = recorded(hook)
     (key,) = run.snapshots()
     assert key.step == 2
-    np.testing.assert_array_equal(run.tensor("0.weight").value(2), held.numpy())
+    np.testing.assert_array_equal(run.tensor("0.weight").value(2), weight.numpy())
     assert run.tensor("0.weight:gradient").value(2).shape == (16, 8)
 
 
 def test_bfloat16_parameters(tmp_path: Path) -> None:
     model = small_model().to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=CaptureConfig(snapshots=Snapshots(every=1)))
+    hook = Hook(tmp_path, config=CaptureConfig(collections={"weights": Collection(tensors=Cadence())}))
     hook.watch(model, optimizer)
     model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
@@ -248,16 +248,16 @@ def test_parameters_that_are_added_are_recorded(tmp_path: Path) -> None:
 
 
 def test_two_optimizers_record_under_the_steps_of_the_first(tmp_path: Path) -> None:
-    one, two = small_model(0), small_model(1)
-    first = torch.optim.SGD(one.parameters(), lr=0.1)
-    second = torch.optim.SGD(two.parameters(), lr=0.1)
+    first_model, second_model = small_model(0), small_model(1)
+    first = torch.optim.SGD(first_model.parameters(), lr=0.1)
+    second = torch.optim.SGD(second_model.parameters(), lr=0.1)
     hook = Hook(tmp_path, config=EVERY_STEP)
-    hook.watch(one, first)
-    hook.watch(nn.ModuleDict({"critic": two}), second)
+    hook.watch(first_model, first)
+    hook.watch(nn.ModuleDict({"critic": second_model}), second)
     for x, _ in batches(3):
-        one(x).sum().backward()
+        first_model(x).sum().backward()
         first.step()
-        two(x).sum().backward()
+        second_model(x).sum().backward()
         second.step()
     run = recorded(hook)
     assert run.tensor("0.weight:gradient").steps() == [0, 1, 2]
@@ -317,7 +317,7 @@ def test_the_gate_records_a_bad_step_whole_though_nothing_is_due(tmp_path: Path)
     assert (outputs["step"].to_pylist()[0], outputs["nan"].to_pylist()[0]) == (25, 16)
 
 
-def test_without_the_gate_nothing_is_looked_at(tmp_path: Path) -> None:
+def test_without_the_gate_nothing_is_checked(tmp_path: Path) -> None:
     config = CaptureConfig(collections={"losses": Cadence()}, gate=False)
     hook, training = Hook(tmp_path, config=config), Training()
     hook.watch(training.model, training.optimizer)
@@ -340,7 +340,7 @@ def test_an_infinite_gradient_is_found_without_a_bad_loss(tmp_path: Path) -> Non
     assert recorded(hook).tensor("3.bias:gradient").steps()[0] == 3
 
 
-def test_the_budget_leaves_steps_out_and_tells_its_account(tmp_path: Path) -> None:
+def test_the_budget_skips_steps_and_reports_its_account(tmp_path: Path) -> None:
     hook, training = Hook(tmp_path, overhead_budget=0.001), Training()
     hook.watch(training.model, training.optimizer)
     training.run(300)
@@ -354,7 +354,7 @@ def test_the_budget_leaves_steps_out_and_tells_its_account(tmp_path: Path) -> No
     assert run.ends()[0].health["overhead"]["every"]["gradients"] > 1
 
 
-def test_hooks_leave_the_model_when_closed(tmp_path: Path) -> None:
+def test_hooks_are_removed_from_the_model_when_closed(tmp_path: Path) -> None:
     model = small_model()
     hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -125,7 +125,7 @@ def write_run(folder: Path, steps: int = 12, *, compacted: bool = False, ended: 
 def compressed_snapshot(
     dtype: str, shape: tuple[int, ...], data: bytes, lie: dict[str, object] | None = None
 ) -> bytes:
-    """A snapshot of a tensor ``w``, compressed by planes of bytes, and of one, ``plain``, that is not; ``lie`` replaces its description."""
+    """A snapshot of a tensor ``w``, compressed by byte planes, and of an uncompressed tensor ``plain``; ``lie`` replaces its description."""
     size = len(data) // math.prod(shape) if math.prod(shape) else 1
     blocks = []
     for start in range(0, len(data), BLOCK):

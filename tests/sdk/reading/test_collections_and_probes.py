@@ -1,4 +1,4 @@
-"""Collections of the user's own, new kinds of tensors and probes, as every reader shows them, compacted or not."""
+"""User-defined collections, other tensor kinds and probes in every reader, with and without compaction."""
 
 from __future__ import annotations
 
@@ -84,9 +84,11 @@ def test_probes_are_figures(run: Run) -> None:
     dead = run.series("1:output", "dead_channels")["dead_channels"].to_pylist()
     assert run.heatmap(["1:output"], "dead_channels").values.tolist() == [dead]
     newest = run.at_step(["gradient_cosine", "rms"])
-    known = newest.filter(np.array([value is not None for value in newest["gradient_cosine"].to_pylist()]))
-    assert set(known["tensor"].to_pylist()) <= set(run.tensors("gradients"))
-    assert known.num_rows
+    with_cosine = newest.filter(
+        np.array([value is not None for value in newest["gradient_cosine"].to_pylist()])
+    )
+    assert set(with_cosine["tensor"].to_pylist()) <= set(run.tensors("gradients"))
+    assert with_cosine.num_rows
 
 
 def test_sql_has_collections_and_probes(run: Run) -> None:
@@ -139,8 +141,8 @@ def test_diff_compares_probes(run: Run, recorded: Path) -> None:
 
 @pytest.mark.parametrize("probes", [{"cosine": 0.5}, {}])
 def test_a_probe_that_differs_is_a_difference(tmp_path: Path, probes: dict[str, float]) -> None:
-    for name, held in (("a", {"cosine": 0.25}), ("b", probes)):
-        rows = [Row(0, FIRST, [1.0], probes={"cosine": 0.1}), Row(1, FIRST, [1.0], probes=held)]
+    for name, values in (("a", {"cosine": 0.25}), ("b", probes)):
+        rows = [Row(0, FIRST, [1.0], probes={"cosine": 0.1}), Row(1, FIRST, [1.0], probes=values)]
         write(new_run(tmp_path, name), [block_of(rows)])
     found = diff(open_run(tmp_path / "default" / "a"), open_run(tmp_path / "default" / "b"))
     (row,) = found.table.to_pylist()

@@ -1,4 +1,4 @@
-"""Compaction changes no answer: whatever the run, wherever it is interrupted, whoever else compacts, whoever reads."""
+"""Compaction changes no result: for any run and interruption, and with concurrent compactions and readers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answers(run: Run) -> list[Any]:
-    """All that a run says of its statistics."""
+    """All results of a run's statistics."""
     names = run.tensors()
     return [
         names,
@@ -53,8 +53,8 @@ def answers(run: Run) -> list[Any]:
     ]
 
 
-def plain(held: list[Any]) -> str:
-    return repr(held)
+def plain(entries: list[Any]) -> str:
+    return repr(entries)
 
 
 @settings(max_examples=25, deadline=None)
@@ -75,7 +75,7 @@ def test_compaction_changes_no_answer(first: Block, second: Block, deletes: bool
         assert plain(answers(open_run(url))) == due
 
 
-def test_it_is_done_once(tmp_path: Path) -> None:
+def test_a_run_is_compacted_once(tmp_path: Path) -> None:
     url = small_run(tmp_path)
     first = compact(url)
     assert (first.generation, first.written) == (1, 3)
@@ -99,7 +99,7 @@ def test_what_comes_late_is_read_and_compacted_with_the_rest(tmp_path: Path) -> 
     assert {entry.key.split("/")[1] for entry in store.entries("compacted/")} == {"0000000002"}
 
 
-def test_a_reader_of_originals_that_are_deleted_goes_on(tmp_path: Path) -> None:
+def test_a_reader_of_originals_that_are_deleted_continues(tmp_path: Path) -> None:
     url = small_run(tmp_path)
     reader = open_run(url)
     due = plain(answers(reader))
@@ -116,7 +116,7 @@ class Killed(BaseException):
 
 
 def dying(patch: pytest.MonkeyPatch, after: int) -> None:
-    """Every change of the store counts; the process dies before the one after ``after``."""
+    """Counts changes of the store; the process dies before the change after ``after``."""
     left = [after]
 
     def guarded(whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +132,7 @@ def dying(patch: pytest.MonkeyPatch, after: int) -> None:
         patch.setattr(Store, name, guarded(getattr(Store, name)))
 
 
-def test_it_may_die_between_any_two_operations(tmp_path: Path) -> None:
+def test_a_compaction_may_die_between_any_two_operations(tmp_path: Path) -> None:
     url = small_run(tmp_path, workers=2)
     store = Store.open(tmp_path).child("default/r")
     write(store, [block_of(sharded_rows(range(3), 2))], "b")
@@ -216,7 +216,7 @@ def test_without_originals_a_damaged_part_hides_no_other(
     assert name.startswith("compacted/")
 
 
-def test_a_damaged_segment_is_compacted_around_and_kept(tmp_path: Path) -> None:
+def test_a_damaged_segment_is_retained_and_the_others_are_compacted(tmp_path: Path) -> None:
     url = small_run(tmp_path)
     victim = sorted((url / "stats").rglob("*.parquet"))[1]
     data = bytearray(victim.read_bytes())
@@ -234,7 +234,7 @@ def test_originals_stay_until_the_grace_time_is_over(tmp_path: Path) -> None:
     assert compact(url, delete_after=0).deleted == 3
 
 
-def test_of_manifests_that_cannot_be_read_three_are_tried_at_a_look(
+def test_at_most_three_unreadable_manifests_are_tried_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = small_run(tmp_path)

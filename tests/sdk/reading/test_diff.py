@@ -1,4 +1,4 @@
-"""Where two runs part, and nothing where they do not."""
+"""Where two runs diverge, and an empty result if they do not."""
 
 from __future__ import annotations
 

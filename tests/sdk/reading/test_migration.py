@@ -1,4 +1,4 @@
-"""Runs of schema 1 are refused, and read after a migration; one that is interrupted is completed by the next."""
+"""Runs of schema 1 are refused, and read after a migration; an interrupted migration is completed by the next."""
 
 from __future__ import annotations
 
@@ -134,9 +134,7 @@ def test_compressed_snapshots_become_plain_safetensors(
         {"blocks": None},
     ],
 )
-def test_a_snapshot_that_lies_about_its_compression_is_left_as_it_is(
-    tmp_path: Path, lie: dict[str, object]
-) -> None:
+def test_a_snapshot_with_a_false_compression_is_not_changed(tmp_path: Path, lie: dict[str, object]) -> None:
     run = write_run(tmp_path)
     (run / KEY).parent.mkdir(parents=True)
     (run / KEY).write_bytes(compressed_snapshot("F32", (1000,), bytes(4000), lie))
@@ -209,7 +207,7 @@ def test_a_segment_that_arrives_later_is_rewritten_by_the_next_migration(tmp_pat
     check(run, 14)
 
 
-def test_a_damaged_segment_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_damaged_segment_is_named_and_not_changed(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     (path,) = run.glob("stats/a1/node/w0/*-0-5.parquet")
     path.write_bytes(path.read_bytes()[:-100])

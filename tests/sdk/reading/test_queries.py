@@ -93,7 +93,7 @@ def test_probes_do_not_merge(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reduce", ["mean", "min", "max"])
 @pytest.mark.parametrize("bins", [1, 5, 12, 100])
-def test_a_heatmap_has_no_more_bins_than_asked_for(tmp_path: Path, bins: int, reduce: str) -> None:
+def test_a_heatmap_has_no_more_bins_than_requested(tmp_path: Path, bins: int, reduce: str) -> None:
     run = open_run(small_run(tmp_path))
     heat = run.heatmap("gradients", "max", bins, reduce=reduce)  # type: ignore[arg-type]
     assert heat.tensors == [FIRST.name, SECOND.name]
@@ -123,7 +123,7 @@ def test_one_step(tmp_path: Path) -> None:
     assert run.at_step(["max"], step=99).num_rows == 0
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_what_is_not_there_is_reported(tmp_path: Path) -> None:
     run = open_run(small_run(tmp_path))
     with pytest.raises(ConfigError, match="figure 'nope'"):
         run.series(FIRST.name, "nope")

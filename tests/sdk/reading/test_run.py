@@ -1,4 +1,4 @@
-"""Reading a run: while it goes on, after it, after a resume, with damage, on a folder and on S3."""
+"""Reading a run: while it runs, after its end, after a resume, with damage, on a folder and on S3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import S3
 from tests.sdk.training import Training
-from watchstep import Bounds, CaptureConfig, Hook, Run, Snapshots, open_run
+from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook, Run, open_run
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError
 from watchstep.format.layout import SCHEMA_VERSION
 from watchstep.store.store import Store
@@ -29,10 +29,9 @@ def record(url: str | Path, steps: int, *, first: int = 0, run: str = "r") -> Ho
 
 def test_the_three_lines_of_the_readme_on_s3(s3: S3) -> None:
     s3.make_bucket("runs")
-    hook, training = (
-        Hook("s3://runs/some/prefix", run="r", config=CaptureConfig(snapshots=Snapshots(every=2))),
-        Training(),
-    )
+    collections = {**CaptureConfig().collections, "weights": Collection(tensors=Cadence(every=2))}
+    hook = Hook("s3://runs/some/prefix", run="r", config=CaptureConfig(collections=collections))
+    training = Training()
     hook.watch(training.model, training.optimizer)
     losses = training.run(4)
     hook.close()
@@ -86,7 +85,7 @@ def test_a_damaged_segment_hides_no_other(tmp_path: Path) -> None:
     assert name.endswith(".parquet")
 
 
-def test_waiting_for_steps_of_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_waiting_for_steps_of_a_run_that_continues(tmp_path: Path) -> None:
     hook = Hook(tmp_path, config=CaptureConfig(bounds=Bounds(flush_seconds=0.01)))
     hook.log(loss=0.0)
     hook.step()
@@ -124,7 +123,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "error", "says"),
+    ("url", "error", "message"),
     [
         ("nowhere/default/r", NotFoundError, "not found"),
         ("{store}/default/other", NotFoundError, "not found"),
@@ -135,19 +134,19 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_that_cannot_be_read(
-    tmp_path: Path, s3: S3, url: str, error: type[Exception], says: str
+    tmp_path: Path, s3: S3, url: str, error: type[Exception], message: str
 ) -> None:
     record(tmp_path, 1)
-    with pytest.raises(error, match=says) as told:
+    with pytest.raises(error, match=message) as caught:
         open_run(url.format(store=tmp_path))
-    assert "hint:" in str(told.value)
+    assert "hint:" in str(caught.value)
 
 
-def test_what_was_not_recorded_is_told_by_name(tmp_path: Path) -> None:
+def test_what_was_not_recorded_is_named(tmp_path: Path) -> None:
     run = open_run(record(tmp_path, 2).run_url)
     with pytest.raises(NotFoundError, match="'nope'"):
         run.tensor("nope")
-    with pytest.raises(NotFoundError, match="no snapshot at step 1"):
+    with pytest.raises(NotFoundError, match="no full tensors were saved"):
         run.tensor("loss").value(1)
 
 
@@ -161,7 +160,7 @@ def test_a_run_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("pattern", ["attempts/*.json", "end/*/0.json", "stats/*/*/*/*.parquet"])
-def test_a_named_pipe_in_the_place_of_an_object_keeps_nobody_waiting(tmp_path: Path, pattern: str) -> None:
+def test_a_named_pipe_in_the_place_of_an_object_does_not_block(tmp_path: Path, pattern: str) -> None:
     record(tmp_path, 3)
     (file,) = (tmp_path / "default" / "r").glob(pattern)
     exchange_for_pipe(file)
@@ -171,7 +170,7 @@ def test_a_named_pipe_in_the_place_of_an_object_keeps_nobody_waiting(tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_a_named_pipe_in_the_place_of_the_runs_document_is_told(tmp_path: Path) -> None:
+def test_a_named_pipe_in_the_place_of_the_runs_document_is_reported(tmp_path: Path) -> None:
     record(tmp_path, 3)
     exchange_for_pipe(tmp_path / "default" / "r" / "run.json")
     with pytest.raises(StoreError, match=r"run\.json is not a regular file"):

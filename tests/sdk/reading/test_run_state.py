@@ -1,4 +1,4 @@
-"""How a run stands, by its small documents."""
+"""The state of a run, derived from its documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from watchstep.reading.run import open_run
 from watchstep.reading.run_documents import find_runs
 from watchstep.store.store import Store
 
-ASKED = ControlDocument().with_stop(StopRequest("a", 7, "a NaN"))
+STOP_REQUESTED = ControlDocument().with_stop(StopRequest("a", 7, "a NaN"))
 
 
 def begin(store: Store, attempt: str = "a", started_ns: int = 1, workers: int = 1) -> None:
@@ -30,24 +30,24 @@ def begin(store: Store, attempt: str = "a", started_ns: int = 1, workers: int = 
 
 def end(store: Store, states: Sequence[str], attempt: str = "a") -> None:
     """Write how workers ended: a state, and a reason behind a colon."""
-    for worker, told_state in enumerate(states):
-        state, _, reason = told_state.partition(": ")
+    for worker, described in enumerate(states):
+        state, _, reason = described.partition(": ")
         document = EndDocument(worker, cast("documents.EndState", state), 9, 100 - worker, 1, "w", reason)
         store.put(f"end/{attempt}/{worker}.json", documents.encode(document))
 
 
-def told(folder: Path) -> str:
+def state_of(folder: Path) -> str:
     (entry,) = find_runs(Store.open(folder))
     return entry.state
 
 
 def test_a_run_without_an_attempt_is_only_created(tmp_path: Path) -> None:
     new_run(tmp_path)
-    assert told(tmp_path) == "created"
+    assert state_of(tmp_path) == "created"
 
 
 @pytest.mark.parametrize(
-    ("ends", "unasked", "asked"),
+    ("ends", "unrequested", "requested"),
     [
         ([], "open", "stopping"),
         (["completed"], "open", "open"),
@@ -60,39 +60,39 @@ def test_a_run_without_an_attempt_is_only_created(tmp_path: Path) -> None:
         (["failed", "completed"], "failed", "failed"),
     ],
 )
-def test_an_attempt_of_two_workers(tmp_path: Path, ends: list[str], unasked: str, asked: str) -> None:
+def test_an_attempt_of_two_workers(tmp_path: Path, ends: list[str], unrequested: str, requested: str) -> None:
     store = new_run(tmp_path)
     begin(store, workers=2)
     end(store, ends)
-    assert told(tmp_path) == unasked
-    store.put(CONTROL_DOCUMENT, ASKED.encode())
-    assert told(tmp_path) == asked
-    assert store.get(CONTROL_DOCUMENT) == ASKED.encode()
+    assert state_of(tmp_path) == unrequested
+    store.put(CONTROL_DOCUMENT, STOP_REQUESTED.encode())
+    assert state_of(tmp_path) == requested
+    assert store.get(CONTROL_DOCUMENT) == STOP_REQUESTED.encode()
 
 
 def test_the_newest_attempt_counts_and_its_own_stop(tmp_path: Path) -> None:
     store = new_run(tmp_path)
     begin(store, "a", 1)
     end(store, ["failed"], "a")
-    store.put(CONTROL_DOCUMENT, ASKED.encode())
+    store.put(CONTROL_DOCUMENT, STOP_REQUESTED.encode())
     begin(store, "b", 2)
-    assert told(tmp_path) == "open"
+    assert state_of(tmp_path) == "open"
     end(store, ["failed"], "b")
-    assert told(tmp_path) == "failed"
+    assert state_of(tmp_path) == "failed"
 
 
 @pytest.mark.parametrize("key", ["attempts/a.json", "end/a/0.json", CONTROL_DOCUMENT])
-def test_what_cannot_be_read_is_said(tmp_path: Path, key: str) -> None:
+def test_what_cannot_be_read_is_reported(tmp_path: Path, key: str) -> None:
     store = new_run(tmp_path)
     begin(store)
     end(store, ["completed"])
     store.put(key, b"{")
-    assert told(tmp_path) == "damaged"
+    assert state_of(tmp_path) == "damaged"
 
 
 def test_ends_of_a_claim_that_was_lost(tmp_path: Path) -> None:
     end(new_run(tmp_path), ["completed"])
-    assert told(tmp_path) == "completed"
+    assert state_of(tmp_path) == "completed"
 
 
 def pipe(file: Path) -> None:
@@ -149,14 +149,14 @@ def test_many_honest_attempts_are_all_read(tmp_path: Path) -> None:
         begin(store, f"a{number}", 1 + (number * 7919) % 2000)
     newest = next(number for number in range(2000) if 1 + (number * 7919) % 2000 == 2000)
     end(store, ["completed"], f"a{newest}")
-    assert told(tmp_path) == "completed"
+    assert state_of(tmp_path) == "completed"
 
 
 @pytest.mark.parametrize("attempt", ["../../good", "/etc", "b"])
 def test_an_attempt_that_claims_another_name_is_damaged(tmp_path: Path, attempt: str) -> None:
     store = new_run(tmp_path)
     store.put("attempts/a.json", documents.encode(AttemptDocument(attempt, 1)))
-    assert told(tmp_path) == "damaged"
+    assert state_of(tmp_path) == "damaged"
 
 
 def test_a_damaged_end_leaves_the_others_readable(tmp_path: Path) -> None:
@@ -170,9 +170,7 @@ def test_a_damaged_end_leaves_the_others_readable(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")
-def test_a_project_that_cannot_be_listed_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_project_that_cannot_be_listed_is_omitted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     begin(new_run(tmp_path))
     (tmp_path / "private").mkdir(mode=0)
     assert [entry.project for entry in find_runs(Store.open(tmp_path))] == ["default"]

@@ -1,4 +1,4 @@
-"""SQL over a run: the same figures as the other readers give, only what is needed is fetched, nothing else in reach."""
+"""SQL over a run: the figures of the other readers, minimal fetches, and no access to anything else."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ def test_only_what_a_query_needs_is_fetched(tmp_path: Path, monkeypatch: pytest.
         "",
     ],
 )
-def test_what_is_refused_is_told(tmp_path: Path, text: str) -> None:
+def test_what_is_refused_is_reported(tmp_path: Path, text: str) -> None:
     run = open_run(small_run(tmp_path))
-    with pytest.raises(ConfigError, match="SQL") as told:
+    with pytest.raises(ConfigError, match="SQL") as caught:
         run.sql(text)
-    assert "hint:" in str(told.value)
+    assert "hint:" in str(caught.value)
 
 
 def test_without_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A server that never ends an answer: a few bytes of it come every now and then."""
+"""A server whose response never ends: it sends a few bytes now and then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWERS = {
     "line": (_OK + b"x-a: ", b"b"),
     "refusal": (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 100000\r\n\r\n", b" "),
 }
-"""How an answer begins, and what follows again and again, by the part that does not end."""
+"""The beginning of a response and its repeated rest, by the part that does not end."""
 
 
 @contextmanager

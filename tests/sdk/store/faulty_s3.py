@@ -1,4 +1,4 @@
-"""An S3 server that can be told to misbehave."""
+"""An S3 server with configurable faults."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FaultyS3:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
-        held = self
+        s3 = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -67,38 +67,38 @@ class FaultyS3:
 
             def do_PUT(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
-                fault = held.fault if held.only in self.path else "none"
+                fault = s3.fault if s3.only in self.path else "none"
                 if fault == "truncate":
                     self.rfile.read(length // 2)
-                    held._break_off(self)
+                    s3._break_off(self)
                     return
                 body = self.rfile.read(length)
-                if held._misbehaves(self):
+                if s3._misbehaves(self):
                     return
-                with held._lock:
-                    asked = bool(self.headers.get("If-None-Match")) and held.exclusive
-                    taken = asked and self.path in held.objects
+                with s3._lock:
+                    exclusive = bool(self.headers.get("If-None-Match")) and s3.exclusive
+                    taken = exclusive and self.path in s3.objects
                     if not taken:
-                        held.objects[self.path] = body
+                        s3.objects[self.path] = body
                 if fault == "late_answer":
-                    held.met.set()
-                    held.released.wait(60)
+                    s3.met.set()
+                    s3.released.wait(60)
                 if fault == "lost_answer":
-                    held._break_off(self)
+                    s3._break_off(self)
                     return
                 self._answer(412 if taken else 200)
 
             def do_GET(self) -> None:
-                if held._misbehaves(self):
+                if s3._misbehaves(self):
                     return
                 if "list-type=2" in self.path:
-                    self._answer(200, held._listing(self.path))
+                    self._answer(200, s3._listing(self.path))
                     return
-                body = held.objects.get(self.path)
-                if held.fault == "truncate":
+                body = s3.objects.get(self.path)
+                if s3.fault == "truncate":
                     self._headers(200, 1000)
                     self.wfile.write(b"x" * 500)
-                    held._break_off(self)
+                    s3._break_off(self)
                     return
                 self._answer(404 if body is None else 200, body or b"")
 
@@ -106,7 +106,7 @@ class FaultyS3:
                 try:
                     self._headers(status, len(body))
                     self.wfile.write(body)
-                except ConnectionError:  # who asked is gone
+                except ConnectionError:  # the client is gone
                     self.close_connection = True
 
             def _headers(self, status: int, length: int) -> None:
@@ -119,8 +119,8 @@ class FaultyS3:
         return Handler
 
     def _listing(self, path: str) -> bytes:
-        asked = urlsplit(path)
-        prefix = f"{asked.path.rstrip('/')}/{parse_qs(asked.query).get('prefix', [''])[0]}"
+        address = urlsplit(path)
+        prefix = f"{address.path.rstrip('/')}/{parse_qs(address.query).get('prefix', [''])[0]}"
         with self._lock:
             found = {name: len(data) for name, data in self.objects.items() if name.startswith(prefix)}
         entries = "".join(

@@ -1,4 +1,4 @@
-"""An S3 server for one upload in parts, of which it refuses all after the first few."""
+"""An S3 server for one multipart upload that refuses all but the first few parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PartsServer:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
-        held = self
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -42,17 +42,17 @@ class PartsServer:
             def do_POST(self) -> None:
                 self._read()
                 begins = "uploads" in self.path
-                held.began += begins
-                held.completed += not begins
+                server.began += begins
+                server.completed += not begins
                 self._answer(200, _BEGUN if begins else b"")
 
             def do_PUT(self) -> None:
                 self._read()
                 number = int(self.path.split("partNumber=")[1].split("&")[0])
-                self._answer(200 if number <= held._good_parts else 403)
+                self._answer(200 if number <= server._good_parts else 403)
 
             def do_DELETE(self) -> None:
-                held.aborted += 1
+                server.aborted += 1
                 self._answer(204)
 
             def _read(self) -> None:

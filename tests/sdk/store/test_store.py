@@ -1,4 +1,4 @@
-"""What every store must do, on a local folder and on S3."""
+"""The contract of every store, on a local folder and on S3."""
 
 from __future__ import annotations
 
@@ -163,12 +163,12 @@ def test_a_relative_path_and_a_home_path_are_folders(tmp_path: Path, monkeypatch
     assert Store.open("~/runs").location == str(tmp_path / "runs")
 
 
-def test_a_missing_folder_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingStoreError, match=r"nowhere does not exist\n  hint: check the path"):
         Store.open(tmp_path / "nowhere")
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match=r"cannot create the folder \(Not a directory\)"):
         Store.open(tmp_path / "file" / "runs", create=True)
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         Store.open(tmp_path / "file", create=True)
 
 
-def test_a_folder_that_cannot_be_written_is_told(folder_store: Store) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(folder_store: Store) -> None:
     folder_store.put("file", b"")
     with pytest.raises(StoreError, match="cannot write 'file/object'"):
         folder_store.put("file/object", b"")
@@ -260,7 +260,7 @@ def test_a_folder_is_no_object(folder_store: Store) -> None:
             read("p/../p/a")
 
 
-def test_a_denied_folder_is_told_as_denied(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denied_folder_is_reported_as_denied(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -275,7 +275,7 @@ def test_a_half_written_file_is_never_visible(folder_store: Store, monkeypatch: 
     seen: list[set[str]] = []
 
     class Slow:
-        """Bytes that come in pieces, with a look at the folder between them."""
+        """Bytes in pieces, with a check of the folder between them."""
 
         def __iter__(self) -> Slow:
             self.left = 40
@@ -309,13 +309,13 @@ def test_a_half_written_file_is_never_visible(folder_store: Store, monkeypatch: 
         ("s3://", "s3://"),
     ],
 )
-def test_a_url_that_names_no_store_is_told(url: str, message: str) -> None:
+def test_a_url_that_names_no_store_is_reported(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         Store.open(url)
     assert caught.value.hint
 
 
-def test_a_missing_bucket_is_told(s3: S3) -> None:
+def test_a_missing_bucket_is_reported(s3: S3) -> None:
     store = Store.open("s3://nowhere/runs")
     acts: tuple[Callable[[], object], ...] = (
         lambda: store.put("a", b""),
@@ -335,7 +335,7 @@ def test_a_missing_bucket_is_told(s3: S3) -> None:
             act()
 
 
-def test_wrong_credentials_are_told(s3: S3) -> None:
+def test_wrong_credentials_are_reported(s3: S3) -> None:
     s3.make_bucket("runs")
     s3.require_known_keys()
     store = Store.open("s3://runs/x")
@@ -380,7 +380,7 @@ def test_opening_needs_no_region_credentials_or_answer(
     assert not Store.open("s3://runs/x").is_local
 
 
-def test_missing_credentials_are_told(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*_: object, **__: object) -> None:
         raise OSError("Error performing PUT http://169.254.169.254/latest/api/token in 5s")
 
@@ -409,9 +409,9 @@ def test_a_folder_whose_name_is_no_key_hides_no_other(
         (tmp_path / "p" / name).mkdir(parents=True)
     store = Store.open(tmp_path)
     assert store.folders("p/") == store.folders("p/") == ["good"]
-    told = sorted(record.getMessage() for record in caplog.records)
-    assert len(told) == 2
-    assert "'\\x1b[2Jevil' in" in told[0]
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert len(messages) == 2
+    assert "'\\x1b[2Jevil' in" in messages[0]
 
 
 @pytest.mark.parametrize(

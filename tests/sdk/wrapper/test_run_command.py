@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sdk.event_files import accumulated
 from watchstep import Run, open_run
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import CONTROL_DOCUMENT, LAUNCHES
@@ -85,8 +86,8 @@ def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None
         [sys.executable, tmp_path / "train.py", "--lr", "1 2"], capture_output=True, text=True, check=True
     )
     assert done.stdout == plain.stdout
-    told = f"watchstep: run default/r in file://{tmp_path}/runs; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)\n"
-    assert done.stderr == told
+    notice = f"watchstep: run default/r in file://{tmp_path}/runs; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)\n"
+    assert done.stderr == notice
     run = recorded(tmp_path)
     assert run.steps() == list(range(20))
     assert run.losses()["value"].to_pylist() == json.loads(done.stdout.split("]")[0] + "]")
@@ -95,7 +96,18 @@ def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None
     assert [end.state for end in run.ends()] == ["completed"]
 
 
-def test_a_program_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path: Path) -> None:
+def test_the_environment_names_a_folder_for_event_files(tmp_path: Path) -> None:
+    done = run_program(tmp_path, PROGRAM, WATCHSTEP_TENSORBOARD=str(tmp_path / "events"))
+    assert done.returncode == 0, done.stderr
+    events = accumulated(tmp_path / "events" / "train-0")
+    assert [event.step for event in events.Scalars("loss")] == list(range(20))
+    refused = run_program(tmp_path, PROGRAM, WATCHSTEP_TENSORBOARD=str(tmp_path / "train.py"))
+    assert refused.returncode != 0
+    assert "train.py is a file" in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_a_program_that_requests_torch_before_it_imports_it_is_recorded(tmp_path: Path) -> None:
     asks = 'import importlib.util\nassert importlib.util.find_spec("torch").name == "torch"\n'
     run_program(tmp_path, asks + textwrap.dedent(PROGRAM), "--lr", "1 2")
     assert recorded(tmp_path).steps() == list(range(20))
@@ -125,7 +137,7 @@ def state_of_the_run(folder: Path) -> str:
     return entry.state
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are distinguished by /proc")
 def test_a_program_that_is_over_and_recorded_nothing_has_ended(tmp_path: Path) -> None:
     command: list[str | Path] = [
         Path(sys.executable).with_name("watchstep"),
@@ -153,7 +165,7 @@ def test_a_program_that_is_over_and_recorded_nothing_has_ended(tmp_path: Path) -
     assert state_of_the_run(tmp_path) == "created"  # another machine's process cannot be seen
 
 
-def test_a_program_that_does_not_train_is_left_alone(tmp_path: Path) -> None:
+def test_a_program_that_does_not_train_is_not_affected(tmp_path: Path) -> None:
     done = run_program(tmp_path, "import torch\nprint(torch.ones(2).sum().item())")
     assert done.stdout == "2.0\n"
     assert recorded(tmp_path).steps() == []
@@ -220,7 +232,7 @@ def test_torchrun_records_one_worker_a_rank(tmp_path: Path) -> None:
     assert set(table["stage"].to_pylist()) == {"reduced"}
 
 
-def test_an_isolated_python_says_that_it_is_not_attached(tmp_path: Path) -> None:
+def test_an_isolated_python_states_that_it_is_not_attached(tmp_path: Path) -> None:
     done = watchstep("run", "--store", tmp_path / "runs", "--", sys.executable, "-I", "-c", "print(1)")
     assert (done.returncode, done.stdout) == (0, "1\n")
     assert "not attached: python -I" in done.stderr
@@ -239,7 +251,7 @@ def test_what_was_stopped_does_not_start_again(tmp_path: Path) -> None:
     assert hint.startswith("  hint: ")
 
 
-def test_without_a_service_rules_are_kept_with_the_run(tmp_path: Path) -> None:
+def test_without_a_service_rules_are_retained_with_the_run(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules:\n  - rule: nan_or_inf\n")
     done = watchstep("run", "--store", tmp_path / "runs", "--run", "r", "--rules", rules, "--", "true")
@@ -249,7 +261,7 @@ def test_without_a_service_rules_are_kept_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["run", "--"], "no program"),
         (["run", "--", "no-such-program"], "'no-such-program' not found"),
@@ -266,18 +278,18 @@ def test_without_a_service_rules_are_kept_with_the_run(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_input_is_told_in_two_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+def test_bad_input_is_reported_in_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = watchstep(*arguments)
     assert done.returncode == 2
-    assert says in done.stderr
+    assert message in done.stderr
     assert "hint: " in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_service_that_does_not_answer_is_told_once(tmp_path: Path) -> None:
+def test_a_service_that_does_not_answer_is_reported_once(tmp_path: Path) -> None:
     body = """
         import watchstep
         with watchstep.Hook() as hook:
@@ -336,8 +348,8 @@ def test_a_folder_of_another_user_does_not_mute_the_recorder(tmp_path: Path) -> 
     attempt = f"a{os.getpid()}"  # claims of tests that run at the same time may share a folder
     lock = planted / f"{attempt}-0.claim"
     os.chown(planted, 12345, 12345)
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with lock.open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         done = run_program(tmp_path, PROGRAM, TMPDIR=str(temporary), WATCHSTEP_LAUNCHED=attempt)
     assert done.returncode == 0, done.stderr
     assert "accessible to other users or owned by another (owner 12345, mode 0777)" in done.stderr
@@ -355,7 +367,7 @@ def test_the_runtime_folder_is_preferred(tmp_path: Path) -> None:
     assert recorded(tmp_path).steps() == list(range(20))
 
 
-def test_a_second_process_of_a_rank_says_that_it_is_not_recorded(tmp_path: Path) -> None:
+def test_a_second_process_of_a_rank_states_that_it_is_not_recorded(tmp_path: Path) -> None:
     body = (
         PROGRAM
         + "import subprocess\nif not sys.argv[1:]: subprocess.run([sys.executable, __file__, 'x'], check=True)\n"
@@ -367,7 +379,7 @@ def test_a_second_process_of_a_rank_says_that_it_is_not_recorded(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         (("import watchstep.hook\ndef broken(*_, **__): raise MemoryError('of the recorder')\n"
          "watchstep.hook.Hook.__init__ = broken\n"), "not recording: of the recorder"),
@@ -378,11 +390,11 @@ def test_a_second_process_of_a_rank_says_that_it_is_not_recorded(tmp_path: Path)
     ],
     ids=["hook", "watch", "no stderr"],
 )  # fmt: skip
-def test_no_fault_of_the_recorder_ends_the_program(tmp_path: Path, body: str, says: str) -> None:
+def test_no_fault_of_the_recorder_ends_the_program(tmp_path: Path, body: str, message: str) -> None:
     done = run_program(tmp_path, body + PROGRAM)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("[]\n")
-    assert says in done.stderr
+    assert message in done.stderr
 
 
 def test_a_fault_while_attaching_does_not_end_the_program(tmp_path: Path) -> None:
@@ -408,7 +420,7 @@ def test_a_run_that_has_attempts_is_recorded_again_with_a_warning_unless_it_is_r
     assert "earlier attempt" not in resumed.stderr
 
 
-def test_a_program_starts_for_a_user_without_a_home_folder_and_in_a_folder_that_is_gone(
+def test_a_program_starts_without_a_home_folder_and_in_a_deleted_folder(
     tmp_path: Path,
 ) -> None:
     unknown = ("unshare", "--user", "--map-user=4321", "env", "--unset=HOME")

@@ -16,7 +16,7 @@ xgboost = pytest.importorskip(
     "xgboost", reason="XGBOOST IS NOT INSTALLED: its callback is not proven by this run"
 )
 ROUNDS = 6
-HELD: dict[str, Any] = {"objective": "binary:logistic", "max_depth": 3, "nthread": 1, "seed": 1}
+PARAMETERS: dict[str, Any] = {"objective": "binary:logistic", "max_depth": 3, "nthread": 1, "seed": 1}
 
 
 def data(rows: int = 200) -> Any:
@@ -32,12 +32,12 @@ def trained(
 
     hook = Hook(store, overhead_budget=1.0)
     log: dict[str, Any] = {}
-    held = data()
+    matrices = data()
     booster = xgboost.train(
-        {**HELD, **params},
-        held,
+        {**PARAMETERS, **params},
+        matrices,
         ROUNDS,
-        evals=[(held, name) for name in evals],
+        evals=[(matrices, name) for name in evals],
         callbacks=[Recording(hook)],
         evals_result=log,
         verbose_eval=False,
@@ -47,7 +47,7 @@ def trained(
 
 def column(run: Run, name: str, figure: str = "mean", mode: str = "train") -> list[float]:
     rows = run.tensor(name).statistics().to_pydict()
-    return [value for value, held in zip(rows[figure], rows["mode"], strict=True) if held == mode]
+    return [value for value, row_mode in zip(rows[figure], rows["mode"], strict=True) if row_mode == mode]
 
 
 def test_evaluations_are_losses_and_metrics_by_round(tmp_path: Path) -> None:
@@ -92,9 +92,11 @@ def test_the_first_round_is_whole(tmp_path: Path) -> None:
 def test_a_linear_booster_has_no_trees(tmp_path: Path) -> None:
     from watchstep.xgboost import Recording
 
-    held, hook = data(), Hook(tmp_path)
+    matrices, hook = data(), Hook(tmp_path)
     params = {"objective": "binary:logistic", "booster": "gblinear", "nthread": 1}
-    xgboost.train(params, held, 2, evals=[(held, "train")], callbacks=[Recording(hook)], verbose_eval=False)
+    xgboost.train(
+        params, matrices, 2, evals=[(matrices, "train")], callbacks=[Recording(hook)], verbose_eval=False
+    )
     run = recorded(hook)
     assert run.tensors() == ["loss"]
     assert "linear" in hook.health["notes"]["trees"]
@@ -104,7 +106,7 @@ def test_cross_validation_records_means(tmp_path: Path) -> None:
     from watchstep.xgboost import Recording
 
     hook = Hook(tmp_path)
-    found = xgboost.cv(HELD, data(), 3, nfold=2, callbacks=[Recording(hook)], as_pandas=False)
+    found = xgboost.cv(PARAMETERS, data(), 3, nfold=2, callbacks=[Recording(hook)], as_pandas=False)
     run = recorded(hook)
     assert column(run, "loss") == pytest.approx(found["train-logloss-mean"])
     assert column(run, "loss", mode="eval") == pytest.approx(found["test-logloss-mean"])
@@ -112,7 +114,7 @@ def test_cross_validation_records_means(tmp_path: Path) -> None:
 
 def test_the_model_is_the_same_with_and_without(tmp_path: Path) -> None:
     _, with_it, _ = trained(tmp_path)
-    without = xgboost.train(HELD, data(), ROUNDS)
+    without = xgboost.train(PARAMETERS, data(), ROUNDS)
     assert with_it.get_dump(with_stats=True) == without.get_dump(with_stats=True)
 
 
@@ -122,15 +124,15 @@ def test_a_stop_ends_it_where_the_hook_opted_in(tmp_path: Path) -> None:
     hook = Hook(tmp_path, on_stop="raise")
     hook._recorder.request_stop(StopRequest("attempt", 2, "enough"))
     with pytest.raises(StopTraining):
-        xgboost.train(HELD, data(), ROUNDS, callbacks=[Recording(hook)])
+        xgboost.train(PARAMETERS, data(), ROUNDS, callbacks=[Recording(hook)])
     assert hook._recorder.stopped is not None
     hook.close()
 
 
-def test_a_hook_that_is_closed_is_left_alone(tmp_path: Path) -> None:
+def test_a_closed_hook_is_not_used(tmp_path: Path) -> None:
     from watchstep.xgboost import Recording
 
     hook = Hook(tmp_path)
     hook.close()
-    assert xgboost.train(HELD, data(), 2, callbacks=[Recording(hook)]).num_boosted_rounds() == 2
+    assert xgboost.train(PARAMETERS, data(), 2, callbacks=[Recording(hook)]).num_boosted_rounds() == 2
     assert not hook.health["faults"]

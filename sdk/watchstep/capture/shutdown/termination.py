@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Protocol
 from watchstep.format.documents import TERMINATED
 
 _EXIT_SECONDS = 2.0
-_STANDING_SECONDS = 0.1
+_MAIN_WAIT_SECONDS = 0.1
 _LEAVING, _WITHDRAWN = 0, 255  # no signals have these numbers
 _ENDING_SECONDS = 1.0
 _FIRST = 1  # id of the first process of a PID namespace, in there
@@ -68,7 +68,7 @@ class Termination:
             self._receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._previous: Callable[[int, FrameType | None], Any] | None = None
         self._handler = self._signalled  # one object: it is compared with what is installed
-        self._standing = threading.Event()
+        self._main_waits = threading.Event()
         self._leaving = threading.Event()
         self._exit_code = 0
         self._exit = os._exit
@@ -137,7 +137,7 @@ class Termination:
             if not self._has_default:
                 self._ends.urged()
                 return
-            self._standing.set()
+            self._main_waits.set()
             self._send(number)
             time.sleep(self._ends.bound() + 1.0)  # the other thread ends the process before
         take_default_action(number)
@@ -161,13 +161,13 @@ class Termination:
                 return
             if number == signal.SIGTERM:
                 ours = signal.getsignal(signal.SIGTERM) is self._handler
-                if not ours and not self._standing.is_set():
+                if not ours and not self._main_waits.is_set():
                     continue  # the program has put its own handler there since, and sees to it
                 if not self._has_default:
                     self._ends.urged()
                     continue
-                self._standing.wait(
-                    _STANDING_SECONDS
+                self._main_waits.wait(
+                    _MAIN_WAIT_SECONDS
                 )  # so that it records nothing meanwhile, if it runs Python
                 self._write_rest(self._ends.bound(), TERMINATED, failed=True)
                 take_default_action(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from watchstep.capture.health import RecorderHealth
@@ -262,8 +263,13 @@ class SegmentEncoder:
         self._health = health
         self._catalogues: deque[tuple[Catalogue, Catalogue, bytes]] = deque(maxlen=_CATALOGUES)
         self._taken: list[_Steps] = []
+        self._encoded_rows: Callable[[Block], None] | None = None
         self.rows = 0
         self.bytes = 0
+
+    def pass_on(self, receive: Callable[[Block], None]) -> None:
+        """Also pass the rows of each encoded segment to a function, which must not block or raise."""
+        self._encoded_rows = receive
 
     def take_in(self, steps: list[FinishedStep]) -> None:
         """Convert some steps to arrays for the next segment. Steps that cannot be converted are dropped and counted."""
@@ -301,7 +307,8 @@ class SegmentEncoder:
         try:
             block = merge_repeats(concatenate([steps.block for steps in taken]))
             catalogue, packed = self._encoded(block.catalogue)
-            data = encode(replace(block, catalogue=catalogue), packed)
+            block = replace(block, catalogue=catalogue)
+            data = encode(block, packed)
         except Exception as error:  # noqa: BLE001 - counted; other steps may be valid
             if len(taken) > 1:
                 for steps in taken:
@@ -310,6 +317,8 @@ class SegmentEncoder:
             self._drop(taken[0].number, taken[0].rows, error)
             return
         self._backlog.add(taken[0].first, taken[-1].last, len(block), data)
+        if self._encoded_rows is not None:
+            self._encoded_rows(block)
 
     def _drop(self, steps: int, rows: int, error: Exception | None = None) -> None:
         if error is not None:

@@ -47,7 +47,7 @@ static int any_nonfinite(const void *data, size_t from, size_t n, int kind)
     return 0;
 }
 
-#define WHOLE 16384 /* elements up to which a tensor is looked at whole */
+#define WHOLE 16384 /* elements up to which a tensor is checked completely */
 
 /* Whether some tensor holds NaN or infinity: small ones whole, of large ones the slice of this turn.
    Returns 1 + the place of the first that does, 0 for none, -1 for an unknown kind. */

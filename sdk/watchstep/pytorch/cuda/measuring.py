@@ -20,7 +20,7 @@ from watchstep.pytorch.cuda import figures, programs
 from watchstep.pytorch.cuda.arrival import Landing, Landings
 from watchstep.pytorch.cuda.programs import REGION, SPAN
 
-Purpose = Literal["measure", "look"]
+Purpose = Literal["measure", "check"]
 Region = tuple[int, int, int]
 
 TYPES = {getattr(torch, name): kind for name, kind in KINDS.items() if name != "float64"}
@@ -86,7 +86,7 @@ def _create_table(regions: tuple[Region, ...], device: torch.device, purpose: Pu
     start = address % _ALIGNED // size
     end = np.where(elements > 0, start + elements, 0)
     spans = -(-end // SPAN)
-    if purpose == "look":
+    if purpose == "check":
         large = elements >= _MIN_SLICED
         spans = np.where(large, -(-spans // SLICES), spans)
         kind = np.where(large, -1 - kind, kind)
@@ -124,7 +124,7 @@ class TritonKernel:
         self._landings = Landings()
         self._turn = 0
 
-    def measure(self, tensors: Sequence[Tensor]) -> OnItsWay:
+    def measure(self, tensors: Sequence[Tensor]) -> PendingMeasurement:
         """Start a measurement.
 
         Args:
@@ -152,9 +152,9 @@ class TritonKernel:
             )
             landing = self._landings.take(len(rows) - 1, pinned=device.type == "cuda")
             landing.fill(rows)
-        return OnItsWay(landing, self._landings, table.elements)
+        return PendingMeasurement(landing, self._landings, table.elements)
 
-    def look(self, tensors: Sequence[Tensor]) -> Landing:
+    def check_nonfinite(self, tensors: Sequence[Tensor]) -> Landing:
         """Start to search for NaN and infinity, in all elements of tensors with fewer than 262,144, and in an eighth of larger ones.
 
         Args:
@@ -166,10 +166,10 @@ class TritonKernel:
         device = tensors[0].device
         self._turn = (self._turn + 1) % SLICES
         with _device_context(device):
-            table = self._tables.of(tensors, "look")
+            table = self._tables.of(tensors, "check")
             flag = torch.zeros(2, dtype=torch.int64, device=device)
             if table.programs:
-                self._programs.look_at_spans[(table.programs,)](
+                self._programs.check_spans[(table.programs,)](
                     table.numbers,
                     flag,
                     table.regions,
@@ -185,13 +185,13 @@ class TritonKernel:
             landing.fill(flag)
         return landing
 
-    def looked(self, landing: Landing) -> None:
+    def release(self, landing: Landing) -> None:
         """Release a landing after its result has been read."""
         self._landings.release(landing)
 
 
 @dataclass
-class OnItsWay:
+class PendingMeasurement:
     """A measurement in progress on a device. Its memory is reused after it is collected."""
 
     _landing: Landing

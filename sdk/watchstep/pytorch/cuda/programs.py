@@ -161,7 +161,7 @@ def merge_spans(table, partials, rows, regions, programs, MERGED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["regions", "turn", "slices"])
-def look_at_spans(table, flag, regions, turn, slices, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def check_spans(table, flag, regions, turn, slices, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """Set the flag if a span contains NaN or infinity.
 
     Args:
@@ -187,19 +187,19 @@ def look_at_spans(table, flag, regions, turn, slices, BLOCK: tl.constexpr, BLOCK
         span = span * slices + turn
     first = span * (BLOCK * BLOCKS)
     if kind == FLOAT32:
-        _look(FLOAT32, 0x7F800000, address, start, end, first, flag, BLOCK, BLOCKS)
+        _check(FLOAT32, 0x7F800000, address, start, end, first, flag, BLOCK, BLOCKS)
     elif kind == BFLOAT16:
-        _look(BFLOAT16, 0x7F80, address, start, end, first, flag, BLOCK, BLOCKS)
+        _check(BFLOAT16, 0x7F80, address, start, end, first, flag, BLOCK, BLOCKS)
     elif kind == FLOAT16:
-        _look(FLOAT16, 0x7C00, address, start, end, first, flag, BLOCK, BLOCKS)
+        _check(FLOAT16, 0x7C00, address, start, end, first, flag, BLOCK, BLOCKS)
     elif kind == FLOAT8_E4M3FN:
-        _look(FLOAT8_E4M3FN, 0x7F, address, start, end, first, flag, BLOCK, BLOCKS)
+        _check(FLOAT8_E4M3FN, 0x7F, address, start, end, first, flag, BLOCK, BLOCKS)
     else:
-        _look(FLOAT8_E5M2, 0x7C, address, start, end, first, flag, BLOCK, BLOCKS)
+        _check(FLOAT8_E5M2, 0x7C, address, start, end, first, flag, BLOCK, BLOCKS)
 
 
 @triton.jit
-def _look(
+def _check(
     KIND: tl.constexpr,
     LEAST: tl.constexpr,
     address,

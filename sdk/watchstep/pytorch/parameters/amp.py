@@ -30,7 +30,7 @@ from watchstep.kernels.measurement import Completed, Kernel, Measurement, Merged
 from watchstep.pytorch.kernel import device_tensors
 from watchstep.pytorch.losses import record_tensor
 from watchstep.pytorch.parameters import optimizer_steps
-from watchstep.pytorch.probes.staging import OnTheWay
+from watchstep.pytorch.probes.staging import HostCopy
 
 
 class ScalerListener(Protocol):
@@ -59,7 +59,7 @@ class Scaling:
     scale: Tensor | None = None
     powers_of_two: bool = True
     skips: bool = False
-    overflow: OnTheWay | None = None
+    overflow: HostCopy | None = None
 
     @property
     def updates(self) -> _Overflow | None:
@@ -76,7 +76,7 @@ class Scaling:
 class _Overflow:
     """Condition that a gradient was NaN or infinite, or that none was."""
 
-    number: OnTheWay
+    number: HostCopy
     expected: bool
 
     def is_met(self) -> bool:
@@ -116,7 +116,7 @@ def scaling_of(optimizer: Optimizer) -> Scaling:
         return Scaling(scale, exact)
     if overflow.device.type == "cpu":
         return Scaling(scale, exact, skips=bool(overflow.item()))
-    return Scaling(scale, exact, overflow=OnTheWay(overflow))
+    return Scaling(scale, exact, overflow=HostCopy(overflow))
 
 
 def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,6 +221,13 @@ def is_power_of_two(number: float) -> bool:
 
 
 @torch.no_grad()
+def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Return a gradient divided by a scale of one element, at least in float32. Does not wait for a device."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.to(wide) / scale.to(device=gradient.device, dtype=wide, non_blocking=True)
+
+
+@torch.no_grad()
 def measure_unscaled(
     kernel: Kernel, gradients: Sequence[Tensor], scale: Tensor, *, powers_of_two: bool
 ) -> Measurement:
@@ -237,7 +244,7 @@ def measure_unscaled(
         if is_power_of_two(number):
             return Rescaled(kernel.measure(gradients), lambda: number)
     elif powers_of_two:
-        pending = OnTheWay(scale)
+        pending = HostCopy(scale)
         return Rescaled(kernel.measure(gradients), lambda: float(pending.numbers()))
     return _measure_chunks(kernel, gradients, scale)
 

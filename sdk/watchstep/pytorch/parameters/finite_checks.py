@@ -32,7 +32,7 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel
 from watchstep.pytorch.gate import GradientGate, any_is_nonfinite, any_is_nonfinite_on_host
-from watchstep.pytorch.names import NamedParameter, Names, bases_of, dtype_name, standing
+from watchstep.pytorch.names import NamedParameter, Names, bases_of, dtype_name, placement_of
 from watchstep.pytorch.observable import own_tensor
 from watchstep.pytorch.parameters.parameters import Updated
 
@@ -88,7 +88,7 @@ class _OwnBuffer:
             return None
         return _Checked(self.key, self._info, self._place, values)
 
-    def looked_at(self) -> None:
+    def mark_checked(self) -> None:
         """Note that the buffer was recorded, or was finite."""
         values = getattr(self._module, self._leaf, None)
         if isinstance(values, Tensor):
@@ -251,7 +251,7 @@ class FiniteChecks:
         checked_keys = {checked.key for checked in written}
         for buffer in self._own:
             if buffer.key in checked_keys:
-                buffer.looked_at()
+                buffer.mark_checked()
         damaged = any(checked.key not in self._starts for checked in bad)
         own_nonfinite = any(buffer.key in self._nonfinite for buffer in self._own)
         self._follow(step, is_damaged=damaged or own_nonfinite, on_device=bool(elsewhere))
@@ -300,7 +300,7 @@ class FiniteChecks:
     def _written(self, optimizer: Optimizer, updated: Updated) -> Iterator[_Checked]:
         """Yield the trained parameters of an optimizer, and their optimizer state."""
         for named in updated.parameters:
-            if not (named.standing.records and named.parameter.requires_grad):
+            if not (named.placement.records and named.parameter.requires_grad):
                 continue
             yield _parameter(named)
             for key, values in optimizer.state.get(named.parameter, {}).items():
@@ -310,7 +310,7 @@ class FiniteChecks:
                         name=f"{named.weight.name}:{key}{_SUFFIX}",
                         dtype=dtype_name(values.dtype),
                     )
-                    yield _Checked((id(named.parameter), str(key)), info, named.standing.weight, values)
+                    yield _Checked((id(named.parameter), str(key)), info, named.placement.weight, values)
 
     def _normalization_buffers(self) -> Iterator[tuple[_NormBase, str, TensorInfo, Placement]]:
         for order, (path, module) in enumerate(self._names.model.named_modules()):
@@ -319,7 +319,7 @@ class FiniteChecks:
                     values = own_tensor(module, leaf)
                     if (
                         isinstance(values, Tensor)
-                        and (placement := standing(values, self._names.whole)).records
+                        and (placement := placement_of(values, self._names.whole)).records
                     ):
                         info = _described(self._names.buffer(path, leaf, module, order))
                         yield module, leaf, info, placement.weight
@@ -336,7 +336,7 @@ class FiniteChecks:
                     continue
                 is_saved = leaf not in module._non_persistent_buffers_set  # noqa: SLF001 - has no public name
                 is_small = 0 < values.numel() <= _MAX_ELEMENTS and values.device.type in ("cpu", "cuda")
-                placement = standing(values, self._names.whole)
+                placement = placement_of(values, self._names.whole)
                 if is_saved and is_small and values.is_floating_point() and placement.records:
                     described = _described(self._names.buffer(path, leaf, module, order))
                     info = replace(described, role="buffer_check")
@@ -365,7 +365,7 @@ class FiniteChecks:
 
 def _parameter(named: NamedParameter) -> _Checked:
     return _Checked(
-        (id(named.parameter), ""), _described(named.weight), named.standing.weight, named.parameter
+        (id(named.parameter), ""), _described(named.weight), named.placement.weight, named.parameter
     )
 
 

@@ -20,9 +20,10 @@ from watchstep.capture.record import Condition, Group, Probe
 from watchstep.capture.session import Session
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel, Measurement
+from watchstep.pytorch import full_tensors
 from watchstep.pytorch.kernel import Checksums
 from watchstep.pytorch.names import NamedParameter, Names
-from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled
+from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled, unscaled
 from watchstep.pytorch.probes.staging import elements_of_each, views
 from watchstep.pytorch.probes.weights import (
     GradientCosine,
@@ -143,6 +144,7 @@ class Parameters:
         self._keeps_state = session.config.keeps_state
         self._recorder = session.recorder
         self._schedule = session.schedule
+        self._capture = session.full_tensors
         self._names = names
         self._kernel = kernel
         self._named = names.parameters()
@@ -212,11 +214,11 @@ class Parameters:
     def _probes_of_weights(self, part: _Part, weights: list[Tensor], step: int) -> tuple[Probe, ...]:
         among = len(self._named)
         probes = (
-            None if self._spread is None else self._spread.look(weights),
-            self._unchanged_weights.look(part.ids, weights, among)
+            None if self._spread is None else self._spread.measure(weights),
+            self._unchanged_weights.measure(part.ids, weights, among)
             if self._unchanged_weights.applies
             else None,
-            self._change.look(part.ids, weights, among, step) if self._change.applies else None,
+            self._change.measure(part.ids, weights, among, step) if self._change.applies else None,
         )
         return tuple(probe for probe in probes if probe is not None)
 
@@ -248,6 +250,36 @@ class Parameters:
             self._recorder.add(
                 measured.group, measured.measurement, probes=measured.probes, condition=scaling.updates
             )
+
+    def save(self, updated: Updated, step: int, scaling: Scaling = PLAIN) -> None:
+        """Save the full weights, biases and unscaled gradients that are due, as they are before the update."""
+        capture, scale = self._capture, scaling.scale
+        unscale = None if scale is None else functools.partial(unscaled, scale=scale)
+        for kind, parts in (("weight", updated.weights), ("gradient", updated.gradients)):
+            for part in parts:
+                collection = capture.due(part.collections, step)
+                if collection is None:
+                    continue
+                since = self._schedule.now()
+                for named in part.members:
+                    tensor = named.parameter if kind == "weight" else named.parameter.grad
+                    if tensor is not None:
+                        info = named.weight if kind == "weight" else named.gradient
+                        change = unscale if kind == "gradient" else None
+                        full_tensors.save_one(capture, collection, step, "train", info, tensor, change=change)
+                self._schedule.report_extra(since)
+
+    def _save_state(self, optimizer: Optimizer, step: int) -> None:
+        """Save the full optimizer state that is due, as it is after the update."""
+        for named in self.of(optimizer).parameters if self._keeps_state else ():
+            if not named.placement.records:
+                continue
+            for key, state in optimizer.state.get(named.parameter, {}).items():
+                if isinstance(state, Tensor) and state.dim() > 0:
+                    info = self._state(named, str(key), state)
+                    since = self._schedule.now()
+                    full_tensors.save(self._capture, info.collections, step, "train", [(info, state)])
+                    self._schedule.report_extra(since)
 
     def watched(self, parameters: Iterable[Tensor]) -> frozenset[int]:
         """Return the ids of the parameters that belong to this model."""
@@ -286,13 +318,13 @@ class Parameters:
         owners, among = [named.parameter for named in members], len(self._named)
         probes: list[Probe | None] = []
         if self._cosine is not None:
-            probes.append(self._cosine.look(owners, gradients, among))
+            probes.append(self._cosine.measure(owners, gradients, among))
         if scaling.scale is None:  # else the elements are scaled, unlike the recorded ones
             ids = list(map(id, owners))
             if self._unchanged_gradients.applies:
-                probes.append(self._unchanged_gradients.look(ids, gradients, among))
+                probes.append(self._unchanged_gradients.measure(ids, gradients, among))
             if self._range.applies:
-                probes.append(self._range.look(ids, gradients, among, step))
+                probes.append(self._range.measure(ids, gradients, among, step))
         return tuple(probe for probe in probes if probe is not None)
 
     def _measure_gradients(self, gradients: list[Tensor], scaling: Scaling) -> Measurement:
@@ -337,18 +369,20 @@ class Parameters:
             self._recorder.add(group, update, probes=probes, condition=before.condition)
             self._schedule.spent(before.charged, since)
         self._measure_state(optimizer, step)
+        if self._capture.active:
+            self._save_state(optimizer, step)
 
     def _measure_state(self, optimizer: Optimizer, step: int) -> None:
         if not self._keeps_state:
             return
         by_collections: dict[Collections, list[tuple[TensorInfo, Placement, Tensor]]] = {}
         for named in self.of(optimizer).parameters:
-            if named.standing.records:
+            if named.placement.records:
                 for key, state in optimizer.state.get(named.parameter, {}).items():
                     if isinstance(state, Tensor) and state.dim() > 0 and self._is_first(key, named, step):
                         info = self._state(named, str(key), state)
                         by_collections.setdefault(info.collections, []).append(
-                            (info, named.standing.weight, state)
+                            (info, named.placement.weight, state)
                         )
         for collections, entries in by_collections.items():
             charged = self._schedule.due(collections, step)
@@ -401,19 +435,19 @@ class Parameters:
 
 
 def _weight(named: NamedParameter) -> tuple[TensorInfo, Placement]:
-    return named.weight, named.standing.weight
+    return named.weight, named.placement.weight
 
 
 def _gradient(named: NamedParameter) -> tuple[TensorInfo, Placement]:
-    return named.gradient, named.standing.gradient
+    return named.gradient, named.placement.gradient
 
 
 def _update(named: NamedParameter) -> tuple[TensorInfo, Placement]:
-    return named.update, named.standing.weight
+    return named.update, named.placement.weight
 
 
 def _checksum(named: NamedParameter) -> tuple[TensorInfo, Placement]:
-    return named.checksum, Placement(replica=named.standing.weight.replica)
+    return named.checksum, Placement(replica=named.placement.weight.replica)
 
 
 Describe = Callable[[NamedParameter], tuple[TensorInfo, Placement]]
@@ -424,14 +458,14 @@ def _described(part: _Part, describe: Describe) -> list[tuple[TensorInfo, Placem
 
 
 def _updated_of(ids: list[int], parameters: list[NamedParameter]) -> Updated:
-    recorded = [named for named in parameters if named.standing.records]
+    recorded = [named for named in parameters if named.placement.records]
     return Updated(
         ids,
         parameters,
         weights=_parts(recorded, _weight),
         gradients=_parts(recorded, _gradient),
         updates=_parts(recorded, _update),
-        checksums=_parts([named for named in parameters if named.standing.replicas > 1], _checksum),
+        checksums=_parts([named for named in parameters if named.placement.replicas > 1], _checksum),
         is_recorded=bool(recorded),
     )
 

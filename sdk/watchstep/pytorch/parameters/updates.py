@@ -37,7 +37,7 @@ from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch.losses import record_tensor
 from watchstep.pytorch.names import NamedParameter
 from watchstep.pytorch.parameters.parameters import Parameters
-from watchstep.pytorch.probes.staging import OnTheWay, stacked, views
+from watchstep.pytorch.probes.staging import HostCopy, stacked, views
 
 MISSING_METRIC = "updates:missing"
 _HAND_OVER_INTERVAL = 50
@@ -385,7 +385,7 @@ class _NotInOptimizerColumns:
     after a weighted layer that is in an optimizer. ``weight_optimized``: 1 for a vector of a module with a weight matrix in an optimizer.
     """
 
-    flags: OnTheWay
+    flags: HostCopy
     columns: dict[str, Floats]
 
     def collect(self) -> dict[str, Floats]:
@@ -475,7 +475,7 @@ class ParametersNotInOptimizer:
             for named in self._parameters.named
             if id(named.parameter) not in optimized
             and named.not_in_optimizer.collections == collections
-            and named.standing.records
+            and named.placement.records
             and named.parameter.requires_grad
             and named.parameter.grad is not None
         ]
@@ -539,9 +539,9 @@ class ParametersNotInOptimizer:
             flags.append((sample != first).any())
         group = Group(
             tuple(named.not_in_optimizer for named in members),
-            tuple(named.standing.gradient for named in members),
+            tuple(named.placement.gradient for named in members),
         )
-        flags_and_columns = _NotInOptimizerColumns(OnTheWay(stacked(flags)), self._columns(members))
+        flags_and_columns = _NotInOptimizerColumns(HostCopy(stacked(flags)), self._columns(members))
         self._recorder.add(group, self._kernel.measure(gradients), probes=(flags_and_columns,))
 
     def _columns(self, members: list[NamedParameter]) -> dict[str, Floats]:

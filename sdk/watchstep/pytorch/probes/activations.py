@@ -45,7 +45,7 @@ from watchstep.capture.config import (
 )
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Mode
-from watchstep.pytorch.probes.staging import OnTheWay, views, wide_float
+from watchstep.pytorch.probes.staging import HostCopy, views, wide_float
 
 _IMAGE_DIMENSIONS = 4
 
@@ -54,7 +54,7 @@ _IMAGE_DIMENSIONS = 4
 class _Sums:
     """One row with a column per probe and channel; NaN for missing channels."""
 
-    sums: dict[str, OnTheWay]
+    sums: dict[str, HostCopy]
 
     def collect(self) -> dict[str, Floats]:
         columns = {}
@@ -78,7 +78,7 @@ class ChannelSums:
         return bool(self._axes)
 
     @torch.no_grad()
-    def look(self, images: Tensor) -> _Sums | None:
+    def measure(self, images: Tensor) -> _Sums | None:
         """Sum the channels of a batch.
 
         Args:
@@ -93,7 +93,7 @@ class ChannelSums:
         for name, axis in self._axes.items():
             if -_IMAGE_DIMENSIONS <= axis < _IMAGE_DIMENSIONS and images.shape[axis] <= MAX_CHANNELS:
                 others = [place for place in range(_IMAGE_DIMENSIONS) if place != axis % _IMAGE_DIMENSIONS]
-                sums[name] = OnTheWay(images.detach().sum(others, dtype=wide_float(images.device)))
+                sums[name] = HostCopy(images.detach().sum(others, dtype=wide_float(images.device)))
         return _Sums(sums) if sums else None
 
 
@@ -113,8 +113,8 @@ class _ChannelCounts:
     """One row: the numbers of channels, dead channels and saturated channels; NaN if not applicable."""
 
     channels: int
-    dead: OnTheWay | None
-    saturated: OnTheWay | None
+    dead: HostCopy | None
+    saturated: HostCopy | None
 
     def collect(self) -> dict[str, Floats]:
         return {
@@ -124,7 +124,7 @@ class _ChannelCounts:
         }
 
 
-def _number(flags: OnTheWay | None) -> Floats:
+def _number(flags: HostCopy | None) -> Floats:
     return np.array([np.nan if flags is None else flags.numbers().sum()])
 
 
@@ -143,7 +143,7 @@ class ChannelProbe:
         """Whether channels of the module can die or saturate."""
         return self._may_die or self._bounds is not None
 
-    def look(self, output: Tensor, step: int, mode: Mode) -> _ChannelCounts | None:
+    def measure(self, output: Tensor, step: int, mode: Mode) -> _ChannelCounts | None:
         """Count the channels of one pass of a step.
 
         Args:
@@ -163,7 +163,7 @@ class ChannelProbe:
         if self._pass == (step, mode):
             so_far = [_intersection(new, old) for new, old in zip(so_far, self._flags, strict=True)]
         self._pass, self._flags = (step, mode), so_far
-        dead, saturated = (None if flags is None else OnTheWay(flags) for flags in so_far)
+        dead, saturated = (None if flags is None else HostCopy(flags) for flags in so_far)
         return _ChannelCounts(values.shape[channel], dead, saturated)
 
     def _dead(self, values: Tensor, others: list[int]) -> Tensor | None:
@@ -212,7 +212,7 @@ class _Activity:
 
     units: int
     columns: tuple[str, ...]
-    figures: OnTheWay
+    figures: HostCopy
 
     def collect(self) -> dict[str, Floats]:
         values = dict(zip(self.columns, self.figures.numbers().tolist(), strict=True))
@@ -242,7 +242,7 @@ class UnitActivity:
         self._examples = 0
 
     @torch.no_grad()
-    def look(self, given: Tensor | None, output: Tensor, step: int, mode: Mode) -> _Activity | None:
+    def measure(self, given: Tensor | None, output: Tensor, step: int, mode: Mode) -> _Activity | None:
         """Count the units of one pass of a step.
 
         Args:
@@ -278,7 +278,7 @@ class UnitActivity:
         if self._variance and has_input:
             columns.append(INPUT_VARIANCE)
             figures.append(given.detach().to(wide).var(correction=0))
-        return _Activity(units, tuple(columns), OnTheWay(torch.stack(figures))) if figures else None
+        return _Activity(units, tuple(columns), HostCopy(torch.stack(figures))) if figures else None
 
 
 def activation_kind(module: nn.Module) -> str:
@@ -317,7 +317,7 @@ class _Shares:
     """One row."""
 
     columns: tuple[str, ...]
-    figures: OnTheWay
+    figures: HostCopy
     tokens: int
 
     def collect(self) -> dict[str, Floats]:
@@ -352,7 +352,7 @@ class TokenProbe:
         self._values = values or (padding if isinstance(padding, int) else 0,)
 
     @torch.no_grad()
-    def look(self, tokens: Tensor) -> _Shares | None:
+    def measure(self, tokens: Tensor) -> _Shares | None:
         """Count the tokens of one input.
 
         Args:
@@ -369,7 +369,7 @@ class TokenProbe:
             figures += self._shares_of(tokens)
         return _Shares(
             tuple(names),
-            OnTheWay(torch.stack([figure.to(wide_float(tokens.device)) for figure in figures])),
+            HostCopy(torch.stack([figure.to(wide_float(tokens.device)) for figure in figures])),
             tokens.numel(),
         )
 
@@ -391,7 +391,7 @@ _NON_CLASS_DTYPES = (torch.bool, torch.complex64, torch.complex128)
 class _ClassFrequencies:
     """One row: the numbers of labels and classes so far, the largest and smallest class counts, and the rarest class."""
 
-    counts: OnTheWay
+    counts: HostCopy
 
     def collect(self) -> dict[str, Floats]:
         *by_class, others = self.counts.numbers()
@@ -413,7 +413,7 @@ class ClassCounts:
         self._totals: Tensor | None = None
 
     @torch.no_grad()
-    def look(self, labels: Tensor) -> _ClassFrequencies | None:
+    def measure(self, labels: Tensor) -> _ClassFrequencies | None:
         """Count the labels of a batch.
 
         Args:
@@ -435,4 +435,4 @@ class ClassCounts:
         if self._totals is not None and self._totals.device == counts.device:
             counts += self._totals
         self._totals = counts
-        return _ClassFrequencies(OnTheWay(counts))
+        return _ClassFrequencies(HostCopy(counts))

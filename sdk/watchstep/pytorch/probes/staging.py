@@ -27,7 +27,7 @@ def stacked(figures: Sequence[Tensor]) -> Tensor:
     return torch.stack([figure.to(device, non_blocking=True) for figure in figures])
 
 
-class OnTheWay:
+class HostCopy:
     """Copies a tensor to the host asynchronously. `numbers` waits for the copy, and is called outside the training thread."""
 
     def __init__(self, figures: Tensor) -> None:
@@ -38,7 +38,7 @@ class OnTheWay:
             self._event.record(torch.cuda.current_stream(figures.device))
 
     @property
-    def is_here(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the copy is complete, so that `numbers` does not wait."""
         return self._event is None or bool(self._event.query())
 

@@ -44,7 +44,7 @@ from torch import Tensor
 from watchstep.capture.config import PERCENTILE_RANGE, UNCHANGED, WEIGHT_CHANGE, ElementProbe, of_kind
 from watchstep.format.statistics import Floats, StatisticsBatch
 from watchstep.kernels.measurement import Measurement
-from watchstep.pytorch.probes.staging import OnTheWay, elements_of_each, stacked, views, wide_float
+from watchstep.pytorch.probes.staging import HostCopy, elements_of_each, stacked, views, wide_float
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _rms(batch: StatisticsBatch) -> Floats:
 
 @dataclass(frozen=True)
 class _Cosines:
-    products: OnTheWay
+    products: HostCopy
 
     def collect(self) -> dict[str, Floats]:
         both, new, old = self.products.numbers()
@@ -90,7 +90,7 @@ class GradientCosine:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def look(self, owners: Sequence[object], gradients: Sequence[Tensor], size: int) -> _Cosines | None:
+    def measure(self, owners: Sequence[object], gradients: Sequence[Tensor], size: int) -> _Cosines | None:
         """Compare gradients with their previous measurements.
 
         Args:
@@ -115,7 +115,7 @@ class GradientCosine:
             )
             samples[id(owner)] = (now, square)
         self._before.update(samples)
-        return _Cosines(OnTheWay(stacked([figure for row in rows for figure in row]).reshape(-1, 3).T))
+        return _Cosines(HostCopy(stacked([figure for row in rows for figure in row]).reshape(-1, 3).T))
 
     def forget(self) -> None:
         """Forget all samples, because the parameters have been replaced."""
@@ -133,7 +133,7 @@ class _Spreads:
     weights: int
     places: list[int]
     owners: list[int]
-    figures: OnTheWay
+    figures: HostCopy
     diverged: set[int]
 
     def collect(self) -> dict[str, Floats]:
@@ -158,7 +158,7 @@ class UnitSpread:
         self._last: _Spreads | None = None
 
     @torch.no_grad()
-    def look(self, weights: Sequence[Tensor]) -> _Spreads | None:
+    def measure(self, weights: Sequence[Tensor]) -> _Spreads | None:
         """Compare the units of weights.
 
         Args:
@@ -168,7 +168,7 @@ class UnitSpread:
             None if no weight is tracked.
         """
         # Collected here and in the writer's thread, so that the tracked weights do not depend on the writer's timing.
-        if self._last is not None and self._last.figures.is_here:
+        if self._last is not None and self._last.figures.is_complete:
             self._last.collect()
         places, spreads, movements = [], [], []
         for place, weight in enumerate(weights):
@@ -189,7 +189,7 @@ class UnitSpread:
             return None
         owners = [id(weights[place]) for place in places]
         figures = stacked([*spreads, *movements]).reshape(2, -1)
-        self._last = _Spreads(len(weights), places, owners, OnTheWay(figures), self._diverged)
+        self._last = _Spreads(len(weights), places, owners, HostCopy(figures), self._diverged)
         return self._last
 
     def forget(self) -> None:
@@ -216,7 +216,7 @@ class _Ranges:
 
     columns: tuple[str, ...]
     is_early: list[list[bool]]
-    ranges: OnTheWay
+    ranges: HostCopy
 
     def collect(self) -> dict[str, Floats]:
         values = self.ranges.numbers()
@@ -240,7 +240,7 @@ class PercentileRange:
         return bool(self._probes)
 
     @torch.no_grad()
-    def look(
+    def measure(
         self, owners: Sequence[Hashable], gradients: Sequence[Tensor], among: int, step: int
     ) -> _Ranges | None:
         """Measure gradients that are in their first steps.
@@ -262,7 +262,7 @@ class PercentileRange:
             return None
         wide = [view.float() for view in views(gradients, elements_of_each(among))]
         ranges = [_range(view).to(wide[0].device, non_blocking=True) for view in wide]
-        return _Ranges(tuple(probe.name for probe in self._probes), early, OnTheWay(torch.stack(ranges)))
+        return _Ranges(tuple(probe.name for probe in self._probes), early, HostCopy(torch.stack(ranges)))
 
 
 def _range(elements: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ class _Columns:
     """One column per probe, one value per tensor."""
 
     names: tuple[str, ...]
-    figures: OnTheWay
+    figures: HostCopy
 
     def collect(self) -> dict[str, Floats]:
         return dict(zip(self.names, self.figures.numbers(), strict=True))
@@ -308,7 +308,7 @@ class Unchanged:
         return bool(self._probes)
 
     @torch.no_grad()
-    def look(self, owners: Sequence[Hashable], tensors: Sequence[Tensor], among: int) -> _Columns | None:
+    def measure(self, owners: Sequence[Hashable], tensors: Sequence[Tensor], among: int) -> _Columns | None:
         """Compare tensors with their last record. A first record, or one of another shape, counts as a change.
 
         Args:
@@ -366,7 +366,7 @@ class WeightChange:
         return bool(self._change_probes)
 
     @torch.no_grad()
-    def look(
+    def measure(
         self, owners: Sequence[Hashable], weights: Sequence[Tensor], among: int, step: int
     ) -> _Columns | None:
         """Return the change of each weight since its earlier record; -1 without one.
@@ -424,6 +424,6 @@ def _zero(now: Tensor) -> Tensor:
     return torch.zeros((), dtype=wide_float(now.device), device=now.device)
 
 
-def _stacked(rows: list[list[Tensor]]) -> OnTheWay:
+def _stacked(rows: list[list[Tensor]]) -> HostCopy:
     """Stack values by tensor and probe as a matrix of shape (probes, tensors) on one device."""
-    return OnTheWay(stacked([figure for row in rows for figure in row]).reshape(len(rows), -1).T)
+    return HostCopy(stacked([figure for row in rows for figure in row]).reshape(len(rows), -1).T)

@@ -1,4 +1,4 @@
-"""What the tests of a node's ranks share: a place to meet, and where they write."""
+"""Fixtures for the ranks of a node: a meeting place, and stores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, meeting_place: Path) -> dict[str, str]:
 
 @pytest.fixture
 def server(meeting_place: Path) -> Iterator[Server]:
-    """A server that works, until it is told otherwise."""
+    """A server that works until a fault is set."""
     with FaultyS3().serving() as faulty:
         environment = {
             "AWS_ENDPOINT_URL": faulty.endpoint,

@@ -1,4 +1,4 @@
-"""Ranks of one node as processes, each told over its input what to do; and what they left on a store."""
+"""Ranks of one node as processes that take commands on their input; and the objects that they write."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ from watchstep.store.store import Store
 
 _PROGRAM = """
 import os, sys
-from watchstep import Bounds, CaptureConfig, Hook
+from watchstep import Bounds, Cadence, CaptureConfig, Collection, Hook
 
 bounds = Bounds(**eval(os.environ["TEST_BOUNDS"]))
-hook = Hook(run="r", config=CaptureConfig(bounds=bounds), on_stop="raise")
+options = {}
+saves = "TEST_SAVES" in os.environ  # full tensors of each step
+if saves:
+    options["collections"] = {"losses": Cadence(), "custom": Collection(None, tensors=Cadence())}
+hook = Hook(run="r", config=CaptureConfig(bounds=bounds, **options), on_stop="raise")
 rank, step = int(os.environ["RANK"]), 0
 for line in sys.stdin:
     word, *numbers = line.split()
     if word == "record":
         for _ in range(int(numbers[0])):
+            if saves:
+                hook.record(a=[float(step), float(rank)])
             hook.log(loss=1000.0 * step + rank)
             hook.step()
             step += 1
@@ -96,7 +102,7 @@ class Rank:
 
 
 def do_all(ranks: list[Rank], words: str) -> list[str]:
-    """Tell all, then hear all."""
+    """Send the command to all ranks, then read all answers."""
     for rank in ranks:
         rank.say(words)
     return [rank.answer() for rank in ranks]
@@ -137,7 +143,7 @@ def node(
 
 
 def leader_of(ranks: list[Rank]) -> int:
-    """Which of them leads, once one does and the others follow: after a leader's death that takes them a moment."""
+    """The index of the leader, once one rank leads and the others follow: after a leader's death that takes a moment."""
     deadline = time.monotonic() + 60
     while True:
         roles = do_all(ranks, "role")
@@ -153,7 +159,7 @@ class Written:
     def __init__(self, objects: Mapping[str, bytes]) -> None:
         self.keys = sorted(SegmentKey.parse(path) for path in objects)
         self.blocks: list[Block] = [decode(objects[key.path], key.path) for key in self.keys]
-        self.held = {key: blocks_of(objects[key.path], key.path) for key in self.keys}
+        self.positions = {key: blocks_of(objects[key.path], key.path) for key in self.keys}
         self.rows: Counter[tuple[int, int, float]] = Counter()
         for block in self.blocks:
             self.rows.update(
@@ -170,7 +176,7 @@ class Written:
         return sorted({key.writer.writer for key in self.keys})
 
     def assert_contiguous(self) -> None:
-        """No writer's numbers have a gap, and none comes twice."""
+        """The numbers of each writer have no gap and no duplicate."""
         by_writer: dict[str, list[int]] = {}
         for key in self.keys:
             by_writer.setdefault(key.writer.writer, []).append(key.seq)

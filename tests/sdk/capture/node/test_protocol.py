@@ -1,4 +1,4 @@
-"""The protocol by itself: ranks come, part and die between any two messages; every block is on the store once at most,
+"""The protocol alone: ranks join, leave and die between any two messages; every block is on the store at most once,
 and in the end all blocks of those that live are.
 """
 
@@ -26,7 +26,7 @@ class Rank:
 
     name: str
     handing: Handing
-    made: int = 0
+    created: int = 0
     unsure: list[int] = field(default_factory=list)  # blocks that it keeps
     line: deque[Message] = field(default_factory=deque)
     follows: object = None  # the leader's state, as long as the line stands
@@ -38,7 +38,7 @@ class Rank:
 
 
 class Node(RuleBasedStateMachine):
-    """Three ranks, one store, any order of events. A rank that is killed or parts is followed by a new process."""
+    """Three ranks, one store, any order of events. A rank that is killed or leaves is replaced by a new process."""
 
     @initialize()
     def begin(self) -> None:
@@ -49,7 +49,7 @@ class Node(RuleBasedStateMachine):
         self.gone: list[Rank] = []
         self.leader: Rank | None = None
         self.leading: Leading | None = None
-        self.told: set[str] = set()  # tokens that the leader has a line to
+        self.notified: set[str] = set()  # tokens that the leader has a line to
         self.file = ""
         self.terms = self.writers = 0
         self.late: list[tuple[SegmentKey, Blocks]] = []
@@ -87,12 +87,12 @@ class Node(RuleBasedStateMachine):
             rank.line.append(message)
 
     def followers(self) -> list[Rank]:
-        return [rank for rank in [*self.ranks, *self.gone] if rank.name in self.told]
+        return [rank for rank in [*self.ranks, *self.gone] if rank.name in self.notified]
 
     def lose(self, rank: Rank) -> None:
         assert self.leading is not None
         assert self.leader is not None
-        self.told.discard(rank.name)
+        self.notified.discard(rank.name)
         self.leading.lose(rank.name)
         term = self.new_term()
         self.leader.handing.accept_term(term)
@@ -102,12 +102,12 @@ class Node(RuleBasedStateMachine):
     def record(self, place: int) -> None:
         rank = self.ranks[place]
         if rank.alive and not rank.apart:
-            rank.unsure.append(rank.made)
-            rank.made += 1
+            rank.unsure.append(rank.created)
+            rank.created += 1
 
     @rule(place=RANKS)
     def meet(self, place: int) -> None:
-        """Lead where nobody does, else follow."""
+        """Lead if no rank leads, else follow."""
         rank = self.ranks[place]
         if not rank.alive or rank.apart or rank.follows is not None or rank is self.leader:
             return
@@ -121,23 +121,23 @@ class Node(RuleBasedStateMachine):
                 self.writers += 1
                 self.leading = Leading(WriterId("a", "n", f"node-{self.writers}"), 0)
             handing.join(self.leading.writer, self.leading.seq, self.new_term(), None)
-            handing.sent = rank.unsure[0] if rank.unsure else rank.made
+            handing.sent = rank.unsure[0] if rank.unsure else rank.created
             self.leading.join(rank.name)
-            self.leader, self.told = rank, set()
+            self.leader, self.notified = rank, set()
             return
         assert self.leading is not None
-        if rank.name in self.told:
+        if rank.name in self.notified:
             self.lose(rank)
         self.settle(rank, whole=False)
         self.leading.join(rank.name)
-        self.told.add(rank.name)
+        self.notified.add(rank.name)
         rank.follows = self.leading
         flight = self.leading.flight
         notice = flight.notice if flight else None
         rank.line.append(protocol.Welcome(self.leading.writer, self.leading.seq, self.file, notice))
 
     @rule(place=RANKS)
-    def hear(self, place: int) -> None:
+    def receive(self, place: int) -> None:
         rank = self.ranks[place]
         if rank.alive and rank.line:
             self.take_in(rank, rank.line.popleft())
@@ -145,13 +145,13 @@ class Node(RuleBasedStateMachine):
             rank.follows = None  # the end of the line
 
     def connected(self, rank: Rank) -> bool:
-        return rank.follows is self.leading and rank.name in self.told
+        return rank.follows is self.leading and rank.name in self.notified
 
     def take_in(self, rank: Rank, message: Message) -> None:
         handing = rank.handing
         if isinstance(message, protocol.Welcome):
             handing.join(message.writer, message.seq, message.term, message.notice)
-            handing.sent = rank.unsure[0] if rank.unsure else rank.made
+            handing.sent = rank.unsure[0] if rank.unsure else rank.created
         elif isinstance(message, protocol.ObjectStarted):
             handing.accept_notice(message.notice)
         elif isinstance(message, protocol.ObjectStored):
@@ -196,7 +196,7 @@ class Node(RuleBasedStateMachine):
 
     @rule()
     def announce_to_some_and_die(self) -> None:
-        """The store is not asked before all have been told."""
+        """The leader dies after it has announced an object to only some followers; the object is not written."""
         if self.leading is None or self.leader is None:
             return
         batch = self.leading.propose()
@@ -208,7 +208,7 @@ class Node(RuleBasedStateMachine):
 
     @rule(answered=st.booleans())
     def make(self, answered: bool) -> None:
-        """The store is asked; its answer may be lost."""
+        """The leader creates the object; the answer of the store may be lost."""
         if self.leading is None or self.leader is None or self.leading.flight is None:
             return
         notice = self.leading.flight.notice
@@ -236,18 +236,18 @@ class Node(RuleBasedStateMachine):
             if self.leading.flight is not None:
                 notice = self.leading.flight.notice
                 self.late.append((notice.key, notice.blocks))
-            self.leader, self.leading, self.told = None, None, set()
+            self.leader, self.leading, self.notified = None, None, set()
 
     @rule(place=RANKS)
     def lose_line(self, place: int) -> None:
-        """The leader gives a rank up; the rank hears what was sent before, and the end."""
+        """The leader drops a rank; the rank receives the messages sent before, and the end."""
         rank = self.ranks[place]
-        if rank.name in self.told and self.leading is not None:
+        if rank.name in self.notified and self.leading is not None:
             self.lose(rank)
 
     @rule(place=RANKS)
     def part(self, place: int) -> None:
-        """A rank writes for itself; what it was told before it shut the line is still heard."""
+        """A rank writes for itself; it still processes messages received before it closed the connection."""
         rank = self.ranks[place]
         if not rank.alive or rank.apart:
             return
@@ -271,17 +271,17 @@ class Node(RuleBasedStateMachine):
 
     @rule(place=RANKS)
     def catch_up(self, place: int) -> None:
-        """Hear everything, the end too."""
+        """Receive all messages, including the end."""
         rank = self.ranks[place]
         while rank.line:
-            self.hear(place)
-        self.hear(place)
+            self.receive(place)
+        self.receive(place)
 
-    @rule(heard=st.booleans())
-    def all_meet(self, heard: bool) -> None:
+    @rule(reached=st.booleans())
+    def all_meet(self, reached: bool) -> None:
         for place in range(3):
             self.meet(place)
-            if heard:
+            if reached:
                 self.catch_up(place)
 
     @rule(answered=st.booleans())
@@ -318,7 +318,7 @@ class Node(RuleBasedStateMachine):
                 assert seqs == list(range(len(seqs)))
 
     def teardown(self) -> None:
-        """Let everything come to its end."""
+        """Process all messages and finish."""
         if not hasattr(self, "own"):
             return
         for _ in range(4):
@@ -341,7 +341,7 @@ class Node(RuleBasedStateMachine):
         for rank in [*self.ranks, *self.gone]:
             if rank.alive:
                 assert rank.unsure == [], rank
-                assert all(stored[rank.name, number] == 1 for number in range(rank.made))
+                assert all(stored[rank.name, number] == 1 for number in range(rank.created))
 
 
 TestNode = Node.TestCase

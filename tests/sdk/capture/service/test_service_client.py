@@ -1,4 +1,4 @@
-"""What the service is told, and what its answers change in a recorder: only how often it announces."""
+"""What a recorder announces to the service, and what answers change in a recorder: only the announcement interval."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Listening:
     Attributes:
         address: where it is.
         added: what it adds to its next answers.
-        refuses: status and Retry-After of its next answers; None where it takes what it is told.
+        refuses: status and Retry-After of its next answers; None if it accepts requests.
         answers: its next answers; None for those of a service.
         answering: set while it answers; else its answers wait.
-        told: where and what it was told.
+        requests: path and body of each request.
     """
 
     address: ServiceAddress
@@ -43,20 +43,22 @@ class Listening:
     refuses: tuple[int, str] | None = None
     answers: bytes | None = None
     answering: threading.Event = field(default_factory=threading.Event)
-    told: list[tuple[str, Any]] = field(default_factory=list)
+    requests: list[tuple[str, Any]] = field(default_factory=list)
 
     @property
     def announced(self) -> dict[int, bool]:
         """Steps that were announced, and whether as urgent."""
-        return {body["last"]: body["urgent"] for path, body in self.told if path.endswith("/announcements")}
+        return {
+            body["last"]: body["urgent"] for path, body in self.requests if path.endswith("/announcements")
+        }
 
 
 @pytest.fixture
 def service() -> Iterator[Listening]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            said = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            listening.told.append((self.path, said))
+            message = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            listening.requests.append((self.path, message))
             listening.answering.wait(60)
             body = json.dumps({"control": ControlDocument().as_data(), **listening.added}).encode()
             status, after = listening.refuses or (200, "")
@@ -68,7 +70,7 @@ def service() -> Iterator[Listening]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_said: Any) -> None:
+        def log_message(self, *_arguments: Any) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -83,7 +85,7 @@ def service() -> Iterator[Listening]:
 
 
 @pytest.mark.parametrize(
-    ("told", "kept"),
+    ("answer", "interval"),
     [
         (2.5, 2.5),
         (0, 0.0),
@@ -96,12 +98,12 @@ def service() -> Iterator[Listening]:
         (10**400, 30.0),
     ],
 )
-def test_a_service_that_lags_asks_for_a_pause(service: Listening, told: object, kept: float) -> None:
+def test_a_service_that_lags_requests_a_pause(service: Listening, answer: object, interval: float) -> None:
     client = ServiceClient(service.address, "vision")
     assert client.pause_seconds == 0.0
-    service.added["pause_seconds"] = told
+    service.added["pause_seconds"] = answer
     assert client.announce("r", KEY, {}) == ControlDocument()
-    assert client.pause_seconds == kept
+    assert client.pause_seconds == interval
     service.added.clear()
     client.announce("r", KEY, {})
     assert client.pause_seconds == 0.0
@@ -135,7 +137,7 @@ def test_what_has_just_become_nan_is_announced_as_urgent(
         ((429, "soon"), None),
     ],
 )
-def test_a_refusal_says_when_to_come_again(
+def test_a_refusal_states_when_to_retry(
     service: Listening, refuses: tuple[int, str], after: float | None
 ) -> None:
     service.refuses = refuses
@@ -152,7 +154,7 @@ def test_the_pause_after_a_refusal() -> None:
         pause.failed(ServiceRefusedError(status, "", "no", "", after))
 
     def lasts() -> float:
-        """Seconds until the service may be asked again."""
+        """Seconds until the next request to the service."""
         began = now[0]
         while pause.is_active:
             now[0] += 0.5
@@ -189,7 +191,7 @@ def test_the_pause_after_a_refusal() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 500, 404, 302])
-def test_a_service_that_refuses_is_left_alone_while_a_loss_is_nan(
+def test_a_service_that_refuses_is_ignored_while_a_loss_is_nan(
     service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
@@ -200,9 +202,9 @@ def test_a_service_that_refuses_is_left_alone_while_a_loss_is_nan(
         record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
         # Pauses of 1, 2, 4 … s lay between: so many requests fit into the time, however it went.
         fit = 1 + math.log2(1 + time.monotonic() - began)
-        assert 1 <= len(service.told) <= fit
-        service.refuses, before = None, len(service.told)
-        record_until(hook, lambda: len(service.told) > before + 1)
+        assert 1 <= len(service.requests) <= fit
+        service.refuses, before = None, len(service.requests)
+        record_until(hook, lambda: len(service.requests) > before + 1)
         assert service.announced, "it is registered, and goes on"
 
 
@@ -216,7 +218,7 @@ def test_no_segment_waits_for_a_slow_answer(
     service.answering.clear()
     with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
         record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
-        assert len(service.told) == 1, "the registration"
+        assert len(service.requests) == 1, "the registration"
         service.answering.set()
     written = sorted(
         SegmentKey.parse(f"stats/{path.relative_to(tmp_path / 'default/r/stats')}").last

@@ -1,4 +1,4 @@
-"""Finding a service of this machine, whatever lies where its note belongs."""
+"""Locating a service on this machine, whatever the path of its location file contains."""
 
 from __future__ import annotations
 

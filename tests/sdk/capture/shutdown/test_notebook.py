@@ -32,18 +32,18 @@ for step in range(5):
     loss.backward()
     optimizer.step()
 gc.collect()
-print(len([held for held in models if held() is not None]), threading.active_count(), hook.run_url)
+print(len([reference for reference in models if reference() is not None]), threading.active_count(), hook.run_url)
 """
 
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Iterator[Notebook]:
-    with Notebook(tmp_path, {}).running() as held:
-        yield held
+    with Notebook(tmp_path, {}).running() as running:
+        yield running
 
 
 def ended(run: str | Path) -> tuple[str, int, str]:
-    """How its one worker said that it ended."""
+    """The state in the end document of its only worker."""
     (end,) = watchstep.open_run(run).ends()
     return end.state, end.last_step, end.reason
 
@@ -64,22 +64,22 @@ def test_a_cell_that_is_run_again_ends_what_it_left_open_and_a_kernel_ends_the_r
         assert ended(runs / "first") == ("completed", 3, "another cell began to record")
         two = 'both = [watchstep.Hook("runs", run=name) for name in ("third", "fourth")]\nfor each in both: each.step()'
         notebook.text(two)
-    for name, told in (
+    for name, words in (
         ("second", ("completed", 6, "another cell began to record")),
         ("third", ("completed", 0, "")),
     ):
-        assert ended(runs / name) == told
+        assert ended(runs / name) == words
 
 
 @pytest.mark.slow
-def test_a_training_that_is_run_again_holds_no_earlier_model(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_training_that_is_run_again_retains_no_earlier_model(notebook: Notebook, tmp_path: Path) -> None:
     notebook.text("models = []")
-    told = [notebook.text(TRAINING).split() for _ in range(3)]
+    outputs = [notebook.text(TRAINING).split() for _ in range(3)]
     (tmp_path / "train.py").write_text(TRAINING)
-    told += [notebook.text("%run -i train.py").split() for _ in range(2)]
-    assert {kept for kept, _, _ in told} == {"1"}
-    assert len({threads for _, threads, _ in told[1:]}) == 1
-    for *_, url in told[:-1]:
+    outputs += [notebook.text("%run -i train.py").split() for _ in range(2)]
+    assert {exit_code for exit_code, _, _ in outputs} == {"1"}
+    assert len({threads for _, threads, _ in outputs[1:]}) == 1
+    for *_, url in outputs[:-1]:
         assert ended(url) == ("completed", 4, "another cell began to record")
         run = watchstep.open_run(url)
         assert run.tensor("0.weight").steps()[0] == 0

@@ -1,4 +1,4 @@
-"""What a launcher may say of a stop, beside what a program does."""
+"""The launcher's setting for stops, combined with the program's own handling."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_RUN", "r")
 
 
-def asked(tmp_path: Path, on_stop: OnStop | None = None) -> Hook:
-    """A hook that is asked to stop after its first step."""
+def requested_hook(tmp_path: Path, on_stop: OnStop | None = None) -> Hook:
+    """A hook that gets a stop request after its first step."""
     hook = Hook(tmp_path, on_stop=on_stop)
     hook._control_changed(ControlDocument().with_stop(StopRequest("a1", 0, "NaN")), "a1")
     return hook
@@ -34,7 +34,7 @@ def test_words_that_end_a_program_without_a_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", word)
-    with asked(tmp_path) as hook, pytest.raises(StopTraining):
+    with requested_hook(tmp_path) as hook, pytest.raises(StopTraining):
         hook.step()
 
 
@@ -42,7 +42,7 @@ def test_a_program_that_ends_while_a_checkpoint_is_waited_for_was_not_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
-    with asked(tmp_path) as hook:
+    with requested_hook(tmp_path) as hook:
         hook.step()
         hook.step()
     end = documents.decode(EndDocument, Store.open(hook.run_url).get(end_document("a1", 0)), "end")
@@ -55,15 +55,15 @@ def test_several_ranks_stop_together_without_waiting_for_a_checkpoint(
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with asked(tmp_path) as hook, pytest.raises(StopTraining):
+    with requested_hook(tmp_path) as hook, pytest.raises(StopTraining):
         hook.step()
     assert "no checkpoint is waited for" in hook.health["notes"]["on_stop"]
 
 
 @pytest.mark.parametrize("word", ["", "ignore"])
-def test_words_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_words_that_do_not_end_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", word)
-    with asked(tmp_path) as hook:
+    with requested_hook(tmp_path) as hook:
         hook.step()
 
 
@@ -72,7 +72,7 @@ def test_words_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word
 def test_how_a_run_ended_does_not_depend_on_who_reads_of_its_stop(
     tmp_path: Path, on_stop: OnStop, state: str, looks: bool
 ) -> None:
-    with asked(tmp_path, on_stop) as hook:
+    with requested_hook(tmp_path, on_stop) as hook:
         for _ in range(3):
             hook.step()
             if looks:
@@ -90,24 +90,24 @@ def test_a_program_that_checks_is_a_rank_that_stops_with_the_others(tmp_path: Pa
     assert documents.decode(AttemptDocument, data, "attempt").on_stop == "callback"
 
 
-def test_a_word_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "maybe")
     with pytest.raises(ConfigError, match="maybe"):
         Hook(tmp_path)
 
 
 def test_a_function_saves_and_the_program_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[StopRequest] = []
-    with asked(tmp_path, told.append) as hook:
+    requests: list[StopRequest] = []
+    with requested_hook(tmp_path, requests.append) as hook:
         hook.step()  # a function by itself ends nothing
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
-    with asked(tmp_path, told.append) as hook, pytest.raises(StopTraining) as stopped:
+    with requested_hook(tmp_path, requests.append) as hook, pytest.raises(StopTraining) as stopped:
         hook.step()
     assert (stopped.value.code, stopped.value.step) == (86, 0)
-    assert [request.reason for request in told] == ["NaN", "NaN"]
+    assert [request.reason for request in requests] == ["NaN", "NaN"]
 
 
-def test_a_function_that_cannot_save_keeps_nobody_from_stopping(
+def test_a_failed_save_function_does_not_prevent_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
@@ -115,14 +115,14 @@ def test_a_function_that_cannot_save_keeps_nobody_from_stopping(
     def save(request: StopRequest) -> None:
         raise OSError(28, "No space left on device")
 
-    hook = asked(tmp_path, save)
+    hook = requested_hook(tmp_path, save)
     with pytest.raises(StopTraining):
         hook.step()
     hook.close()
     assert "No space left" in hook.health["faults"]["on_stop"]
 
 
-def test_what_a_launch_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_launch_continues_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resume_from() is None
     monkeypatch.setenv("WATCHSTEP_RESUME_FROM", "checkpoints/step-40.pt")
     monkeypatch.setenv("WATCHSTEP_FIRST_STEP", "41")

@@ -1,4 +1,4 @@
-"""GPUs by NVML. Which of them are a program's is known without one; the rest only a GPU can show."""
+"""GPUs by NVML. Selecting the GPUs of a program needs no GPU; the other tests do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
 
 
 @pytest.mark.parametrize(
-    ("said", "due"),
+    ("variable", "due"),
     [
         (None, [0, 1, 2]),
         ("", []),
@@ -26,14 +26,14 @@ NAMES = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
         ("NoDevFiles", []),
     ],
 )
-def test_a_program_uses_what_cuda_shows_it(said: str | None, due: list[int]) -> None:
-    assert visible(NAMES, said) == due
+def test_a_program_uses_what_cuda_shows_it(variable: str | None, due: list[int]) -> None:
+    assert visible(NAMES, variable) == due
 
 
 @pytest.mark.skipif(
     not driver_is_there(), reason="NO GPU HERE: what NVML says of one is not proven by this run"
 )
-def test_a_gpu_tells_how_busy_and_how_full_it_is() -> None:
+def test_a_gpu_reports_its_utilization_and_memory() -> None:
     source = Gpus()
     figures = source.sample(1.0)
     source.close()

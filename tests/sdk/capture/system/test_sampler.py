@@ -1,4 +1,4 @@
-"""Recordings with figures of the system in them: real ones, sampled far more often than is the default."""
+"""Recordings with real system figures, sampled far more often than by default."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def test_what_is_sampled_while_a_step_lasts_is_one_row() -> None:
         rows = samples.as_rows()
         assert rows is not None
         waiting.give(rows)
-    held = waiting.take()
-    assert held is not None
+    taken = waiting.take()
+    assert taken is not None
     assert rows is not None
     assert waiting.take() is None
-    assert [info.name for info in held.tensors] == [CPU, MEMORY, STEP_SECONDS]
-    assert held.statistics.count.tolist() == [2, 4, 2]
-    assert held.statistics.mean.tolist() == [2.0, 2.0, 2.0]
-    assert held.time_ns == rows.time_ns
+    assert [info.name for info in taken.tensors] == [CPU, MEMORY, STEP_SECONDS]
+    assert taken.statistics.count.tolist() == [2, 4, 2]
+    assert taken.statistics.mean.tolist() == [2.0, 2.0, 2.0]
+    assert taken.time_ns == rows.time_ns
 
 
 def test_a_short_recording_has_none(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_two_runs_differ_by_what_they_learnt_alone(tmp_path: Path) -> None:
     assert not any(name.startswith("system/") for name in found.table["tensor"].to_pylist())
 
 
-def test_its_cost_is_told(tmp_path: Path) -> None:
+def test_its_cost_is_reported(tmp_path: Path) -> None:
     hook = Hook(tmp_path, config=CaptureConfig(system=SystemSampling(0.01, 0.02, share=1.0)))
     train_until(MEMORY, hook)
     hook.close()

@@ -1,4 +1,4 @@
-"""What the machine's files say, real ones and ones that are written here."""
+"""System figures from files of the machine, and from files that the test writes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ HYBRID = {**CONTAINER_V1, "proc/self/cgroup": CONTAINER_V1["proc/self/cgroup"] +
 @pytest.mark.parametrize(
     "files", [CONTAINER_V2, CONTAINER_V1, JOB_V2, HYBRID], ids=["v2", "v1", "job", "hybrid"]
 )
-def test_a_groups_limits_are_found_wherever_they_stand(files: dict[str, str], tmp_path: Path) -> None:
+def test_limits_of_a_control_group_are_found_in_every_layout(files: dict[str, str], tmp_path: Path) -> None:
     root = written(tmp_path, files)
     processor, memory = cpu_group(root), memory_group(root)
     assert processor is not None
@@ -139,7 +139,7 @@ UNLIMITED = {
 
 
 @pytest.mark.parametrize("name", UNLIMITED)
-def test_where_nothing_limits_there_is_no_limit(name: str, tmp_path: Path) -> None:
+def test_an_unlimited_group_has_no_limit(name: str, tmp_path: Path) -> None:
     root = written(tmp_path, UNLIMITED[name])
     assert cpu_group(root) is None
     assert memory_group(root) is None
@@ -187,10 +187,10 @@ def test_what_a_process_takes_is_seen() -> None:
     source = Process()
     first = source.sample(1.0)
     # Mapped, for an allocator may give memory that the process has long had.
-    with mmap.mmap(-1, 64 * 1024**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
-        held.write(os.urandom(len(held)))
+    with mmap.mmap(-1, 64 * 1024**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        mapping.write(os.urandom(len(mapping)))
         second = source.sample(1.0)
-        taken = len(held)
+        taken = len(mapping)
     assert second[MEMORY_PRIVATE] - first[MEMORY_PRIVATE] >= 0.9 * taken
     assert second[MEMORY] >= second[MEMORY_PRIVATE]
     assert second[CPU] > 0
@@ -214,7 +214,7 @@ print(cpu["system/cpu"] * cpu["system/cpus"] * seconds, node["system/node_cpu"])
 """
 
 
-def test_a_process_that_is_busy_is_told_as_that() -> None:
+def test_a_process_that_is_busy_is_reported_as_that() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOAD.format(path=sys.path)], capture_output=True, text=True, check=True
     )

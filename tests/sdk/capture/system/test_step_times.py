@@ -25,7 +25,7 @@ def test_a_step_is_from_update_to_update_and_waits_until_its_forward_pass() -> N
     assert times.take() == ([], [])
 
 
-def test_a_step_with_an_evaluation_in_it_is_left_out() -> None:
+def test_a_step_with_an_evaluation_in_it_is_omitted() -> None:
     clock = Clock()
     times = StepTimes(clock)
     for evaluates in (False, True, False):
@@ -47,7 +47,7 @@ def test_an_update_without_a_forward_pass_waits_for_nothing_that_is_seen() -> No
     assert times.take() == ([2.0, 2.0], [])
 
 
-def test_what_nobody_takes_is_bounded() -> None:
+def test_unconsumed_step_times_are_limited() -> None:
     clock = Clock()
     times = StepTimes(clock)
     for _ in range(70_000):

@@ -1,4 +1,4 @@
-"""The spill folder: where it is, whose it is, and what is read back from it."""
+"""The spill folder: its location, its owner, and its contents."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ def test_what_is_written_is_read_back_in_order(tmp_path: Path) -> None:
     folder.add_end(END)
     (folder.path / ".part-left-behind").touch()
     (folder.path / "0000000001-segment-x").touch()
-    assert [folder.read(held) for held in folder.entries()] == sorted(items, key=lambda one: one.place.seq)
+    assert [folder.read(entry) for entry in folder.entries()] == sorted(
+        items, key=lambda outgoing: outgoing.place.seq
+    )
     assert (folder.about(), folder.end()) == (ABOUT, END)
 
 
-def test_the_writer_that_was_claimed_is_kept(tmp_path: Path) -> None:
+def test_the_writer_that_was_claimed_is_retained(tmp_path: Path) -> None:
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
     claimed = SpillOwner(**{**vars(ABOUT), "writer": WriterId("a", "n", "w3")})
     folder.describe(claimed)
@@ -60,7 +62,7 @@ def test_the_writer_that_was_claimed_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b'{"identity": {"project": "../x"}}', b"\xff"])
-def test_a_description_that_is_none_is_told(tmp_path: Path, damage: bytes) -> None:
+def test_an_invalid_description_is_reported(tmp_path: Path, damage: bytes) -> None:
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
     (folder.path / "spill.json").write_bytes(damage)
     with pytest.raises(FormatError):
@@ -75,7 +77,7 @@ def test_names_that_would_leave_their_place_are_refused(tmp_path: Path) -> None:
         folder.about()
 
 
-def test_one_at_a_time_holds_it(tmp_path: Path) -> None:
+def test_one_process_at_a_time_locks_the_folder(tmp_path: Path) -> None:
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
     assert SpillFolder.take(folder.path) is None
     folder.release()
@@ -86,7 +88,7 @@ def test_one_at_a_time_holds_it(tmp_path: Path) -> None:
     assert not folder.path.exists()
 
 
-def test_it_is_its_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_has_access(tmp_path: Path) -> None:
     folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
     folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
     modes = {entry.stat().st_mode & 0o077 for entry in [folder.path, *folder.path.iterdir()]}
@@ -109,50 +111,50 @@ def test_a_root_that_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_folders_of_other_users_are_not_uploaded(tmp_path: Path) -> None:
-    made = SpillFolder.make(tmp_path, "r", ABOUT)
-    made.release()
-    assert spill_folders(tmp_path) == [made.path]
-    os.chown(made.path, 12345, 12345)
+    folder = SpillFolder.make(tmp_path, "r", ABOUT)
+    folder.release()
+    assert spill_folders(tmp_path) == [folder.path]
+    os.chown(folder.path, 12345, 12345)
     assert spill_folders(tmp_path) == []
 
 
-def test_a_root_that_looks_like_a_spill_folder_is_none_unless_it_is_named(tmp_path: Path) -> None:
-    made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    made.release()
-    within = SpillFolder.make(made.path, "r", ABOUT)
+def test_a_root_with_files_of_a_spill_folder_is_used_only_if_named(tmp_path: Path) -> None:
+    folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
+    folder.release()
+    within = SpillFolder.make(folder.path, "r", ABOUT)
     within.release()
-    assert spill_folders(made.path) == [within.path]
-    assert named_spill_folders(made.path) == [made.path]
-    assert named_spill_folders(made.path.parent) == [made.path]
+    assert spill_folders(folder.path) == [within.path]
+    assert named_spill_folders(folder.path) == [folder.path]
+    assert named_spill_folders(folder.path.parent) == [folder.path]
 
 
 def test_a_folder_that_others_may_write_to_is_not_uploaded(tmp_path: Path) -> None:
-    made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    made.release()
-    made.path.chmod(0o777)
-    assert named_spill_folders(made.path) == [made.path]
-    assert "not exclusively this user's" in sync(made.path).why
+    folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
+    folder.release()
+    folder.path.chmod(0o777)
+    assert named_spill_folders(folder.path) == [folder.path]
+    assert "not exclusively this user's" in sync(folder.path).why
     within = SpillFolder.make(tmp_path, "r", ABOUT)
     within.release()
-    within.path.rename(made.path / "within")
-    assert named_spill_folders(made.path) == [made.path / "within"]
+    within.path.rename(folder.path / "within")
+    assert named_spill_folders(folder.path) == [folder.path / "within"]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_named_folder_of_another_user_is_not_uploaded(tmp_path: Path) -> None:
-    made = SpillFolder.make(tmp_path, "r", ABOUT)
-    made.release()
-    os.chown(made.path, 65534, 65534)
-    assert named_spill_folders(made.path) == [made.path]
-    assert "owner 65534" in sync(made.path).why
-    assert sorted(entry.name for entry in made.path.iterdir()) == ["lock", "spill.json"]
+    folder = SpillFolder.make(tmp_path, "r", ABOUT)
+    folder.release()
+    os.chown(folder.path, 65534, 65534)
+    assert named_spill_folders(folder.path) == [folder.path]
+    assert "owner 65534" in sync(folder.path).why
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["lock", "spill.json"]
 
 
-def test_a_link_to_a_spill_folder_is_not_one(tmp_path: Path) -> None:
-    made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    made.release()
+def test_a_link_to_a_spill_folder_is_ignored(tmp_path: Path) -> None:
+    folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
+    folder.release()
     link = tmp_path / "link"
-    link.symlink_to(made.path)
+    link.symlink_to(folder.path)
     assert spill_folders(tmp_path) == []
     assert "cannot be opened" in sync(link).why
 

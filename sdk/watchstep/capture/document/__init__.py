@@ -1,0 +1,1 @@
+"""Capture documents: a `CaptureConfig` as YAML or JSON, and its JSON schema."""

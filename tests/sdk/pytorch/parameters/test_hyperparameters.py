@@ -1,0 +1,147 @@
+"""Optimizer hyperparameters in the record of every program that steps an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
+from watchstep import Cadence, CaptureConfig, Hook, Run
+
+STEPS = 6
+
+
+def trained(
+    store: Path,
+    model: nn.Sequential,
+    optimizer: torch.optim.Optimizer,
+    each: Callable[[int], Any] = lambda _: None,
+    *,
+    steps: int = STEPS,
+    config: CaptureConfig = EVERY_STEP,
+) -> Run:
+    hook = Hook(store, config=config)
+    hook.watch(model, optimizer)
+    for step, (x, y) in enumerate(batches(steps)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        each(step)
+    return recorded(hook)
+
+
+def series(run: Run, name: str) -> dict[int, float]:
+    rows = run.tensor(name).statistics().to_pydict()
+    return dict(zip(rows["step"], rows["mean"], strict=True))
+
+
+def names(run: Run) -> list[str]:
+    return sorted(name for name in run.tensors() if name.startswith("optimizer:"))
+
+
+def test_every_group_at_the_start_and_where_it_changes(tmp_path: Path) -> None:
+    model = small_model()
+    groups: list[dict[str, Any]] = [
+        {"params": model[0].parameters(), "name": "trunk"},
+        {"params": model[3].parameters(), "lr": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+
+    def each(step: int) -> None:
+        if step == 2:
+            optimizer.param_groups[0]["lr"] *= 100
+        if step == 3:
+            optimizer.param_groups[1]["weight_decay"] = 0.1
+
+    run = trained(tmp_path, model, optimizer, each)
+    assert series(run, "optimizer:learning_rate/trunk") == {0: 1e-2, 3: 1.0}
+    assert series(run, "optimizer:learning_rate/1") == {0: 0.5}
+    assert series(run, "optimizer:weight_decay/1") == {0: 0.0, 4: 0.1}
+    assert (series(run, "optimizer:beta1/trunk"), series(run, "optimizer:beta2/1")) == ({0: 0.9}, {0: 0.9})
+    assert len(names(run)) == 8
+    info = run.tensor("optimizer:learning_rate/1").info
+    assert (info.role, info.collections) == ("metric", ("metrics",))
+
+
+def test_a_schedule_leaves_a_row_at_each_change(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    run = trained(tmp_path, model, optimizer, lambda _: schedule.step())
+    assert series(run, "optimizer:learning_rate/0") == pytest.approx({0: 0.1, 2: 0.01, 4: 0.001})
+    assert names(run) == [f"optimizer:{name}/0" for name in ("learning_rate", "momentum", "weight_decay")]
+
+
+def test_values_that_are_tensors_and_change_in_place(tmp_path: Path) -> None:
+    model = small_model()
+    rate = torch.tensor(0.25)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    run = trained(tmp_path, model, optimizer, lambda step: rate.fill_(0.5) if step == 1 else rate.fill_(rate))
+    assert series(run, "optimizer:learning_rate/0") == {0: 0.25, 2: 0.5}
+
+
+def test_what_has_not_changed_is_recorded_again_after_a_thousand_steps(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = CaptureConfig({"metrics": Cadence()}, system=None)
+    run = trained(tmp_path, model, optimizer, steps=1002, config=config)
+    assert series(run, "optimizer:learning_rate/0") == {0: 0.5, 1000: 0.5}
+
+
+def test_a_second_optimizer_and_groups_that_come_later(tmp_path: Path) -> None:
+    model = small_model()
+    first = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    second = torch.optim.SGD(model[0].parameters(), lr=0.01)
+
+    def each(step: int) -> None:
+        second.step()
+        if step == 1:
+            first.add_param_group({"params": model[2].parameters(), "lr": 0.3})
+
+    run = trained(tmp_path, model, first, each)
+    assert series(run, "optimizer_2:learning_rate/0") == {0: 0.01}
+    assert series(run, "optimizer:learning_rate/1") == {2: 0.3}
+
+
+def test_labels_distinguish_groups_and_are_not_taken_for_losses(tmp_path: Path) -> None:
+    model = small_model()
+    groups = [
+        {"params": [parameter], "name": name}
+        for parameter, name in zip(model.parameters(), ("same", "same", "loss_head", ""), strict=False)
+    ]
+    run = trained(tmp_path, model, torch.optim.SGD(groups, lr=0.1))
+    rates = [name for name in names(run) if "learning_rate" in name]
+    assert rates == [f"optimizer:learning_rate/{number}" for number in range(4)]
+    assert run.losses().column_names.count("optimizer:learning_rate/2") == 0
+
+
+def test_a_program_of_very_many_groups_has_the_first_on_record(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(70)), nn.Linear(2, 8))
+    optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in model], lr=0.1)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    run = recorded(hook)
+    assert len([name for name in names(run) if "learning_rate" in name]) == 64
+    assert "71 parameter groups" in hook.health["notes"]["hyperparameters"]
+
+
+def test_nothing_where_metrics_are_not_recorded(tmp_path: Path) -> None:
+    model = small_model()
+    config = CaptureConfig({"losses": Cadence()}, system=None)
+    assert names(trained(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)) == []
+
+
+def test_sql_reads_them(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = trained(tmp_path, model, optimizer)
+    query = "SELECT step, mean FROM statistics WHERE tensor LIKE 'optimizer%:learning_rate/%'"
+    assert run.sql(query).to_pydict() == {"step": [0], "mean": [0.5]}
