@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from watchstep.capture.config import CaptureConfig
+from watchstep.capture.document.document import document_of
+from watchstep.capture.document.files import CAPTURE, inline, inline_file
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.service.location import local_folder
 from watchstep.errors import ConfigError, StoreError
+from watchstep.format.capture_needs import encoded
 from watchstep.format.layout import check_name
 from watchstep.hook import STORE
-from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS, PROBES
+from watchstep.hook_arguments import NEEDS, ON_STOP, ON_STOP_WORDS
 from watchstep.platform.transport import SERVICE, TOKEN
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
@@ -32,11 +38,13 @@ from watchstep_launch.registration import (
 )
 from watchstep_launch.relaunch import Relaunch, Requeue
 from watchstep_launch.service_location import locate_service
-from watchstep_rules.config.attached import AttachedRule, element_probes
+from watchstep_rules.config.attached import AttachedRule, capture_needs
 from watchstep_rules.config.rule_config import RuleConfig
 
 # The current folder comes first in Python's search path, and may contain modules of any name.
 _RUN = "import sys; sys.path[:1] = []; from watchstep.command import main; main()"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,9 @@ class Estimator:
         backend: the backend that runs it.
         store: store for runs: a folder that its jobs can access, or s3://, gs://, az://.
         rules: rules to evaluate in addition to the service's own.
+        capture: what its jobs record: the path of a capture file, its data, or a `watchstep.CaptureConfig`. The content travels in the
+            job's environment. A program that sets ``Hook(config=…)`` itself overrides it. Default: the project's capture document,
+            or the built-in configuration.
         arguments: the program's arguments.
         environment: variables added to those that the backend sets for every job.
         folder: the working directory.
@@ -69,6 +80,7 @@ class Estimator:
     backend: Backend
     store: str | Path = "watchstep-runs"
     rules: Sequence[AttachedRule | RuleConfig] = ()
+    capture: str | os.PathLike[str] | Mapping[str, Any] | CaptureConfig | None = None
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: str | Path = "."
@@ -101,8 +113,9 @@ class Estimator:
             SubmissionRejectedError: the program cannot be started as it is.
             BackendDownError, CredentialsExpiredError: the backend did not accept the job. After any of these errors, nothing runs.
             RuleError, ServiceError: the service refuses a rule, or does not answer; nothing is launched.
-            ConfigError: a name is invalid, or ``backend_name`` is not registered; nothing is launched.
+            ConfigError: a name or ``capture`` is invalid, or ``backend_name`` is not registered; nothing is launched.
         """
+        capture = _inline_capture(self.capture)
         project = check_name("project", self.project)
         name, attempt = check_name("run", run or new_run_id()), new_nonce()
         words = self._words()
@@ -110,7 +123,7 @@ class Estimator:
         service = locate_service(self.service, store)
         address = service.address()
         registration = LaunchRegistration(address.operator, project, name)
-        registration.register([config_of(rule) for rule in self.rules], "who launched it")
+        project_capture = registration.register([config_of(rule) for rule in self.rules], "who launched it")
         if self.backend_name and service.url:
             registration.check_backend(self.backend_name)
         bound_as = registered_name(self.backend, service, self.backend_name)
@@ -121,8 +134,12 @@ class Estimator:
             LAUNCHED: attempt,
             ON_STOP: self._on_stop_word,
         }
-        if probes := element_probes(map(config_of, self.rules)):
-            variables[PROBES] = " ".join(probes)
+        if needs := encoded(capture_needs(map(config_of, self.rules))):
+            variables[NEEDS] = needs
+        if not capture and CAPTURE not in self.environment:
+            capture = self._project_capture(project_capture)
+        if capture:
+            variables[CAPTURE] = capture
         variables |= self._identity_of(store).variables(store)
         launch = Launch(
             (self._python(), "-c", _RUN, "run", "--", *words),
@@ -170,6 +187,27 @@ class Estimator:
             words = [self._python(), *words]
         return [*words, *self.arguments]
 
+    def _project_capture(self, document: Any) -> str:
+        """Return the project's capture document for the job; empty if there is none, or if it cannot be passed to the job."""
+        if document is None:
+            return ""
+        source = f"capture document of project {self.project}"
+        try:
+            text = inline(document, source)
+        except ConfigError as error:
+            _log.warning("%s; the job records with the built-in configuration", error.what)
+            return ""
+        limit: int | None = getattr(self.backend, "longest_variable", None)
+        if limit is not None and len(text) > limit:
+            _log.warning(
+                "%s: %d characters, more than the backend's limit of %d for a variable; the job records with the built-in configuration",
+                source,
+                len(text),
+                limit,
+            )
+            return ""
+        return text
+
     def _identity_of(self, store: str) -> StoreIdentity:
         """Return the identity of a store that the job accesses like this process; an unknown identity if the store does not exist yet."""
         identity = StoreIdentity()
@@ -200,3 +238,22 @@ class Estimator:
     def _store_url(self) -> str:
         text = str(self.store)
         return (text if checked_scheme(text) else Path(text).expanduser().absolute().as_uri()).rstrip("/")
+
+
+def _inline_capture(capture: Any) -> str:
+    """Return a capture document for the environment of a job; empty if there is none.
+
+    Raises:
+        ConfigError: it is missing or invalid.
+    """
+    if capture is None:
+        return ""
+    if isinstance(capture, str | os.PathLike):
+        return inline_file(capture)
+    if isinstance(capture, CaptureConfig):
+        return inline(document_of(capture), "Estimator(capture=…)")
+    if isinstance(capture, Mapping):
+        return inline(dict(capture), "Estimator(capture=…)")
+    raise ConfigError(
+        f"invalid capture={capture!r}"[:200], "use the path of a capture file, its data, or a CaptureConfig"
+    )

@@ -35,7 +35,7 @@ class LaunchRegistration:
     project: str
     run: str
 
-    def register(self, rules: Sequence[RuleConfig], who: str) -> None:
+    def register(self, rules: Sequence[RuleConfig], who: str) -> Any:
         """Register the run with rules. Rules with the action "stop" may stop jobs of the project from now on.
 
         Requests of a rule that the service cannot fulfil, such as an unknown receiver, are logged.
@@ -43,6 +43,9 @@ class LaunchRegistration:
         Args:
             rules: rules to evaluate in addition to the service's own.
             who: who permits stops, for the audit record: "who launched it".
+
+        Returns:
+            The capture document of the project, as data; None if it has none.
 
         Raises:
             ServiceError: the service refuses a rule or the token, or does not answer.
@@ -54,6 +57,7 @@ class LaunchRegistration:
         for rule in answer.get("rules", ()):
             for warning in rule.get("warnings", ()):
                 _log.warning("run %s: rule %s: %s", self.run, rule["name"], warning)
+        return answer.get("capture")
 
     def bind(self, attempt: str, job: JobHandle) -> None:
         """Bind an attempt to its job. The job's backend has the name that the service knows.

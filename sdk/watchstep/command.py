@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store`` and ``--version`` belong to the SDK; other packages provide the other commands."""
+"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store``, ``check-config FILE`` and ``--version`` belong to the SDK; other packages provide the other commands."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def main() -> None:
             from watchstep.wrapper.store_commands import migrate_main
 
             migrate_main(arguments[1:])
+        if arguments[:1] == ["check-config"]:
+            from watchstep.wrapper.check_config import main as check_config
+
+            check_config(arguments[1:])  # returns without a file: the service's configuration is checked
         _application()(arguments)
     except WatchstepError as error:
         sys.stderr.write(f"watchstep: {printable_lines(error)}\n")

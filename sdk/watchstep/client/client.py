@@ -394,18 +394,23 @@ class Client:
         )
         return queries.table(content)
 
-    def snapshots(self, run: str) -> Iterator[SnapshotInfo]:
-        """Snapshots by attempt, worker and step."""
-        return self._pages(SnapshotInfo, f"{self._part(run)}/snapshots", "snapshots", {})
+    def snapshots(self, run: str, collection: str | None = None) -> Iterator[SnapshotInfo]:
+        """Snapshots and saved tensors of collections, by attempt, worker, step, mode and collection.
+
+        Args:
+            run: id of the run.
+            collection: only tensors of this collection; empty for snapshots only.
+        """
+        query = {} if collection is None else {"collection": collection}
+        return self._pages(SnapshotInfo, f"{self._part(run)}/snapshots", "snapshots", query)
 
     def snapshot_tensor(self, run: str, snapshot: SnapshotInfo, name: str) -> TensorBytes:
-        """A tensor of a snapshot. WATCHSTEP_TENSOR_MB of the service limits its size."""
+        """A tensor of a snapshot or of a collection's object. WATCHSTEP_TENSOR_MB of the service limits its size."""
         from watchstep.client import queries  # imports numpy
 
         place = f"{segment(snapshot.attempt)}/{snapshot.worker}/{snapshot.step}/{snapshot.mode}"
-        content, headers = self._transport.fetch(
-            "GET", f"{self._of(run)}/snapshots/{place}/tensor", {"name": name}
-        )
+        query = {"name": name} | ({"collection": snapshot.collection} if snapshot.collection else {})
+        content, headers = self._transport.fetch("GET", f"{self._of(run)}/snapshots/{place}/tensor", query)
         return queries.tensor(
             content, headers.get("x-watchstep-dtype", ""), headers.get("x-watchstep-shape", "")
         )

@@ -103,12 +103,17 @@ class Action:
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """Full tensors of one step of one worker."""
+    """Full tensors of one step of one worker.
+
+    Attributes:
+        collection: the collection; empty for a snapshot of weights and gradients.
+    """
 
     attempt: str
     worker: int
     step: int
     mode: str
+    collection: str
     bytes: int
     raw: Mapping[str, Any] = field(repr=False, compare=False)
 

@@ -39,12 +39,15 @@ COUNTED = (*COUNT_COLUMNS, *VALUE_COLUMNS)
 
 _FINITE = ("count", "nan", "pos_inf", "neg_inf")
 _NEEDS: dict[str, tuple[str, ...]] = {
+    "sum": ("mean", *_FINITE),
     "variance": ("m2", *_FINITE),
     "std": ("m2", *_FINITE),
     "l1": ("abs_sum", *_FINITE),
     "l2": ("square_sum", *_FINITE),
     "rms": ("square_sum", *_FINITE),
     "abs_mean": ("abs_sum", *_FINITE),
+    "abs_variance": ("m2", "mean", "abs_sum", *_FINITE),
+    "abs_std": ("m2", "mean", "abs_sum", *_FINITE),
     "abs_max": ("min", "max"),
     "zero_share": ("zero", "count"),
     "nonfinite_share": _FINITE,

@@ -82,8 +82,7 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> RunDifference:
 
 
 def _compared(run: Run) -> list[str]:
-    system = set(run.tensors(SYSTEM))
-    return [name for name in run.tensors() if name not in system]
+    return [info.name for info in run.catalogue if SYSTEM not in info.collections]
 
 
 def _rows(run: Run, names: list[str], figures: tuple[str, ...]) -> Columns:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -83,9 +84,15 @@ class RunIndex:
     Attributes:
         damaged: segments that could not be read, and why; the others are available.
         budget: budget of the current query; None for no limits.
+        range_steps: the first step of all queries, and the step behind the last.
     """
 
-    def __init__(self, store: Store, budget: ReadBudget | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        budget: ReadBudget | None = None,
+        range_steps: tuple[int, int] = (0, NO_CUT),
+    ) -> None:
         self._store = store
         self._readers = readers_of(store)
         self._segments: dict[SegmentKey, ParquetObject] = {}
@@ -94,6 +101,7 @@ class RunIndex:
         self._started: dict[str, int] = {}
         self.damaged: dict[str, str] = {}
         self.budget = budget
+        self.range_steps = range_steps
         self._forget()
 
     def _forget(self) -> None:
@@ -111,6 +119,28 @@ class RunIndex:
         copied._generations = copy(self._generations)  # noqa: SLF001 - same class
         copied.budget = budget
         return copied
+
+    def unrestricted(self) -> RunIndex:
+        """Return the index with all steps, for one query."""
+        copied = copy(self)
+        copied.range_steps = (0, NO_CUT)
+        return copied
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether queries are restricted to a range of steps."""
+        return self.range_steps != (0, NO_CUT)
+
+    def is_within(self, step: int) -> bool:
+        """Whether queries include a step."""
+        return self.range_steps[0] <= step < self.range_steps[1]
+
+    def _within(self, selection: Selection) -> Selection:
+        """Return the part of a selection that is within the range of steps."""
+        if not self.is_restricted:
+            return selection
+        first, end = self.range_steps
+        return replace(selection, first=max(selection.first, first), last=min(selection.last, end - 1))
 
     def exclude(self, damaged: Mapping[str, str]) -> None:
         """Exclude segments that another reader has found damaged.
@@ -265,6 +295,11 @@ class RunIndex:
             return list(names)
         return sorted(names, key=lambda name: (self.start_of(name), name))
 
+    def first_steps(self) -> dict[str, int]:
+        """Return the first step of each attempt with records, oldest attempt first."""
+        located = ((attempt, self.objects(attempt)) for attempt in self.attempts())
+        return {attempt: min(stored.object.first for stored in found) for attempt, found in located if found}
+
     def start_of(self, attempt: str) -> int:
         """Return the time of an attempt's first record; a writer's earliest is in its first segment."""
         if attempt in self._generations.attempts:
@@ -293,10 +328,19 @@ class RunIndex:
         return self._tensors
 
     def step_range(self) -> tuple[int, int]:
-        """Return the first and last step of the default view; (0, -1) if it is empty."""
-        every_object = self.objects()
-        first = min((located.object.first for located in every_object), default=0)
-        return first, max((min(located.object.last, located.cut - 1) for located in every_object), default=-1)
+        """Return the first and last step of the default view; (0, -1) if it is empty.
+
+        In a restricted range, steps between the range's ends and the nearest records may be included.
+        """
+        ranges = [
+            (
+                max(located.object.first, self.range_steps[0]),
+                min(located.object.last, located.cut - 1, self.range_steps[1] - 1),
+            )
+            for located in self.objects()
+        ]
+        ranges = [(first, last) for first, last in ranges if first <= last]
+        return min((first for first, _ in ranges), default=0), max((last for _, last in ranges), default=-1)
 
     def probes(self) -> list[str]:
         """Return the sorted names of recorded probes."""
@@ -310,6 +354,7 @@ class RunIndex:
             StoreError: the store cannot be read.
             OverBudgetError: `budget` is exceeded.
         """
+        selection = self._within(selection)
         scan = Scan(tuple(dict.fromkeys((*IDENTITY, *selection.columns))), selection, self.tensors())
 
         def read(located: Located) -> tuple[Columns, int] | None:
@@ -354,6 +399,7 @@ class RunIndex:
 
     def _each_block(self, attempt: str | None, selection: Selection) -> Iterator[tuple[Block, int]]:
         """Yield blocks, and the bytes of their rows."""
+        selection = self._within(selection)
 
         def read(located: Located) -> tuple[Block, int] | None:
             stored = located.object

@@ -327,6 +327,9 @@ def losses_of(index: RunIndex) -> pa.Table:
     ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
     order = np.lexsort((ranks[rows["tensor"]], rows["mode"], rows["worker"], rows["step"]))
     tensor = rows["tensor"][order]
+    is_train = rows["mode"][order] == MODES.index(
+        "train"
+    )  # losses of other modes are never found at ``backward()``
     return pa.table(
         {
             "step": rows["step"][order],
@@ -335,7 +338,7 @@ def losses_of(index: RunIndex) -> pa.Table:
             "name": from_codes(tensor, names),
             "value": loss_values(rows)[order],
             "count": rows["count"][order],
-            "derived": np.array([info.derived for info in infos], np.bool_)[tensor],
+            "derived": np.array([info.derived for info in infos], np.bool_)[tensor] & is_train,
         },
         schema=pa.schema(
             [

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -15,108 +15,31 @@ from numpy.typing import NDArray
 from watchstep.errors import ConfigError, MissingStoreError, NotFoundError
 from watchstep.format import documents
 from watchstep.format.block import Block, concatenate
-from watchstep.format.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
-from watchstep.format.segment import to_table
-from watchstep.format.snapshot import Snapshot, open_snapshot
-from watchstep.format.statistics import DERIVED
-from watchstep.format.tensors import MODES, Mode, TensorInfo
+from watchstep.format.layout import ENDS, RUN_DOCUMENT, SnapshotKey, check_name
+from watchstep.format.snapshot import Snapshot
+from watchstep.format.tensors import MODES, SAVED, Mode, TensorInfo
 from watchstep.platform.folders import absolute_path
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
-from watchstep.reading.columns import Columns, Selection
+from watchstep.reading.columns import NO_CUT, Columns, Selection
 from watchstep.reading.index import RunIndex
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce, losses_of
 from watchstep.reading.run_documents import END, read_documents, read_state
+from watchstep.reading.saved_objects import SavedObjects
 from watchstep.reading.sql import query
+from watchstep.reading.steps import (
+    StepRecords,
+    StepState,
+    global_step,
+    last_steps,
+    mode_step,
+    recorded_steps,
+)
+from watchstep.reading.tensor import Tensor
 from watchstep.store.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-
-class Tensor:
-    """Statistics of one tensor over the steps, and its values from snapshots.
-
-    Attributes:
-        info: description of the tensor.
-    """
-
-    def __init__(self, run: Run, info: TensorInfo, rows: Block) -> None:
-        self._run = run
-        self._rows = rows
-        self.info = info
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self.info.name
-
-    @property
-    def rows(self) -> Block:
-        """The tensor's rows, by step, worker and mode."""
-        return self._rows
-
-    def steps(self, mode: Mode | None = None) -> list[int]:
-        """Return the steps at which it was measured, ascending."""
-        return [int(step) for step in np.unique(self._of_mode(mode).step)]
-
-    @property
-    def workers(self) -> list[int]:
-        """Workers that measured it, ascending."""
-        return [int(worker) for worker in np.unique(self._rows.worker)]
-
-    def statistics(self, mode: Mode | None = None, worker: int | None = None) -> pa.Table:
-        """Return one row for each step, mode and worker.
-
-        Args:
-            mode: only rows of this mode.
-            worker: only rows of this worker.
-
-        Returns:
-            A table with the columns of a segment, and the derived figures (`watchstep.format.statistics.DERIVED`). A probe
-            without any value in these rows has a column of nulls, or none.
-        """
-        import pyarrow as pa
-
-        rows = self._of_mode(mode)
-        if worker is not None:
-            rows = rows.where(rows.worker == worker)
-        table = to_table(rows)
-        with np.errstate(all="ignore"):
-            for name, derive in DERIVED.items():
-                table = table.append_column(name, pa.array(derive(rows.statistics), from_pandas=True))
-        return table
-
-    def value(self, step: int, worker: int = 0, mode: Mode = "train") -> NDArray[Any]:
-        """Read the tensor itself from a snapshot.
-
-        Args:
-            step: a step with a snapshot (`Run.snapshots`).
-            worker: the worker that wrote it.
-            mode: the mode it was written in.
-
-        Returns:
-            An array of the tensor's shape; see `watchstep.format.snapshot` for bfloat16 and fp8.
-
-        Raises:
-            NotFoundError: no snapshot of that step and worker contains it.
-            FormatError: the snapshot is damaged.
-        """
-        for snapshot in self._run.snapshots():
-            if (snapshot.step, snapshot.worker, snapshot.mode) == (step, worker, mode):
-                return self._run.open_snapshot(snapshot).read(self.name)
-        steps = sorted({snapshot.step for snapshot in self._run.snapshots() if snapshot.worker == worker})
-        available = ", ".join(map(str, steps[:10])) or "none"
-        raise NotFoundError(
-            f"tensor {self.name!r}: no snapshot at step {step} of worker {worker}",
-            f"use a step with a snapshot ({available}), or record snapshots with CaptureConfig(snapshots=Snapshots(every=…))",
-        )
-
-    def _of_mode(self, mode: Mode | None) -> Block:
-        return self._rows if mode is None else self._rows.where(self._rows.mode == MODES.index(mode))
-
-    def __repr__(self) -> str:
-        return f"Tensor({self.name!r}, {len(self.steps())} steps)"
 
 
 _FIRST_PAUSE = 0.05
@@ -145,19 +68,27 @@ def _has_ended(run: Run) -> bool:
     return bool(run.attempts) and set(run.attempts) <= ended
 
 
-def open_run(url: str | os.PathLike[str] | Store) -> Run:
+RangeSteps = tuple[int | None, int | None]
+"""The first step, and the step behind the last; None for no limit."""
+
+
+def open_run(url: str | os.PathLike[str] | Store, *, range_steps: RangeSteps | None = None) -> Run:
     """Open a run, during or after its recording.
 
     Args:
         url: path or URL of the run, ``<store>/<project>/<run>``; or the run's store.
+        range_steps: restricts all queries (steps, statistics, losses, SQL, saved tensors) to steps from the first number to before the
+            second. None in place of a number is no limit. The names of tensors, and the numbers of evaluations (`Run.mode_step`), remain those
+            of the whole run.
 
     Raises:
+        ConfigError: the range or the URL is not valid.
         NotFoundError: the run does not exist.
         StoreError: the store cannot be read.
         FormatError: the run has a later version.
     """
     if isinstance(url, Store):
-        return _read(Run(url, _document(url, url.location)))
+        return _read(Run(url, _document(url, url.location), range_steps=range_steps))
     text = os.fspath(url).rstrip("/")
     scheme = urlsplit(text).scheme
     parts = (text if scheme else str(absolute_path(text))).rsplit("/", 2)
@@ -174,12 +105,30 @@ def open_run(url: str | os.PathLike[str] | Store) -> Run:
         if scheme not in {"", "file"}:
             raise  # the bucket's name is more informative than the run's
         raise missing from None
-    return _read(Run(store, document))
+    return _read(Run(store, document, range_steps=range_steps))
 
 
 def _read(run: Run) -> Run:
     run.refresh()
     return run
+
+
+def _range(steps: RangeSteps | None) -> tuple[int, int]:
+    """Return the first step and the step behind the last.
+
+    Raises:
+        ConfigError: it is not a range.
+    """
+    if steps is None:
+        return 0, NO_CUT
+    if isinstance(steps, tuple) and len(steps) == 2 and all(s is None or type(s) is int for s in steps):
+        first, end = steps[0] or 0, NO_CUT if steps[1] is None else steps[1]
+        if 0 <= first < end:
+            return first, end
+    raise ConfigError(
+        f"invalid range_steps={steps!r}",
+        "use the first step and the step behind the last: range_steps=(100, 200)",
+    )
 
 
 def _document(store: Store, location: str) -> documents.RunDocument:
@@ -198,11 +147,19 @@ class Run:
     """
 
     def __init__(
-        self, store: Store, document: documents.RunDocument, budget: ReadBudget | None = None
+        self,
+        store: Store,
+        document: documents.RunDocument,
+        budget: ReadBudget | None = None,
+        *,
+        range_steps: RangeSteps | None = None,
     ) -> None:
         self._store = store
-        self._index = RunIndex(store, budget)
+        self._index = RunIndex(store, budget, _range(range_steps))
+        self._saved = SavedObjects(store, self._index)
         self._steps: NDArray[np.int64] | None = None
+        self._records: StepRecords | None = None
+        self._ends: dict[str, dict[int, int]] = {}
         self._damaged_ends: dict[str, str] = {}
         self.document = document
 
@@ -235,12 +192,14 @@ class Run:
         new = self._index.refresh()
         if new:
             self._steps = None
+        self._records, self._ends = None, {}
+        self._saved.forget()
         return new
 
     @property
     def damaged(self) -> dict[str, str]:
-        """Segments and documents that could not be read, and why."""
-        return {**self._index.damaged, **self._damaged_ends}
+        """Segments, saved objects and documents that could not be read, and why."""
+        return {**self._index.damaged, **self._saved.damaged, **self._damaged_ends}
 
     @property
     def attempts(self) -> list[str]:
@@ -261,42 +220,150 @@ class Run:
     def _steps_seen(self) -> NDArray[np.int64]:
         """Return distinct (step, mode, worker), shape (n, 3), ascending; cached until the next refresh with new data."""
         if self._steps is None:
-            self._steps = self._index.consistently(self._read_steps)
+            self._steps = self._index.consistently(lambda: recorded_steps(self._index))
         return self._steps
 
-    def _read_steps(self) -> NDArray[np.int64]:
-        parts = [np.empty((0, 3), np.int64)]
-        for columns in self._index.scan(Selection(())):
-            part = np.stack([columns["step"], columns["mode"], columns["worker"]], axis=1).astype(np.int64)
-            changes = np.ones(len(part), np.bool_)
-            changes[1:] = (part[1:] != part[:-1]).any(axis=1)
-            parts.append(np.unique(part[changes], axis=0))
-        return np.unique(np.concatenate(parts), axis=0)
+    def _step_records(self) -> StepRecords:
+        """Return the records of all steps, also of those outside a restricted range; cached like `_steps_seen`."""
+        if self._records is None:
+            index = self._index.unrestricted()
+            is_restricted = self._index.is_restricted
+            seen = index.consistently(lambda: recorded_steps(index)) if is_restricted else self._steps_seen()
+            seen = np.unique(np.concatenate([seen, self._saved.records()]), axis=0)
+            self._records = StepRecords(seen, self._saved.first_steps(), self._ends_of)
+        return self._records
+
+    def _ends_of(self, attempt: str) -> dict[int, int]:
+        if attempt not in self._ends:
+            self._ends[attempt] = last_steps(self._store, attempt)
+        return self._ends[attempt]
+
+    @property
+    def catalogue(self) -> list[TensorInfo]:
+        """Descriptions of all tensors with statistics, in the model's order, without the rows about saved objects."""
+        tensors = [info for info in self._index.tensors() if SAVED not in info.collections]
+        return sorted(tensors, key=lambda info: (info.order, info.name))
 
     @property
     def collections(self) -> dict[str, list[str]]:
-        """Collection → names of its tensors."""
+        """Collection → names of its tensors, as for `tensors`."""
         names: dict[str, list[str]] = {}
         for info in self._infos():
             for collection in info.collections:
                 names.setdefault(collection, []).append(info.name)
         return names
 
-    def steps(self, mode: Mode | None = None) -> list[int]:
-        """Return recorded steps, ascending; of one mode if given."""
+    def steps(self, mode: Mode | None = None, *, incomplete: bool = True) -> list[int]:
+        """Return the steps with statistics, ascending; `Tensor.saved_steps` returns those with full tensors.
+
+        Args:
+            mode: only those of this mode.
+            incomplete: include steps that only some of the workers have recorded (`step_state`).
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
         seen = self._steps_seen()
         chosen = seen if mode is None else seen[seen[:, 1] == MODES.index(mode)]
-        return [int(step) for step in np.unique(chosen[:, 0])]
+        steps = [int(step) for step in np.unique(chosen[:, 0])]
+        if incomplete or not steps:
+            return steps
+        complete = set(self._step_records().complete(mode))
+        return [step for step in steps if step in complete]
 
-    def tensors(self, collection: str | None = None, regex: str | None = None) -> list[str]:
-        """Return names of tensors, in the model's order.
+    def step_state(self, step: int, mode: Mode | None = None) -> StepState:
+        """Return how far a step is recorded, as of the last `refresh`.
+
+        Args:
+            step: the step of the run.
+            mode: only records of this mode count.
+
+        Returns:
+            ``complete``: all workers that record have a record of it: statistics or a saved object. ``incomplete``: some have.
+            ``missing``: none has, and the run has passed it. ``pending``: none has yet. The workers that record are those with records in
+            this mode in the attempt of the step; one that has ended is not expected at later steps.
+
+        Raises:
+            ConfigError: the step is outside of the run's ``range_steps``.
+            StoreError: the store cannot be read.
+        """
+        self._check_step(step)
+        return self._step_records().state(step, mode)
+
+    def has_passed_step(self, step: int, mode: Mode | None = None) -> bool:
+        """Return whether the run has passed a step, as of the last `refresh`.
+
+        It has if each worker of the newest attempt has a record of this step and mode, or of a later step, or has ended.
+
+        Args:
+            step: the step of the run.
+            mode: only records of this mode count at the step itself.
+
+        Raises:
+            ConfigError: the step is outside of the run's ``range_steps``.
+            StoreError: the store cannot be read.
+        """
+        self._check_step(step)
+        return self._step_records().has_passed(step, mode)
+
+    def mode_step(self, step: int, mode: Mode) -> int:
+        """Return the number of a recorded evaluation of a mode, from 0: its position among the steps of the whole run with records.
+
+        Statistics and saved objects are records.
+
+        Args:
+            step: the step of the run.
+            mode: the mode. In modes train and global, the number is the step itself.
+
+        Raises:
+            NotFoundError: nothing was recorded at this step in this mode.
+        """
+        return mode_step(self._step_records(), step, mode)
+
+    def global_step(self, mode_step: int, mode: Mode) -> int:
+        """Return the step of the run at which an evaluation of a mode was recorded; the inverse of `mode_step`.
+
+        Args:
+            mode_step: the number of the evaluation, from 0.
+            mode: the mode.
+
+        Raises:
+            NotFoundError: fewer were recorded.
+        """
+        return global_step(self._step_records(), mode_step, mode)
+
+    def _check_step(self, step: int) -> None:
+        if not self._index.is_within(step):
+            first, end = self._index.range_steps
+            raise ConfigError(
+                f"step {step} is outside of the run's range_steps",
+                f"use a step from {first} to before {end}, or open the run without range_steps",
+            )
+
+    def tensors(
+        self,
+        collection: str | None = None,
+        regex: str | None = None,
+        *,
+        role: str | None = None,
+        step: int | None = None,
+        mode: Mode | None = None,
+    ) -> list[str]:
+        """Return names of tensors, in the model's order, followed by those that only saved objects contain.
+
+        Of saved objects, the headers of those at ``step`` are read. Without a step, these are the first and the last of each worker,
+        mode and collection: a name that only others contain is omitted.
 
         Args:
             collection: only those of this collection.
             regex: only those whose name contains a match of this pattern.
+            role: only those with this role (`TensorInfo.role`).
+            step: only those that were measured or saved at this step.
+            mode: only those that were measured or saved in this mode.
 
         Raises:
-            ConfigError: the pattern is not a valid regular expression.
+            ConfigError: the pattern is not a valid regular expression, or the step is outside of the run's ``range_steps``.
+            StoreError: the store cannot be read.
         """
         try:
             pattern = re.compile(regex or "")
@@ -304,22 +371,35 @@ class Run:
             raise ConfigError(
                 f"regex {regex!r} is not a valid regular expression: {error}", "correct the expression"
             ) from error
+        if step is not None:
+            self._check_step(step)
         return [
             info.name
-            for info in self._infos()
-            if (collection is None or collection in info.collections) and pattern.search(info.name)
+            for info in self._infos(step, mode)
+            if (collection is None or collection in info.collections)
+            and (role is None or role == info.role)
+            and pattern.search(info.name)
         ]
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor.
+        """Return one tensor, with statistics, saved values, or both.
 
         Raises:
             NotFoundError: no tensor of that name was recorded.
         """
-        self.check_tensors([name])
+        info = next((info for info in self._index.tensors() if info.name == name), None)
+        if info is None:
+            info = self._saved.info(name)
+        if info is None:
+            raise self._not_recorded(name)
         selection = Selection((), frozenset([name]))
-        rows = self._index.consistently(lambda: concatenate(self._index.blocks(None, selection)).ordered())
-        return Tensor(self, next(info for info in self._index.tensors() if info.name == name), rows)
+
+        def read_rows() -> Block:
+            return self._index.consistently(
+                lambda: concatenate(self._index.blocks(None, selection)).ordered()
+            )
+
+        return Tensor(info, read_rows, self._saved)
 
     def losses(self) -> pa.Table:
         """All losses: step, mode, worker, name, value, count and derived.
@@ -376,7 +456,8 @@ class Run:
             ConfigError: a figure does not exist.
         """
         if step is None:
-            step = self._index.step_range()[1] if mode is None else max(self.steps(mode), default=-1)
+            is_exact = mode is None and not self._index.is_restricted
+            step = self._index.step_range()[1] if is_exact else max(self.steps(mode), default=-1)
         columns = self._columns(figures, Selection((), None, step, step), merge=merge)
         chosen = (
             np.ones(len(columns["step"]), np.bool_) if mode is None else columns["mode"] == MODES.index(mode)
@@ -404,7 +485,10 @@ class Run:
             ConfigError: the figure or collection does not exist.
             NotFoundError: a tensor does not exist.
         """
-        names = self.tensors(tensors) if isinstance(tensors, str) else list(tensors)
+        if isinstance(tensors, str):
+            names = [info.name for info in self.catalogue if tensors in info.collections]
+        else:
+            names = list(tensors)
         if isinstance(tensors, str) and not names:
             raise ConfigError(
                 f"collection {tensors!r} has no tensor",
@@ -438,18 +522,21 @@ class Run:
         )
 
     def check_tensors(self, names: Sequence[str]) -> None:
-        """Check that tensors were recorded.
+        """Check that tensors have statistics.
 
         Raises:
-            NotFoundError: a tensor was not recorded.
+            NotFoundError: a tensor has none.
         """
         recorded = {info.name for info in self._index.tensors()}
         for name in names:
             if name not in recorded:
-                raise NotFoundError(
-                    f"tensor {name!r} was not recorded in run {self.id}",
-                    "see Run.tensors() for the names, or GET …/tensors of the service",
-                )
+                raise self._not_recorded(name)
+
+    def _not_recorded(self, name: str) -> NotFoundError:
+        return NotFoundError(
+            f"tensor {name!r} was not recorded in run {self.id}",
+            "see Run.tensors() for the names, or GET …/tensors of the service",
+        )
 
     def sql(self, text: str) -> pa.Table:
         """Run one SELECT over the run, in DuckDB (the extra ``sql``).
@@ -464,16 +551,22 @@ class Run:
         return self._index.consistently(lambda: query(self._index, text))
 
     def snapshots(self) -> list[SnapshotKey]:
-        """The run's snapshots, by attempt, worker and step."""
-        return sorted(SnapshotKey.parse(entry.key) for entry in self._store.entries(SNAPSHOTS))
+        """List the objects with full tensors, by attempt, worker and step: snapshots, and those of collections.
+
+        Objects with other names are omitted, and listed in `damaged`.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return self._saved.keys()
 
     def open_snapshot(self, key: SnapshotKey) -> Snapshot:
-        """Open a snapshot; its tensors are read one by one.
+        """Open an object with full tensors; its tensors are read one by one. `Tensor.value` merges the shards of several objects.
 
         Raises:
             NotFoundError, FormatError: it does not exist, or is damaged.
         """
-        return open_snapshot(self._store, key.path)
+        return self._saved.open(key)
 
     def ends(self) -> list[documents.EndDocument]:
         """How the workers of all attempts ended. Documents that cannot be read are listed in `damaged` instead."""
@@ -501,8 +594,30 @@ class Run:
         """
         return wait_for_steps(self, steps, mode, timeout)
 
-    def _infos(self) -> list[TensorInfo]:
-        return sorted(self._index.tensors(), key=lambda info: (info.order, info.name))
+    def _infos(self, step: int | None = None, mode: Mode | None = None) -> list[TensorInfo]:
+        """Return descriptions of tensors with statistics or saved values, at one step and in one mode if given."""
+        recorded, saved = self.catalogue, self._saved.infos(step, mode)
+        names = {info.name for info in recorded}
+        if step is not None or mode is not None:
+            measured = self._measured(step, mode)
+            recorded = [info for info in recorded if info.name in measured or info.name in saved]
+        return recorded + [info for name, info in saved.items() if name not in names]
+
+    def _measured(self, step: int | None, mode: Mode | None) -> set[str]:
+        """Return names of the tensors with rows at one step and in one mode; all steps or modes if None."""
+        selection = Selection(()) if step is None else Selection((), None, step, step)
+
+        def codes() -> set[int]:
+            found: set[int] = set()
+            for columns in self._index.scan(selection):
+                tensor = columns["tensor"]
+                if mode is not None:
+                    tensor = tensor[columns["mode"] == MODES.index(mode)]
+                found |= {int(code) for code in np.unique(tensor)}
+            return found
+
+        found = self._index.consistently(codes)
+        return {info.name for code, info in enumerate(self._index.tensors()) if code in found}
 
     def __repr__(self) -> str:
         return f"Run({self._store.location!r}, {len(self.steps())} steps)"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from watchstep.errors import (
+    BadNameError,
     ConfigError,
     FormatError,
     MissingStoreError,
@@ -178,6 +179,23 @@ class Store:
     def child(self, prefix: str) -> Store:
         """Return the same store with a prefix below this one."""
         return self._view(f"{self._prefix}{prefix.rstrip('/')}/", self._gate)
+
+    def sibling(self, name: str) -> Store:
+        """Return the same store with another last part of its prefix: seen from a run, another run of its project.
+
+        Args:
+            name: A name that `watchstep.format.layout.check_name` accepts.
+
+        Raises:
+            BadNameError: The name could leave the prefix.
+        """
+        if not name or "/" in name or name in {".", ".."}:
+            raise BadNameError(
+                f"run name {name!r} cannot be used", "use the name of a run of the same project"
+            )
+        parent, _, _ = self._prefix.rstrip("/").rpartition("/")
+        prefix = f"{parent}/" if parent else ""
+        return self._view(f"{prefix}{name}/", self._gate)
 
     def gated(self, gate: WriteGate) -> Store:
         """Return the same store, which writes and deletes only while a gate is open."""

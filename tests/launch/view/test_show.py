@@ -86,7 +86,7 @@ def test_what_is_seen_of_a_run(ended: tuple[Driven, Recording, Client]) -> None:
     driven, _, client = ended
     now = [1000.0]
     watcher = RunWatcher(lambda: client, PROJECT, "run-1", clock=lambda: now[0])
-    watcher.look()
+    watcher.poll()
     status = watcher.status
     assert (status.name, status.state, status.step) == ("vision/run-1", "running", 19)
     assert [(loss.name, loss.points[0], loss.points[-1]) for loss in status.losses] == [("loss", 1.0, None)]
@@ -95,7 +95,7 @@ def test_what_is_seen_of_a_run(ended: tuple[Driven, Recording, Client]) -> None:
     now[0] += 10
     with driven.service.database.write() as session:
         session.get_one(RunRow, 1).last_step = 119
-    watcher.look()
+    watcher.poll()
     assert watcher.status.steps_per_second == 10.0
 
 
@@ -106,11 +106,11 @@ def test_a_service_that_is_away_takes_nothing_from_what_was_seen(
     away = Client("http://127.0.0.1:9", "", PROJECT)
     clients = [client, away]
     watcher = RunWatcher(lambda: clients.pop(0), PROJECT, "run-1")
-    watcher.look()
+    watcher.poll()
     watcher._connected = away
-    assert watcher.look() == []
+    assert watcher.poll() == []
     assert (watcher.status.step, "does not respond" in watcher.status.trouble) == (19, True)
-    assert RunWatcher(lambda: client, PROJECT, "never").look() == []
+    assert RunWatcher(lambda: client, PROJECT, "never").poll() == []
 
 
 def test_a_terminal_is_drawn_anew(

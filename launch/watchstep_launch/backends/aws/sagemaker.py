@@ -64,6 +64,7 @@ class SageMaker(SageMakerSettings):
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 5.0
     submission_seconds: ClassVar[float] = 0.0
+    longest_variable: ClassVar[int] = sagemaker_request.MAX_VALUE
 
     def submit(self, launch: Launch) -> JobHandle:
         """Create a training job with the launch's name. Local files and a long command are uploaded to S3.
