@@ -15,7 +15,7 @@ import numpy as np
 
 from watchstep.errors import RuleError
 from watchstep.format.block import Block, concatenate
-from watchstep_rules.config.attached import element_probes
+from watchstep_rules.config.attached import capture_needs
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition, coalesce
@@ -130,7 +130,7 @@ class Guard:
     are logged and reported in ``hook.health["guard"]``.
 
     Attributes:
-        probes: probes that its rules need. ``Hook(guard=…)`` measures them; a guard that is attached later gets only the probes that the
+        needs: what its rules need the recorder to capture. ``Hook(guard=…)`` captures it; a guard that is attached later gets only what the
             hook was created with.
 
     Example::
@@ -176,7 +176,7 @@ class Guard:
                 f"guard: {', '.join(slow)}: a rule of kind {' or '.join(sorted(KINDS))} would take milliseconds of each step",
                 "remove it from the guard's rules; the service can evaluate it",
             )
-        self.probes = element_probes(configs)
+        self.needs = capture_needs(configs)
         self._every = every
         self._agree = agree
         self._on_verdict = on_verdict

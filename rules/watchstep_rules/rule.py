@@ -46,6 +46,21 @@ S = TypeVar("S", bound=State)
 
 
 @dataclass(frozen=True)
+class TensorNeeds:
+    """The full tensors that a rule judges instead of statistics. Its blocks are `watchstep_rules.SavedBlock`.
+
+    Attributes:
+        every: number of steps between the steps at which the recorder is requested to save them.
+        modes: modes in which they are saved; empty for all.
+        reference: whether the rule compares them with those of another run, which `Rule.reference` names.
+    """
+
+    every: int = 100
+    modes: tuple[Mode, ...] = ("train",)
+    reference: bool = False
+
+
+@dataclass(frozen=True)
 class Needs:
     """The input that a rule needs.
 
@@ -60,6 +75,7 @@ class Needs:
         evidence_rows: number of earlier rows of each evidence series in the context; None for the rule's lookback. A rule with a long
             lookback on losses that stores what it needs of all weights sets this, so that most rows need not be kept.
         histograms: whether the rule reads histograms. If no rule of a run does, histograms are not read, and access is an error.
+        tensors: the full tensors that the rule judges, of ``collections`` and ``roles``; None for statistics.
     """
 
     collections: tuple[str, ...]
@@ -70,6 +86,7 @@ class Needs:
     metrics: tuple[str, ...] = ()
     evidence_rows: int | None = None
     histograms: bool = False
+    tensors: TensorNeeds | None = None
 
     @property
     def has_evidence(self) -> bool:
@@ -118,6 +135,7 @@ class Rule(ABC, Generic[P, S]):
         usual_causes: what most often makes the rule fire, the likeliest first; shown with a finding as general knowledge.
         what_to_try: remedies for these causes, in the same order of likelihood.
         cannot_distinguish: healthy trainings that the rule may report, and faults that it may miss, by its nature.
+        reference_param: the parameter that receives the statistics of the reference run; empty if the rule compares none.
     """
 
     name: ClassVar[str]
@@ -129,6 +147,7 @@ class Rule(ABC, Generic[P, S]):
     usual_causes: ClassVar[tuple[str, ...]] = ()
     what_to_try: ClassVar[tuple[str, ...]] = ()
     cannot_distinguish: ClassVar[tuple[str, ...]] = ()
+    reference_param: ClassVar[str] = ""
     params_type: type[P]
     state_type: type[S]
     type_arguments: ClassVar[tuple[Any, ...]] = ()
@@ -162,6 +181,14 @@ class Rule(ABC, Generic[P, S]):
     def merged(self, params: P) -> Merge:
         """The value of ``merge`` with these parameters."""
         return self.merge
+
+    def reference(self, params: P) -> str:
+        """Name of the run of the same project that the rule compares with; empty for none."""
+        return ""
+
+    def reference_figure(self, params: P) -> str:
+        """The statistic of the reference run that the rule compares with; empty if it compares full tensors."""
+        return ""
 
     def due_ns(self, params: P, state: S) -> int | None:
         """When the rule needs a tick without new rows, nanoseconds since the epoch; None if it waits for rows."""

@@ -1,4 +1,4 @@
-"""Trainings that are recorded for real, and judged by one rule."""
+"""Trainings that are recorded and evaluated by one rule."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule import Finding
 
 EVERYTHING = CaptureConfig(overhead_budget=None)
-"""Adaptive collections at every step, whatever it costs: what is found must not depend on the clock."""
+"""Adaptive collections at every step, without a budget: findings must not depend on the clock."""
 
 
-def said_of(
+def evaluate_training(
     train: Callable[[Hook], None],
     rule: str,
     folder: Path,
@@ -23,10 +23,10 @@ def said_of(
     *,
     config: CaptureConfig = EVERYTHING,
 ) -> list[Finding]:
-    """Train with a hook, and judge what was recorded by one rule."""
+    """Train with a hook, and evaluate the recorded run by one rule."""
     with Hook(folder, config=config) as hook:
         train(hook)
     assert not hook.health["faults"]
-    said = all_at_once(RuleConfig(rule=rule, params=params or {}), open_run(hook.run_url).rows())
-    assert said.memory.health is not RuleHealth.ERROR, said.memory.problem
-    return said.findings
+    outcome = all_at_once(RuleConfig(rule=rule, params=params or {}), open_run(hook.run_url).rows())
+    assert outcome.memory.health is not RuleHealth.ERROR, outcome.memory.problem
+    return outcome.findings

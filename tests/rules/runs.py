@@ -1,4 +1,4 @@
-"""Runs as a rule meets them: rows in segments of whole steps, seals that move on, and ways to split both."""
+"""Runs as a rule receives them: rows in segments of whole steps, increasing watermarks, and ways to split both."""
 
 from __future__ import annotations
 
@@ -29,63 +29,68 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Seal:
-    """Steps up to this one are sealed."""
+class Watermark:
+    """The watermark passes steps up to this one."""
 
     step: int
 
 
-Event = Rows | Seal
+Event = Rows | Watermark
 
 
 @dataclass(frozen=True)
-class Said:
-    """All that a rule config said about a run."""
+class Outcome:
+    """The results of a rule config for a run."""
 
     memory: RuleMemory
     findings: list[Finding]
     transitions: list[Transition]
 
     @property
-    def told(self) -> list[Transition]:
-        """What people are told: when it fired, with what it came to name, and when that was over."""
-        said = (Phase.FIRING, Phase.RESOLVED)
-        return [change for change in coalesce(self.transitions) if change.phase in said]
+    def notified(self) -> list[Transition]:
+        """The changes with notifications: firing, with the revised finding, and resolved."""
+        phases = (Phase.FIRING, Phase.RESOLVED)
+        return [change for change in coalesce(self.transitions) if change.phase in phases]
 
 
 def follow(
     config: RuleConfig, evaluations: Sequence[Sequence[Event]], memory: RuleMemory | None = None
-) -> Said:
-    """Judge a run as the service does: each evaluation takes some events, and moves the seal once."""
+) -> Outcome:
+    """Evaluate a run as the service does: each evaluation takes some events, and moves the watermark once."""
     memory = memory or RuleMemory()
-    said = Said(memory, [], [])
+    outcome = Outcome(memory, [], [])
     history, before = Block.empty(), -1
     for events in evaluations:
         arrived = concatenate([event.block for event in events if isinstance(event, Rows)])
         if not config.implementation.needed(config.parameters).histograms:
             arrived = arrived.without_histograms()
-        now = max([before, *(event.step for event in events if isinstance(event, Seal))])
+        now = max([before, *(event.step for event in events if isinstance(event, Watermark))])
         verdict = judge(config, memory, history, arrived, JudgingProgress(before, now, 7))
         # Memory lies in a database between evaluations, as JSON.
         memory = RuleMemory.model_validate_json(verdict.memory.model_dump_json())
         assert memory == verdict.memory
-        said = Said(memory, [*said.findings, *verdict.findings], said.transitions + verdict.transitions)
+        outcome = Outcome(
+            memory, [*outcome.findings, *verdict.findings], outcome.transitions + verdict.transitions
+        )
         history, before = trimmed(config, concatenate([history, arrived]), now), now
-    return said
+    return outcome
 
 
-def trimmed(config: RuleConfig, history: Block, sealed: int) -> Block:
+def trimmed(config: RuleConfig, history: Block, watermark: int) -> Block:
     """No more of the history than the contract promises."""
-    reach = config.implementation.lookback(config.parameters)
-    waiting = history.step > sealed
+    lookback = config.implementation.lookback(config.parameters)
+    waiting = history.step > watermark
     if config.implementation.merged(config.parameters) == "per_worker":
-        return history.tail(reach)
+        return history.tail(lookback)
     rows = np.arange(len(history))
     done = rows[~waiting][np.argsort(history.step[~waiting], kind="stable")]
     past = history.take(done)
     sharded = past.places.shard_count > 1
-    kept = [past.where(~sharded).tail(reach), past.where(sharded & of_last_steps(past, reach))]
-    return concatenate([*kept, history.where(waiting)])
+    within_lookback = [
+        past.where(~sharded).tail(lookback),
+        past.where(sharded & of_last_steps(past, lookback)),
+    ]
+    return concatenate([*within_lookback, history.where(waiting)])
 
 
 def of_last_steps(block: Block, steps: int) -> NDArray[np.bool_]:
@@ -96,20 +101,20 @@ def of_last_steps(block: Block, steps: int) -> NDArray[np.bool_]:
     )
     for key, step in zip(keys, block.step.tolist(), strict=True):
         seen.setdefault(key, set()).add(step)
-    kept = {key: set(sorted(held)[-steps:] if steps else []) for key, held in seen.items()}
+    last_steps = {key: set(sorted(steps_seen)[-steps:] if steps else []) for key, steps_seen in seen.items()}
     return np.array(
-        [step in kept[key] for key, step in zip(keys, block.step.tolist(), strict=True)], np.bool_
+        [step in last_steps[key] for key, step in zip(keys, block.step.tolist(), strict=True)], np.bool_
     )
 
 
-def all_at_once(config: RuleConfig, block: Block) -> Said:
+def all_at_once(config: RuleConfig, block: Block) -> Outcome:
     """Judge a whole run in one evaluation."""
-    return follow(config, [[Rows(block), Seal(int(block.step.max()) if len(block) else -1)]])
+    return follow(config, [[Rows(block), Watermark(int(block.step.max()) if len(block) else -1)]])
 
 
-def steps_of(said: Said, name: str) -> list[int]:
+def steps_of(outcome: Outcome, name: str) -> list[int]:
     """At which steps a tensor had findings."""
-    return [finding.step for finding in said.findings if finding.tensor == name]
+    return [finding.step for finding in outcome.findings if finding.tensor == name]
 
 
 def norms(
@@ -161,7 +166,7 @@ ODD = (0.0, 1e-12, 1e9, float("nan"), float("inf"), float("-inf"))
 
 
 def elements(random: Random) -> list[float]:
-    """A few elements: mostly ordinary, sometimes tiny, huge or not finite, so that rules have something to say."""
+    """A few elements: mostly ordinary, sometimes tiny, huge or not finite, so that rules have findings."""
     scale = random.choice([1.0, 1.0, 1.0, 3e-9, 1e3])
     return [
         random.choice(ODD) if random.random() < 0.15 else scale * random.gauss(0, 1)
@@ -175,7 +180,7 @@ def elements_of(name: str, random: Random) -> list[float]:
 
 
 def figures(random: Random) -> dict[str, float]:
-    """What probes say of any row; a rule takes what it knows."""
+    """Probe values for any row; a rule reads those that it needs."""
     channels = random.choice([2.0, 8.0])
     return {
         "channels": channels,
@@ -208,7 +213,7 @@ def figures(random: Random) -> dict[str, float]:
 
 
 def elements_tested(random: Random) -> dict[str, float]:
-    """What probes with arguments say of any row, as rules with `eager` parameters ask for them."""
+    """Values of probes with arguments for any row, as rules with `eager` parameters request them."""
     units = random.choice([2.0, 8.0])
     return {
         "units": units,
@@ -251,7 +256,7 @@ def segments(random: Random, worker: int, sharded: frozenset[str]) -> list[Block
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[Event]:
-    """A run of two workers: their segments in any order that keeps each worker's, and seals at any points.
+    """A run of two workers: their segments interleaved, in order for each worker, and watermarks at any points.
 
     A seal may pass a step whose rows come later: of a worker that was given up, and came back.
     """
@@ -259,27 +264,27 @@ def runs(draw: st.DrawFn) -> list[Event]:
     sharded = frozenset(info.name for info in INFOS if random.random() < 0.4)
     queues = [segments(random, worker, sharded) for worker in (0, 1)]
     events: list[Event] = []
-    seals = sorted(random.sample(range(LAST), random.randint(0, 4)), reverse=True)
+    watermarks = sorted(random.sample(range(LAST), random.randint(0, 4)), reverse=True)
     while any(queues):
         queue = random.choice([queue for queue in queues if queue])
         events.append(Rows(queue.pop(0)))
-        if seals and random.random() < 0.5:
-            events.append(Seal(seals.pop()))
-    return [*events, *(Seal(step) for step in reversed(seals)), Seal(LAST)]
+        if watermarks and random.random() < 0.5:
+            events.append(Watermark(watermarks.pop()))
+    return [*events, *(Watermark(step) for step in reversed(watermarks)), Watermark(LAST)]
 
 
 @st.composite
 def splits(draw: st.DrawFn, events: list[Event]) -> list[list[Event]]:
     """The same events in evaluations, as long or short as may be.
 
-    An evaluation seals last, so rows that come late, after the seal of their step, begin another one.
+    An evaluation ends with a watermark, so rows that arrive after the watermark of their step begin another evaluation.
     """
     parts: list[list[Event]] = [[]]
-    sealed = -1
+    watermark = -1
     for event in events:
-        late = isinstance(event, Rows) and bool((event.block.step <= sealed).any())
+        late = isinstance(event, Rows) and bool((event.block.step <= watermark).any())
         if parts[-1] and (late or draw(st.booleans())):
             parts.append([])
         parts[-1].append(event)
-        sealed = max(sealed, event.step) if isinstance(event, Seal) else sealed
+        watermark = max(watermark, event.step) if isinstance(event, Watermark) else watermark
     return parts

@@ -1,4 +1,4 @@
-"""What every rule in the registry must keep, whoever wrote it."""
+"""The contract of every rule in the registry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every_rule = pytest.mark.parametrize("name", sorted(RULES))
 
 
 def eager(params: type[Params]) -> dict[str, Any]:
-    """Parameters with which a made run gives a rule much to say: short windows and warm-ups, low thresholds."""
+    """Parameters with many findings on a synthetic run: short windows and warm-ups, low thresholds."""
     wanted = {
         "window": 3,
         "warmup": 3,
@@ -74,19 +74,23 @@ def eager(params: type[Params]) -> dict[str, Any]:
     hold=st.builds(MinimumDuration, steps=st.integers(1, 3), seconds=st.sampled_from([0, 0.003])),
     data=st.data(),
 )
-def test_however_a_run_is_split_the_rule_says_the_same_and_names_rows_that_were_there(
+def test_splitting_a_run_changes_no_finding_and_findings_name_existing_rows(
     name: str, events: list[Event], hold: MinimumDuration, data: st.DataObject
 ) -> None:
     config = RuleConfig(rule=name, params=eager(RULES[name].params_type), hold=hold)
-    one, other = data.draw(splits(events)), data.draw(splits(events))
-    said = follow(config, one)
-    event(f"findings: {bool(said.findings)}, transitions: {min(9, len(said.transitions))}")
-    for split in (other, [[single] for single in events]):
+    first_split, second_split = data.draw(splits(events)), data.draw(splits(events))
+    outcome = follow(config, first_split)
+    event(f"findings: {bool(outcome.findings)}, transitions: {min(9, len(outcome.transitions))}")
+    for split in (second_split, [[single] for single in events]):
         again = follow(config, split)
-        assert (again.findings, again.told, again.memory) == (said.findings, said.told, said.memory)
-    assert said.memory.health is not RuleHealth.ERROR, said.memory.problem
+        assert (again.findings, again.notified, again.memory) == (
+            outcome.findings,
+            outcome.notified,
+            outcome.memory,
+        )
+    assert outcome.memory.health is not RuleHealth.ERROR, outcome.memory.problem
     infos = {info.name: info for info in INFOS}
-    for finding in said.findings:
+    for finding in outcome.findings:
         info = infos[finding.tensor]
         assert finding.rule == name
         assert (finding.module, finding.module_type) == (info.module, info.module_type)
@@ -115,7 +119,7 @@ def test_a_rule_that_takes_each_worker_by_itself_may_be_split_at_any_row(
 
 
 def alone(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings without what other rows of their step hold: segments keep a worker's step together, and rows cut anywhere do not."""
+    """Findings without the values of other rows of their step: segments contain whole steps of a worker, arbitrary cuts do not."""
     return [
         finding.model_copy(
             update={
@@ -130,7 +134,7 @@ def alone(findings: Sequence[Finding]) -> list[Finding]:
 
 
 @every_rule
-def test_what_is_kept_of_a_tensor_is_eager(name: str) -> None:
+def test_what_is_retained_of_a_tensor_is_eager(name: str) -> None:
     rule = RULES[name]
     deep = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"
     infos = [
@@ -141,12 +145,12 @@ def test_what_is_kept_of_a_tensor_is_eager(name: str) -> None:
         Row(step, info, [1.2345678901234567 * 10.0**-step, 1e-30]) for step in range(12) for info in infos
     ]
     state, _ = rule.evaluate(rule.params_type(), rule.state_type(), Block.empty(), block_of(rows), 0)
-    kept = json.dumps(state.model_dump(mode="json"), separators=(",", ":"))
-    assert len(kept) <= BYTES_PER_TENSOR * len(infos)
+    encoded = json.dumps(state.model_dump(mode="json"), separators=(",", ":"))
+    assert len(encoded) <= BYTES_PER_TENSOR * len(infos)
 
 
 @every_rule
-def test_a_rule_says_what_it_is_and_what_it_takes(name: str) -> None:
+def test_a_rule_states_what_it_is_and_what_it_takes(name: str) -> None:
     rule: AnyRule = RULES[name]
     assert rule.name == name
     assert rule.summary

@@ -6,7 +6,7 @@ from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep_rules.rule import Finding, cause_rank, finding_at, finding_of_run
 
 
-def test_a_finding_says_where_its_row_stands() -> None:
+def test_a_finding_states_the_place_of_its_row() -> None:
     block = block_of([Row(3, gradient("conv", order=4), [1.0], mode="eval", worker=2)])
     finding = finding_at("rule", block, 0, value=1.0, threshold=0.5, message="large")
     assert finding == Finding(

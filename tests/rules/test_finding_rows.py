@@ -1,4 +1,4 @@
-"""Findings in columns say what a list of the same findings says, and few of them are built."""
+"""Findings in columns equal a list of the same findings, and few of them are built."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def test_an_alert_over_columns_is_that_over_a_list(
             state, findings = rule.evaluate(rule.params_type(), state, context, block, 0)
             assert isinstance(findings, FindingRows)
             watermarks = Watermarks(watermark - 1, watermark)
-            one, said = advance(memories[0], timing, JudgedRows.of(block), findings, watermarks=watermarks)
-            other, told = advance(
+            columnar, transitions = advance(
+                memories[0], timing, JudgedRows.of(block), findings, watermarks=watermarks
+            )
+            listed, other_transitions = advance(
                 memories[1], timing, JudgedRows.of(block), list(findings), watermarks=watermarks
             )
-            assert (one, said) == (other, told)
-            memories = one, other
+            assert (columnar, transitions) == (listed, other_transitions)
+            memories = columnar, listed
             assert [findings.likelihood(place) for place in range(len(findings))] == list(
                 map(likelihood, findings)
             )
@@ -58,18 +60,18 @@ def test_an_alert_builds_the_findings_that_it_names() -> None:
     block = block_of(
         [Row(step, tensor(f"loss{place}", "losses"), [NAN]) for step in range(100) for place in range(30)]
     )
-    asked: list[int] = []
+    built: list[int] = []
 
     def words(row: int, value: float, threshold: float) -> str:
-        asked.append(row)
+        built.append(row)
         return f"{value} and {threshold} in {row}"
 
     columns = Hits(np.arange(3000), np.ones(3000), np.zeros(3000))
     findings = FindingRows("r", block, columns, words)
-    memory, said = advance(AlertMemory(), Timing(hold_steps=2), JudgedRows.of(block), findings)
-    assert [change.step for change in said] == [0, 1]
-    assert len(memory.hits) == 30
-    assert len(asked) <= 2
+    memory, transitions = advance(AlertMemory(), Timing(hold_steps=2), JudgedRows.of(block), findings)
+    assert [change.step for change in transitions] == [0, 1]
+    assert len(memory.finding_streaks) == 30
+    assert len(built) <= 2
 
 
 def test_columns_behave_as_a_sequence() -> None:

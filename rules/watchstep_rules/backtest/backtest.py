@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from watchstep_rules.backtest.replay import (
     ReplayOutcome,
     arrivals_by_steps,
     arrivals_of_journal,
+    in_parts,
     recorded_attempts,
 )
 from watchstep_rules.backtest.sweep import Setting, Variation
@@ -42,6 +43,12 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition
 from watchstep_rules.engine.incident import RunName, event_message
 from watchstep_rules.engine.judge import RuleHealth
+from watchstep_rules.engine.saved_tensors import SavedTensors
+from watchstep_rules.references import (
+    references_of,
+    saved_tensors_of,
+    with_references,
+)
 from watchstep_rules.rule import Finding
 
 __all__ = [
@@ -100,16 +107,20 @@ class BacktestOutcome:
     damaged: dict[str, str] = field(default_factory=dict)
 
 
-def backtest(rows: Block, configs: Sequence[RuleConfig]) -> list[ReplayOutcome]:
+def backtest(
+    rows: Block, configs: Sequence[RuleConfig], saved: Callable[[], SavedTensors] | None = None
+) -> list[ReplayOutcome]:
     """Evaluate all rows of one attempt at once; all findings are kept.
 
     Args:
         rows: the rows in canonical order, as `watchstep.Run.rows` returns them.
         configs: the rule configs.
+        saved: returns a reader of full tensors, as for `Replay`; by default they cannot be read.
     """
-    replay = Replay([configs], sys.maxsize)
+    replay = Replay([configs], sys.maxsize, saved)
     last = int(rows.step.max()) if len(rows) else -1
-    replay.evaluate(Arrival(int(rows.time_ns.max()) if len(rows) else 0, last, (rows,)))
+    for part, end in in_parts(rows, last):
+        replay.evaluate(Arrival(int(rows.time_ns.max()) if len(rows) else 0, end, (part,)))
     return replay.outcomes()[0]
 
 
@@ -160,14 +171,19 @@ def backtest_sets(
 def _attempt(recorded: Recorded, rule_sets: Sequence[Sequence[RuleConfig]]) -> list[AttemptOutcome]:
     """The outcomes of each set. If the journal cannot be replayed to its end, the attempt is evaluated again without it."""
     pinned = [configs_of_attempt(rule_set, recorded.store, recorded.attempt) for rule_set in rule_sets]
-    sets = [configs for configs, _ in pinned]
-    notes: list[str] = []
-    replay, order = Replay(sets), JudgingOrder.JOURNAL
+    compared = [config for rule_set in rule_sets for config in rule_set]
+    references, notes = references_of(recorded.store, recorded.attempt, compared)
+    sets = [with_references(configs, references) for configs, _ in pinned]
+
+    def begun() -> Replay:
+        return Replay(sets, saved=lambda: saved_tensors_of(recorded.store, recorded.attempt, references))
+
+    replay, order = begun(), JudgingOrder.JOURNAL
     try:
         for arrival in arrivals_of_journal(recorded, notes):
             replay.evaluate(arrival)
     except OrderLostError as error:
-        notes, replay, order = [error.what], Replay(sets), JudgingOrder.STEPS
+        notes, replay, order = [*notes, error.what], begun(), JudgingOrder.STEPS
         for arrival in arrivals_by_steps(recorded):
             replay.evaluate(arrival)
     notes += list(dict.fromkeys(problem for _, problem in pinned if problem))

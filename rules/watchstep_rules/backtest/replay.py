@@ -6,7 +6,7 @@ Rows come from segments in the order of the journal, or by their steps if there 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from watchstep.format import segment
 from watchstep.format.block import Block, concatenate
 from watchstep.format.journal import JournalEvaluation, JournalSegment
 from watchstep.format.layout import JOURNALS, SEGMENTS, SegmentKey
+from watchstep.format.tensors import SAVED
 from watchstep.reading.columns import Selection
 from watchstep.reading.index import RunIndex, prefetch, readers_of
 from watchstep.reading.run import Run
@@ -35,10 +36,14 @@ from watchstep_rules.engine.rule_inputs import (
     over_one_catalogue,
     trimmed,
 )
+from watchstep_rules.engine.saved_tensors import SavedTensors
 from watchstep_rules.rule import Finding
 
 ROWS = 500_000
 """Approximate number of rows that are read at once: about 250 MB."""
+
+_OBJECTS = 8
+"""Saved objects of one evaluation, if a part has several steps with such objects. Far below the limits of an evaluation."""
 
 _CACHED_RANGES = 2
 """Ranges that are cached: the current one, and one for a late worker."""
@@ -144,7 +149,32 @@ def arrivals_by_steps(recorded: Recorded, rest: _Rest = _ALL) -> Iterator[Arriva
         rows = block.where(_is_after(block, rest.after)) if rest.after else block
         if len(rows):
             clock_ns = max(clock_ns, int(rows.time_ns.max()))
-            yield Arrival(clock_ns, last, (canonical(rows),))
+            for part, end in in_parts(canonical(rows), last):
+                yield Arrival(clock_ns, end, (part,))
+
+
+def in_parts(rows: Block, last: int) -> Iterator[tuple[Block, int]]:
+    """Yield rows in parts of whole steps with few saved objects each, because an evaluation reads a limited number of them.
+
+    Args:
+        rows: rows in canonical order.
+        last: the last step that they cover.
+
+    Yields:
+        The rows of a part, and the last step that it covers. All rows, if they are about few saved objects.
+    """
+    marks = np.flatnonzero(rows.mask_of_tensors([SAVED in info.collections for info in rows.catalogue]))
+    start = 0
+    if len(marks) > _OBJECTS:
+        steps, counts = np.unique(rows.step[marks], return_counts=True)
+        together = 0
+        for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
+            if together and together + count > _OBJECTS:
+                end = int(np.searchsorted(rows.step, step))  # before this step
+                yield rows.take(np.arange(start, end)), step - 1
+                start, together = end, 0
+            together += count
+    yield (rows if not start else rows.take(np.arange(start, len(rows)))), last
 
 
 def _is_after(block: Block, after: dict[int, int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -333,13 +363,20 @@ class _RuleProgress:
 class Replay:
     """Evaluates one attempt by sets of rule configs. It keeps the same earlier rows as the service."""
 
-    def __init__(self, rule_sets: Sequence[Sequence[RuleConfig]], findings_kept: int | None = None) -> None:
+    def __init__(
+        self,
+        rule_sets: Sequence[Sequence[RuleConfig]],
+        findings_kept: int | None = None,
+        saved: Callable[[], SavedTensors] | None = None,
+    ) -> None:
         """Begin an attempt.
 
         Args:
             rule_sets: each set is evaluated like the rules of a run; inhibition acts within a set.
             findings_kept: limit of findings kept of each rule config; `FINDINGS_KEPT` by default. The rest are counted.
+            saved: returns a reader of full tensors for each evaluation; by default they cannot be read.
         """
+        self._saved = saved or (lambda: SavedTensors(None))
         self._sets = [[_RuleProgress(config) for config in configs] for configs in rule_sets]
         self._findings_kept = FINDINGS_KEPT if findings_kept is None else findings_kept
         self._lookback = Lookback.of(config for configs in rule_sets for config in configs)
@@ -354,7 +391,7 @@ class Replay:
         parts = list(enumerate(arrival.blocks, self._position))
         arrived = joined(parts, History.empty()).block
         progress = JudgingProgress(self._watermark, arrival.watermark, arrival.clock_ns, arrival.ended)
-        rows = RuleInputs(*over_one_catalogue(self._history.block, arrived), progress)
+        rows = RuleInputs(*over_one_catalogue(self._history.block, arrived), progress, self._saved())
         for rule_set in self._sets:
             verdicts = judge_set([(rule.config, rule.memory) for rule in rule_set], rows)
             for rule, verdict in zip(rule_set, verdicts, strict=True):

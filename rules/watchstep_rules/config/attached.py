@@ -11,8 +11,10 @@ from typing import Any, ParamSpec
 
 from pydantic import ValidationError
 
-from watchstep.capture.config import parsed
+from watchstep.capture.config import CaptureConfig, parsed
 from watchstep.errors import RuleError
+from watchstep.format.capture_needs import CaptureNeed
+from watchstep.format.tensors import FINITE_CHECKS, SAVED, SYSTEM
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule import Params, Severity
@@ -23,6 +25,29 @@ def element_probes(configs: Iterable[RuleConfig]) -> tuple[str, ...]:
     needed = (probe for config in configs for probe in config.implementation.needed(config.parameters).probes)
     return tuple(dict.fromkeys(probe for probe in needed if parsed(probe) is not None))
 
+
+def capture_needs(configs: Iterable[RuleConfig]) -> tuple[CaptureNeed, ...]:
+    """What rule configs need a recorder to capture beyond its default configuration: full tensors, probes with arguments, collections.
+
+    A rule whose needs cannot be determined needs nothing here; its evaluation reports why.
+    """
+    needs = []
+    for config in configs:
+        try:
+            needed = config.implementation.needed(config.parameters)
+        except Exception:  # noqa: BLE001, S112 - reported by the evaluation, and must not keep a run from being registered
+            continue
+        collections = (config.tensors.collection,) if config.tensors.collection else needed.collections
+        probes = tuple(probe for probe in needed.probes if parsed(probe) is not None)
+        tensors = needed.tensors
+        if tensors is not None or probes or not set(collections) <= _RECORDED:
+            every, modes = (0, ()) if tensors is None else (tensors.every, tensors.modes)
+            needs.append(CaptureNeed(config.name, tuple(collections), probes, every, modes))
+    return tuple(needs)
+
+
+_RECORDED = frozenset(CaptureConfig().collections) | {SYSTEM, FINITE_CHECKS, SAVED}
+"""Collections that a recorder captures by default."""
 
 _Arguments = ParamSpec("_Arguments")
 

@@ -32,7 +32,7 @@ from pydantic import (
 )
 
 from watchstep.errors import RuleError
-from watchstep.format.tensors import TensorInfo
+from watchstep.format.tensors import SavedName, TensorInfo
 from watchstep_rules.custom.python_rule import with_source
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_rules.rule import AnyRule, Needs, Params, Severity, is_metric
@@ -320,7 +320,14 @@ class TensorScope(_Model):
         return value
 
     def selects(self, info: TensorInfo, needs: Needs) -> bool:
-        """Whether a rule with these needs receives a tensor: it is in scope, or it is evidence."""
+        """Whether a rule with these needs receives a tensor: it is in scope, or it is evidence.
+
+        A rule that judges full tensors receives the rows about saved objects of its modes instead; the scope applies to the tensors in
+        them.
+        """
+        if needs.tensors is not None:
+            saved, modes = SavedName.of(info), needs.tensors.modes
+            return saved is not None and (not modes or saved.mode in modes)
         if any(is_metric(info, name) for name in needs.metrics):
             return True
         evidence = needs.is_evidence(info)

@@ -13,14 +13,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from watchstep.errors import ConfigError, RuleError
 from watchstep.format.block import Block, concatenate
+from watchstep.format.tensors import Mode
 from watchstep_rules.custom.sandbox.confinement import Isolation, why_not
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import SandboxedRule
@@ -29,11 +38,13 @@ from watchstep_rules.custom.sandbox.protocol import (
     MAX_FINDINGS,
     SHORT,
     FrameLimits,
+    arrays_to_bytes,
     kept,
     to_bytes,
     unpack_findings,
 )
-from watchstep_rules.rule import Finding, Merge, Needs, Params, Rule, State, finding_at
+from watchstep_rules.rule import Finding, Merge, Needs, Params, Rule, State, TensorNeeds, finding_at
+from watchstep_rules.saved_block import SavedBlock
 from watchstep_rules.signals.nonfinite import has_elements
 
 NOT_FROM_RECORDERS = "a recorder may not upload one; add its rule file to the service"
@@ -104,9 +115,25 @@ _REPLY = FrameLimits(SHORT.document, MAX_FINDINGS)
 _MAX_WHOLE = 2**128
 _MAX_ROWS = 20_000
 _MAX_MESSAGE = 500
+_MEBIBYTE = 1024 * 1024
 _DESCRIBE_SECONDS = 10.0
 _MOST_DESCRIBED = 10_000
-_Words = tuple[str, ...]
+_Words = tuple[Annotated[str, StringConstraints(min_length=1, max_length=1000)], ...]
+
+
+class TensorDescription(BaseModel):
+    """The full tensors that a class needs: `watchstep_rules.rule.TensorNeeds`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+    every: int = Field(ge=1, lt=2**31)
+    modes: tuple[Mode, ...] = Field(max_length=4)
+    reference: str = Field("", max_length=128)
+
+    @property
+    def needs(self) -> TensorNeeds:
+        """As needs of a rule."""
+        return TensorNeeds(self.every, self.modes, reference=bool(self.reference))
 
 
 class RuleDescription(BaseModel):
@@ -122,6 +149,7 @@ class RuleDescription(BaseModel):
     roles: _Words = Field(max_length=100)
     probes: _Words = Field(max_length=64)
     histograms: bool = False
+    tensors: TensorDescription | None = None
 
 
 _DESCRIBED: dict[str, tuple[RuleDescription, Isolation]] = {}
@@ -211,7 +239,17 @@ class Python(Rule[PythonParams, PythonState]):
     def needed(self, params: PythonParams) -> Needs:
         """The needs of the class."""
         about = params.about
-        return Needs(about.collections, about.roles, about.probes, histograms=about.histograms)
+        return Needs(
+            about.collections,
+            about.roles,
+            about.probes,
+            histograms=about.histograms,
+            tensors=None if about.tensors is None else about.tensors.needs,
+        )
+
+    def reference(self, params: PythonParams) -> str:
+        """The reference run of the class."""
+        return "" if params.about.tensors is None else params.about.tensors.reference
 
     def merged(self, params: PythonParams) -> Merge:
         """The merge mode of the class."""
@@ -234,6 +272,7 @@ class Python(Rule[PythonParams, PythonState]):
             RuleError: the class failed, exceeded a limit, or returned an invalid result.
         """
         findings: list[Finding] = []
+        _check_values(params, context, block)
         POOL.check_memory(params.program.called, params.memory_mb)
         if rule_time_left() <= 0:
             raise out_of_time(params.program.called)
@@ -250,11 +289,40 @@ class Python(Rule[PythonParams, PythonState]):
                 seconds = min(params.seconds, rule_time_left())
                 if seconds <= 0:
                     raise out_of_time(params.program.called)
-                reply = child.request(request, (to_bytes(context), to_bytes(part)), seconds, _REPLY)
+                reply = child.request(request, (*_sent(context), *_sent(part)), seconds, _REPLY)
                 state = _state(params, reply.document, child.isolation)
                 findings.extend(_findings(params, reply.payload, part))
-                context = concatenate([context, part]).tail(params.about.lookback)
+                if not isinstance(part, SavedBlock):
+                    context = concatenate([context, part]).tail(params.about.lookback)
         return state, findings
+
+
+def _check_values(params: PythonParams, *blocks: Block) -> None:
+    """Check that the values of saved tensors fit into the memory of the class.
+
+    Raises:
+        RuleError: they do not.
+    """
+    size = sum(
+        array.nbytes
+        for block in blocks
+        if isinstance(block, SavedBlock)
+        for array in (*block.values, *block.references)
+        if array is not None
+    )
+    if size > params.memory_mb * _MEBIBYTE:
+        raise RuleError(
+            f"{params.program.called}: the saved tensors of this evaluation have {size / _MEBIBYTE:.0f} MiB, which exceeds its memory_mb of "
+            f"{params.memory_mb}",
+            "raise memory_mb, or restrict the rule config's 'tensors'",
+        )
+
+
+def _sent(block: Block) -> tuple[bytes, ...]:
+    """A block as the parts of a message: its rows and, for saved tensors, their values."""
+    if isinstance(block, SavedBlock):
+        return to_bytes(block), arrays_to_bytes(block.values), arrays_to_bytes(block.references)
+    return (to_bytes(block),)
 
 
 def described(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolation]:
@@ -301,8 +369,8 @@ def _check_demand(program: SandboxedRule) -> None:
 
 def _parts(block: Block, merge: Merge) -> list[Block]:
     """The block in parts of some thousand rows: whole steps, of a single worker for ``per_worker`` rules."""
-    if len(block) <= _MAX_ROWS:
-        return [block]
+    if len(block) <= _MAX_ROWS or isinstance(block, SavedBlock):
+        return [block]  # the bytes of saved tensors are limited
     if merge == "watermark":
         block = block.take(np.argsort(block.step, kind="stable"))
     changes = np.diff(block.step) != 0

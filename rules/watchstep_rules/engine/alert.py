@@ -19,14 +19,14 @@ An alert without ``for`` goes through PENDING to FIRING at the same step.
 
 **Two clocks.** Rows of several workers arrive out of step. An alert fires as soon as rows make it fire, without waiting for other
 workers. Everything else waits for the *watermark*: the last step that all live workers passed. Changes of series are queued in
-``waiting`` and applied step by step when the watermark passes them. The result is therefore what it would be if all rows arrived in
+``queued_changes`` and applied step by step when the watermark passes them. The result is therefore what it would be if all rows arrived in
 order, one step at a time. If later rows show that the alert fired at an earlier step, or for a likelier cause, it is *revised*.
 
 **Late rows.** Rows of a step behind the watermark (of a worker that was no longer waited for) take effect when they arrive. They do not
 start a new episode if they belong to a closed one: neither at its own steps, nor at later steps that the watermark had passed when the
 rows arrived. Later findings of the same series do.
 
-**Bounded queue.** If one worker stands still while many series change, the queue is bounded by `MOST_WAITING`: its earliest steps are
+**Bounded queue.** If one worker stands still while many series change, the queue is bounded by `MAX_QUEUED_CHANGES`: its earliest steps are
 applied as if the watermark had passed them.
 """
 
@@ -37,12 +37,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from watchstep_rules.config.rule_config import Timing
+from watchstep_rules.engine.series_limit import limited
 from watchstep_rules.engine.streaks import (
     NONE,
     Change,
@@ -80,11 +81,11 @@ class InhibitedBy(NamedTuple):
 
 
 class QueuedChange(NamedTuple):
-    """A step at which a series becomes bad or clean, or has been so for long enough."""
+    """A step at which a streak of a series begins, or becomes long enough."""
 
     step: int
     series: str
-    bad: bool
+    has_finding: bool
     long_enough: bool
 
 
@@ -92,11 +93,11 @@ class LikelyCause(NamedTuple):
     """The likeliest finding that could have made an alert fire at its step, and its streak."""
 
     finding: Finding
-    since: Streak
+    streak: Streak
 
 
 class AlertMemory(BaseModel):
-    """The state of an alert between blocks; stored as JSON.
+    """The state of an alert between blocks; stored as JSON. JSON with other keys is rejected, so that the alert begins anew.
 
     A series is ``tensor@worker/mode``. Streaks cover all rows that arrived; their effects on the alert are queued until the watermark
     passes their step.
@@ -105,56 +106,48 @@ class AlertMemory(BaseModel):
         phase: the reported phase. The alert may fire before the watermark passes the step.
         finding: the likeliest cause among the findings up to the step at which the alert fired.
         fired_at: the step at which the alert fired.
-        since: the streak that ends with ``finding``.
-        hits: streaks of findings, of series with a finding at their last judged step.
-        clean: clean streaks of the other followed series. A firing series with a finding at its last step has an empty streak.
-        last: the last judged step of each series in ``hits`` and ``clean``.
-        waiting: queued changes of series at steps after the watermark, by step.
+        streak: the streak that ends with ``finding``.
+        finding_streaks: streaks of findings, of series with a finding at their last judged step.
+        clean_streaks: clean streaks of the other followed series. A firing series with a finding at its last step has an empty streak.
+        last_steps: the last judged step of each series in ``finding_streaks`` and ``clean_streaks``.
+        queued_changes: changes of series at steps after the watermark, by step.
         causes: for each queued step at which the alert could fire, the cause.
-        bad: series with findings as of the watermark.
-        firing: series that make the alert fire as of the watermark.
-        settled: firing series that have been clean for long enough.
-        reached: the last step at which ``firing`` or ``settled`` changed.
-        closed: the last step of closed episodes; -1 if there are none.
-        ahead: the last step that was applied before the watermark passed it because the queue was full; -1 if there is none.
-        over: for each series with late rows of a closed episode, the watermark when they arrived.
-        fired: for a source of inhibition, when it fired, as far as steps after the watermark need it.
-        quiet: for an alert that fires and is inhibited, by which rule config.
+        series_with_findings: series with findings as of the watermark.
+        firing_series: series that make the alert fire as of the watermark.
+        resolved_series: firing series that have been clean for long enough.
+        changed_at: the last step at which ``firing_series`` or ``resolved_series`` changed.
+        closed_to: the last step of closed episodes; -1 if there are none.
+        applied_to: the last step that was applied before the watermark passed it because the queue was full; -1 if there is none.
+        closed_series: for each series with late rows of a closed episode, the watermark when they arrived.
+        firing_spans: for a source of inhibition, when it fired, as far as steps after the watermark need it.
+        inhibition: for an alert that fires and is inhibited, by which rule config.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     phase: Phase = Phase.INACTIVE
     finding: Finding | None = None
     fired_at: int = -1
-    since: Streak = NONE
-    hits: dict[str, Streak] = Field(default_factory=dict)
-    clean: dict[str, Streak] = Field(default_factory=dict)
-    last: dict[str, int] = Field(default_factory=dict)
-    waiting: tuple[QueuedChange, ...] = ()
+    streak: Streak = NONE
+    finding_streaks: dict[str, Streak] = Field(default_factory=dict)
+    clean_streaks: dict[str, Streak] = Field(default_factory=dict)
+    last_steps: dict[str, int] = Field(default_factory=dict)
+    queued_changes: tuple[QueuedChange, ...] = ()
     causes: tuple[LikelyCause, ...] = ()
-    bad: tuple[str, ...] = ()
-    firing: tuple[str, ...] = ()
-    settled: tuple[str, ...] = ()
-    reached: int = -1
-    closed: int = -1
-    ahead: int = -1
-    over: dict[str, int] = Field(default_factory=dict)
-    fired: tuple[FiringSpan, ...] = ()
-    quiet: InhibitedBy | None = None
+    series_with_findings: tuple[str, ...] = ()
+    firing_series: tuple[str, ...] = ()
+    resolved_series: tuple[str, ...] = ()
+    changed_at: int = -1
+    closed_to: int = -1
+    applied_to: int = -1
+    closed_series: dict[str, int] = Field(default_factory=dict)
+    firing_spans: tuple[FiringSpan, ...] = ()
+    inhibition: InhibitedBy | None = None
 
     @property
     def follows(self) -> bool:
         """Whether the alert follows any series, so that their next rows count even without a finding."""
-        return bool(self.hits or self.clean)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_before(cls, data: Any) -> Any:
-        """Read states of earlier versions, which did not wait for the watermark: each streak took effect at once."""
-        if isinstance(data, dict) and "firing" not in data:
-            return {**data, "bad": tuple(data.get("hits", ())), "firing": tuple(data.get("clean", ()))}
-        return data
+        return bool(self.finding_streaks or self.clean_streaks)
 
 
 @dataclass(frozen=True)
@@ -191,7 +184,7 @@ UNBOUNDED = Watermarks(-1, 1 << 62)
 """No worker is waited for: each row is the last one of its step."""
 
 
-MOST_WAITING = 10_000
+MAX_QUEUED_CHANGES = 10_000
 """Limit of queued changes, half a megabyte as JSON. Beyond it the earliest are applied before the watermark passes them."""
 
 
@@ -202,21 +195,34 @@ class AlertStateMachine:
         self._before = memory
         self._timing = timing
         self._watermark = watermarks.now
-        self._watermarks = Watermarks(max(watermarks.before, memory.ahead), max(watermarks.now, memory.ahead))
-        self._phase, self._finding, self._since = memory.phase, memory.finding, memory.since
-        self._fired_at, self._reached, self._closed = memory.fired_at, memory.reached, memory.closed
-        self._hits, self._clean, self._last = dict(memory.hits), dict(memory.clean), dict(memory.last)
-        self._bad, self._firing = set(memory.bad), set(memory.firing)
-        self._settled, self._over = set(memory.settled), dict(memory.over)
-        self._waiting = list(memory.waiting)
-        self._newest = {queued.series: queued for queued in memory.waiting}
+        self._watermarks = Watermarks(
+            max(watermarks.before, memory.applied_to), max(watermarks.now, memory.applied_to)
+        )
+        self._phase, self._finding, self._streak = memory.phase, memory.finding, memory.streak
+        self._fired_at, self._changed_at, self._closed_to = (
+            memory.fired_at,
+            memory.changed_at,
+            memory.closed_to,
+        )
+        self._finding_streaks, self._clean_streaks, self._last_steps = (
+            dict(memory.finding_streaks),
+            dict(memory.clean_streaks),
+            dict(memory.last_steps),
+        )
+        self._series_with_findings, self._firing_series = (
+            set(memory.series_with_findings),
+            set(memory.firing_series),
+        )
+        self._resolved_series, self._closed_series = set(memory.resolved_series), dict(memory.closed_series)
+        self._queued_changes = list(memory.queued_changes)
+        self._newest_changes = {queued.series: queued for queued in memory.queued_changes}
         self._causes = {cause.finding.step: _CauseCandidate.of(cause) for cause in memory.causes}
         self._tick: Change | None = None
         self.transitions: list[Transition] = []
 
     def open_series(self) -> OpenSeries:
         """The current state of the followed series."""
-        return OpenSeries(self._hits, self._clean, self._last)
+        return OpenSeries(self._finding_streaks, self._clean_streaks, self._last_steps)
 
     def add(self, streaks: Streaks) -> None:
         """Queue the changes of a block; late ones are applied at once."""
@@ -228,23 +234,27 @@ class AlertStateMachine:
             (late.append if change.step <= self._watermarks.before else self._queue)(change)
         self._apply_late(late)
         for series, end in streaks.ends.items():
-            current, other = (self._hits, self._clean) if end.bad else (self._clean, self._hits)
+            current, other = (
+                (self._finding_streaks, self._clean_streaks)
+                if end.has_finding
+                else (self._clean_streaks, self._finding_streaks)
+            )
             current[series] = end.streak
             other.pop(series, None)
-            self._last[series] = end.step
+            self._last_steps[series] = end.step
         for change in streaks.out_of_order:
             self._apply_out_of_order(change)
 
     def apply_watermark(self) -> None:
         """Apply the queued steps up to the watermark in order, then fire for later steps where a cause is known."""
-        self._waiting.sort(key=_step)
-        excess = len(self._waiting) - MOST_WAITING
+        self._queued_changes.sort(key=_step)
+        excess = len(self._queued_changes) - MAX_QUEUED_CHANGES
         if excess > 0:
             self._watermarks = self._watermarks._replace(
-                now=max(self._watermarks.now, self._waiting[excess - 1].step)
+                now=max(self._watermarks.now, self._queued_changes[excess - 1].step)
             )
-        due = [queued for queued in self._waiting if queued.step <= self._watermarks.now]
-        self._waiting = self._waiting[len(due) :]
+        due = [queued for queued in self._queued_changes if queued.step <= self._watermarks.now]
+        self._queued_changes = self._queued_changes[len(due) :]
         self._revise()
         for step, changes in groupby(due, key=_step):
             self._apply_step(step, list(changes))
@@ -255,37 +265,45 @@ class AlertStateMachine:
 
     def memory(self) -> AlertMemory:
         """The state to store, in an order that does not depend on the order of arrival."""
-        followed = self._firing | self._bad | {queued.series for queued in self._waiting}
-        clean = {
-            series: NONE if series in self._hits else self._clean.get(series, NONE)
+        followed = (
+            self._firing_series
+            | self._series_with_findings
+            | {queued.series for queued in self._queued_changes}
+        )
+        clean_streaks = {
+            series: NONE if series in self._finding_streaks else self._clean_streaks.get(series, NONE)
             for series in sorted(followed)
-            if series not in self._hits or series in self._firing
+            if series not in self._finding_streaks or series in self._firing_series
         }
-        hits = {series: self._hits[series] for series in sorted(self._hits)}
+        finding_streaks = {series: self._finding_streaks[series] for series in sorted(self._finding_streaks)}
         return self._before.model_copy(
             update={
                 "phase": self._phase,
                 "finding": self._finding,
                 "fired_at": self._fired_at,
-                "since": self._since,
-                "hits": hits,
-                "clean": clean,
-                "last": {name: self._last[name] for name in sorted({*hits, *clean}) if name in self._last},
-                "waiting": tuple(self._waiting),
+                "streak": self._streak,
+                "finding_streaks": finding_streaks,
+                "clean_streaks": clean_streaks,
+                "last_steps": {
+                    name: self._last_steps[name]
+                    for name in sorted({*finding_streaks, *clean_streaks})
+                    if name in self._last_steps
+                },
+                "queued_changes": tuple(self._queued_changes),
                 "causes": tuple(self._causes[step].cause() for step in sorted(self._causes)),
-                "bad": tuple(sorted(self._bad)),
-                "firing": tuple(sorted(self._firing)),
-                "settled": tuple(sorted(self._settled)),
-                "reached": self._reached,
-                "closed": self._closed,
-                "ahead": self._watermarks.now if self._watermarks.now > self._watermark else -1,
-                "over": {name: self._over[name] for name in sorted(self._over)},
+                "series_with_findings": tuple(sorted(self._series_with_findings)),
+                "firing_series": tuple(sorted(self._firing_series)),
+                "resolved_series": tuple(sorted(self._resolved_series)),
+                "changed_at": self._changed_at,
+                "closed_to": self._closed_to,
+                "applied_to": self._watermarks.now if self._watermarks.now > self._watermark else -1,
+                "closed_series": {name: self._closed_series[name] for name in sorted(self._closed_series)},
             }
         )
 
     def _is_closed(self, step: int) -> bool:
         """Whether a row of this step that arrives now belongs to a closed episode."""
-        return step <= min(self._closed, self._watermarks.before)
+        return step <= min(self._closed_to, self._watermarks.before)
 
     def _relevant(self, changes: Sequence[Change], streaks: Streaks, late: list[Change]) -> Iterator[Change]:
         """Yield changes in row order. A change in a closed episode is replaced by the first later row of its streak outside of it."""
@@ -298,23 +316,23 @@ class AlertStateMachine:
             if not self._is_in_closed_episode(change):
                 yield change
             elif change.long_enough:
-                later = streaks.first_after(change, self._over[change.series])
+                later = streaks.first_after(change, self._closed_series[change.series])
                 if later is not None:
-                    del self._over[change.series]
+                    del self._closed_series[change.series]
                     heappush(queue, (later.row, later.index, later))
 
     def _is_in_closed_episode(self, change: Change) -> bool:
         series = change.series
-        if not change.bad:
-            self._over.pop(series, None)
+        if not change.has_finding:
+            self._closed_series.pop(series, None)
             return False
         if self._is_closed(change.step):
             if change.long_enough:
-                self._over.setdefault(series, self._watermarks.before)
+                self._closed_series.setdefault(series, self._watermarks.before)
             return True
-        if change.step <= self._over.get(series, -1):
+        if change.step <= self._closed_series.get(series, -1):
             return True
-        self._over.pop(series, None)
+        self._closed_series.pop(series, None)
         return False
 
     def _apply_late(self, changes: list[Change]) -> None:
@@ -330,84 +348,87 @@ class AlertStateMachine:
 
     def _queue(self, change: Change) -> None:
         queued = _queued(change)
-        newest = self._newest.get(queued.series)
-        status = self._status(queued.series) if newest is None else (newest.bad, newest.long_enough)
-        if status != (queued.bad, queued.long_enough):
-            self._waiting.append(queued)
-            self._newest[queued.series] = queued
+        newest = self._newest_changes.get(queued.series)
+        status = self._status(queued.series) if newest is None else (newest.has_finding, newest.long_enough)
+        if status != (queued.has_finding, queued.long_enough):
+            self._queued_changes.append(queued)
+            self._newest_changes[queued.series] = queued
             self._record_cause(change)
 
     def _status(self, series: str) -> tuple[bool, bool]:
-        """Whether a series is bad as of the watermark, and whether its streak is long enough to fire or to resolve."""
-        bad = series in self._bad
-        return bad, series in (self._firing if bad else self._settled)
+        """Whether a series has findings as of the watermark, and whether its streak is long enough to fire or to resolve."""
+        has_findings = series in self._series_with_findings
+        return has_findings, series in (self._firing_series if has_findings else self._resolved_series)
 
     def _record_cause(self, change: Change) -> None:
-        if not change.bad or not change.long_enough:
+        if not change.has_finding or not change.long_enough:
             return
         likeliest, rank = self._causes.get(change.step), change.likelihood
         if likeliest is None or rank < likeliest.likelihood:
             self._causes[change.step] = _CauseCandidate(rank, change)
 
     def _apply_out_of_order(self, change: Change) -> None:
-        """Apply a finding that arrived after later rows of its series: bad at its step, then back to the current state."""
+        """Apply a finding that arrived after later rows of its series: a change at its step, then one back to the current state."""
         series = change.series
         if not change.long_enough or self._is_closed(change.step):
             return
         if change.step <= self._watermarks.before:
             self._apply_late([change])
         else:
-            self._waiting.append(QueuedChange(change.step, series, bad=True, long_enough=True))
+            self._queued_changes.append(QueuedChange(change.step, series, has_finding=True, long_enough=True))
             self._record_cause(change)
-        if series not in self._hits:
-            lasted = self._clean[series].steps >= self._timing.keep_steps and not self._timing.keep_ns
-            queued = QueuedChange(self._last[series], series, bad=False, long_enough=lasted)
+        if series not in self._finding_streaks:
+            lasted = self._clean_streaks[series].steps >= self._timing.keep_steps and not self._timing.keep_ns
+            queued = QueuedChange(self._last_steps[series], series, has_finding=False, long_enough=lasted)
             if queued.step <= self._watermarks.before:
                 self._apply_step(queued.step, [queued])
             else:
-                self._waiting.append(queued)
-                self._newest[series] = queued
+                self._queued_changes.append(queued)
+                self._newest_changes[series] = queued
 
     def _apply_step(self, step: int, changes: Sequence[QueuedChange]) -> None:
         """Apply all changes of one step."""
-        fired = bool(self._firing)
+        fired = bool(self._firing_series)
         for queued in changes:
             self._update_series(queued)
-        if self._firing:
+        if self._firing_series:
             if not fired:
-                self._reached = step
+                self._changed_at = step
                 self._fire(step)
-            if self._settled >= self._firing:
+            if self._resolved_series >= self._firing_series:
                 self._close()
-        elif self._bad and self._phase in (Phase.INACTIVE, Phase.RESOLVED):
-            if step > self._closed or self._tick is not None:
+        elif self._series_with_findings and self._phase in (Phase.INACTIVE, Phase.RESOLVED):
+            if step > self._closed_to or self._tick is not None:
                 self._enter(Phase.PENDING, step)
-        elif not self._bad and self._phase is Phase.PENDING:
+        elif not self._series_with_findings and self._phase is Phase.PENDING:
             self._enter(Phase.INACTIVE, step)
 
     def _update_series(self, queued: QueuedChange) -> None:
-        series, before = queued.series, (queued.series in self._firing, queued.series in self._settled)
-        if queued.bad:
-            self._bad.add(series)
-            self._settled.discard(series)
+        series, before = (
+            queued.series,
+            (queued.series in self._firing_series, queued.series in self._resolved_series),
+        )
+        if queued.has_finding:
+            self._series_with_findings.add(series)
+            self._resolved_series.discard(series)
             if queued.long_enough:
-                self._firing.add(series)
+                self._firing_series.add(series)
         else:
-            self._bad.discard(series)
-            if queued.long_enough and series in self._firing:
-                self._settled.add(series)
+            self._series_with_findings.discard(series)
+            if queued.long_enough and series in self._firing_series:
+                self._resolved_series.add(series)
             else:
-                self._settled.discard(series)
-        if before != (series in self._firing, series in self._settled):
-            self._reached = max(self._reached, queued.step)
+                self._resolved_series.discard(series)
+        if before != (series in self._firing_series, series in self._resolved_series):
+            self._changed_at = max(self._changed_at, queued.step)
 
     def _apply_tick(self) -> None:
         change = self._tick
         if change is None:
             return
-        if change.bad:
+        if change.has_finding:
             self._causes[change.step] = _CauseCandidate(change.likelihood, change)
-        queued = QueuedChange(change.step, change.series, change.bad, change.long_enough)
+        queued = QueuedChange(change.step, change.series, change.has_finding, change.long_enough)
         self._apply_step(change.step, [queued])
 
     def _fire(self, step: int) -> None:
@@ -420,11 +441,11 @@ class AlertStateMachine:
 
     def _close(self) -> None:
         """Close the episode and its steps."""
-        self._closed = max(self._closed, self._reached)
-        self._firing, self._settled = set(), set()
-        self._enter(Phase.RESOLVED, self._reached)
-        if self._bad:
-            self._enter(Phase.PENDING, self._reached)
+        self._closed_to = max(self._closed_to, self._changed_at)
+        self._firing_series, self._resolved_series = set(), set()
+        self._enter(Phase.RESOLVED, self._changed_at)
+        if self._series_with_findings:
+            self._enter(Phase.PENDING, self._changed_at)
 
     def _revise(self) -> None:
         """Revise a firing alert if rows of another worker, or late rows, show a likelier cause."""
@@ -433,30 +454,29 @@ class AlertStateMachine:
             return
         if likeliest.likelihood < likelihood(reported):
             first = likeliest.cause()
-            fired_at = reported.step if self._fired_at < 0 else self._fired_at
             self._set_cause(first)
-            self._fired_at = min(fired_at, first.finding.step)
-            since = first.since
+            self._fired_at = min(self._fired_at, first.finding.step)
+            streak = first.streak
             self.transitions.append(
                 Transition(
-                    Phase.FIRING, self._fired_at, first.finding, since.first, since.time_ns, revised=True
+                    Phase.FIRING, self._fired_at, first.finding, streak.first, streak.time_ns, revised=True
                 )
             )
 
     def _set_cause(self, cause: LikelyCause) -> None:
-        self._finding, self._since = cause
+        self._finding, self._streak = cause
 
     def _enter(self, phase: Phase, step: int) -> None:
         self._phase = phase
         if phase in (Phase.FIRING, Phase.RESOLVED):
-            since = self._since
-            self.transitions.append(Transition(phase, step, self._finding, since.first, since.time_ns))
+            streak = self._streak
+            self.transitions.append(Transition(phase, step, self._finding, streak.first, streak.time_ns))
         else:
             self.transitions.append(Transition(phase, step, None, step, 0))
 
 
 def _queued(change: Change) -> QueuedChange:
-    return QueuedChange(change.step, change.series, change.bad, change.long_enough)
+    return QueuedChange(change.step, change.series, change.has_finding, change.long_enough)
 
 
 def _step_and_worker(change: Change) -> tuple[int, str]:
@@ -480,7 +500,7 @@ class _CauseCandidate(NamedTuple):
 
     def cause(self) -> LikelyCause:
         source = self.source
-        return source if isinstance(source, LikelyCause) else LikelyCause(source.finding, source.since)
+        return source if isinstance(source, LikelyCause) else LikelyCause(source.finding, source.streak)
 
 
 def _likelihood(candidate: _CauseCandidate) -> Likelihood:
@@ -516,8 +536,9 @@ def advance(
     machine = AlertStateMachine(memory, timing, watermarks)
     for part in _parts(rows, findings, tick):
         series = machine.open_series()
-        if part.findings or series.hits or series.clean:
-            machine.add(follow(part.rows, part.findings, series, timing, part.tick))
+        findings = limited(part.findings, {*series.finding_streaks, *series.clean_streaks})
+        if findings or series.finding_streaks or series.clean_streaks:
+            machine.add(follow(part.rows, findings, series, timing, part.tick))
     machine.apply_watermark()
     return machine.memory(), machine.transitions
 
@@ -548,7 +569,8 @@ def _parts(rows: JudgedRows, findings: Sequence[Finding], tick: ClockTick | None
         after = np.searchsorted(steps, part.step.max(), side="right")
         of_part = taken(others, order[first:after])
         last = end == len(rows)
-        yield _Part(part, [*of_part, *about_run] if last else of_part, tick if last else None)
+        # Findings are built only where the two are joined: an alert needs few of them.
+        yield _Part(part, [*of_part, *about_run] if last and about_run else of_part, tick if last else None)
 
 
 def coalesce(transitions: Iterable[Transition]) -> list[Transition]:

@@ -8,10 +8,11 @@ step. An onset at most `NEAR_STEPS` after the incident was last extended belongs
 extends an incident once, so an alert that fires repeatedly does not make an incident endless. Incidents are a function of the set of
 onsets: neither the order in which onsets become known nor the boundaries of segments change them.
 
-**What the cause is.** Rules may detect the same fault a few steps apart. Among the onsets in the first `AT_ONCE_STEPS` steps of an
-incident, the cause is the one furthest upstream: settings before data, data before layers, layers before gradients, gradients before
-losses, losses before values that are not finite; then the earliest; then the first tensor in the order of data flow. A hyperparameter
-that jumps after the first onset is not the cause.
+**What the cause is.** The likeliest cause is the earliest onset: what begins later cannot have caused it. Among onsets at the same step it is
+the one furthest upstream: settings before data, data before layers, layers before gradients, gradients before losses, losses before
+values that are not finite; then the first tensor in the order of data flow. There is one exception. A rule about a lasting setting, e.g.
+parameters that are in no optimizer, needs some steps to detect it, and the setting was there before. If its onset is at most
+`DETECTION_STEPS` after the first, it is the cause.
 
 The explanation of an alert: what was measured, where, against which threshold, since when, usual causes, and remedies.
 
@@ -24,7 +25,6 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,7 +34,7 @@ from watchstep_rules.engine.alert import Phase, Transition
 from watchstep_rules.rule import Finding
 
 NEAR_STEPS = 50
-AT_ONCE_STEPS = 10
+DETECTION_STEPS = 10
 ID_LENGTH = 16
 
 _STAGES: tuple[tuple[str, ...], ...] = (
@@ -84,10 +84,10 @@ _STAGES: tuple[tuple[str, ...], ...] = (
 """Rules by stage, in the order in which faults spread, the most upstream first."""
 
 _STAGE = {rule: stage for stage, rules in enumerate(_STAGES) for rule in rules}
-_DATA, _GRADIENTS, _NUMBERS, _OF_RUN = 1, 3, len(_STAGES) - 1, len(_STAGES)
+_SETTINGS, _DATA, _GRADIENTS, _NUMBERS, _OF_RUN = 0, 1, 3, len(_STAGES) - 1, len(_STAGES)
 
 _EXACT = frozenset({"hyperparameter_jump"})
-"""Rules whose onset is exactly the step of the fault, so that it cannot be the cause of an earlier onset."""
+"""Rules about settings whose onset is exactly the step of the change."""
 
 _EVIDENCE_AGAINST = {
     "hyperparameter_jump": "no recorded hyperparameter jumped",
@@ -139,7 +139,7 @@ class IncidentSummary(BaseModel):
         id: derived from the attempt and the first onset. An earlier onset that becomes known later changes it.
         first_step: the first onset.
         last_step: the last onset.
-        alerts: names of the rule configs with alerts in the incident, the most upstream first.
+        alerts: names of the rule configs with alerts in the incident, the likeliest cause first.
         cause: the rule config with the likeliest cause.
         message: the finding's message of the cause.
         check_first: what to check first; empty if the rule gives no advice.
@@ -219,9 +219,7 @@ def cause_of(incident: Sequence[Onset]) -> Onset:
     Args:
         incident: the onsets of the incident, as `incidents_of` returns them; at least one.
     """
-    first = incident[0].step
-    early = takewhile(lambda onset: onset.step <= first + AT_ONCE_STEPS, incident)
-    return min((onset for onset in early if onset.step == first or onset.rule not in _EXACT), key=_upstream)
+    return _likeliest_first(incident)[0]
 
 
 def incident_id(project: str, run: str, attempt: str, first_step: int) -> str:
@@ -238,9 +236,10 @@ def summarize(identity: str, incident: Sequence[Onset], silent: Collection[str])
         incident: the onsets of the incident, as `incidents_of` returns them; at least one.
         silent: rules that judged rows of the attempt and never fired on it.
     """
-    cause = cause_of(incident)
+    ranked = _likeliest_first(incident)
+    cause = ranked[0]
     fired = {onset.rule for onset in incident}
-    names = dict.fromkeys([cause.name, *(onset.name for onset in sorted(incident, key=_upstream))])
+    names = dict.fromkeys(onset.name for onset in ranked)
     return IncidentSummary(
         id=identity,
         first_step=incident[0].step,
@@ -261,18 +260,25 @@ def _by_step(onset: Onset) -> tuple[int, str, int]:
     return onset.step, onset.name, onset.config
 
 
-def _upstream(onset: Onset) -> tuple[int, int, tuple[int, int], int, str, int]:
-    finding = onset.finding
-    return _stage(onset), onset.step, finding.cause_rank, finding.worker, onset.name, onset.config
+def _likeliest_first(incident: Sequence[Onset]) -> list[Onset]:
+    detected = incident[0].step + DETECTION_STEPS
+
+    def likelihood(onset: Onset) -> tuple[bool, int, int, tuple[int, int], int, str, int]:
+        stage, finding = _stage(onset), onset.finding
+        is_lasting = stage == _SETTINGS and onset.rule not in _EXACT and onset.step <= detected
+        return not is_lasting, onset.step, stage, finding.cause_rank, finding.worker, onset.name, onset.config
+
+    return sorted(incident, key=likelihood)
 
 
 def _stage(onset: Onset) -> int:
-    stage = _STAGE.get(onset.rule.removeprefix("sagemaker_"))
-    if stage == _NUMBERS and onset.finding.role == "input":
+    """The stage of an onset's rule; that of data for values of the model's inputs that are not finite."""
+    stage, finding = _STAGE.get(onset.rule.removeprefix("sagemaker_")), onset.finding
+    if stage == _NUMBERS and (finding.role == "input" or finding.upstream):
         return _DATA
     if stage is not None:
         return stage
-    return _GRADIENTS if onset.finding.tensor else _OF_RUN
+    return _GRADIENTS if finding.tensor else _OF_RUN
 
 
 _INDENT = " " * 10

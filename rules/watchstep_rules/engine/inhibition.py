@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import AlertMemory, FiringSpan, InhibitedBy, Phase, Transition
 
-MOST_INTERVALS = 64
-"""Limit of firing spans that are kept of a source, the latest; more than one is needed only while it is ahead of the watermark."""
+MAX_FIRING_SPANS = 64
+"""Limit of firing spans that are kept of a source, the latest; more than one is needed only while rows after the watermark are judged."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +124,15 @@ def inhibit(updates: Sequence[AlertUpdate], watermark: int) -> list[AlertUpdate]
     sources_of: dict[int, list[tuple[str, FiringSpan]]] = {}
     for source, target in edges:
         spans = sources_of.setdefault(target, [])
-        spans.extend((updates[source].config.name, interval) for interval in fired[source])
+        spans.extend((updates[source].config.name, span) for span in fired[source])
     result = []
     for index, update in enumerate(updates):
         sources = sources_of.get(index, [])
-        needed = [
-            interval
-            for interval in fired.get(index, ())
-            if interval.until is None or interval.until > watermark
-        ]
+        needed = [span for span in fired.get(index, ()) if span.until is None or span.until > watermark]
         memory = update.memory
-        if memory.fired or needed:
-            memory = memory.model_copy(update={"fired": tuple(needed[-MOST_INTERVALS:])})
-        if (sources and update.transitions) or memory.quiet is not None:
+        if memory.firing_spans or needed:
+            memory = memory.model_copy(update={"firing_spans": tuple(needed[-MAX_FIRING_SPANS:])})
+        if (sources and update.transitions) or memory.inhibition is not None:
             result.append(_inhibited(replace(update, memory=memory), sources, watermark))
         else:
             result.append(update if memory is update.memory else replace(update, memory=memory))
@@ -145,15 +141,15 @@ def inhibit(updates: Sequence[AlertUpdate], watermark: int) -> list[AlertUpdate]
 
 def _fired(update: AlertUpdate) -> list[FiringSpan]:
     """The firing spans of a source, from its state and its new transitions."""
-    intervals = list(update.memory.fired)
+    spans = list(update.memory.firing_spans)
     for change in update.transitions:
         if change.phase is Phase.FIRING and not change.revised:
-            intervals.append(FiringSpan(change.step, None))
-        elif change.phase is Phase.FIRING and intervals:
-            intervals[-1] = intervals[-1]._replace(first=min(intervals[-1].first, change.step))
-        elif change.phase is Phase.RESOLVED and intervals:
-            intervals[-1] = FiringSpan(intervals[-1].first, change.step)
-    return intervals
+            spans.append(FiringSpan(change.step, None))
+        elif change.phase is Phase.FIRING and spans:
+            spans[-1] = spans[-1]._replace(first=min(spans[-1].first, change.step))
+        elif change.phase is Phase.RESOLVED and spans:
+            spans[-1] = FiringSpan(spans[-1].first, change.step)
+    return spans
 
 
 _Sources = Sequence[tuple[str, FiringSpan]]
@@ -161,48 +157,51 @@ _Sources = Sequence[tuple[str, FiringSpan]]
 
 def _inhibited(update: AlertUpdate, sources: _Sources, watermark: int) -> AlertUpdate:
     """Apply the firing spans of its sources to the transitions of a target."""
-    quiet = update.memory.quiet
+    inhibition = update.memory.inhibition
     transitions: list[Transition] = []
     for change in update.transitions:
         if change.phase is Phase.FIRING and not change.revised:
-            by = next((name for name, interval in sources if _covers(interval, change.step)), "")
-            quiet = InhibitedBy(by, change.step) if by else None
-        elif change.phase is Phase.RESOLVED and quiet is not None:
-            free = _free(quiet.step, sources)[0]
+            by = next((name for name, span in sources if _covers(span, change.step)), "")
+            inhibition = InhibitedBy(by, change.step) if by else None
+        elif change.phase is Phase.RESOLVED and inhibition is not None:
+            free = _free(inhibition.step, sources)[0]
             if free is not None and free < change.step:
                 transitions.append(replace(change, phase=Phase.FIRING, step=free))
-                quiet = None
-        inhibited = change.phase in (Phase.FIRING, Phase.RESOLVED) and quiet is not None
-        transitions.append(replace(change, inhibited_by=quiet.by) if inhibited and quiet else change)
+                inhibition = None
+        inhibited = change.phase in (Phase.FIRING, Phase.RESOLVED) and inhibition is not None
+        transitions.append(
+            replace(change, inhibited_by=inhibition.by) if inhibited and inhibition else change
+        )
         if change.phase is Phase.RESOLVED:
-            quiet = None
-    if quiet is not None:
-        free, reached = _free(quiet.step, sources)
+            inhibition = None
+    if inhibition is not None:
+        free, reached = _free(inhibition.step, sources)
         if free is not None and free <= watermark:
-            since = update.memory.since
+            streak = update.memory.streak
             transitions.append(
-                Transition(Phase.FIRING, free, update.memory.finding, since.first, since.time_ns)
+                Transition(Phase.FIRING, free, update.memory.finding, streak.first, streak.time_ns)
             )
-            quiet = None
+            inhibition = None
         else:
-            quiet = InhibitedBy(quiet.by, reached)
-    memory = update.memory.model_copy(update={"quiet": quiet})
+            inhibition = InhibitedBy(inhibition.by, reached)
+    memory = update.memory.model_copy(update={"inhibition": inhibition})
     return replace(update, memory=memory, transitions=transitions)
 
 
-def _covers(interval: FiringSpan, step: int) -> bool:
-    return interval.first <= step and (interval.until is None or step < interval.until)
+def _covers(span: FiringSpan, step: int) -> bool:
+    return span.first <= step and (span.until is None or step < span.until)
 
 
 def _free(step: int, sources: _Sources) -> tuple[int | None, int]:
     """The first step from ``step`` on at which no source fires, or None if it is not known yet; and the last step before it."""
     reached = step
     while True:
-        ends = [interval.until for _, interval in sources if _covers(interval, step)]
+        ends = [span.until for _, span in sources if _covers(span, step)]
         if not ends:
             return step, reached
         reached = step
-        if any(until is None for until in ends):
+        known = [until for until in ends if until is not None]
+        if not known:
             return None, reached
-        step = max(until for until in ends if until is not None)
+        step = max(known)
         reached = step - 1

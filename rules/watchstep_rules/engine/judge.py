@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -22,6 +22,7 @@ from watchstep_rules.engine.inhibition import AlertUpdate, inhibit
 from watchstep_rules.engine.rule_inputs import JudgingProgress, RuleInputs
 from watchstep_rules.engine.streaks import ClockTick, JudgedRows
 from watchstep_rules.rule import Finding, Needs
+from watchstep_rules.saved_block import empty_like
 from watchstep_rules.signals.tensor_selection import CatalogueCache
 
 
@@ -33,6 +34,9 @@ class RuleHealth(str, Enum):
     ERROR = "error"
 
 
+_MOST_PROBLEM = 500
+
+
 class RuleMemory(BaseModel):
     """The state of a rule config on one attempt between evaluations; stored as JSON in the database.
 
@@ -42,7 +46,7 @@ class RuleMemory(BaseModel):
         alert: the state of the alert.
         health: whether the rule could be evaluated.
         problem: why it could not.
-        judged: number of rows judged so far, without evidence.
+        evaluated_rows: number of rows judged so far, without evidence.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -52,7 +56,7 @@ class RuleMemory(BaseModel):
     alert: AlertMemory = AlertMemory()
     health: RuleHealth = RuleHealth.NO_DATA
     problem: str = ""
-    judged: int = 0
+    evaluated_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def failed(memory: RuleMemory, error: Exception) -> RuleMemory:
     """The state of a rule config that could not be evaluated: the previous state with the error."""
     problem = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
     return memory.model_copy(
-        update={"health": RuleHealth.ERROR, "problem": problem.replace("\0", "\ufffd")[:500]}
+        update={"health": RuleHealth.ERROR, "problem": problem.replace("\0", "\ufffd")[:_MOST_PROBLEM]}
     )
 
 
@@ -117,11 +121,18 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
     if not len(block) and (not rule.clock or rows.progress.ended):
         return _apply_watermark(config, memory, block, watermarks)
     context = rows.context(config)
+    unread = ""
+    if rule.needed(params).tensors is not None:
+        context, unread_context = rows.saved.block(config, context)
+        # Rows about objects of one collection may be several series, so there may be more.
+        context = context.tail(rule.lookback(params))
+        block, unread = rows.saved.block(config, block)
+        unread = unread or unread_context
     state = _state(config, memory, context, clock_ns)
     state, findings = rule.evaluate(params, state, context, block, clock_ns)
-    problem = rule.problem(state)
+    problem = "; ".join(filter(None, (unread, rule.problem(state))))[:_MOST_PROBLEM]
     needs = rule.needed(params)
-    judged = memory.judged + _number_judged(block, needs)
+    evaluated_rows = memory.evaluated_rows + _number_judged(block, needs)
     tick = ClockTick(rows.progress.now, clock_ns) if rule.clock else None
     alert, transitions = memory.alert, list[Transition]()
     if findings or alert.follows:
@@ -133,16 +144,16 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict
         alert=alert,
         health=RuleHealth.ERROR
         if problem
-        else (RuleHealth.OK if judged or rule.clock else RuleHealth.NO_DATA),
+        else (RuleHealth.OK if evaluated_rows or rule.clock else RuleHealth.NO_DATA),
         problem=problem,
-        judged=judged,
+        evaluated_rows=evaluated_rows,
     )
     return Verdict(new_memory, findings, transitions)
 
 
 def _apply_watermark(config: RuleConfig, memory: RuleMemory, block: Block, watermarks: Watermarks) -> Verdict:
     """Apply a watermark that moved without new rows."""
-    if not memory.alert.waiting:
+    if not memory.alert.queued_changes:
         return Verdict(memory, [], [])
     alert, transitions = advance(memory.alert, config.timing, JudgedRows.of(block), [], watermarks=watermarks)
     return Verdict(memory.model_copy(update={"alert": alert}), [], transitions)
@@ -195,20 +206,32 @@ def _state(config: RuleConfig, memory: RuleMemory, context: Block, clock_ns: int
             return rule.state_type.model_validate(memory.state)
         except ValidationError:
             pass  # damaged: rebuild it, as for another version
-    return rule.evaluate(config.parameters, rule.state_type(), Block.empty(), context, clock_ns)[0]
+    return rule.evaluate(config.parameters, rule.state_type(), empty_like(context), context, clock_ns)[0]
 
 
-def judge_set(rules: Sequence[tuple[RuleConfig, RuleMemory]], rows: RuleInputs) -> list[Verdict]:
+def _always() -> None:
+    """Continue."""
+
+
+def judge_set(
+    rules: Sequence[tuple[RuleConfig, RuleMemory]],
+    rows: RuleInputs,
+    check_running: Callable[[], None] = _always,
+) -> list[Verdict]:
     """Evaluate all rule configs of a run. A rule config that fails reports it in its health and does not affect the others.
 
     Args:
         rules: each rule config with the state that the last evaluation returned.
         rows: the rows of this evaluation.
+        check_running: is called before each rule config; an exception that it raises ends the evaluation.
 
     Returns:
         A verdict for each rule config, in the same order.
     """
-    verdicts = [judge_inputs(config, memory, rows) for config, memory in rules]
+    verdicts = []
+    for config, memory in rules:
+        check_running()
+        verdicts.append(judge_inputs(config, memory, rows))
     updates = [
         AlertUpdate(config, verdict.memory.alert, verdict.transitions)
         for (config, _), verdict in zip(rules, verdicts, strict=True)

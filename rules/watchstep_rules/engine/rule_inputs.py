@@ -2,7 +2,7 @@
 
 `Lookback` is the number of earlier rows of each tensor that the rules of a run need. A loss may need many, most tensors need none.
 
-Earlier rows of an attempt: as many as its rules look back on, and all rows after the watermark.
+Earlier rows of an attempt: as many as its rules look back on, up to `MOST_LOOKBACK_ROWS`, and all rows after the watermark.
 
 Each row refers to the journal position of its segment. The positions of segments with needed rows are committed with the cursor, so
 another process rebuilds exactly the same rows from exactly those segments.
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from watchstep.format.block import Block, concatenate, sort_key, together, view
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
+from watchstep_rules.engine.saved_tensors import SavedTensors
 from watchstep_rules.rule import Needs
 from watchstep_rules.signals.series import merge_shards
 from watchstep_rules.signals.tensor_selection import CatalogueCache
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from watchstep_rules.config.rule_config import RuleConfig, TensorScope
     from watchstep_rules.rule import Needs
 
+
+MOST_LOOKBACK_ROWS = 500_000
+"""Limit of the judged rows of an attempt that are kept for lookback, about 0.2 GB. Beyond it, rules look back on fewer rows of each series."""
 
 _depths: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
 
@@ -111,15 +115,19 @@ class RuleInputs:
     Columns are copied when a rule reads them, so a `RuleInputs` keeps its source rows in memory. Use it for one evaluation only.
     """
 
-    def __init__(self, history: Block, arrived: Block, progress: JudgingProgress) -> None:
+    def __init__(
+        self, history: Block, arrived: Block, progress: JudgingProgress, saved: SavedTensors | None = None
+    ) -> None:
         """Store the rows; nothing is computed yet.
 
         Args:
             history: earlier rows: all rows after the watermark, and the last rows of each series up to it.
             arrived: new rows, in the order of their segments.
             progress: the watermarks before and now.
+            saved: reads full tensors for rules that need them; by default they cannot be read.
         """
         self.progress = progress
+        self.saved = saved or SavedTensors(None)
         self._history = history
         self._arrived = arrived
         self._views: dict[tuple[int, bytes], Block] = {}
@@ -209,10 +217,14 @@ _sorted: CatalogueCache[tuple[TensorInfo, ...]] = CatalogueCache()
 
 @dataclass(frozen=True)
 class History:
-    """Rows in journal order, and the journal position of each, int64 of shape (n,)."""
+    """Rows in journal order, and the journal position of each, int64 of shape (n,).
+
+    ``limited``: whether `trimmed` dropped rows within the lookback because there were more than `MOST_LOOKBACK_ROWS`.
+    """
 
     block: Block
     position: NDArray[np.int64]
+    limited: bool = False
 
     @classmethod
     def empty(cls) -> History:
@@ -234,7 +246,9 @@ def joined(parts: list[tuple[int, Block]], before: History) -> History:
     return History(block, position)
 
 
-def trimmed(history: History, lookback: Lookback | int, watermark: int) -> History:
+def trimmed(
+    history: History, lookback: Lookback | int, watermark: int, most: int = MOST_LOOKBACK_ROWS
+) -> History:
     """Only the rows that a later evaluation can need.
 
     Args:
@@ -242,24 +256,48 @@ def trimmed(history: History, lookback: Lookback | int, watermark: int) -> Histo
         lookback: how far the rules look back, in rows of a series: the same for every tensor, or by scope. Shards are judged merged,
             so that many steps of all shards of a tensor are kept.
         watermark: the last step that all live workers passed; all later rows are kept.
+        most: limit of the rows up to the watermark. Beyond it, the lookback of all series is reduced in proportion; if even their last
+            rows are more, the rows of the last steps are kept.
     """
     block = history.block
     if not len(block):
         return History.empty()
-    key = block.series_key()
-    arrival = np.arange(len(block))
     if isinstance(lookback, int):
         depth = np.full(len(block), max(0, lookback), np.int64)
     else:
         depth = lookback.rows_of(block.catalogue)[block.tensor]
+    needed = _within(block, depth, watermark)
+    judged = block.step <= watermark
+    excess = np.count_nonzero(needed & judged) > most
+    if excess:
+        needed = _most_recent(block, depth, watermark, needed, most)
+    rows = np.flatnonzero(needed)
+    return History(block.take(rows), history.position[rows], bool(excess))
+
+
+def _within(block: Block, depth: NDArray[np.int64], watermark: int) -> NDArray[np.bool_]:
+    """Rows after the watermark, and the last ``depth`` rows of each series, both by step and by arrival."""
+    key, arrival = block.series_key(), np.arange(len(block))
     needed = (block.step > watermark) | _last_of_each(key, arrival, depth)
     done = np.flatnonzero(block.step <= watermark)
     by_step = _last_of_each(key[done], np.lexsort((arrival[done], block.step[done])), depth[done])
     needed[done[by_step]] = True
     shards = done[block.places.shard_count[done] > 1]
     needed[shards[_of_last_steps(block.take(shards), depth[shards])]] = True
-    rows = np.flatnonzero(needed)
-    return History(block.take(rows), history.position[rows])
+    return needed
+
+
+def _most_recent(
+    block: Block, depth: NDArray[np.int64], watermark: int, needed: NDArray[np.bool_], most: int
+) -> NDArray[np.bool_]:
+    """At most ``most`` of the needed rows up to the watermark, and all after it."""
+    judged = block.step <= watermark
+    count = np.count_nonzero(needed & judged)
+    needed = _within(block, np.minimum(depth, np.maximum(1, depth * most // count)), watermark)
+    rows = np.flatnonzero(needed & judged)
+    if len(rows) > most:
+        needed[rows[np.argsort(block.step[rows], kind="stable")[: len(rows) - most]]] = False
+    return needed
 
 
 def _last_of_each(

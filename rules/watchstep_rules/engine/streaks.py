@@ -69,14 +69,14 @@ class OpenSeries:
     """The state of series before a block.
 
     Attributes:
-        hits: streaks of findings, of series with a finding at their last judged step.
-        clean: clean streaks of the other series that the alert follows.
-        last: the last judged step of each series; a missing series has none.
+        finding_streaks: streaks of findings, of series with a finding at their last judged step.
+        clean_streaks: clean streaks of the other series that the alert follows.
+        last_steps: the last judged step of each series; a missing series has none.
     """
 
-    hits: dict[str, Streak]
-    clean: dict[str, Streak]
-    last: dict[str, int]
+    finding_streaks: dict[str, Streak]
+    clean_streaks: dict[str, Streak]
+    last_steps: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Change:
         findings: the rule's findings for the block.
         finding_index: the index of the row's finding in ``findings``, or -1.
         long_enough: whether the streak is as long as `Timing` requires.
-        since: the streak up to this row.
+        streak: the streak up to this row.
         row: the index among the followed rows in order of arrival.
         index: the index among the followed rows sorted by series.
     """
@@ -138,23 +138,23 @@ class Change:
     findings: Sequence[Finding]
     finding_index: int
     long_enough: bool
-    since: Streak
+    streak: Streak
     row: int
     index: int
 
     @property
-    def bad(self) -> bool:
+    def has_finding(self) -> bool:
         """Whether the row has a finding."""
         return self.finding_index >= 0
 
     @property
     def finding(self) -> Finding:
-        """The finding of the row; only if `bad`."""
+        """The finding of the row; only if `has_finding`."""
         return self.findings[self.finding_index]
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood of the row's finding; only if `bad`."""
+        """The likelihood of the row's finding; only if `has_finding`."""
         return likelihood_of(self.findings, self.finding_index)
 
 
@@ -162,7 +162,7 @@ class Change:
 class SeriesEnd:
     """A series after its last row in a block: whether that row has a finding, the streak, and the step."""
 
-    bad: bool
+    has_finding: bool
     streak: Streak
     step: int
 
@@ -251,7 +251,7 @@ class _SortedRows:
             findings=self.findings,
             finding_index=int(self.finding_index[index]),
             long_enough=bool(self.long_enough[index]),
-            since=self.streak(index),
+            streak=self.streak(index),
             row=int(self.order[index]),
             index=index,
         )
@@ -291,8 +291,8 @@ def follow(
         timing: how long a streak must last.
         tick: the tick of a rule that watches the clock.
     """
-    finding_names, series = _series(findings)
-    names = list(dict.fromkeys([*finding_names, *open_series.hits, *open_series.clean]))
+    finding_names, series = named_series(findings)
+    names = list(dict.fromkeys([*finding_names, *open_series.finding_streaks, *open_series.clean_streaks]))
     rows = _rows(block, names, tick)
     finding_index = _finding_indices(rows, series, steps_of(findings))
     counts = np.flatnonzero(rows.conclusive | (finding_index >= 0))
@@ -330,7 +330,7 @@ def follow(
     return Streaks(changes, out_of_order, ends, tick is not None and RUN in names, sorted_rows)
 
 
-def _series(findings: Sequence[Finding]) -> tuple[list[str], NDArray[np.int64]]:
+def named_series(findings: Sequence[Finding]) -> tuple[list[str], NDArray[np.int64]]:
     """The distinct series names of findings, and for each finding the index of its name."""
     if isinstance(findings, FindingRows):
         series, index = findings.series()
@@ -343,7 +343,7 @@ def _series(findings: Sequence[Finding]) -> tuple[list[str], NDArray[np.int64]]:
 
 def _out_of_order(rows: _SeriesRows, names: list[str], open_series: OpenSeries) -> NDArray[np.bool_]:
     """Rows, sorted by series, that follow a row of their series with a later step."""
-    lasts = np.array([open_series.last.get(name, _NO_STEP) for name in names], np.int64)
+    lasts = np.array([open_series.last_steps.get(name, _NO_STEP) for name in names], np.int64)
     steps, places = np.unique(np.concatenate([rows.step, lasts]), return_inverse=True)
     floor = rows.series * len(steps)
     place, last = floor + places[: len(rows.step)], floor + places[len(rows.step) :][rows.series]
@@ -361,10 +361,10 @@ def _single_row_streak(
 ) -> Change:
     """A finding that forms a streak of its own."""
     step = int(rows.step[index])
-    since = Streak(1, step, int(rows.time_ns[index]))
+    streak = Streak(1, step, int(rows.time_ns[index]))
     long_enough = timing.hold_steps <= 1 and timing.hold_ns <= 0
     return Change(
-        step, names[rows.series[index]], findings, int(finding_index[index]), long_enough, since, -1, index
+        step, names[rows.series[index]], findings, int(finding_index[index]), long_enough, streak, -1, index
     )
 
 
@@ -452,7 +452,7 @@ def _streak_starts(
     starts = _StreakStarts(np.zeros(len(heads), np.int64), rows.step[heads], rows.time_ns[heads])
     series = rows.series[heads]
     for place in np.flatnonzero(np.diff(series, prepend=-1)).tolist():
-        earlier = (open_series.hits if hit[heads[place]] else open_series.clean).get(
+        earlier = (open_series.finding_streaks if hit[heads[place]] else open_series.clean_streaks).get(
             names[series[place]], NONE
         )
         if earlier.steps:

@@ -19,7 +19,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from watchstep.errors import RuleError
 from watchstep.hook_arguments import RequestedRules
-from watchstep_rules.config.attached import element_probes
+from watchstep_rules.config.attached import capture_needs
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import Name, RuleConfig
 from watchstep_rules.custom.python_rule import NOT_FROM_RECORDERS, no_programs, sources_from
@@ -508,7 +508,7 @@ def load_as_data(path: str | Path) -> RequestedRules:
     try:
         with no_programs(NOT_FROM_RECORDERS):
             configs = load(path)
-            return RequestedRules(tuple(config.as_data() for config in configs), element_probes(configs))
+            return RequestedRules(tuple(config.as_data() for config in configs), capture_needs(configs))
     finally:
         POOL.close()  # a training process evaluates no rules, so the processes that checked its queries only take memory
 

@@ -101,7 +101,7 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
             key=key,
             name=block.info(int(rows[0])).name,
             function=block.info(int(rows[0])).module_type,
-            derived=block.info(int(rows[0])).derived,
+            derived=block.info(int(rows[0])).derived and block.mode_name(int(rows[0])) == "train",
             rows=rows,
             steps=block.step[rows],
             values=_losses(block, rows),

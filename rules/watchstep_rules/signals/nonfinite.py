@@ -231,8 +231,13 @@ class Origins:
         last = self._block.info(outputs[-1]).name
         words = f"; all {len(outputs)} recorded outputs were finite, the last of them {last}"
         # A logged value may be infinite on purpose, for example the best loss at the start.
-        nan = self._block.statistics.nan
-        bad = [row for row in losses if nan[row] or (self._bad[row] and self._block.info(row).derived)]
+        block = self._block
+        bad = [
+            row
+            for row in losses
+            if block.statistics.nan[row]
+            or (self._bad[row] and block.info(row).derived and block.mode[row] == _TRAIN)
+        ]
         return f"{words}; it arose between {last} and {self._block.info(bad[0]).name}" if bad else words
 
     def _weights(self, rows: list[int]) -> str:

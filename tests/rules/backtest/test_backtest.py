@@ -56,16 +56,16 @@ def recorded(store: Store, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rows", [1, 40, 500_000])
-def test_a_run_read_in_parts_says_what_it_says_at_once(
+def test_a_run_read_in_parts_has_the_findings_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, rows: int
 ) -> None:
     monkeypatch.setattr(replay, "ROWS", rows)
     recorded(run_store(tmp_path), seed)
     run = open_run(tmp_path / "vision" / "first")
     (attempt,) = backtest_run(run, CONFIGS).attempts
-    said = backtest(run.rows("a1"), CONFIGS)
-    assert any(outcome.findings for outcome in said)
-    assert attempt.outcomes == said
+    result = backtest(run.rows("a1"), CONFIGS)
+    assert any(outcome.findings for outcome in result)
+    assert attempt.outcomes == result
     assert attempt.order is JudgingOrder.STEPS
     assert attempt.notes == (replay.NO_JOURNAL,)
 
@@ -85,9 +85,9 @@ def test_findings_beyond_the_first_are_counted(tmp_path: Path, monkeypatch: pyte
     (whole,) = backtest_run(location, CONFIGS[:1]).attempts
     monkeypatch.setattr("watchstep_rules.backtest.replay.FINDINGS_KEPT", 2)
     (cut,) = backtest_run(location, CONFIGS[:1]).attempts
-    everything, kept = whole.outcomes[0], cut.outcomes[0]
-    assert kept.findings == everything.findings[:2]
-    assert kept.found == everything.found == len(everything.findings) > 2
+    everything, limited = whole.outcomes[0], cut.outcomes[0]
+    assert limited.findings == everything.findings[:2]
+    assert limited.found == everything.found == len(everything.findings) > 2
 
 
 def ranks_of(block: Block) -> tuple[RankRows, ...]:
@@ -98,25 +98,25 @@ def ranks_of(block: Block) -> tuple[RankRows, ...]:
     return tuple(found)
 
 
-def ranks_of_one_writer(store: Store, *, noted: bool = True) -> None:
+def ranks_of_one_writer(store: Store, *, with_ranks: bool = True) -> None:
     """Both ranks' rows in each segment of one writer, each at steps of its own; judged in two evaluations."""
     queues = [segments(Random(7 + worker), worker, frozenset()) for worker in (0, 1)]
     length = min(map(len, queues))
     blocks = [concatenate([queue.pop(0) for queue in queues]) for _ in range(length)]
     rest = [block for queue in queues for block in queue]
     blocks += [concatenate(rest)] if rest else []
-    held = [
-        JournalSegment(put(store, NODE, seq, block), ranks_of(block) if noted else None)
+    journaled = [
+        JournalSegment(put(store, NODE, seq, block), ranks_of(block) if with_ranks else None)
         for seq, block in enumerate(blocks)
     ]
     evaluations = (
-        JournalEvaluation(0, 5, 3, False, tuple(held[:1])),
-        JournalEvaluation(1, 9, LAST, False, tuple(held[1:])),
+        JournalEvaluation(0, 5, 3, False, tuple(journaled[:1])),
+        JournalEvaluation(1, 9, LAST, False, tuple(journaled[1:])),
     )
     store.create(layout.journal_part("a1", 0), journal.encode(JournalPart("a1", 0, evaluations)))
 
 
-def said_of(folder: Path) -> tuple[JudgingOrder, tuple[str, ...], list[ReplayOutcome]]:
+def replayed(folder: Path) -> tuple[JudgingOrder, tuple[str, ...], list[ReplayOutcome]]:
     (attempt,) = backtest_run(folder / "vision" / "first", CONFIGS).attempts
     return attempt.order, attempt.notes, attempt.outcomes
 
@@ -127,21 +127,21 @@ def test_ranks_that_one_writer_wrote_for_are_found_after_a_compaction(
 ) -> None:
     monkeypatch.setattr(replay, "ROWS", rows)
     ranks_of_one_writer(run_store(tmp_path))
-    before = said_of(tmp_path)
+    before = replayed(tmp_path)
     assert before[:2] == (JudgingOrder.JOURNAL, ())
     compact(tmp_path / "vision" / "first", delete_after=0)
-    assert said_of(tmp_path) == before
+    assert replayed(tmp_path) == before
 
 
-def test_where_nobody_noted_the_ranks_the_order_is_lost_with_the_segments(tmp_path: Path) -> None:
-    ranks_of_one_writer(run_store(tmp_path), noted=False)
-    assert said_of(tmp_path)[0] is JudgingOrder.JOURNAL
+def test_without_ranks_in_the_journal_the_order_is_lost_with_the_segments(tmp_path: Path) -> None:
+    ranks_of_one_writer(run_store(tmp_path), with_ranks=False)
+    assert replayed(tmp_path)[0] is JudgingOrder.JOURNAL
     compact(tmp_path / "vision" / "first", delete_after=0)
-    order, notes, _ = said_of(tmp_path)
+    order, notes, _ = replayed(tmp_path)
     assert order is JudgingOrder.STEPS
     assert notes[0].endswith("is missing; rows are evaluated in the order of their steps")
 
 
-def test_a_run_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_run_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="not found"):
         backtest_run(tmp_path / "vision" / "first", CONFIGS)

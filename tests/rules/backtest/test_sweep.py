@@ -31,13 +31,11 @@ def values(text: str) -> list[object]:
         ("vanishing_gradient.for=1,2", [1, 2, 5]),
     ],
 )
-def test_values_are_listed_or_spaced_and_the_present_one_is_among_them(
-    text: str, found: list[object]
-) -> None:
+def test_values_are_listed_or_spaced_and_include_the_current_value(text: str, found: list[object]) -> None:
     assert values(text) == found
 
 
-def test_a_range_has_seven_values_and_knows_the_present_one() -> None:
+def test_a_range_has_seven_values_and_marks_the_current_value() -> None:
     sweep = parse_sweep("threshold=1e-9:1e-3", CONFIGS)
     assert len(sweep.settings) == 7
     assert sweep.current == 1e-7
@@ -45,7 +43,7 @@ def test_a_range_has_seven_values_and_knows_the_present_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("threshold", "no values"),
         ("=1", "no values"),
@@ -69,17 +67,17 @@ def test_a_range_has_seven_values_and_knows_the_present_one() -> None:
         ("threshold=1:" + "9" * 5000, "not a valid range"),
     ],
 )
-def test_what_cannot_be_swept_is_told(text: str, said: str) -> None:
-    with pytest.raises(RuleError) as told:
+def test_what_cannot_be_swept_is_reported(text: str, message: str) -> None:
+    with pytest.raises(RuleError) as caught:
         parse_sweep(text, CONFIGS)
-    assert said in str(told.value)
+    assert message in str(caught.value)
 
 
 def test_several_sweeps_make_a_grid_of_what_is_needed() -> None:
     sweeps = [parse_sweep("threshold=1e-8,1e-6", CONFIGS), parse_sweep("explosion.growth=10", CONFIGS)]
     grid = variations(CONFIGS, sweeps)
     assert len(grid) == 3 * 2
-    assert [held.current for held in grid].count(True) == 1
+    assert [variation.current for variation in grid].count(True) == 1
     first = grid[0]
     assert [config.name for config in first.configs] == [
         "non_finite_values",

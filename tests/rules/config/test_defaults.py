@@ -14,7 +14,7 @@ def test_every_rule_is_on_by_default_once_or_off() -> None:
     assert sorted([*on, *OFF_BY_DEFAULT]) == sorted(RULES)
 
 
-def test_only_what_does_not_come_back_stops_a_job() -> None:
+def test_only_what_does_not_return_stops_a_job() -> None:
     assert [config.rule for config in DEFAULT_RULES if config.stops] == ["nan_or_inf"]
 
 
@@ -35,7 +35,7 @@ WAIT_BY_THEMSELVES = {
 """They fire after several records, or when chance is ruled out."""
 ONCE = {"poor_initialization"}
 EXACT = {"replica_divergence", "scaler_skips", "missing_zero_grad", "optimizer_not_stepping"}
-"""They compare bits, or count what the program says of itself."""
+"""They compare bits, or count what the program reports."""
 
 
 def test_one_fault_of_a_layer_or_loss_is_one_alert() -> None:

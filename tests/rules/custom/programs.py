@@ -1,4 +1,4 @@
-"""Rules that a user might write, and rules that try to get out."""
+"""Rules that a user might write, and rules that try to escape."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class AttackParams(Params):
 
 
 class Attack(Rule[AttackParams, State]):
-    """Does what its parameter says; what that returns is the message of a finding, or the answer."""
+    """Runs the code in its parameter; the result is the message of a finding, or the answer."""
 
     name = "attack"
     summary = "an attack"

@@ -1,4 +1,4 @@
-"""What a program in the sandbox cannot do: each try is told as the rule's health, or gets nothing; other rules go on."""
+"""What a program in the sandbox cannot do: each attempt is reported as the rule's health or gets nothing; other rules continue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.rules.custom.programs import attack, python
-from tests.rules.runs import Said, all_at_once, in_steps, norms
+from tests.rules.runs import Outcome, all_at_once, in_steps, norms
 from watchstep_rules.custom.sandbox.confinement import Isolation
 from watchstep_rules.engine.judge import RuleHealth
 
@@ -21,21 +21,21 @@ ROWS = in_steps(norms("first", [1.0, 1.0]))
 DENIED = "PermissionError"
 
 
-def outcome(body: str, file: str = "attack.py", seconds: float = 10.0) -> Said:
-    said = all_at_once(attack(body, file, seconds), ROWS)
+def outcome(body: str, file: str = "attack.py", seconds: float = 10.0) -> Outcome:
+    result = all_at_once(attack(body, file, seconds), ROWS)
     calm = all_at_once(attack("return 'calm'"), ROWS)
     assert [finding.message for finding in calm.findings] == ["calm"]
-    return said
+    return result
 
 
 def problem(body: str, file: str = "attack.py", seconds: float = 10.0) -> str:
-    said = outcome(body, file, seconds)
-    assert said.memory.health is RuleHealth.ERROR
-    assert said.findings == []
-    return said.memory.problem
+    result = outcome(body, file, seconds)
+    assert result.memory.health is RuleHealth.ERROR
+    assert result.findings == []
+    return result.memory.problem
 
 
-def test_isolation_is_full_here_and_said() -> None:
+def test_isolation_is_full_here_and_reported() -> None:
     state = outcome("return 'here'").memory.state
     assert state is not None
     reached = Isolation.model_validate(state["isolation"])
@@ -70,26 +70,26 @@ def test_files_are_not_read(body: str) -> None:
         "os.getxattr('/etc/passwd', 'user.x')",
     ],
 )
-def test_neither_links_nor_file_systems_are_looked_at(body: str) -> None:
+def test_neither_links_nor_file_systems_are_checked(body: str) -> None:
     assert DENIED in problem(body)
 
 
 def test_the_store_is_neither_read_nor_written(tmp_path: Path) -> None:
-    held = tmp_path / "run.json"
-    held.write_text("secret", encoding="utf-8")
+    target = tmp_path / "run.json"
+    target.write_text("secret", encoding="utf-8")
     for body in (
-        f"return open({str(held)!r}).read()",
-        f"open({str(held)!r}, 'w')",
-        f"open({str(held)!r}, 'a')",
-        f"os.unlink({str(held)!r})",
-        f"os.rename({str(held)!r}, {str(tmp_path / 'x')!r})",
-        f"os.chmod({str(held)!r}, 0o777)",
-        f"os.truncate({str(held)!r}, 0)",
+        f"return open({str(target)!r}).read()",
+        f"open({str(target)!r}, 'w')",
+        f"open({str(target)!r}, 'a')",
+        f"os.unlink({str(target)!r})",
+        f"os.rename({str(target)!r}, {str(tmp_path / 'x')!r})",
+        f"os.chmod({str(target)!r}, 0o777)",
+        f"os.truncate({str(target)!r}, 0)",
         f"os.symlink('/etc', {str(tmp_path / 'x')!r})",
         f"os.mkdir({str(tmp_path / 'x')!r})",
     ):
         assert DENIED in problem(body), body
-    assert held.read_text(encoding="utf-8") == "secret"
+    assert target.read_text(encoding="utf-8") == "secret"
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -123,7 +123,7 @@ def test_there_is_no_network(body: str) -> None:
     assert DENIED in problem(body)
 
 
-def test_a_server_on_this_machine_hears_nothing() -> None:
+def test_a_server_on_this_machine_gets_no_request() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         assert DENIED in problem(f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))")
@@ -174,35 +174,35 @@ def test_other_processes_and_the_machine_are_out_of_reach(body: str) -> None:
 
 def test_limits_are_not_raised() -> None:
     body = "import resource; resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))"
-    said = problem(body)
-    assert DENIED in said or "ValueError" in said
+    result = problem(body)
+    assert DENIED in result or "ValueError" in result
 
 
-def test_the_environment_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("WATCHSTEP_TOKEN", "secret")
-    said = outcome("import json; return json.dumps(sorted(os.environ))")
-    names = json.loads(said.findings[0].message)
+    result = outcome("import json; return json.dumps(sorted(os.environ))")
+    names = json.loads(result.findings[0].message)
     assert set(names) <= {
         "ARROW_DEFAULT_MEMORY_POOL", "LANG", "LC_CTYPE", "MALLOC_ARENA_MAX", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
     }  # fmt: skip
 
 
 def test_no_descriptor_of_the_parent_is_open(tmp_path: Path) -> None:
-    with (tmp_path / "open").open("w") as held:
-        os.set_inheritable(held.fileno(), True)
-        said = outcome(
+    with (tmp_path / "open").open("w") as target:
+        os.set_inheritable(target.fileno(), True)
+        result = outcome(
             "open_ones = []\n"
             "for number in range(64):\n"
             "    try: os.fstat(number); open_ones.append(number)\n"
             "    except OSError: pass\n"
             "return len(open_ones)"
         )
-    assert int(said.findings[0].message) <= 6
+    assert int(result.findings[0].message) <= 6
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ("x = bytearray(8 << 30)", "MemoryError"),
         ("x = np.ones(8 << 30)", "MemoryError"),
@@ -224,10 +224,10 @@ def test_no_descriptor_of_the_parent_is_open(tmp_path: Path) -> None:
     ],
     ids=lambda text: text.splitlines()[-1][:30],
 )
-def test_what_goes_wrong_is_told(body: str, says: str) -> None:
-    dies = "took more" in says or "its process" in says or "Memory" in says
-    assert says in problem(
-        body, seconds=1.0 if "took more" in says else 20.0, file=body if dies else "attack.py"
+def test_what_goes_wrong_is_reported(body: str, message: str) -> None:
+    dies = "took more" in message or "its process" in message or "Memory" in message
+    assert message in problem(
+        body, seconds=1.0 if "took more" in message else 20.0, file=body if dies else "attack.py"
     )
 
 
@@ -239,7 +239,7 @@ SEND = "from watchstep_rules.custom.sandbox.protocol import _HEAD as HEAD, pack\
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         ("b'x' * 100", "over the limit"),
         ("b'\\xff' * 12", "over the limit"),
@@ -283,8 +283,8 @@ SEND = "from watchstep_rules.custom.sandbox.protocol import _HEAD as HEAD, pack\
         ("pack({'state': {'x': chr(0xe9) * 180000}, 'version': 1})", "its state is larger"),
     ],
 )
-def test_a_forged_answer_is_held_to_what_an_answer_may_be(data: str, says: str) -> None:
-    assert says in problem(SEND.format(data) + "import time; time.sleep(30)", seconds=5.0, file=data)
+def test_a_forged_answer_is_validated(data: str, message: str) -> None:
+    assert message in problem(SEND.format(data) + "import time; time.sleep(30)", seconds=5.0, file=data)
 
 
 def test_a_message_is_cut() -> None:
@@ -297,13 +297,13 @@ def test_of_a_message_only_what_can_be_kept_is_taken() -> None:
     assert finding.message == "half ? zero \ufffd"
 
 
-def test_what_it_prints_goes_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
+def test_printed_output_is_discarded(capfd: pytest.CaptureFixture[str]) -> None:
     outcome("print('out' * 100000); print('err', file=sys.stderr); os.write(2, b'x')")
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_program_that_fails_when_it_is_loaded_is_refused() -> None:
-    for source, says in (
+    for source, message in (
         ("import os\nos.fork()", "PermissionError"),
         ("raise ValueError('at once')", "ValueError: at once"),
         ("x = (", "SyntaxError"),
@@ -311,5 +311,5 @@ def test_a_program_that_fails_when_it_is_loaded_is_refused() -> None:
         ("import nothing_of_the_kind", "ModuleNotFoundError"),
         ("import os; os._exit(0)", "ended with 0"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             python(source, "Attack")

@@ -1,4 +1,4 @@
-"""A user's rule that looks for credentials of the process that judges, wherever it can look, gets nothing."""
+"""A user's rule that searches for credentials of the evaluating process finds none."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ seen = []
 
 def look(where, read):
     try:
-        held = read()
+        content = read()
     except OSError:
         return
-    text = held if isinstance(held, str) else held.decode("latin-1")
+    text = content if isinstance(content, str) else content.decode("latin-1")
     if mark in text:
         seen.append(where)
 
@@ -74,26 +74,26 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In this process's environment, and in a file that is open and would be inherited."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    with tempfile.TemporaryFile() as held:
-        held.write(repr(SECRETS).encode())
-        held.flush()
-        os.set_inheritable(held.fileno(), True)
+    with tempfile.TemporaryFile() as file:
+        file.write(repr(SECRETS).encode())
+        file.flush()
+        os.set_inheritable(file.fileno(), True)
         yield
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Landlock and seccomp are Linux's")
 def test_a_program_finds_none(secrets: None) -> None:
-    said = all_at_once(attack(LOOK, "credentials.py"), ROWS)
-    assert said.memory.health is RuleHealth.OK, said.memory.problem
-    assert {finding.message for finding in said.findings} == {"[]"}
+    outcome = all_at_once(attack(LOOK, "credentials.py"), ROWS)
+    assert outcome.memory.health is RuleHealth.OK, outcome.memory.problem
+    assert {finding.message for finding in outcome.findings} == {"[]"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Landlock and seccomp are Linux's")
-def test_that_program_would_find_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_finds_credentials_outside_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "AWS_SECRET_ACCESS_KEY"
     monkeypatch.setitem(process._ENVIRONMENT, name, SECRETS[name])
-    said = all_at_once(attack(LOOK, "given.py"), ROWS)
-    assert {finding.message for finding in said.findings} == {f"{['environ', name, name]}"}
+    outcome = all_at_once(attack(LOOK, "given.py"), ROWS)
+    assert {finding.message for finding in outcome.findings} == {f"{['environ', name, name]}"}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_that_program_would_find_one(monkeypatch: pytest.MonkeyPatch) -> None:
         "ATTACH 'postgresql://database/watchstep' AS service",
     ],
 )
-def test_a_query_that_asks_for_one_is_refused(secrets: None, query: str) -> None:
+def test_a_query_for_credentials_is_refused(secrets: None, query: str) -> None:
     with pytest.raises(ValidationError) as refused:
         RuleConfig.model_validate({"rule": "sql", "params": {"query": query}}, context=QUERIES_CHECKED)
     (error,) = refused.value.errors()

@@ -1,4 +1,4 @@
-"""Python rules: they say what the class says, however a run is split, in a process that is kept and comes back."""
+"""Python rules: the findings of the class, for any split of a run, in a process that is reused and restarted."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from tests.rules.custom.programs import HEAD, LOUD, python
 from tests.rules.runs import (
     Event,
+    Outcome,
     Rows,
-    Said,
-    Seal,
+    Watermark,
     all_at_once,
     follow,
     in_steps,
@@ -54,15 +54,15 @@ def loud(**params: object) -> RuleConfig:
 
 
 def test_what_the_class_says_is_found() -> None:
-    said = all_at_once(loud(threshold=3.0), ROWS)
-    assert steps_of(said, FIRST) == [2, 3]
-    assert steps_of(said, SECOND) == []
-    assert said.findings[0].message == f"{FIRST} is loud"
-    assert (said.findings[0].rule, said.findings[0].module_type) == ("python", "Linear")
-    assert said.memory.health is RuleHealth.OK
-    assert said.memory.state is not None
-    assert said.memory.state["data"] == {"judged": 8}
-    assert said.memory.state["isolation"]["rlimits"] is True
+    outcome = all_at_once(loud(threshold=3.0), ROWS)
+    assert steps_of(outcome, FIRST) == [2, 3]
+    assert steps_of(outcome, SECOND) == []
+    assert outcome.findings[0].message == f"{FIRST} is loud"
+    assert (outcome.findings[0].rule, outcome.findings[0].module_type) == ("python", "Linear")
+    assert outcome.memory.health is RuleHealth.OK
+    assert outcome.memory.state is not None
+    assert outcome.memory.state["data"] == {"judged": 8}
+    assert outcome.memory.state["isolation"]["rlimits"] is True
 
 
 def test_what_the_class_needs_holds() -> None:
@@ -73,25 +73,27 @@ def test_what_the_class_needs_holds() -> None:
     assert rule.needed(params) == Needs(("gradients",), probes=("update_ratio",))
 
 
-def test_a_class_that_looks_into_histograms_says_so() -> None:
+def test_a_class_that_looks_into_histograms_reports_it() -> None:
     source = LOUD.replace(
         "        findings = []\n", "        findings = []\n        block.statistics.histogram.bins\n", 1
     )
-    said = follow(python(source, "Loud"), [[Rows(ROWS), Seal(3)]])
-    assert said.memory.health is RuleHealth.ERROR
-    assert "histogram.bins: the histograms of these rows were not read" in said.memory.problem
+    outcome = follow(python(source, "Loud"), [[Rows(ROWS), Watermark(3)]])
+    assert outcome.memory.health is RuleHealth.ERROR
+    assert "histogram.bins: the histograms of these rows were not read" in outcome.memory.problem
     needs = 'Needs(collections=("gradients",)'
-    said = follow(python(source.replace(needs, f"{needs}, histograms=True"), "Loud"), [[Rows(ROWS), Seal(3)]])
-    assert (said.memory.health, len(said.findings)) == (RuleHealth.OK, 3)
+    outcome = follow(
+        python(source.replace(needs, f"{needs}, histograms=True"), "Loud"), [[Rows(ROWS), Watermark(3)]]
+    )
+    assert (outcome.memory.health, len(outcome.findings)) == (RuleHealth.OK, 3)
 
 
 @settings(max_examples=10)
 @given(events=runs(), data=st.data())
-def test_however_a_run_is_split_it_says_the_same(events: list[Event], data: st.DataObject) -> None:
+def test_splitting_a_run_changes_no_finding(events: list[Event], data: st.DataObject) -> None:
     config = loud(threshold=0.5)
-    said = follow(config, data.draw(splits(events)))
-    assert said == follow(config, [[single] for single in events])
-    assert said.memory.health is not RuleHealth.ERROR, said.memory.problem
+    outcome = follow(config, data.draw(splits(events)))
+    assert outcome == follow(config, [[single] for single in events])
+    assert outcome.memory.health is not RuleHealth.ERROR, outcome.memory.problem
 
 
 @pytest.mark.parametrize("most", [1, 3, 5, 7])
@@ -115,7 +117,7 @@ class OddState(State):
 
 
 class Odd(Rule[Params, OddState]):
-    """Keeps NaN; says what it could not judge."""
+    """Has NaN in its state; reports rows that it could not judge."""
 
     name, summary, merge, needs = "odd", "is odd", "watermark", Needs(collections=())
 
@@ -128,34 +130,34 @@ class Odd(Rule[Params, OddState]):
 )
 
 
-def test_a_class_tells_what_it_could_not_judge_and_its_state_of_floats_reads_back() -> None:
-    said = all_at_once(python(ODD.format("declared"), "Odd"), ROWS)
-    assert (said.memory.health, said.memory.problem) == (RuleHealth.ERROR, "one step was not judged")
-    assert said.memory.state is not None
-    assert said.memory.state["data"] == {"declared": "NaN", "whatever": 0.0}
-    assert said.memory.judged == len(ROWS)
+def test_a_class_reports_what_it_could_not_judge_and_its_state_of_floats_reads_back() -> None:
+    outcome = all_at_once(python(ODD.format("declared"), "Odd"), ROWS)
+    assert (outcome.memory.health, outcome.memory.problem) == (RuleHealth.ERROR, "one step was not judged")
+    assert outcome.memory.state is not None
+    assert outcome.memory.state["data"] == {"declared": "NaN", "whatever": 0.0}
+    assert outcome.memory.evaluated_rows == len(ROWS)
 
 
 def test_a_state_that_would_read_back_as_another_is_refused() -> None:
-    said = all_at_once(python(ODD.format("whatever"), "Odd"), ROWS)
-    assert "its state has NaN or infinity where no float is declared" in said.memory.problem
+    outcome = all_at_once(python(ODD.format("whatever"), "Odd"), ROWS)
+    assert "its state has NaN or infinity where no float is declared" in outcome.memory.problem
 
 
 def test_state_of_another_version_is_made_anew() -> None:
     config = loud()
     rule, params = config.implementation, config.parameters
     context, block = ROWS.where(ROWS.step < 2), ROWS.where(ROWS.step >= 2)
-    kept, _ = rule.evaluate(params, rule.state_type(), Block.empty(), context, 0)
-    again, _ = rule.evaluate(params, kept, context, block, 0)
+    state, _ = rule.evaluate(params, rule.state_type(), Block.empty(), context, 0)
+    again, _ = rule.evaluate(params, state, context, block, 0)
     assert again.data == {"judged": 8}
-    other, _ = rule.evaluate(params, kept.model_copy(update={"version": 9}), context, block, 0)
+    other, _ = rule.evaluate(params, state.model_copy(update={"version": 9}), context, block, 0)
     assert other.data == {"judged": 8}
 
 
 def test_several_threads_may_ask_at_once() -> None:
     with ThreadPoolExecutor(4) as threads:
-        said = list(threads.map(lambda _: all_at_once(loud(threshold=3.0), ROWS).findings, range(8)))
-    assert all(found == said[0] for found in said)
+        results = list(threads.map(lambda _: all_at_once(loud(threshold=3.0), ROWS).findings, range(8)))
+    assert all(found == results[0] for found in results)
 
 
 def test_a_config_is_data_that_reads_back() -> None:
@@ -169,7 +171,7 @@ def refusal(**params: object) -> str:
     return str(caught.value)
 
 
-def test_what_is_wrong_is_told_when_it_is_configured() -> None:
+def test_what_is_wrong_is_reported_when_it_is_configured() -> None:
     assert "set file or module" in refusal(**{"class": "Loud"})
     assert "not both" in refusal(source=LOUD, module="json", **{"class": "Loud"})
     assert "the source of 'mine.py' is missing" in refusal(file="mine.py", **{"class": "Loud"})
@@ -182,7 +184,7 @@ def test_what_is_wrong_is_told_when_it_is_configured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ("clock = True", "watches the clock"),
         ("def lookback(self, params): return 10**9", "lookback"),
@@ -192,8 +194,8 @@ def test_what_is_wrong_is_told_when_it_is_configured() -> None:
         ("def evaluate(self): pass\n    def __init__(self, x): pass", "cannot be made"),
     ],
 )
-def test_what_a_class_says_of_itself_is_held_to_bounds(change: str, says: str) -> None:
-    assert says in refusal(source=f"{LOUD}\nclass Other(Loud):\n    {change}\n", **{"class": "Other"})
+def test_what_a_class_says_of_itself_is_held_to_bounds(change: str, message: str) -> None:
+    assert message in refusal(source=f"{LOUD}\nclass Other(Loud):\n    {change}\n", **{"class": "Other"})
 
 
 def test_a_rule_of_an_installed_package_is_loaded_by_its_module() -> None:
@@ -235,7 +237,7 @@ def test_a_file_that_is_named_from_afar_is_not_read() -> None:
         rule_file.parse("rules: [{rule: python, params: {file: /etc/passwd, class: X}}]", "of the request")
 
 
-def test_a_recorder_may_not_bring_one(tmp_path: Path) -> None:
+def test_a_recorder_may_not_upload_a_python_rule(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "loud.py").write_text(LOUD, encoding="utf-8")
     (tmp_path / "rules.yaml").write_text(FILE, encoding="utf-8")
@@ -255,7 +257,7 @@ def test_the_setting_demands_a_level() -> None:
             ("full_only", (partial,)),
         ):
             confinement.set_demand(demand)  # type: ignore[arg-type]  # an element of the literal
-            assert [one for one in (full, partial) if why_not(one)] == list(refused)
+            assert [result for result in (full, partial) if why_not(result)] == list(refused)
     finally:
         confinement.set_demand(None)
 
@@ -276,7 +278,7 @@ def program(file: str, source: str = LOUD) -> SandboxedRule:
     return SandboxedRule("Loud", file, source, "", 512)
 
 
-def test_one_that_was_killed_while_it_waited_is_replaced_at_once() -> None:
+def test_a_child_that_was_killed_while_idle_is_replaced_at_once() -> None:
     pool_ = Pool()
     with pool_.child(program("killed.py")) as first:
         pass
@@ -288,7 +290,9 @@ def test_one_that_was_killed_while_it_waited_is_replaced_at_once() -> None:
     assert not second.alive
 
 
-def test_one_that_dies_again_and_again_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_dies_repeatedly_is_restarted_with_increasing_delay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dies = program("dies.py", HEAD + "os._exit(7)")
     now = [1000.0]
     monkeypatch.setattr(pool, "_now", lambda: now[0])
@@ -323,13 +327,13 @@ def test_a_death_for_one_project_delays_no_other_project(monkeypatch: pytest.Mon
 
 def test_only_some_children_wait() -> None:
     pool_ = Pool()
-    made: list[Child] = []
+    children: list[Child] = []
     for number in range(pool.MAX_IDLE + 2):
         with pool_.child(program(f"{number}.py")) as child:
-            made.append(child)
-    assert [child.alive for child in made] == [False] * 2 + [True] * pool.MAX_IDLE
+            children.append(child)
+    assert [child.alive for child in children] == [False] * 2 + [True] * pool.MAX_IDLE
     pool_.close()
-    assert not any(child.alive for child in made)
+    assert not any(child.alive for child in children)
 
 
 def test_a_forked_process_leaves_its_parents_children_alone() -> None:
@@ -347,10 +351,10 @@ def test_a_forked_process_leaves_its_parents_children_alone() -> None:
     pool_.close()
 
 
-def test_one_that_cannot_be_loaded_is_not_tried_at_once_again() -> None:
+def test_a_program_that_cannot_be_loaded_is_not_retried_at_once() -> None:
     pool_ = Pool()
-    for says in ("no class 'Loud'", "started again in"):
-        with pytest.raises(DeadError, match=says), pool_.child(program("empty.py", "x = 1")):
+    for message in ("no class 'Loud'", "started again in"):
+        with pytest.raises(DeadError, match=message), pool_.child(program("empty.py", "x = 1")):
             pass
 
 
@@ -372,28 +376,30 @@ class Take(Rule[TakeParams, State]):
 )
 
 
-def take(body: str, memory_mb: int) -> Said:
+def take(body: str, memory_mb: int) -> Outcome:
     return all_at_once(python(LARGE, "Take", params={"body": body}, memory_mb=memory_mb), ROWS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say how much is in use")
 def test_the_bound_on_memory_is_what_it_says() -> None:
-    assert take("held = bytearray(32 << 20)", 64).memory.health is RuleHealth.OK
-    for body in ("held = bytearray(80 << 20)", "held = np.ones(10 << 20)"):
-        said = take(body, 64)
-        assert (said.memory.health, "MemoryError" in said.memory.problem) == (RuleHealth.ERROR, True), body
-    assert take("held = bytearray(200 << 20)", 256).memory.health is RuleHealth.OK
+    assert take("data = bytearray(32 << 20)", 64).memory.health is RuleHealth.OK
+    for body in ("data = bytearray(80 << 20)", "data = np.ones(10 << 20)"):
+        result = take(body, 64)
+        assert (result.memory.health, "MemoryError" in result.memory.problem) == (RuleHealth.ERROR, True), (
+            body
+        )
+    assert take("data = bytearray(200 << 20)", 256).memory.health is RuleHealth.OK
 
 
-def test_a_rule_that_asks_for_more_memory_than_the_service_gives_is_not_judged(
+def test_a_rule_that_needs_more_memory_than_the_limit_is_not_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool.POOL, "memory_mb", 128)
-    said = take("held = 1", 256)
-    assert said.memory.health is RuleHealth.ERROR
-    assert "memory_mb = 256, over the 128 MiB that a rule may have here" in said.memory.problem
-    assert "WATCHSTEP_RULE_MEMORY_MB" in said.memory.problem
-    assert take("held = 1", 128).memory.health is RuleHealth.OK
+    result = take("data = 1", 256)
+    assert result.memory.health is RuleHealth.ERROR
+    assert "memory_mb = 256, over the 128 MiB that a rule may have here" in result.memory.problem
+    assert "WATCHSTEP_RULE_MEMORY_MB" in result.memory.problem
+    assert take("data = 1", 128).memory.health is RuleHealth.OK
 
 
 FLOOD = """
@@ -413,10 +419,10 @@ def test_a_long_reply_costs_the_parent_no_memory() -> None:
     """30 MB of JSON that are 857 MiB when they are parsed."""
     calm = take("pass", 512)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    said = take(FLOOD, 512)
+    result = take(FLOOD, 512)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 48 * 1024  # KiB
     assert calm.memory.health is RuleHealth.OK
-    assert "over the limit" in said.memory.problem
+    assert "over the limit" in result.memory.problem
 
 
 def test_many_findings_with_long_messages_come_through() -> None:
@@ -424,10 +430,10 @@ def test_many_findings_with_long_messages_come_through() -> None:
     source = LOUD.replace('merge = "watermark"', 'merge = "per_worker"').replace(
         " is loud", " is " + "loud" * 100
     )
-    said = all_at_once(python(source, "Loud", params={"threshold": -1.0, "over": 1}, seconds=120), rows)
-    assert said.memory.health is RuleHealth.OK, said.memory.problem
-    assert len(said.findings) == len(rows)
-    assert {len(finding.message) for finding in said.findings} <= {len(FIRST) + 404, len(SECOND) + 404}
+    outcome = all_at_once(python(source, "Loud", params={"threshold": -1.0, "over": 1}, seconds=120), rows)
+    assert outcome.memory.health is RuleHealth.OK, outcome.memory.problem
+    assert len(outcome.findings) == len(rows)
+    assert {len(finding.message) for finding in outcome.findings} <= {len(FIRST) + 404, len(SECOND) + 404}
 
 
 def test_only_so_many_children_work_at_once() -> None:
@@ -495,7 +501,7 @@ def test_children_die_with_a_parent_that_is_killed() -> None:
             os.close(child)
 
 
-def test_a_child_outlives_the_thread_that_asked_for_it() -> None:
+def test_a_child_outlives_the_thread_that_started_it() -> None:
     pool_ = Pool()
     pids: list[int] = []
 

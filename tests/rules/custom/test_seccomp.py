@@ -1,4 +1,4 @@
-"""The filter as the kernel would run it, for both architectures, in a small interpreter of its instructions."""
+"""The seccomp filter for both architectures, run by a small interpreter of its instructions."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def run(
     """What the filter answers to a call by process 77."""
     here = ARCHITECTURES[machine]
     data = struct.pack("<iIQ6Q", number, architecture or here, 0, *arguments, *[0] * (6 - len(arguments)))
-    steps, place, held = seccomp.program(here, 77, threads=threads), 0, 0
+    steps, place, accumulator = seccomp.program(here, 77, threads=threads), 0, 0
     while True:
         step = steps[place]
         place += 1
         if step.code == 0x20:
-            (held,) = struct.unpack_from("<I", data, step.constant)
+            (accumulator,) = struct.unpack_from("<I", data, step.constant)
         elif step.code == 0x06:
             return step.constant
         else:
-            so = held == step.constant if step.code == 0x15 else bool(held & step.constant)
+            so = accumulator == step.constant if step.code == 0x15 else bool(accumulator & step.constant)
             place += step.if_so if so else step.if_not
 
 
@@ -56,7 +56,7 @@ def call(machine: str, name: str, *arguments: int) -> str:
 
 def test_what_is_listed_is_allowed_and_nothing_else(machine: str) -> None:
     numbers = {syscall_number(name) for name in ALLOWED_CALLS} - {None}
-    looked_at = (
+    filtered_names = (
         "open",
         "openat",
         "fcntl",
@@ -68,7 +68,7 @@ def test_what_is_listed_is_allowed_and_nothing_else(machine: str) -> None:
         "clone3",
         "openat2",
     )
-    special = {syscall_number(name) for name in looked_at}
+    special = {syscall_number(name) for name in filtered_names}
     for number in range(1024):
         if number not in special:
             assert word(run(machine, number)) == (ALLOWED if number in numbers else REFUSED)

@@ -1,4 +1,4 @@
-"""SQL rules: what they say, that they say it however a run is split, and what they cannot do."""
+"""SQL rules: their findings, for any split of a run, and what they cannot do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.rules.runs import Event, Rows, Seal, all_at_once, follow, in_steps, norms, runs, splits, steps_of
+from tests.rules.runs import (
+    Event,
+    Rows,
+    Watermark,
+    all_at_once,
+    follow,
+    in_steps,
+    norms,
+    runs,
+    splits,
+    steps_of,
+)
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
@@ -42,20 +53,20 @@ def refusal(query: str) -> str:
 
 
 def test_what_a_query_gives_are_findings_at_that_step() -> None:
-    said = all_at_once(sql(LOUD), in_steps(norms("first", [1, 3, 1, 4]), norms("second", [1, 1, 1, 5])))
-    assert [(f.step, f.tensor, f.value, f.threshold) for f in said.findings] == [
+    outcome = all_at_once(sql(LOUD), in_steps(norms("first", [1, 3, 1, 4]), norms("second", [1, 1, 1, 5])))
+    assert [(f.step, f.tensor, f.value, f.threshold) for f in outcome.findings] == [
         (1, "first.weight:gradient", 3.0, 2.0),
         (3, "first.weight:gradient", 4.0, 2.0),
         (3, "second.weight:gradient", 5.0, 2.0),
     ]
-    assert said.findings[0].message == "the query gives first.weight:gradient: value 3, threshold 2"
-    assert said.memory.health is RuleHealth.OK
+    assert outcome.findings[0].message == "the query gives first.weight:gradient: value 3, threshold 2"
+    assert outcome.memory.health is RuleHealth.OK
 
 
 def test_a_gradient_that_is_all_nan_is_not_small() -> None:
     small = sql("SELECT tensor, l2 AS value FROM statistics WHERE l2 < 1e-7 OR l1 < 1e-7")
-    said = all_at_once(small, in_steps(norms("first", [1, float("nan"), 0.0])))
-    assert [finding.step for finding in said.findings] == [2]
+    outcome = all_at_once(small, in_steps(norms("first", [1, float("nan"), 0.0])))
+    assert [finding.step for finding in outcome.findings] == [2]
 
 
 def test_a_query_looks_back_over_its_window_and_no_further() -> None:
@@ -63,8 +74,8 @@ def test_a_query_looks_back_over_its_window_and_no_further() -> None:
         "SELECT tensor, avg(abs_mean) AS value, 'mean of ' || count(*) AS message FROM statistics "
         "GROUP BY tensor HAVING value >= 2"
     )
-    said = all_at_once(sql(mean, window=3), in_steps(norms("first", [9, 0, 0, 0, 3, 3])))
-    assert [(f.step, f.value, f.message) for f in said.findings] == [
+    outcome = all_at_once(sql(mean, window=3), in_steps(norms("first", [9, 0, 0, 0, 3, 3])))
+    assert [(f.step, f.value, f.message) for f in outcome.findings] == [
         (0, 9.0, "mean of 1"),
         (1, 4.5, "mean of 2"),
         (2, 3.0, "mean of 3"),
@@ -73,52 +84,52 @@ def test_a_query_looks_back_over_its_window_and_no_further() -> None:
 
 
 def test_an_earlier_step_of_the_window_is_not_found_again() -> None:
-    held = in_steps(norms("first", [1, 3, 1, 1]))
+    rows = in_steps(norms("first", [1, 3, 1, 1]))
     steps = "SELECT step, tensor FROM statistics WHERE abs_mean > 2"
-    assert steps_of(all_at_once(sql(steps, window=3), held), FIRST.name) == [1]
+    assert steps_of(all_at_once(sql(steps, window=3), rows), FIRST.name) == [1]
     without = "SELECT tensor FROM statistics WHERE abs_mean > 2"
-    assert steps_of(all_at_once(sql(without, window=3), held), FIRST.name) == [1, 2, 3]
+    assert steps_of(all_at_once(sql(without, window=3), rows), FIRST.name) == [1, 2, 3]
 
 
 def test_a_tensor_that_was_not_recorded_at_the_step_has_no_finding() -> None:
-    held = block_of([Row(0, FIRST, [3.0]), Row(1, gradient("second"), [1.0])])
+    rows = block_of([Row(0, FIRST, [3.0]), Row(1, gradient("second"), [1.0])])
     query = "SELECT tensor FROM statistics WHERE abs_mean > 2"
-    assert steps_of(all_at_once(sql(query, window=5), held), FIRST.name) == [0]
+    assert steps_of(all_at_once(sql(query, window=5), rows), FIRST.name) == [0]
 
 
-def test_columns_say_which_worker_and_mode_are_meant() -> None:
-    held = block_of([Row(0, FIRST, [3.0], worker=worker, mode=mode) for worker in (0, 1) for mode in ("train", "eval")])  # fmt: skip
+def test_columns_state_which_worker_and_mode_are_meant() -> None:
+    rows = block_of([Row(0, FIRST, [3.0], worker=worker, mode=mode) for worker in (0, 1) for mode in ("train", "eval")])  # fmt: skip
     query = "SELECT tensor, 1 AS worker, 'eval' AS mode FROM statistics"
-    (finding,) = all_at_once(sql(query), held).findings
+    (finding,) = all_at_once(sql(query), rows).findings
     assert (finding.worker, finding.mode) == (1, "eval")
-    (finding,) = all_at_once(sql("SELECT tensor FROM statistics"), held).findings
+    (finding,) = all_at_once(sql("SELECT tensor FROM statistics"), rows).findings
     assert (finding.worker, finding.mode) == (0, "train")
 
 
 def test_the_tables_are_those_of_a_run() -> None:
     loss = tensor("loss", "losses", shape=())
-    held = block_of([Row(0, FIRST, [3.0], probes={"cosine": -0.5}), Row(0, loss, [7.0])])
+    rows = block_of([Row(0, FIRST, [3.0], probes={"cosine": -0.5}), Row(0, loss, [7.0])])
     joined = (
         'SELECT tensor, "probe.cosine" AS value, (SELECT max(value) FROM losses) AS threshold FROM statistics '
         "JOIN tensors ON name = tensor WHERE module_type = 'Linear' AND role = 'gradient'"
     )
-    (finding,) = all_at_once(sql(joined), held).findings
+    (finding,) = all_at_once(sql(joined), rows).findings
     assert (finding.tensor, finding.value, finding.threshold) == (FIRST.name, -0.5, 7.0)
     rule = sql(joined)
     assert rule.implementation.needed(rule.parameters).probes == ("cosine",)
 
 
 def test_a_probe_that_was_not_recorded_is_null_and_a_figure_that_does_not_exist_infinite() -> None:
-    held = block_of([Row(0, FIRST, [float("nan")])])
+    rows = block_of([Row(0, FIRST, [float("nan")])])
     query = 'SELECT tensor, min AS value FROM statistics WHERE "probe.nothing" IS NULL'
-    (finding,) = all_at_once(sql(query), held).findings
+    (finding,) = all_at_once(sql(query), rows).findings
     assert finding.value == float("inf")
 
 
 def test_what_is_recorded_later_does_not_show_in_the_table_of_tensors() -> None:
-    held = block_of([Row(0, FIRST, [1.0]), Row(1, FIRST, [1.0]), Row(1, gradient("second"), [1.0])])
+    rows = block_of([Row(0, FIRST, [1.0]), Row(1, FIRST, [1.0]), Row(1, gradient("second"), [1.0])])
     query = f"SELECT '{FIRST.name}' AS tensor, (SELECT count(*) FROM tensors) AS value"
-    assert [f.value for f in all_at_once(sql(query), held).findings] == [1.0, 2.0]
+    assert [f.value for f in all_at_once(sql(query), rows).findings] == [1.0, 2.0]
 
 
 QUERIES = (
@@ -144,15 +155,15 @@ QUERIES = (
 @pytest.mark.parametrize(("query", "window"), QUERIES, ids=range(len(QUERIES)))
 @settings(max_examples=6)
 @given(events=runs(), data=st.data())
-def test_however_a_run_is_split_a_query_says_the_same(
+def test_splitting_a_run_changes_no_finding_of_a_query(
     query: str, window: int, events: list[Event], data: st.DataObject
 ) -> None:
     config = sql(query, window=window, seconds=60)  # however busy the machine is
-    one, other = data.draw(splits(events)), data.draw(splits(events))
-    said = follow(config, one)
-    event(f"findings: {bool(said.findings)}")
-    assert said == follow(config, other) == follow(config, [[single] for single in events])
-    assert said.memory.health is RuleHealth.OK, said.memory.problem
+    first_split, second_split = data.draw(splits(events)), data.draw(splits(events))
+    outcome = follow(config, first_split)
+    event(f"findings: {bool(outcome.findings)}")
+    assert outcome == follow(config, second_split) == follow(config, [[single] for single in events])
+    assert outcome.memory.health is RuleHealth.OK, outcome.memory.problem
 
 
 def test_nothing_recorded_is_nothing_found() -> None:
@@ -224,9 +235,9 @@ def test_a_query_that_may_not_be_run_is_refused_when_it_is_configured(query: str
     assert names.lower() in refusal(query).lower()
 
 
-def twice(made: str, times: int, first: str = "SELECT tensor FROM statistics") -> str:
-    """Tables each of which is made of the one before, which stands twice in it."""
-    each = ", ".join(f"a{n} AS {made.format(n - 1)}" for n in range(1, times))
+def twice(body: str, times: int, first: str = "SELECT tensor FROM statistics") -> str:
+    """Tables each of which uses the previous one twice."""
+    each = ", ".join(f"a{n} AS {body.format(n - 1)}" for n in range(1, times))
     return f"WITH a0 AS ({first}), {each} SELECT tensor FROM a{times - 1}"
 
 
@@ -236,7 +247,7 @@ def joined(tables: int) -> str:
 
 
 def doubled(times: int) -> str:
-    """Columns each of which is the one before, twice."""
+    """Columns each of which uses the previous one twice."""
     return "mean AS c0, " + ", ".join(f"c{n - 1} + c{n - 1} AS c{n}" for n in range(1, times))
 
 
@@ -281,8 +292,8 @@ def test_a_query_whose_plan_would_be_endless_is_refused_before_it_is_planned(que
 def test_a_query_of_many_tables_and_columns_within_the_bounds_is_taken() -> None:
     alone = in_steps(norms("first", [1.0] * 3))
     assert len(all_at_once(sql(joined(32), seconds=30.0), alone).findings) == 3
-    made = twice("NOT MATERIALIZED (SELECT x.tensor FROM a{0} x JOIN a{0} y ON x.tensor = y.tensor)", 6)
-    assert len(all_at_once(sql(made), alone).findings) == 3
+    body = twice("NOT MATERIALIZED (SELECT x.tensor FROM a{0} x JOIN a{0} y ON x.tensor = y.tensor)", 6)
+    assert len(all_at_once(sql(body), alone).findings) == 3
     chosen = "(SELECT tensor, c6 AS value FROM (SELECT tensor, {} FROM statistics))"
     assert len(all_at_once(sql("FROM " + chosen.format(doubled(7))), ROWS).findings) == 160
 
@@ -301,7 +312,7 @@ def test_a_query_of_many_tables_and_columns_within_the_bounds_is_taken() -> None
         ("SELECT tensor FROM nothing", "the tables are statistics, tensors, losses"),
     ],
 )
-def test_an_error_is_told_when_the_query_is_configured(query: str, names: str) -> None:
+def test_an_error_is_reported_when_the_query_is_configured(query: str, names: str) -> None:
     assert names in refusal(query)
 
 
@@ -324,8 +335,8 @@ def test_a_star_is_counted_as_the_columns_for_which_it_stands(query: str) -> Non
 def test_a_star_over_a_few_columns_may_be_used_often() -> None:
     few = "(SELECT tensor, worker, mode FROM statistics)"
     stars = ",".join(["x.*"] * 500)
-    said = all_at_once(sql(f"SELECT y.tensor FROM (SELECT {stars} FROM {few} x) y WHERE 1 = 1"), ROWS)
-    assert (said.memory.health, len(said.findings)) == (RuleHealth.OK, 160)
+    outcome = all_at_once(sql(f"SELECT y.tensor FROM (SELECT {stars} FROM {few} x) y WHERE 1 = 1"), ROWS)
+    assert (outcome.memory.health, len(outcome.findings)) == (RuleHealth.OK, 160)
 
 
 def test_a_rule_file_names_the_place() -> None:
@@ -338,7 +349,7 @@ ROWS = in_steps(*(norms(f"layer{layer}", [1.0] * 20) for layer in range(8)))
 
 
 @pytest.mark.parametrize(
-    ("query", "limits", "says", "judged"),
+    ("query", "limits", "message", "judged"),
     [
         (
             (
@@ -361,30 +372,32 @@ ROWS = in_steps(*(norms(f"layer{layer}", [1.0] * 20) for layer in range(8)))
         ("SELECT (tensor::INTEGER)::VARCHAR AS tensor FROM statistics", {}, "Conversion Error", []),
     ],
 )
-def test_a_query_that_fails_or_takes_too_much_is_told_as_health(
-    query: str, limits: dict[str, float], says: str, judged: list[int]
+def test_a_query_that_fails_or_takes_too_much_is_reported_as_health(
+    query: str, limits: dict[str, float], message: str, judged: list[int]
 ) -> None:
-    said = all_at_once(sql(query, window=20, **limits), ROWS.where(ROWS.step < 5))
-    assert said.memory.health is RuleHealth.ERROR
-    assert says in said.memory.problem
-    assert steps_of(said, "layer0.weight:gradient") == judged
+    outcome = all_at_once(sql(query, window=20, **limits), ROWS.where(ROWS.step < 5))
+    assert outcome.memory.health is RuleHealth.ERROR
+    assert message in outcome.memory.problem
+    assert steps_of(outcome, "layer0.weight:gradient") == judged
     assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK
 
 
-def test_a_step_at_which_the_query_fails_is_told_and_the_others_are_judged_however_the_run_is_split() -> None:
+def test_a_step_at_which_the_query_fails_is_reported_and_the_others_are_judged() -> None:
     config = sql(
         "SELECT tensor FROM statistics WHERE CAST(CASE WHEN step = 2 THEN 'x' ELSE '1' END AS INTEGER) = 1"
     )
-    held = in_steps(norms("first", [1.0] * 4), norms("second", [1.0] * 4))
-    whole = all_at_once(config, held)
+    rows = in_steps(norms("first", [1.0] * 4), norms("second", [1.0] * 4))
+    whole = all_at_once(config, rows)
     assert steps_of(whole, FIRST.name) == [0, 1, 3]
     assert whole.memory.health is RuleHealth.ERROR
     assert "1 step was not judged" in whole.memory.problem
     assert "SQL at step 2: Conversion Error" in whole.memory.problem
-    assert whole == follow(config, [[Rows(held.where(held.step == step)), Seal(step)] for step in range(4)])
+    assert whole == follow(
+        config, [[Rows(rows.where(rows.step == step)), Watermark(step)] for step in range(4)]
+    )
 
 
-def test_without_duckdb_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_duckdb_the_error_states_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
@@ -405,14 +418,14 @@ def hostile(operands: int = 60, depth: int = 6) -> str:
     return f"SELECT s AS tensor FROM ({query})"
 
 
-def test_a_query_that_takes_any_amount_of_memory_is_ended_and_other_rules_go_on() -> None:
+def test_a_query_that_takes_any_amount_of_memory_is_ended_and_other_rules_continue() -> None:
     config = sql(hostile())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    said = all_at_once(config, ROWS.where(ROWS.step < 3))
+    outcome = all_at_once(config, ROWS.where(ROWS.step < 3))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert (said.memory.health, said.findings) == (RuleHealth.ERROR, [])
-    assert "3 steps were not judged" in said.memory.problem
-    assert "took more than 256 MiB" in said.memory.problem
+    assert (outcome.memory.health, outcome.findings) == (RuleHealth.ERROR, [])
+    assert "3 steps were not judged" in outcome.memory.problem
+    assert "took more than 256 MiB" in outcome.memory.problem
     assert after - before < 64 * 1024  # KiB
     assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK
 
@@ -428,7 +441,7 @@ def test_a_query_that_takes_any_amount_of_memory_for_a_constant_is_ended_when_it
 def test_a_query_that_cannot_be_interrupted_is_ended_with_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The child is stopped in the place of a plan that never ends: neither hears an interrupt."""
+    """The child is stopped instead of running an endless plan: neither reacts to an interrupt."""
     monkeypatch.setattr("watchstep_rules.custom.sql.process._GRACE_SECONDS", 0.0)
     config = sql("SELECT tensor FROM statistics WHERE step >= 0", seconds=0.5)
     real = Child.send
@@ -439,10 +452,10 @@ def test_a_query_that_cannot_be_interrupted_is_ended_with_its_process(
 
     with monkeypatch.context() as patch:
         patch.setattr(Child, "send", stopped)
-        said = all_at_once(config, ROWS.where(ROWS.step < 3))
-    assert "3 steps were not judged" in said.memory.problem
-    assert "took more than 0.5 s and was ended" in said.memory.problem
-    assert "started again in" in said.memory.problem  # who ends its process waits for the next
+        outcome = all_at_once(config, ROWS.where(ROWS.step < 3))
+    assert "3 steps were not judged" in outcome.memory.problem
+    assert "took more than 0.5 s and was ended" in outcome.memory.problem
+    assert "started again in" in outcome.memory.problem  # who ends its process waits for the next
     assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK  # other queries do not
 
 
@@ -455,9 +468,9 @@ def test_where_no_process_can_be_started_a_query_is_taken_and_told_when_it_is_ju
     monkeypatch.setattr("watchstep_rules.custom.sandbox.process._popen", refused)
     POOL.close()
     config = sql("SELECT tensor FROM statistics WHERE step >= 1")
-    said = follow(RuleConfig(rule="sql", params=config.params), [[Rows(ROWS), Seal(19)]])
-    assert said.memory.health is RuleHealth.ERROR
-    assert "no process can be started" in said.memory.problem
+    outcome = follow(RuleConfig(rule="sql", params=config.params), [[Rows(ROWS), Watermark(19)]])
+    assert outcome.memory.health is RuleHealth.ERROR
+    assert "no process can be started" in outcome.memory.problem
 
 
 TABLES = "abcdefghijklmn"
@@ -471,10 +484,10 @@ ENDLESS = (
 def test_rules_that_take_longer_than_an_evaluation_allows_leave_the_rest_unjudged() -> None:
     block = in_steps(norms("first", [3.0] * 6))
     with limited_rule_time(0.5) as rule_time:
-        said = all_at_once(sql(ENDLESS, seconds=60.0, window=100), block)
+        outcome = all_at_once(sql(ENDLESS, seconds=60.0, window=100), block)
         again = all_at_once(sql(LOUD), block)
     assert rule_time.left <= 0
-    for verdict in (said, again):
+    for verdict in (outcome, again):
         assert verdict.findings == []
         assert verdict.memory.health is RuleHealth.ERROR
     problem = again.memory.problem

@@ -42,7 +42,7 @@ def lasting(steps: int) -> Timing:
 
 
 def phases(text: str, hold: int) -> list[tuple[int, str]]:
-    """Changes of an alert over one layer: ``!`` is a finding, ``.`` is none."""
+    """Changes of an alert over one layer: ``!`` is a step with a finding, ``.`` one without."""
     _, transitions = followed([{0: mark == "!"} for mark in text], hold)
     return [(transition.step, transition.phase.value) for transition in transitions]
 
@@ -96,10 +96,10 @@ def test_steps_that_do_not_judge_a_layer_count_for_nothing() -> None:
     ]
 
 
-def test_it_resolves_when_every_layer_that_fired_is_clean() -> None:
+def test_an_alert_resolves_when_every_layer_that_fired_is_clean() -> None:
     memory, transitions = followed([{0: True, 1: False}, {0: False, 1: True}, {0: False, 1: False}], 1)
     assert [(change.step, change.phase.value) for change in transitions] == [(0, "firing"), (2, "resolved")]
-    assert memory.clean == {}
+    assert memory.clean_streaks == {}
 
 
 def test_the_finding_is_that_of_the_likeliest_cause() -> None:
@@ -115,12 +115,12 @@ def test_the_same_layer_on_two_workers_is_two_series() -> None:
     findings = [finding_at("test", block, row, value=1.0, threshold=0.0, message="bad") for row in range(2)]
     memory, _ = advance(AlertMemory(), lasting(2), JudgedRows.of(block), findings)
     assert memory.phase is Phase.PENDING
-    assert set(memory.hits) == {f"{INFOS[0].name}@0/train", f"{INFOS[0].name}@1/train"}
+    assert set(memory.finding_streaks) == {f"{INFOS[0].name}@0/train", f"{INFOS[0].name}@1/train"}
 
 
 @dataclass
 class Model:
-    """The words of the design, step by step, with each layer's judged steps kept whole."""
+    """The definition of an alert, step by step, with all judged steps of each layer."""
 
     hold: int
     phase: str = "inactive"
@@ -155,7 +155,7 @@ histories = st.lists(st.dictionaries(st.integers(0, 2), st.booleans(), min_size=
 
 
 @given(histories, st.integers(1, 3))
-def test_it_does_what_the_words_say(history: History, hold: int) -> None:
+def test_phases_follow_their_definition(history: History, hold: int) -> None:
     model = Model(hold)
     changes: list[tuple[int, str]] = []
     for step, layers in enumerate(history):
@@ -166,6 +166,6 @@ def test_it_does_what_the_words_say(history: History, hold: int) -> None:
 
 
 @given(histories, st.integers(1, 3), st.data())
-def test_it_does_not_matter_how_steps_come(history: History, hold: int, data: st.DataObject) -> None:
+def test_the_split_into_steps_does_not_matter(history: History, hold: int, data: st.DataObject) -> None:
     cuts = tuple(sorted(data.draw(st.lists(st.integers(0, len(history)), max_size=4))))
     assert followed(history, hold, cuts) == followed(history, hold)

@@ -1,4 +1,4 @@
-"""What an alert names is the likeliest cause of all that is known, whichever rank's rows come first."""
+"""An alert names the likeliest cause among all received findings, whichever rank's rows arrive first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests.rules.runs import Rows, Said, all_at_once, follow
+from tests.rules.runs import Outcome, Rows, all_at_once, follow
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block, concatenate
 from watchstep.format.tensors import TensorInfo
@@ -28,7 +28,7 @@ GRADIENT = gradient("0")
 
 
 def rank(worker: int, steps: Sequence[int], *bad: tuple[int, TensorInfo]) -> Rows:
-    """A rank's rows of three tensors, NaN where it is said."""
+    """A rank's rows of three tensors, NaN at the given positions."""
     return Rows(
         block_of(
             [
@@ -44,9 +44,9 @@ REDUCED = rank(0, range(8), (5, GRADIENT), (6, GRADIENT), (7, GRADIENT))
 CULPRIT = rank(1, range(8), (5, OUTPUT), (5, LOSS), *((step, GRADIENT) for step in (5, 6, 7)))
 
 
-def named(said: Said) -> tuple[int, int, str]:
+def named(outcome: Outcome) -> tuple[int, int, str]:
     """Step, rank and tensor that the alert names in the end."""
-    finding = said.memory.alert.finding
+    finding = outcome.memory.alert.finding
     assert finding is not None
     return finding.step, finding.worker, finding.tensor
 
@@ -54,21 +54,21 @@ def named(said: Said) -> tuple[int, int, str]:
 @pytest.mark.parametrize("order", [[REDUCED, CULPRIT], [CULPRIT, REDUCED]], ids=["later", "first"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_rank_whose_own_data_were_bad_is_named(order: list[Rows], at_once: bool) -> None:
-    said = follow(NAN, [order] if at_once else [[rows] for rows in order])
-    assert named(said) == (5, 1, OUTPUT.name)
-    (fired,) = coalesce(said.transitions)
+    outcome = follow(NAN, [order] if at_once else [[rows] for rows in order])
+    assert named(outcome) == (5, 1, OUTPUT.name)
+    (fired,) = coalesce(outcome.transitions)
     assert (fired.phase, fired.step, fired.revised, fired.finding) == (
         Phase.FIRING,
         5,
         False,
-        said.memory.alert.finding,
+        outcome.memory.alert.finding,
     )
-    assert [change.revised for change in said.transitions] == (
+    assert [change.revised for change in outcome.transitions] == (
         [False, True] if order[0] is REDUCED and not at_once else [False]
     )
 
 
-def test_it_fires_as_early_as_it_did_and_is_revised_by_what_comes_later() -> None:
+def test_an_alert_fires_at_once_and_is_revised_by_later_rows() -> None:
     first = follow(NAN, [[REDUCED]])
     assert [(change.step, change.revised) for change in first.transitions] == [(5, False)]
     assert named(first) == (5, 0, GRADIENT.name)
@@ -78,21 +78,14 @@ def test_it_fires_as_early_as_it_did_and_is_revised_by_what_comes_later() -> Non
 
 
 def test_an_earlier_step_of_a_rank_that_lags_is_the_likelier_cause() -> None:
-    said = follow(NAN, [[REDUCED], [rank(1, range(8), (3, GRADIENT))]])
-    assert named(said) == (3, 1, GRADIENT.name)
-    assert [(change.step, change.since_step) for change in said.transitions] == [(5, 5), (3, 3)]
+    outcome = follow(NAN, [[REDUCED], [rank(1, range(8), (3, GRADIENT))]])
+    assert named(outcome) == (3, 1, GRADIENT.name)
+    assert [(change.step, change.since_step) for change in outcome.transitions] == [(5, 5), (3, 3)]
 
 
 def test_later_steps_and_less_likely_causes_change_nothing() -> None:
     worse = rank(1, range(9), (5, GRADIENT), (6, OUTPUT), (7, LOSS), (8, OUTPUT))
     assert named(follow(NAN, [[REDUCED], [worse]])) == (5, 0, GRADIENT.name)
-
-
-def test_a_memory_of_before_is_revised_too() -> None:
-    memory = follow(NAN, [[REDUCED]]).memory
-    alert = memory.alert.model_copy(update={"fired_at": -1})
-    said = follow(NAN, [[], [CULPRIT]], memory.model_copy(update={"alert": alert}))
-    assert [(change.step, change.revised) for change in said.transitions] == [(5, True)]
 
 
 @settings(max_examples=60)
@@ -107,15 +100,18 @@ def test_the_order_in_which_ranks_come_does_not_matter(bad: list[dict[TensorInfo
         return rank(worker, range(9), *((step, info) for info, first in since for step in range(first, 9)))
 
     ranks = [rows(worker) for worker in range(3)]
-    told = {repr(follow(NAN, [[one] for one in order]).memory.alert.finding) for order in permutations(ranks)}
-    assert len(told) == 1
-    everything = [finding for one in ranks for finding in follow(NAN, [[one]]).findings]
+    named_findings = {
+        repr(follow(NAN, [[rows_of_rank] for rows_of_rank in order]).memory.alert.finding)
+        for order in permutations(ranks)
+    }
+    assert len(named_findings) == 1
+    everything = [finding for rows_of_rank in ranks for finding in follow(NAN, [[rows_of_rank]]).findings]
     event(f"bad: {bool(everything)}")
     if everything:
-        assert told == {repr(min(everything, key=likelihood))}
+        assert named_findings == {repr(min(everything, key=likelihood))}
 
 
-def test_a_backtest_and_its_report_say_it() -> None:
+def test_a_backtest_and_its_report_have_the_likeliest_finding() -> None:
     (outcome,) = backtest(all_rows(), [NAN])
     (fired,) = outcome.fired
     assert fired.finding is not None
@@ -141,15 +137,18 @@ def test_revisions_neither_lengthen_nor_end_what_a_rule_keeps_quiet() -> None:
     source = RuleConfig(rule="non_finite_values", inhibits=("target",))
     target = RuleConfig(rule="overfit", name="target")
     memory = all_at_once(NAN, REDUCED.block).memory.alert
-    told = inhibit(
+    updates = inhibit(
         [
             AlertUpdate(source, memory, [change(3, 1), change(3, 0, revised=True)]),
             AlertUpdate(target, memory, [change(4, 1), change(4, 0, revised=True)]),
         ],
         9,
     )
-    assert len(told[0].memory.fired) == 1
-    assert [one.inhibited_by for one in told[1].transitions] == ["non_finite_values", "non_finite_values"]
-    assert coalesce(told[1].transitions) == [
+    assert len(updates[0].memory.firing_spans) == 1
+    assert [update.inhibited_by for update in updates[1].transitions] == [
+        "non_finite_values",
+        "non_finite_values",
+    ]
+    assert coalesce(updates[1].transitions) == [
         Transition(Phase.FIRING, 4, found(0), 4, 0, inhibited_by="non_finite_values")
     ]

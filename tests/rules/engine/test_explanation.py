@@ -30,9 +30,9 @@ def config(**more: Any) -> RuleConfig:
     return RuleConfig.model_validate({"rule": "exploding_gradient", **more})
 
 
-def test_it_says_what_where_against_what_and_since_when() -> None:
-    said = explain(config(**{"for": {"steps": 5, "seconds": 3}}), firing(found()))
-    assert said == Explanation(
+def test_an_explanation_states_what_where_against_what_and_since_when() -> None:
+    explanation = explain(config(**{"for": {"steps": 5, "seconds": 3}}), firing(found()))
+    assert explanation == Explanation(
         title="exploding_gradient (warning) firing at step 54",
         seen="norm is 1.23e+06, over 150",
         where="encoder.1.weight:gradient: gradient of module encoder.1 (Linear); worker 0, mode train",
@@ -41,36 +41,36 @@ def test_it_says_what_where_against_what_and_since_when() -> None:
         usual_causes=RULES["exploding_gradient"].usual_causes,
         what_to_try=RULES["exploding_gradient"].what_to_try,
     )
-    assert json.loads(said.model_dump_json())["seen"] == said.seen
+    assert json.loads(explanation.model_dump_json())["seen"] == explanation.seen
 
 
 def test_the_text_has_a_line_for_each() -> None:
-    said = explain(config(name="wild", severity="critical"), firing(found(), since=54))
-    lines = said.as_text().splitlines()
+    explanation = explain(config(name="wild", severity="critical"), firing(found(), since=54))
+    lines = explanation.as_text().splitlines()
     assert lines[0] == "wild, of rule exploding_gradient (critical) firing at step 54"
     assert lines[4] == "  since   step 54, the first finding"
     assert lines[5].startswith("  usually ")
     assert sum(line.startswith("  try ") for line in lines) == 1
-    assert len(lines) == 5 + len(said.usual_causes) + len(said.what_to_try)
+    assert len(lines) == 5 + len(explanation.usual_causes) + len(explanation.what_to_try)
 
 
 def test_a_finding_about_the_run_is_somewhere_too() -> None:
     finding = finding_of_run(
         "stalled_training", 7, 0, value=1900, threshold=1800, message="no step for 1900 s"
     )
-    said = explain(RuleConfig(rule="stalled_training"), firing(finding, since=7))
-    assert said.where == "the run as a whole"
+    explanation = explain(RuleConfig(rule="stalled_training"), firing(finding, since=7))
+    assert explanation.where == "the run as a whole"
     template = RuleConfig(rule="stalled_training", message="{tensor}: {message}")
     assert event_message(template, firing(finding, since=7), RUN) == "the run: no step for 1900 s"
 
 
-def test_a_tensor_without_a_module_says_what_it_is() -> None:
+def test_a_tensor_without_a_module_states_what_it_is() -> None:
     block = block_of([Row(3, tensor("loss", "losses", role="loss", shape=()), [1.0])])
     finding = finding_at("overfit", block, 0, value=1.0, threshold=0.5, message="…")
     assert explain(RuleConfig(rule="overfit"), firing(finding)).where == "loss: a loss; worker 0, mode train"
 
 
-def test_an_event_says_what_the_config_wants_said() -> None:
+def test_an_event_has_the_message_of_the_config() -> None:
     assert event_message(config(), firing(found()), RUN) == "norm is 1.23e+06, over 150"
     text = "{label.team} {project}/{run} {{{step}}} {value} > {threshold}"
     own = config(labels={"team": "vision"}, message=text)
@@ -78,7 +78,7 @@ def test_an_event_says_what_the_config_wants_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("the model is compiled", "The model is compiled."),
         ("The model is compiled.", "The model is compiled."),
@@ -86,15 +86,15 @@ def test_an_event_says_what_the_config_wants_said() -> None:
         ("num_workers is 0", "num_workers is 0."),
     ],
 )
-def test_what_a_rule_says_is_a_sentence(words: str, said: str) -> None:
-    assert sentence(words) == said
+def test_the_text_of_a_rule_becomes_a_sentence(words: str, expected: str) -> None:
+    assert sentence(words) == expected
 
 
 def test_every_field_of_a_template_is_filled() -> None:
     everything = config(message=" ".join(f"{name}=[{{{name}}}]" for name in FIELDS))
-    said = event_message(everything, firing(found()), RUN)
-    assert "[-]" not in said
-    assert "[]" not in said
+    message = event_message(everything, firing(found()), RUN)
+    assert "[-]" not in message
+    assert "[]" not in message
 
 
 REPORTS = {
@@ -106,7 +106,7 @@ REPORTS = {
 
 
 @pytest.mark.parametrize("name", sorted(RULES.keys() - REPORTS))
-def test_every_rule_says_what_usually_causes_it_and_what_to_try(name: str) -> None:
+def test_every_rule_states_what_usually_causes_it_and_what_to_try(name: str) -> None:
     rule = RULES[name]
     for sentences in (rule.usual_causes, rule.what_to_try):
         assert 2 <= len(sentences) <= 6

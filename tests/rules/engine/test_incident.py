@@ -1,14 +1,15 @@
-"""Incidents: which alerts form one, what its cause is, and that neither order nor cuts matter."""
+"""Incidents: which alerts form one, its cause, and independence of the order and split of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rules.engine.test_late import Rank, arrivals, calm, judged, lasting, some_ranks
-from tests.rules.runs import Said
+from tests.rules.engine.test_late_rows import Rank, arrivals, calm, judged, lasting, some_ranks
+from tests.rules.runs import Outcome
 from watchstep_rules.engine.alert import coalesce
 from watchstep_rules.engine.incident import (
     Onset,
@@ -30,13 +31,15 @@ def onset(
     role: str = "",
     order: int = 0,
     severity: str = "warning",
+    tensor: str | None = None,
+    upstream: tuple[str, ...] = (),
 ) -> Onset:
     finding = Finding(
         rule=rule,
         step=step,
         mode="train",
         worker=0,
-        tensor=f"{rule}:tensor",
+        tensor=f"{rule}:tensor" if tensor is None else tensor,
         module="",
         module_type="",
         role=role,
@@ -45,6 +48,7 @@ def onset(
         message=f"what {rule} found at step {step}",
         time_ns=0,
         cause_rank=(0, order),
+        upstream=upstream,
     )
     return Onset(
         config=sum(rule.encode()) if config is None else config,
@@ -69,25 +73,68 @@ LEARNING_RATE = (
 
 def test_what_follows_from_a_learning_rate_is_one_incident_whose_cause_it_is() -> None:
     (incident,) = incidents_of(LEARNING_RATE)
-    said = summarize("abc", incident, {"replica_divergence", "nan_or_inf"})
-    assert said.cause == "hyperparameter_jump"
-    assert said.message == "what hyperparameter_jump found at step 200"
-    assert said.check_first == "check hyperparameter_jump"
-    assert (said.first_step, said.last_step) == (200, 206)
-    assert said.alerts[:2] == ("hyperparameter_jump", "exploding_gradient")
-    assert said.against == ("the recorded replicas agree (replica_divergence)",)
+    summary = summarize("abc", incident, {"replica_divergence", "nan_or_inf"})
+    assert summary.cause == "hyperparameter_jump"
+    assert summary.message == "what hyperparameter_jump found at step 200"
+    assert summary.check_first == "check hyperparameter_jump"
+    assert (summary.first_step, summary.last_step) == (200, 206)
+    assert summary.alerts[:2] == ("hyperparameter_jump", "exploding_gradient")
+    assert summary.against == ("the recorded replicas agree (replica_divergence)",)
 
 
-def test_without_the_jump_the_gradient_is_the_cause_and_that_nothing_jumped_is_said() -> None:
+def test_without_the_jump_the_gradient_is_the_cause_and_that_nothing_jumped_is_reported() -> None:
     (incident,) = incidents_of(LEARNING_RATE[:-1])
-    said = summarize("abc", incident, {"hyperparameter_jump", "exploding_gradient"})
-    assert said.cause == "exploding_gradient"
-    assert said.against == ("no recorded hyperparameter jumped (hyperparameter_jump)",)
+    summary = summarize("abc", incident, {"hyperparameter_jump", "exploding_gradient"})
+    assert summary.cause == "exploding_gradient"
+    assert summary.against == ("no recorded hyperparameter jumped (hyperparameter_jump)",)
 
 
 def test_a_jump_after_the_first_onset_is_no_cause_of_it() -> None:
     (incident,) = incidents_of([onset("loss_spike", 200), onset("hyperparameter_jump", 203)])
     assert cause_of(incident).rule == "loss_spike"
+
+
+@pytest.mark.parametrize("first", ["exploding_gradient", "loss_spike", "custom_rule_of_the_run"])
+@pytest.mark.parametrize(
+    "later",
+    [
+        onset("nan_or_inf", 206),
+        onset("non_finite_values", 202, role="input"),
+        onset("dead_relu", 205),
+        onset("input_image_mean", 202),
+    ],
+)
+def test_the_earliest_onset_is_the_cause_however_far_upstream_a_later_one_is(
+    first: str, later: Onset
+) -> None:
+    (incident,) = incidents_of([later, onset(first, 201, tensor="" if first.startswith("custom") else None)])
+    summary = summarize("abc", incident, ())
+    assert (summary.cause, summary.alerts) == (first, (first, later.rule))
+
+
+@pytest.mark.parametrize(("step", "cause"), [(43, "absent_from_optimizer"), (44, "weight_not_updating")])
+def test_a_lasting_setting_that_is_detected_soon_after_the_first_onset_is_the_cause(
+    step: int, cause: str
+) -> None:
+    (incident,) = incidents_of([onset("weight_not_updating", 33), onset("absent_from_optimizer", step)])
+    assert cause_of(incident).rule == cause
+
+
+def test_at_one_step_a_cause_comes_before_its_consequences() -> None:
+    rules = [
+        "hyperparameter_jump",
+        "token_ratio",
+        "dead_relu",
+        "exploding_gradient",
+        "loss_spike",
+        "nan_or_inf",
+    ]
+    (incident,) = incidents_of([onset(rule, 5) for rule in reversed(rules)])
+    assert summarize("abc", incident, ()).alerts == tuple(rules)
+    (incident,) = incidents_of(
+        [onset("nan_or_inf", 5, upstream=("model:input",)), onset("exploding_gradient", 5)]
+    )
+    assert cause_of(incident).rule == "nan_or_inf"
 
 
 def test_nan_in_an_input_comes_before_what_it_does_to_gradients_and_layers_before_later_ones() -> None:
@@ -103,10 +150,15 @@ def test_nan_in_an_input_comes_before_what_it_does_to_gradients_and_layers_befor
 
 
 def test_what_begins_far_away_is_another_incident_and_an_alert_that_flaps_does_not_extend_one() -> None:
-    assert [len(one) for one in incidents_of([onset("loss_spike", 0), onset("dead_relu", 51)])] == [1, 1]
-    assert [len(one) for one in incidents_of([onset("loss_spike", 0), onset("dead_relu", 50)])] == [2]
+    assert [len(incident) for incident in incidents_of([onset("loss_spike", 0), onset("dead_relu", 51)])] == [
+        1,
+        1,
+    ]
+    assert [len(incident) for incident in incidents_of([onset("loss_spike", 0), onset("dead_relu", 50)])] == [
+        2
+    ]
     flaps = [onset("loss_spike", step) for step in range(0, 200, 20)]
-    assert [one[0].step for one in incidents_of(flaps)] == [0, 60, 120, 180]
+    assert [incident[0].step for incident in incidents_of(flaps)] == [0, 60, 120, 180]
 
 
 onsets = st.lists(
@@ -116,18 +168,18 @@ onsets = st.lists(
         st.integers(0, 400),
     ),
     max_size=20,
-    unique_by=lambda one: (one.config, one.step),
+    unique_by=lambda onset: (onset.config, onset.step),
 )
 
 
 @given(onsets, st.data())
-def test_in_whichever_order_onsets_become_known_or_are_taken_back_the_incidents_are_the_same(
+def test_the_order_of_added_and_removed_onsets_does_not_change_incidents(
     final: list[Onset], data: st.DataObject
 ) -> None:
-    taken_back = [one for one in data.draw(onsets) if one not in final]
+    taken_back = [item for item in data.draw(onsets) if item not in final]
     order = data.draw(st.permutations([*final, *taken_back]))
     there: list[tuple[Onset, ...]] = []
-    for added, removed in [*(([one], []) for one in order), *(([], [one]) for one in taken_back)]:
+    for added, removed in [*(([item], []) for item in order), *(([], [item]) for item in taken_back)]:
         there = changed(there, added, removed)
     assert there == incidents_of(final)
 
@@ -136,14 +188,17 @@ def changed(
     before: Sequence[tuple[Onset, ...]], added: Sequence[Onset], removed: Sequence[Onset]
 ) -> list[tuple[Onset, ...]]:
     """Only incidents near a change are made anew."""
-    bound = unaffected_before(min(one.step for one in (*added, *removed)))
-    near = [one for one in before if one[-1].step >= bound]
-    kept = [one for incident in near for one in incident if one not in removed]
-    return [*(one for one in before if one[-1].step < bound), *incidents_of([*kept, *added])]
+    bound = unaffected_before(min(item.step for item in (*added, *removed)))
+    near = [incident for incident in before if incident[-1].step >= bound]
+    remaining = [item for incident in near for item in incident if item not in removed]
+    return [
+        *(incident for incident in before if incident[-1].step < bound),
+        *incidents_of([*remaining, *added]),
+    ]
 
 
-def steps_of_onsets(said: Said) -> list[int]:
-    return sorted(onset_changes(coalesce(said.transitions), None).added)
+def steps_of_onsets(outcome: Outcome) -> list[int]:
+    return sorted(onset_changes(coalesce(outcome.transitions), None).added)
 
 
 @settings(max_examples=settings().max_examples * 2 // 5)
@@ -152,8 +207,8 @@ def test_in_whichever_order_and_cuts_rows_come_alerts_have_the_same_onsets(
     ranks: list[Rank], hold: int, keep: int, data: st.DataObject
 ) -> None:
     config = lasting(hold, keep)
-    said = judged(config, ranks, data.draw(arrivals(len(ranks))))
-    assert steps_of_onsets(said) == steps_of_onsets(calm(config, ranks))
+    outcome = judged(config, ranks, data.draw(arrivals(len(ranks))))
+    assert steps_of_onsets(outcome) == steps_of_onsets(calm(config, ranks))
 
 
 def test_the_id_is_of_the_attempt_and_the_first_onset() -> None:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests.rules.runs import Event, Rows, Seal, runs, splits
+from tests.rules.runs import Event, Rows, Watermark, runs, splits
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import AlertMemory, Phase, Transition, coalesce
-from watchstep_rules.engine.inhibition import MOST_INTERVALS, AlertUpdate, cycles, inhibit, inhibitions
+from watchstep_rules.engine.inhibition import MAX_FIRING_SPANS, AlertUpdate, cycles, inhibit, inhibitions
 from watchstep_rules.engine.judge import RuleMemory, judge
 from watchstep_rules.engine.rule_inputs import JudgingProgress
 
@@ -26,39 +26,39 @@ Life = Sequence[tuple[int, int | None]]
 
 def changes(life: Life, until: int, after: int = -1) -> list[Transition]:
     """What an alert did at steps in (after, until]."""
-    made = [
+    all_changes = [
         Transition(phase, step, None, first, 0)
         for first, last in life
         for phase, step in ((Phase.FIRING, first), (Phase.RESOLVED, last))
         if step is not None
     ]
-    return [change for change in made if after < change.step <= until]
+    return [change for change in all_changes if after < change.step <= until]
 
 
 def followed(
-    lives: Sequence[tuple[RuleConfig, Life]], seals: Sequence[int], ahead: int = 0
+    lives: Sequence[tuple[RuleConfig, Life]], watermarks: Sequence[int], ahead: int = 0
 ) -> tuple[list[list[tuple[int, str, str]]], list[AlertMemory]]:
-    """What is told of each rule config; a rule that waits for no seal may be ahead."""
+    """The changes of each rule config; a rule that waits for no watermark may be ahead."""
     memories = [AlertMemory() for _ in lives]
-    said: list[list[tuple[int, str, str]]] = [[] for _ in lives]
-    for before, sealed in pairwise([-1, *seals]):
-        told = []
+    notified: list[list[tuple[int, str, str]]] = [[] for _ in lives]
+    for before, watermark in pairwise([-1, *watermarks]):
+        updates = []
         for (config, life), memory in zip(lives, memories, strict=True):
             lead = ahead if config.implementation.merge == "per_worker" else 0
             after = before + lead if before >= 0 else -1
-            told.append(AlertUpdate(config, memory, changes(life, sealed + lead, after)))
-        result = inhibit(told, sealed)
-        for place, one in enumerate(result):
-            said[place] += [
-                (change.step, change.phase.value, change.inhibited_by) for change in one.transitions
+            updates.append(AlertUpdate(config, memory, changes(life, watermark + lead, after)))
+        result = inhibit(updates, watermark)
+        for place, update in enumerate(result):
+            notified[place] += [
+                (change.step, change.phase.value, change.inhibited_by) for change in update.transitions
             ]
-        memories = [AlertMemory.model_validate_json(one.memory.model_dump_json()) for one in result]
-        assert memories == [one.memory for one in result]
-    return said, memories
+        memories = [AlertMemory.model_validate_json(update.memory.model_dump_json()) for update in result]
+        assert memories == [update.memory for update in result]
+    return notified, memories
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "told"),
+    ("source", "target", "expected"),
     [
         ([], [(3, 7)], [(3, "firing", ""), (7, "resolved", "")]),
         ([(2, 9)], [(3, 7)], [(3, "firing", "non_finite_values"), (7, "resolved", "non_finite_values")]),
@@ -82,12 +82,12 @@ def followed(
     ],
 )
 @pytest.mark.parametrize("ahead", [0, 4])
-def test_who_is_told_of_what(source: Life, target: Life, told: list[Any], ahead: int) -> None:
-    for seals in ([20], list(range(21)), [4, 8, 20], [5, 6, 20]):
-        said, memories = followed([(SOURCE, source), (TARGET, target)], seals, ahead)
-        assert said[1] == told
-        assert said[0] == [(change.step, change.phase.value, "") for change in changes(source, 20)]
-        assert len(memories[0].fired) <= 1
+def test_who_is_notified_of_what(source: Life, target: Life, expected: list[Any], ahead: int) -> None:
+    for watermarks in ([20], list(range(21)), [4, 8, 20], [5, 6, 20]):
+        notified, memories = followed([(SOURCE, source), (TARGET, target)], watermarks, ahead)
+        assert notified[1] == expected
+        assert notified[0] == [(change.step, change.phase.value, "") for change in changes(source, 20)]
+        assert len(memories[0].firing_spans) <= 1
 
 
 lives = st.lists(st.integers(0, 30), unique=True, max_size=8).map(
@@ -97,19 +97,19 @@ lives = st.lists(st.integers(0, 30), unique=True, max_size=8).map(
 
 @settings(max_examples=300)
 @given(lives, lives, lives, st.data())
-def test_it_does_not_matter_when_steps_are_sealed(
+def test_the_time_of_watermarks_does_not_matter(
     first: Any, second: Any, third: Any, data: st.DataObject
 ) -> None:
-    one = RuleConfig(rule="non_finite_values", inhibits=("target",))
-    other = RuleConfig(rule="oscillating_loss", inhibits=("target", "non_finite_values"))
-    everything = [(one, first), (other, second), (TARGET, third)]
-    seals = sorted(data.draw(st.sets(st.integers(0, 30), max_size=6)) | {31})
-    said, memories = followed(everything, seals, data.draw(st.integers(0, 5)))
-    at_once, kept = followed(everything, [31])
-    assert said == at_once
-    assert [memory.quiet for memory in memories] == [memory.quiet for memory in kept]
-    event(f"inhibited: {sum(bool(by) for _, _, by in said[2])}")
-    for step, phase, by in said[2]:
+    first_config = RuleConfig(rule="non_finite_values", inhibits=("target",))
+    second_config = RuleConfig(rule="oscillating_loss", inhibits=("target", "non_finite_values"))
+    everything = [(first_config, first), (second_config, second), (TARGET, third)]
+    watermarks = sorted(data.draw(st.sets(st.integers(0, 30), max_size=6)) | {31})
+    notified, memories = followed(everything, watermarks, data.draw(st.integers(0, 5)))
+    at_once, expected_memories = followed(everything, [31])
+    assert notified == at_once
+    assert [memory.inhibition for memory in memories] == [memory.inhibition for memory in expected_memories]
+    event(f"inhibited: {sum(bool(by) for _, _, by in notified[2])}")
+    for step, phase, by in notified[2]:
         firing = any(a <= step and (b is None or step < b) for a, b in [*first, *second])
         if phase == "firing":
             assert bool(by) == firing
@@ -157,25 +157,25 @@ def test_which_config_inhibits_which(configs: list[RuleConfig], edges: list[tupl
     assert inhibitions(configs) == edges
 
 
-def test_a_source_that_is_gone_inhibits_no_more() -> None:
-    told = [
+def test_a_removed_source_inhibits_nothing() -> None:
+    updates = [
         AlertUpdate(SOURCE, AlertMemory(), changes([(2, None)], 5)),
         AlertUpdate(TARGET, AlertMemory(), changes([(3, None)], 5)),
     ]
-    _, target = inhibit(told, 5)
+    _, target = inhibit(updates, 5)
     (alone,) = inhibit([replace(target, transitions=[])], 6)
     assert [(change.phase, change.inhibited_by) for change in alone.transitions] == [(Phase.FIRING, "")]
-    assert alone.memory.quiet is None
+    assert alone.memory.inhibition is None
 
 
-def test_what_is_kept_of_a_source_is_bounded() -> None:
+def test_what_is_retained_of_a_source_is_bounded() -> None:
     flapping = [(step, step + 1) for step in range(0, 1000, 2)]
     source, _ = inhibit(
         [AlertUpdate(SOURCE, AlertMemory(), changes(flapping, 1000)), AlertUpdate(TARGET, AlertMemory(), [])],
         watermark=10,
     )
-    assert len(source.memory.fired) == MOST_INTERVALS
-    assert len(json.dumps(source.memory.model_dump(mode="json")["fired"])) < 1000
+    assert len(source.memory.firing_spans) == MAX_FIRING_SPANS
+    assert len(json.dumps(source.memory.model_dump(mode="json")["firing_spans"])) < 1000
 
 
 CONFIGS = (
@@ -192,44 +192,48 @@ CONFIGS = (
 def judged(evaluations: Sequence[Sequence[Event]]) -> tuple[list[list[Transition]], list[RuleMemory]]:
     """Three rules over a run, as a service judges them."""
     memories = [RuleMemory() for _ in CONFIGS]
-    said: list[list[Transition]] = [[] for _ in CONFIGS]
+    notified: list[list[Transition]] = [[] for _ in CONFIGS]
     history, before = Block.empty(), -1
     for events in evaluations:
         arrived = concatenate([event.block for event in events if isinstance(event, Rows)])
-        now = max([before, *(event.step for event in events if isinstance(event, Seal))])
+        now = max([before, *(event.step for event in events if isinstance(event, Watermark))])
         verdicts = [
             judge(config, memory, history, arrived, JudgingProgress(before, now, 7))
             for config, memory in zip(CONFIGS, memories, strict=True)
         ]
-        told = [
+        updates = [
             AlertUpdate(config, verdict.memory.alert, verdict.transitions)
             for config, verdict in zip(CONFIGS, verdicts, strict=True)
         ]
-        result = inhibit(told, now)
+        result = inhibit(updates, now)
         memories = [
-            verdict.memory.model_copy(update={"alert": one.memory})
-            for verdict, one in zip(verdicts, result, strict=True)
+            verdict.memory.model_copy(update={"alert": update.memory})
+            for verdict, update in zip(verdicts, result, strict=True)
         ]
-        for place, one in enumerate(result):
-            said[place] += one.transitions
+        for place, update in enumerate(result):
+            notified[place] += update.transitions
         history, before = concatenate([history, arrived]), now
-    told_of = (Phase.FIRING, Phase.RESOLVED)
-    return [[change for change in coalesce(changes) if change.phase in told_of] for changes in said], memories
+    notified_phases = (Phase.FIRING, Phase.RESOLVED)
+    return [
+        [change for change in coalesce(changes) if change.phase in notified_phases] for changes in notified
+    ], memories
 
 
 @settings(max_examples=100, deadline=None)
 @given(events=runs(), data=st.data())
-def test_however_a_run_is_split_the_same_is_told(events: list[Event], data: st.DataObject) -> None:
-    said, memories = judged(data.draw(splits(events)))
-    at_once, kept = judged(data.draw(splits(events)))
-    assert said == at_once
-    assert memories == kept
-    quiet = sum(bool(change.inhibited_by) for change in said[2])
-    event(f"inhibited: {min(quiet, 5)}, told: {min(5, sum(not change.inhibited_by for change in said[2]))}")
+def test_splitting_a_run_changes_no_notification(events: list[Event], data: st.DataObject) -> None:
+    notified, memories = judged(data.draw(splits(events)))
+    at_once, expected_memories = judged(data.draw(splits(events)))
+    assert notified == at_once
+    assert memories == expected_memories
+    quiet = sum(bool(change.inhibited_by) for change in notified[2])
+    event(
+        f"inhibited: {min(quiet, 5)}, told: {min(5, sum(not change.inhibited_by for change in notified[2]))}"
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
-def test_exactly_those_that_go_round_in_a_circle_are_left_out(pairs: list[tuple[int, int]]) -> None:
+def test_exactly_those_that_go_round_in_a_circle_are_omitted(pairs: list[tuple[int, int]]) -> None:
     configs = [
         config("overfit", name=f"r{place}", inhibits=tuple(f"r{b}" for a, b in pairs if a == place))
         for place in range(7)

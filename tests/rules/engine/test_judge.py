@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.rules.runs import (
     Event,
     Rows,
-    Seal,
+    Watermark,
     all_at_once,
     follow,
     in_steps,
@@ -43,7 +43,7 @@ class CountState(State):
 
 
 class Sizes(Rule[Params, CountState]):
-    """Finds every row, and says how many elements it has and how many rows came before; fails on NaN."""
+    """Has a finding for every row, with its number of elements and of earlier rows; fails on NaN."""
 
     name = "sizes"
     summary = "for tests"
@@ -82,38 +82,44 @@ def rows(steps: list[int], worker: int = 0, **more: Any) -> Rows:
 
 
 def test_a_rule_without_rows_has_no_data() -> None:
-    said = follow(NAN, [[], [Seal(3)]])
-    assert said.memory == RuleMemory()
-    assert said.memory.health is RuleHealth.NO_DATA
-    said = follow(NAN, [[Rows(block_of([Row(0, tensor("x", "metrics"), [math.nan])]))]])
-    assert said.memory.health is RuleHealth.NO_DATA
+    outcome = follow(NAN, [[], [Watermark(3)]])
+    assert outcome.memory == RuleMemory()
+    assert outcome.memory.health is RuleHealth.NO_DATA
+    outcome = follow(NAN, [[Rows(block_of([Row(0, tensor("x", "system"), [math.nan])]))]])
+    assert outcome.memory.health is RuleHealth.NO_DATA
 
 
-def test_a_rule_that_raises_says_so_and_keeps_its_alert(sizes: RuleConfig) -> None:
+def test_a_rule_that_raises_reports_it_and_keeps_its_alert(sizes: RuleConfig) -> None:
     bad = Rows(block_of([Row(2, GRADIENT, [math.nan])]))
-    said = follow(sizes, [[rows([0, 1]), Seal(1)], [bad, Seal(2)]])
-    assert said.memory.health is RuleHealth.ERROR
-    assert said.memory.problem == "ZeroDivisionError: no such norm"
-    assert said.memory.alert.phase is Phase.FIRING
-    assert (said.memory.judged, said.memory.state) == (2, {"rows": 2})
-    again = follow(sizes, [[rows([3]), Seal(3)]], said.memory)
+    outcome = follow(sizes, [[rows([0, 1]), Watermark(1)], [bad, Watermark(2)]])
+    assert outcome.memory.health is RuleHealth.ERROR
+    assert outcome.memory.problem == "ZeroDivisionError: no such norm"
+    assert outcome.memory.alert.phase is Phase.FIRING
+    assert (outcome.memory.evaluated_rows, outcome.memory.state) == (2, {"rows": 2})
+    again = follow(sizes, [[rows([3]), Watermark(3)]], outcome.memory)
     assert (again.memory.health, again.memory.problem) == (RuleHealth.OK, "")
-    assert again.memory.judged == 3
+    assert again.memory.evaluated_rows == 3
 
 
 def test_per_worker_rules_judge_at_once_and_sealed_ones_wait(sizes: RuleConfig) -> None:
     assert steps_of(follow(NAN, [[Rows(block_of([Row(7, GRADIENT, [math.nan])]))]]), GRADIENT.name) == [7]
-    said = follow(sizes, [[rows([0, 1, 2])], [Seal(1)], [Seal(1)], [Seal(2)]])
-    assert steps_of(said, GRADIENT.name) == [0, 1, 2]
-    assert said.memory.judged == 3
+    outcome = follow(sizes, [[rows([0, 1, 2])], [Watermark(1)], [Watermark(1)], [Watermark(2)]])
+    assert steps_of(outcome, GRADIENT.name) == [0, 1, 2]
+    assert outcome.memory.evaluated_rows == 3
     assert follow(sizes, [[rows([0, 1, 2])]]).findings == []
 
 
 def test_each_row_is_judged_once_with_the_rows_before_it_as_context(sizes: RuleConfig) -> None:
-    said = follow(
-        sizes, [[rows([0]), Seal(0)], [rows([1]), Seal(1)], [rows([2]), Seal(2)], [rows([3]), Seal(3)]]
+    outcome = follow(
+        sizes,
+        [
+            [rows([0]), Watermark(0)],
+            [rows([1]), Watermark(1)],
+            [rows([2]), Watermark(2)],
+            [rows([3]), Watermark(3)],
+        ],
     )
-    assert [(finding.step, finding.threshold) for finding in said.findings] == [
+    assert [(finding.step, finding.threshold) for finding in outcome.findings] == [
         (0, 0),
         (1, 1),
         (2, 2),
@@ -122,8 +128,8 @@ def test_each_row_is_judged_once_with_the_rows_before_it_as_context(sizes: RuleC
 
 
 def test_late_rows_are_context_to_rules_that_wait_for_seals(sizes: RuleConfig) -> None:
-    said = follow(sizes, [[rows([0, 1]), Seal(1)], [rows([1], worker=1), rows([2]), Seal(2)]])
-    assert [(finding.step, finding.worker, finding.threshold) for finding in said.findings] == [
+    outcome = follow(sizes, [[rows([0, 1]), Watermark(1)], [rows([1], worker=1), rows([2]), Watermark(2)]])
+    assert [(finding.step, finding.worker, finding.threshold) for finding in outcome.findings] == [
         (0, 0, 0),
         (1, 0, 0),
         (2, 0, 3),
@@ -132,19 +138,22 @@ def test_late_rows_are_context_to_rules_that_wait_for_seals(sizes: RuleConfig) -
 
 def test_late_rows_are_judged_by_rules_that_take_each_worker_by_itself() -> None:
     late = Rows(block_of([Row(1, GRADIENT, [math.nan], worker=1)]))
-    assert steps_of(follow(NAN, [[rows([0, 1]), Seal(1)], [late]]), GRADIENT.name) == [1]
+    assert steps_of(follow(NAN, [[rows([0, 1]), Watermark(1)], [late]]), GRADIENT.name) == [1]
 
 
 def test_shards_are_merged_when_their_step_is_sealed(sizes: RuleConfig) -> None:
     parts = [rows([0], worker=worker, place=Placement(worker, 2)) for worker in (1, 0)]
-    splits: tuple[Sequence[Sequence[Event]], ...] = ([[*parts, Seal(0)]], [[parts[0]], [parts[1]], [Seal(0)]])
+    splits: tuple[Sequence[Sequence[Event]], ...] = (
+        [[*parts, Watermark(0)]],
+        [[parts[0]], [parts[1]], [Watermark(0)]],
+    )
     for split in splits:
         (finding,) = follow(sizes, split).findings
         assert (finding.worker, finding.value) == (0, 2.0)
 
 
 def test_a_shard_that_never_came_leaves_the_others(sizes: RuleConfig) -> None:
-    (finding,) = follow(sizes, [[rows([0], worker=1, place=Placement(1, 2)), Seal(0)]]).findings
+    (finding,) = follow(sizes, [[rows([0], worker=1, place=Placement(1, 2)), Watermark(0)]]).findings
     assert (finding.worker, finding.value) == (0, 1.0)
 
 
@@ -152,10 +161,10 @@ def test_a_shard_that_never_came_leaves_the_others(sizes: RuleConfig) -> None:
 def test_state_of_another_version_is_rebuilt_from_the_context(
     sizes: RuleConfig, damage: dict[str, Any]
 ) -> None:
-    kept = all_at_once(sizes, block_of([Row(step, GRADIENT, [1.0]) for step in range(5)]))
-    assert kept.memory.state == {"rows": 5}
+    without_history = all_at_once(sizes, block_of([Row(step, GRADIENT, [1.0]) for step in range(5)]))
+    assert without_history.memory.state == {"rows": 5}
     history = block_of([Row(step, GRADIENT, [1.0]) for step in (3, 4)])
-    memory = kept.memory.model_copy(update=damage)
+    memory = without_history.memory.model_copy(update=damage)
     verdict = judge(sizes, memory, history, rows([5]).block, JudgingProgress(4, 5, 0))
     assert verdict.memory.state == {"rows": 3}
     assert verdict.memory.version == Sizes.version
@@ -173,8 +182,8 @@ def test_a_rebuilt_rule_knows_its_past_without_a_new_warm_up() -> None:
 
 def test_only_tensors_in_scope_are_judged(sizes: RuleConfig) -> None:
     config = sizes.model_copy(update={"tensors": TensorScope(exclude="b")})
-    said = all_at_once(config, in_steps(norms("a", [1.0] * 2), norms("b", [1.0] * 2)))
-    assert {finding.tensor for finding in said.findings} == {"a.weight:gradient"}
+    outcome = all_at_once(config, in_steps(norms("a", [1.0] * 2), norms("b", [1.0] * 2)))
+    assert {finding.tensor for finding in outcome.findings} == {"a.weight:gradient"}
 
 
 def test_a_long_problem_is_cut(sizes: RuleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +195,7 @@ def test_a_long_problem_is_cut(sizes: RuleConfig, monkeypatch: pytest.MonkeyPatc
 
 
 class Elsewhere(Sizes):
-    """Finds a step that no column of steps holds."""
+    """Has a finding at a step that the column of steps does not contain."""
 
     name = "elsewhere"
 
@@ -198,7 +207,7 @@ class Elsewhere(Sizes):
 
 
 class Lost(Sizes):
-    """Cannot say how far it looks back."""
+    """Its lookback raises."""
 
     name = "lost"
 
@@ -207,7 +216,7 @@ class Lost(Sizes):
 
 
 class Needy(Sizes):
-    """Cannot say what it needs."""
+    """Its needs raise."""
 
     name = "needy"
 
@@ -218,7 +227,7 @@ class Needy(Sizes):
 class AnyState(State):
     """Anything."""
 
-    held: Any = None
+    value: Any = None
 
 
 class Hoarder(Rule[Params, AnyState]):
@@ -232,7 +241,7 @@ class Hoarder(Rule[Params, AnyState]):
     def evaluate(
         self, params: Params, state: AnyState, context: Block, block: Block, now: int
     ) -> tuple[AnyState, list[Finding]]:
-        return AnyState(held=object()), []
+        return AnyState(value=object()), []
 
 
 @pytest.mark.parametrize(
@@ -257,23 +266,23 @@ def test_whatever_fails_of_a_rule_config_is_its_own_health(
 def test_no_time_is_too_long_for_a_streak() -> None:
     longest = {"steps": 10**9, "seconds": 30 * 86400}
     config = RuleConfig.model_validate({"rule": "non_finite_values", "for": longest, "keep_firing": longest})
-    said = all_at_once(config, in_steps(norms("a", [1.0, math.nan, math.nan])))
-    assert said.memory.health is RuleHealth.OK
-    assert len(said.findings) == 2
+    outcome = all_at_once(config, in_steps(norms("a", [1.0, math.nan, math.nan])))
+    assert outcome.memory.health is RuleHealth.OK
+    assert len(outcome.findings) == 2
 
 
 def test_memory_reads_back_from_json_with_infinite_values() -> None:
-    said = all_at_once(
+    outcome = all_at_once(
         RuleConfig(rule="exploding_gradient"), in_steps(norms("a", [1.0, 1e5, math.inf, math.nan]))
     )
-    text = said.memory.model_dump_json()
+    text = outcome.memory.model_dump_json()
     assert "Infinity" not in text.replace('"Infinity"', "")
     assert "NaN" not in text.replace('"NaN"', "")
-    assert RuleMemory.model_validate_json(text) == said.memory
+    assert RuleMemory.model_validate_json(text) == outcome.memory
 
 
 class Before(Rule[Params, State]):
-    """Finds every row, and says how many elements the three rows of its series before it had."""
+    """Has a finding for every row, with the number of elements of the three earlier rows of its series."""
 
     name = "before"
     summary = "for tests"
@@ -292,8 +301,8 @@ class Before(Rule[Params, State]):
         ]
         findings = []
         for row in range(len(context), len(rows)):
-            held = [place for place in range(row) if series[place] == series[row]][-3:]
-            seen = float(rows.statistics.count[held].sum())
+            earlier = [place for place in range(row) if series[place] == series[row]][-3:]
+            seen = float(rows.statistics.count[earlier].sum())
             findings.append(finding_at(self.name, rows, row, value=seen, threshold=0, message=series[row][0]))
         return state, findings
 
@@ -306,15 +315,19 @@ def test_a_rule_looks_back_on_the_same_rows_however_a_run_is_split(
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(RULES, "before", Before())
         config = RuleConfig(rule="before")
-        said = follow(config, data.draw(splits(events)))
-        assert said == follow(config, data.draw(splits(events))) == follow(config, [[one] for one in events])
-        assert said.memory.health is not RuleHealth.ERROR
+        outcome = follow(config, data.draw(splits(events)))
+        assert (
+            outcome
+            == follow(config, data.draw(splits(events)))
+            == follow(config, [[event] for event in events])
+        )
+        assert outcome.memory.health is not RuleHealth.ERROR
 
 
 def test_evidence_alone_is_no_data() -> None:
     config = RuleConfig(rule="exploding_gradient", tensors=TensorScope(include="no such layer"))
     block = block_of([Row(0, gradient("a"), [1.0]), Row(0, tensor("loss", "losses", shape=()), [1.0])])
     memory = all_at_once(config, block).memory
-    assert (memory.health, memory.judged) == (RuleHealth.NO_DATA, 0)
+    assert (memory.health, memory.evaluated_rows) == (RuleHealth.NO_DATA, 0)
     memory = all_at_once(RuleConfig(rule="exploding_gradient"), block).memory
-    assert (memory.health, memory.judged) == (RuleHealth.OK, 1)
+    assert (memory.health, memory.evaluated_rows) == (RuleHealth.OK, 1)

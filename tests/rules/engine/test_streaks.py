@@ -1,4 +1,4 @@
-"""Alerts over columns say what a loop over rows says."""
+"""Alerts computed over columns equal those of a loop over rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests.rules.engine.plain_alert import PlainAlert
+from tests.rules.engine.reference_alert import PlainAlert
 from tests.sdk.format.blocks import Row, block_of, gradient
 from watchstep.format.block import Block
 from watchstep.format.tensors import Mode
@@ -27,7 +27,7 @@ MODES: tuple[Mode, ...] = ("train", "eval")
 
 @dataclass(frozen=True)
 class Group:
-    """What a worker says of a step: its layers in order, whether each has a finding, and when."""
+    """The rows of a worker's step: its layers in order, whether each has a finding, and the time."""
 
     step: int
     worker: int
@@ -57,7 +57,7 @@ timings = st.builds(
 
 
 def judged(parts: Sequence[Group]) -> tuple[JudgedRows, list[Finding]]:
-    """The rows of some groups, and findings where they say so; a layer said twice to be bad in one is so twice."""
+    """The rows of some groups, with their findings; a layer listed twice as bad in a group has two findings."""
     rows = [
         Row(part.step, INFOS[layer], [1.0], part.mode, part.worker)
         for part in parts
@@ -79,7 +79,7 @@ def judged(parts: Sequence[Group]) -> tuple[JudgedRows, list[Finding]]:
     return JudgedRows.of(block, conclusive), findings + about
 
 
-def kept(memory: AlertMemory) -> AlertMemory:
+def persisted(memory: AlertMemory) -> AlertMemory:
     again = AlertMemory.model_validate_json(memory.model_dump_json())
     assert again == memory
     return again
@@ -91,7 +91,9 @@ def without_run(parts: list[Group]) -> list[Group]:
 
 @settings(max_examples=250)
 @given(groups, timings, st.booleans())
-def test_it_says_what_a_loop_says(parts: list[Group], timing: Timing, about_run: bool) -> None:
+def test_an_alert_over_columns_equals_a_loop_over_rows(
+    parts: list[Group], timing: Timing, about_run: bool
+) -> None:
     parts = parts if about_run else without_run(parts)
     plain = PlainAlert(timing)
     rows, findings = judged(parts)
@@ -99,16 +101,18 @@ def test_it_says_what_a_loop_says(parts: list[Group], timing: Timing, about_run:
     memory, transitions = advance(AlertMemory(), timing, rows, findings)
     event(f"transitions: {min(6, len(transitions))}")
     assert transitions == plain.transitions
-    assert (memory.phase, memory.finding, memory.since) == (plain.phase, plain.finding, plain.since)
-    assert set(memory.hits) == {name for name, series in plain.series.items() if series.bad}
-    assert (set(memory.bad), set(memory.firing)) == (plain.bad, plain.firing)
-    assert set(memory.clean) >= plain.firing
-    assert (memory.closed, memory.waiting, memory.causes) == (plain.closed, (), ())
+    assert (memory.phase, memory.finding, memory.streak) == (plain.phase, plain.finding, plain.since)
+    assert set(memory.finding_streaks) == {name for name, series in plain.series.items() if series.bad}
+    assert (set(memory.series_with_findings), set(memory.firing_series)) == (plain.bad, plain.firing)
+    assert set(memory.clean_streaks) >= plain.firing
+    assert (memory.closed_to, memory.queued_changes, memory.causes) == (plain.closed, (), ())
 
 
 @settings(max_examples=250)
 @given(groups, timings, st.data())
-def test_it_does_not_matter_how_groups_come(parts: list[Group], timing: Timing, data: st.DataObject) -> None:
+def test_the_split_into_groups_does_not_matter(
+    parts: list[Group], timing: Timing, data: st.DataObject
+) -> None:
     parts = without_run(list({(part.step, part.worker, part.mode): part for part in parts}.values()))
     parts.sort(key=lambda part: part.step)
     steps = [part.step for part in parts]
@@ -116,7 +120,7 @@ def test_it_does_not_matter_how_groups_come(parts: list[Group], timing: Timing, 
     cuts = sorted({steps.index(step) for step in places} | {0, len(parts)})
     memory, transitions = AlertMemory(), []
     for start, end in pairwise(cuts):
-        memory, more = advance(kept(memory), timing, *judged(parts[start:end]))
+        memory, more = advance(persisted(memory), timing, *judged(parts[start:end]))
         transitions += more
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(alert, "PART_ROWS", data.draw(st.integers(1, 20)))
@@ -138,20 +142,22 @@ def test_a_rule_that_watches_the_clock_is_judged_at_each_tick(
     for step, (silent, with_rows, now) in enumerate(ticks):
         part = Group(step, 0, "train", ((0, False),), now, run=False)
         rows = judged([part])[0] if with_rows else JudgedRows.of(Block.empty())
-        said = [finding_of_run("test", step, now, value=1, threshold=0, message="")] if silent else []
+        findings = [finding_of_run("test", step, now, value=1, threshold=0, message="")] if silent else []
         tick = ClockTick(step, now)
-        plain.judge(rows, said, tick)
-        memory, more = advance(kept(memory), timing, rows, said, tick)
+        plain.judge(rows, findings, tick)
+        memory, more = advance(persisted(memory), timing, rows, findings, tick)
         transitions += more
     assert transitions == plain.transitions
     assert memory.phase is plain.phase
 
 
-def test_an_alert_of_a_clock_fires_while_the_last_evaluation_says_so() -> None:
+def test_an_alert_of_a_clock_fires_while_the_last_evaluation_reports_it() -> None:
     memory, seen = AlertMemory(), []
     for now, silent in enumerate([False, True, True, False, True]):
-        said = [finding_of_run("stalled", 3, now, value=1, threshold=0, message="")] if silent else []
-        memory, more = advance(memory, Timing(5, 0, 5), JudgedRows.of(Block.empty()), said, ClockTick(3, now))
+        findings = [finding_of_run("stalled", 3, now, value=1, threshold=0, message="")] if silent else []
+        memory, more = advance(
+            memory, Timing(5, 0, 5), JudgedRows.of(Block.empty()), findings, ClockTick(3, now)
+        )
         seen += [(now, change.phase, change.since_ns) for change in more]
     assert seen == [(1, Phase.FIRING, 1), (3, Phase.RESOLVED, 1), (4, Phase.FIRING, 4)]
 
@@ -168,7 +174,7 @@ def test_seconds_are_those_of_the_rows(seconds: int, fires: int) -> None:
     )
 
 
-def test_where_there_are_no_findings_nothing_is_looked_at() -> None:
+def test_where_there_are_no_findings_nothing_is_checked() -> None:
     memory = AlertMemory()
     assert advance(memory, Timing(), judged([Group(0, 0, "train", ((0, False),), 0, run=False)])[0], []) == (
         memory,

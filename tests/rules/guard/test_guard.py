@@ -1,4 +1,4 @@
-"""Rules inside a training: what they find is what a backtest finds, and a bad update is not made."""
+"""Rules inside a training: their findings equal those of a backtest, and a bad update is not applied."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ EAGER = (
 )
 
 
-class Heard:
-    """All that a guard was told."""
+class Verdicts:
+    """Collects the verdicts of a guard."""
 
     def __init__(self) -> None:
         self.findings: dict[str, list[Finding]] = {}
@@ -83,35 +83,35 @@ def train(
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("config", [EVERY_STEP, None])
 def test_a_guard_finds_step_by_step_what_a_backtest_finds(tmp_path: Path, every: int, config: Any) -> None:
-    heard = Heard()
+    verdicts = Verdicts()
     hook = Hook(tmp_path, config=config)
-    Guard(EAGER, every=every, on_verdict=heard).attach(hook)
+    Guard(EAGER, every=every, on_verdict=verdicts).attach(hook)
     train(hook, 40)
     run = recorded(hook)
     assert hook.health["guard"]["problems"] == {}
     outcomes = backtest(run.rows(), EAGER)
     assert any(outcome.findings for outcome in outcomes)
     for outcome in outcomes:
-        assert heard.findings.get(outcome.config.name, []) == outcome.findings
-        assert heard.transitions.get(outcome.config.name, []) == outcome.transitions
+        assert verdicts.findings.get(outcome.config.name, []) == outcome.findings
+        assert verdicts.transitions.get(outcome.config.name, []) == outcome.transitions
 
 
 def test_a_bad_gradient_stops_the_training_before_the_update(tmp_path: Path) -> None:
     model = small_model()
-    held: list[list[Tensor]] = []
-    heard = Heard()
+    before_update: list[list[Tensor]] = []
+    verdicts = Verdicts()
     hook = Hook(tmp_path, run="r")
-    Guard(on_verdict=heard).attach(hook)
+    Guard(on_verdict=verdicts).attach(hook)
     with pytest.raises(StopTraining, match="nan_or_inf at step 3: 1 NaN among 32 elements") as stopped, hook:
-        train(hook, 6, bad=3, model=model, before=lambda _: held.append(weights(model)))
-    assert len(held) == 4
-    assert all(torch.equal(now, then) for now, then in zip(weights(model), held[-1], strict=True))
+        train(hook, 6, bad=3, model=model, before=lambda _: before_update.append(weights(model)))
+    assert len(before_update) == 4
+    assert all(torch.equal(now, then) for now, then in zip(weights(model), before_update[-1], strict=True))
     assert stopped.value.step == 3
     assert hook.health["guard"]["firing"] == {"nan_or_inf": 3}
     run = recorded(hook)
-    assert [finding.step for finding in heard.findings["nan_or_inf"]] == [3]
+    assert [finding.step for finding in verdicts.findings["nan_or_inf"]] == [3]
     (outcome,) = backtest(run.rows(), [DEFAULT_RULES[0]])
-    assert heard.findings["nan_or_inf"] == outcome.findings
+    assert verdicts.findings["nan_or_inf"] == outcome.findings
 
 
 @pytest.mark.parametrize("place", [0, 100_000, 262_143])
@@ -151,8 +151,8 @@ def test_a_rule_over_losses_stops_when_its_step_is_over(tmp_path: Path) -> None:
         actions=STOP,
     )
     hook = Hook(tmp_path)
-    heard = Heard()
-    Guard([stuck], on_verdict=heard).attach(hook)
+    verdicts = Verdicts()
+    Guard([stuck], on_verdict=verdicts).attach(hook)
 
     def run() -> None:
         for _ in range(20):
@@ -162,10 +162,10 @@ def test_a_rule_over_losses_stops_when_its_step_is_over(tmp_path: Path) -> None:
     with pytest.raises(StopTraining, match="loss is 1 on average") as stopped:
         run()
     outcome = backtest(recorded(hook).rows(), [stuck])[0]
-    assert outcome.fired[0].step == stopped.value.step == heard.findings["loss_not_decreasing"][0].step
+    assert outcome.fired[0].step == stopped.value.step == verdicts.findings["loss_not_decreasing"][0].step
 
 
-def test_rules_that_stop_nothing_only_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rules_without_a_stop_only_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hook = Hook(tmp_path, config=EVERY_STEP)
     Guard([NAN.model_copy(update={"actions": ()})]).attach(hook)
     train(hook, 3, bad=1)
@@ -210,9 +210,9 @@ def test_a_step_that_a_gradient_scaler_skips_is_no_fault(tmp_path: Path) -> None
 
 
 def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
-    heard, training = Heard(), Training()
+    verdicts, training = Verdicts(), Training()
     hook = Hook(tmp_path, config=EVERY_STEP)
-    Guard(EAGER, every=1, on_verdict=heard).attach(hook)
+    Guard(EAGER, every=1, on_verdict=verdicts).attach(hook)
     hook.watch(training.model, training.optimizer)
     for number, (x, y) in enumerate(batches(20)):
         (nn.functional.cross_entropy(training.model(x), y) / 2).backward()
@@ -220,7 +220,7 @@ def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
             training.optimizer.step()
             training.optimizer.zero_grad()
     for outcome in backtest(recorded(hook).rows(), EAGER):
-        assert heard.findings.get(outcome.config.name, []) == outcome.findings
+        assert verdicts.findings.get(outcome.config.name, []) == outcome.findings
 
 
 def test_a_step_with_a_closure_is_judged_after_its_update(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_losses_are_those_without_a_guard(tmp_path: Path) -> None:
     assert hook.health["guard"]["seconds"] > 0
 
 
-def test_without_a_guard_nothing_is_told_of_one(tmp_path: Path) -> None:
+def test_without_a_guard_health_has_no_guard_entry(tmp_path: Path) -> None:
     with Hook(tmp_path) as hook:
         assert "guard" not in hook.health
 
@@ -297,26 +297,26 @@ def test_a_rule_file_guards(tmp_path: Path) -> None:
     assert hook.health["guard"]["firing"] == {}
 
 
-def test_a_guard_that_fails_is_told_and_stops_nothing(tmp_path: Path) -> None:
+def test_a_guard_that_fails_is_reported_and_stops_nothing(tmp_path: Path) -> None:
     def fail(config: RuleConfig, verdict: Verdict) -> None:
-        raise ZeroDivisionError("told")
+        raise ZeroDivisionError("failed")
 
     hook = Hook(tmp_path)
     Guard([NAN], on_verdict=fail).attach(hook)
     train(hook, 3)
     hook.close()
-    assert hook.health["faults"] == {"guard": "ZeroDivisionError: told"}
+    assert hook.health["faults"] == {"guard": "ZeroDivisionError: failed"}
 
 
-def test_only_what_some_rule_looks_at_is_kept(tmp_path: Path) -> None:
-    heard = Heard()
+def test_only_what_some_rule_looks_at_is_retained(tmp_path: Path) -> None:
+    verdicts = Verdicts()
     scope = TensorScope(include="3\\.")
     config = RuleConfig(rule="exploding_gradient", params={"growth": 1.01, "warmup": 1}, tensors=scope)
     hook = Hook(tmp_path, config=EVERY_STEP)
-    Guard([config], on_verdict=heard, every=3).attach(hook)
+    Guard([config], on_verdict=verdicts, every=3).attach(hook)
     train(hook, 12)
     (outcome,) = backtest(recorded(hook).rows(), [config])
-    assert heard.findings["exploding_gradient"] == outcome.findings
+    assert verdicts.findings["exploding_gradient"] == outcome.findings
 
 
 @pytest.mark.skipif(

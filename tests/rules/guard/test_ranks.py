@@ -1,4 +1,4 @@
-"""Ranks that decide together: what one finds stops all before the update, and what becomes of one's recording stops none."""
+"""Ranks that decide together: a finding of one stops all before the update; a failed recording of one stops none."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "WATCHSTEP_ATTEMPT": "a"},
     )
     assert done.returncode == 0, done.stderr
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    return [found for _, found in sorted(said)]
+    verdicts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return [found for _, found in sorted(verdicts)]
 
 
 @pytest.mark.parametrize("case", ["open", "closed", "fault", "all-closed", "alone"])
@@ -99,7 +99,7 @@ def test_a_training_is_the_same_whatever_becomes_of_one_recording(
         assert found[case]["stopped"] is None
 
 
-def test_a_fault_of_the_recorder_leaves_the_agreement_alone(ranks: list[dict[str, Any]]) -> None:
+def test_a_fault_of_the_recorder_does_not_affect_the_agreement(ranks: list[dict[str, Any]]) -> None:
     first, second = (found["fault"]["faults"] for found in ranks)
     assert first == {}
     assert second["measuring"] == "OSError: no clock"
@@ -107,7 +107,7 @@ def test_a_fault_of_the_recorder_leaves_the_agreement_alone(ranks: list[dict[str
 
 
 @pytest.mark.parametrize("case", ["found", "closed-other-finds"])
-def test_what_one_rank_finds_stops_both_also_one_that_has_closed(
+def test_a_finding_of_one_rank_stops_both_including_a_closed_one(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
     first, second = (found[case] for found in ranks)
@@ -124,7 +124,7 @@ def test_ranks_that_have_all_closed_vote_no_more(ranks: list[dict[str, Any]]) ->
         assert found["open"]["faults"] == found["all-closed"]["faults"] == {}
 
 
-def test_a_rank_whose_vote_fails_goes_on_and_says_so(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_whose_vote_fails_continues_and_reports_it(ranks: list[dict[str, Any]]) -> None:
     first, second = (found["alone"] for found in ranks)
     assert list(first["faults"]) == ["stop barrier"]
     assert "do not stop training" in first["guard"]

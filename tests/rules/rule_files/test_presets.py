@@ -1,4 +1,4 @@
-"""The preset ``sagemaker``: each rule fires on a textbook case of Amazon's definition, and not just beside it."""
+"""The preset ``sagemaker``: each rule fires on a textbook case of Amazon's definition, and not on a near miss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def found(name: str, rows: Sequence[Row]) -> list[int]:
-    """Steps at which the preset's rule of Amazon's name says something."""
+    """Steps at which the preset's rule of Amazon's name has a finding."""
     return sorted({finding.step for finding in all_at_once(SAGEMAKER[name], block_of(rows)).findings})
 
 
@@ -117,7 +117,7 @@ def test_loss_not_decreasing() -> None:
     assert found(name, losses(1.0, 0.9995, 0.999, 0.9985, every=10)) == [10, 20, 30]
     assert found(name, losses(1.0, 0.9985, 0.997, every=10)) == []
     assert found(name, losses(1.0, 1.2, every=10)) == [10]
-    # Only every tenth step is held against the one before.
+    # Only every tenth step is compared with the one before.
     assert found(name, losses(1.0, *[5.0] * 9, 0.9, *[5.0] * 9, 0.8)) == []
     assert found(name, losses(0.0, 0.0, every=10)) == [10]
 
@@ -173,10 +173,16 @@ def test_check_input_images() -> None:
 @pytest.mark.parametrize(
     ("rule", "params"),
     [
-        (one, {name: field.default for name, field in one.implementation.params_type.model_fields.items()})
-        for one in AMAZONS_RULES
+        (
+            amazons_rule,
+            {
+                name: field.default
+                for name, field in amazons_rule.implementation.params_type.model_fields.items()
+            },
+        )
+        for amazons_rule in AMAZONS_RULES
     ],
-    ids=[one.name for one in AMAZONS_RULES],
+    ids=[amazons_rule.name for amazons_rule in AMAZONS_RULES],
 )
 def test_parameters_are_checked_by_name_and_may_be_text_as_rule_parameters_are(
     rule: AmazonsRule, params: dict[str, Any]
@@ -225,14 +231,14 @@ def test_parameters_are_checked_by_name_and_may_be_text_as_rule_parameters_are(
         ("sagemaker_dead_relu", {"tensor_regex": "(?=a)"}, "lookarounds"),
     ],
 )
-def test_a_value_that_cannot_be_used_says_what_to_write(
+def test_a_value_that_cannot_be_used_states_what_to_write(
     rule: str, params: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValidationError, match=re.escape(words)):
         RuleConfig(rule=rule, params=params)
 
 
-def test_a_name_of_amazons_as_a_rule_is_told_what_it_is_here() -> None:
+def test_an_amazon_name_as_a_rule_is_refused_with_the_name_used_here() -> None:
     with pytest.raises(RuleError, match="Amazon's rule of this name is sagemaker_saturated_activation"):
         parse("rules: [{rule: SaturatedActivation}]", "mine")
 

@@ -50,7 +50,7 @@ def test_every_error_has_its_line_and_place() -> None:
     assert checked(BAD).configs == ()
 
 
-def test_what_is_right_comes_to_its_rules() -> None:
+def test_a_valid_file_lists_its_rules() -> None:
     found = checked("extends: defaults")
     assert (found.ok, found.remarks, found.configs) == (True, [], DEFAULT_RULES)
     assert checked("").configs == ()
@@ -62,7 +62,7 @@ def test_a_preset_raises_no_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "place", "says"),
+    ("rule", "place", "message"),
     [
         ("{rule: overfit, tensors: {exclude: '.*'}}", "tensors.exclude", "matches every name"),
         ("{rule: overfit, tensors: {exclude: ''}}", "tensors.exclude", "matches every name"),
@@ -78,13 +78,13 @@ def test_a_preset_raises_no_warning() -> None:
         ("{rule: overfit, inhibits: [dead_relu]}", "inhibits.0", "is not a rule of this file"),
     ],
 )
-def test_what_is_probably_not_meant_is_a_warning(rule: str, place: str, says: str) -> None:
+def test_what_is_probably_not_meant_is_a_warning(rule: str, place: str, message: str) -> None:
     found = checked(f"rules:\n  - {{rule: nan_or_inf}}\n  - {rule}")
     assert found.ok
     assert len(found.configs) == 2
     (remark,) = found.remarks
     assert (remark.line, remark.level, remark.place) == (3, "warning", f"rules.1.{place}")
-    assert says in remark.text
+    assert message in remark.text
 
 
 @pytest.mark.parametrize("include", ["^a", "a$", "a|^b", "(a$|b)", "[^a]b", r"a\$b", r"a\^b", "a$|b", "x"])
@@ -92,11 +92,11 @@ def test_a_regular_expression_that_can_match_raises_none(include: str) -> None:
     assert lines(f"rules: [{{rule: overfit, tensors: {{include: '{include}'}}}}]") == []
 
 
-def test_two_that_judge_alike_are_told() -> None:
+def test_two_that_judge_alike_are_reported() -> None:
     text = "rules:\n- {rule: overfit, params: {patience: 5}}\n- {rule: overfit, name: b}"
     assert lines(text) == [(3, "warning", "rules.1.rule")]
 
 
-def test_no_yaml_is_told_by_the_reader() -> None:
+def test_no_yaml_is_reported_by_the_reader() -> None:
     with pytest.raises(RuleError, match="not valid YAML"):
         checked("rules: [")

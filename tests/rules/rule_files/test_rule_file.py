@@ -31,10 +31,10 @@ def test_a_rule_file_is_a_list_of_configs(tmp_path: Path) -> None:
     first, second = load(path)
     assert (first.name, first.hold.steps, first.stops) == ("vanishing_gradient", 3, True)
     assert second.name == "slow"
-    asked = load_as_data(path)
-    assert asked.configs == (first.as_data(), second.as_data())
-    assert asked.probes == ()
-    assert check({"rules": asked.configs}, "again") == (first, second)
+    loaded = load_as_data(path)
+    assert loaded.configs == (first.as_data(), second.as_data())
+    assert loaded.needs == ()
+    assert check({"rules": loaded.configs}, "again") == (first, second)
 
 
 def test_the_sdk_finds_the_reader_by_entry_point() -> None:
@@ -81,7 +81,7 @@ def test_a_wrong_file_names_the_place_and_the_mend(text: str, place: str) -> Non
     assert caught.value.hint
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         RuleError, match=r"nothing.yaml: cannot be read .*No such file.*\n  hint: check the path"
     ):
@@ -108,7 +108,7 @@ rules:
 """
     read = parse(text, "rules.yaml")
     assert [config.name for config in read] == [
-        *(one.name for one in DEFAULT_RULES),
+        *(rule.name for rule in DEFAULT_RULES),
         "gradient_norm_spike",
         "late",
     ]
@@ -134,9 +134,9 @@ rules:
 
 def test_a_rule_of_another_kind_takes_the_whole_place_of_its_namesake() -> None:
     (config,) = (
-        one
-        for one in parse("extends: defaults\nrules: [{rule: loss_spike, name: nan_or_inf}]", "rules.yaml")
-        if one.name == "nan_or_inf"
+        rule
+        for rule in parse("extends: defaults\nrules: [{rule: loss_spike, name: nan_or_inf}]", "rules.yaml")
+        if rule.name == "nan_or_inf"
     )
     assert (config.rule, config.stops, config.severity) == ("loss_spike", False, "warning")
 

@@ -85,39 +85,39 @@ ONLY_CHECKED = [
     "rules: [{rule: stalled_training, inhibits: [overfit]}]",
     "rules: [{rule: overfit, inhibits: [nothing]}]",
 ]
-"""Wrong in a way that a schema cannot say."""
+"""Invalid in a way that a schema cannot express."""
 
 
-def said(data: Any) -> list[str]:
+def problems(data: Any) -> list[str]:
     return [error.message for error in VALIDATOR.iter_errors(data)]
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_valid() -> None:
     Draft202012Validator.check_schema(SCHEMA)
     assert len(schema_text()) < 400_000
 
 
 @pytest.mark.parametrize("text", GOOD)
 def test_what_is_right_is_taken_by_both(text: str) -> None:
-    assert (said(yaml.safe_load(text)), validated(yaml.safe_load(text))[1]) == ([], [])
+    assert (problems(yaml.safe_load(text)), validated(yaml.safe_load(text))[1]) == ([], [])
 
 
 @pytest.mark.parametrize("text", BAD)
 def test_what_is_wrong_is_refused_by_both(text: str) -> None:
-    assert said(yaml.safe_load(text))
+    assert problems(yaml.safe_load(text))
     assert validated(yaml.safe_load(text))[1]
 
 
 @pytest.mark.parametrize("text", ONLY_CHECKED)
 def test_what_only_a_check_can_see(text: str) -> None:
-    assert not said(yaml.safe_load(text))
+    assert not problems(yaml.safe_load(text))
     assert validated(yaml.safe_load(text))[1]
 
 
 @pytest.mark.parametrize("configs", [DEFAULT_RULES, *PRESETS.values()])
 def test_configs_as_data_are_rule_files(configs: Any) -> None:
     data = {"rules": [without_nulls(config.as_data()) for config in configs]}
-    assert (said(data), validated(data)[1]) == ([], [])
+    assert (problems(data), validated(data)[1]) == ([], [])
 
 
 def without_nulls(data: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def without_nulls(data: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_each_rule_has_its_parameters(name: str) -> None:
     (branch,) = [
-        one
-        for one in SCHEMA["$defs"]["RuleConfig"]["allOf"]
-        if one["if"]["properties"]["rule"]["const"] == name
+        clause
+        for clause in SCHEMA["$defs"]["RuleConfig"]["allOf"]
+        if clause["if"]["properties"]["rule"]["const"] == name
     ]
     place = branch["then"]["properties"]["params"]["$ref"].rpartition("/")[2]
     assert set(SCHEMA["$defs"][place].get("properties", {})) == set(RULES[name].params_type.model_fields)

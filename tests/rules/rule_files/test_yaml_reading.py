@@ -1,4 +1,4 @@
-"""Rule files from people who mean no good: every fault has its line, and nothing takes long."""
+"""Malicious rule files: every fault is reported with its line, and nothing takes long."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
         (f"{'x' * 129}", "line 3: rules.0.name: "),
     ],
 )
-def test_a_value_that_is_none_has_its_line(value: str, fault: str) -> None:
+def test_an_invalid_value_is_reported_with_its_line(value: str, fault: str) -> None:
     with pytest.raises(RuleError, match=re.escape(fault)):
         parse(f"rules:\n- rule: nan_or_inf\n  name: {value}\n", "mine.yaml")
 
 
 @pytest.mark.parametrize("text", [BOMB, MERGES, f"{BOMB}rules:\n- rule: nan_or_inf\n  name: *a7\n"])
-def test_a_short_text_does_not_stand_for_much(text: str) -> None:
+def test_a_short_text_does_not_expand_much(text: str) -> None:
     with pytest.raises(RuleError, match="aliases expand to more than 20000 values"):
         parse(text, "mine.yaml")
 

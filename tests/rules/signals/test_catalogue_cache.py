@@ -22,20 +22,20 @@ def catalogue(name: str) -> tuple[TensorInfo, ...]:
 def test_a_value_is_made_once_for_a_catalogue_and_a_key() -> None:
     values: CatalogueCache[object] = CatalogueCache()
     first, second = catalogue("a"), catalogue("a")
-    made = values.get(first, "key", object)
-    assert values.get(first, "key", object) is made
-    assert values.get(first, "other", object) is not made
-    assert values.get(second, "key", object) is not made
+    entry = values.get(first, "key", object)
+    assert values.get(first, "key", object) is entry
+    assert values.get(first, "other", object) is not entry
+    assert values.get(second, "key", object) is not entry
 
 
 def test_catalogues_stay_up_to_a_total_size() -> None:
     size = sum(info.memory for info in catalogue("n" * 1000))
     values: CatalogueCache[object] = CatalogueCache(most_bytes=3 * size)
     given = [catalogue("n" * 999 + str(number)) for number in range(5)]
-    ends = [weakref.ref(held[0]) for held in given]
-    for held in given:
-        values.get(held, "key", object)
-    del held
+    ends = [weakref.ref(entry[0]) for entry in given]
+    for entry in given:
+        values.get(entry, "key", object)
+    del entry
     given.clear()
     gc.collect()
     assert [end() is not None for end in ends] == [False, False, True, True, True]

@@ -55,13 +55,13 @@ def test_tensors_are_ranked_by_spreads_up_and_down_alike() -> None:
 
 def test_drift_is_no_deviation_and_a_fall_against_it_is() -> None:
     assert not found(series(0, noisy(0, drift=0.05)))
-    assert [one.tensor for one in found(series(0, noisy(0, 0.02, drift=0.05)))] == ["t0"]
+    assert [deviation.tensor for deviation in found(series(0, noisy(0, 0.02, drift=0.05)))] == ["t0"]
 
 
 def test_outliers_before_the_onset_do_not_widen_the_range() -> None:
     values = noisy(0, 100.0)
     values[::10] *= 1e6
-    assert [one.tensor for one in found(series(0, values))] == ["t0"]
+    assert [deviation.tensor for deviation in found(series(0, values))] == ["t0"]
 
 
 def test_values_that_are_not_finite_rank_first() -> None:
@@ -86,7 +86,7 @@ def test_one_value_that_is_not_finite_outranks_any_distance() -> None:
     assert [deviation.tensor for deviation in found(*blocks)] == ["t1", "t0"]
 
 
-def test_rows_without_a_value_are_left_out() -> None:
+def test_rows_without_a_value_are_omitted() -> None:
     values = noisy(0, 100.0)
     values[::3] = np.nan
     (deviation,) = found(series(0, values))
@@ -99,7 +99,7 @@ def test_a_constant_deviates_by_more_than_rounding_only() -> None:
     assert found(series(0, np.append(constant[:-1], 2.0)))
 
 
-def test_few_steps_other_modes_and_what_is_too_many_are_left_out() -> None:
+def test_few_steps_other_modes_and_what_is_too_many_are_omitted() -> None:
     late = {name: column[ONSET - MIN_STEPS + 1 :] for name, column in series(0, noisy(0, 100.0)).items()}
     assert not found(late)
     assert not found(series(0, noisy(0, 100.0), mode="eval"))
@@ -110,8 +110,8 @@ def test_few_steps_other_modes_and_what_is_too_many_are_left_out() -> None:
 
 def test_the_worker_that_deviates_is_named() -> None:
     workers = [series(0, noisy(worker, 100.0 if worker == 2 else 1.0), worker) for worker in range(4)]
-    (one,) = found(*workers)
-    assert one.worker == 2
+    (deviation,) = found(*workers)
+    assert deviation.worker == 2
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,4 +1,4 @@
-"""What `nan_or_inf` and `non_finite_values` say of where a pass was first not finite, from recorded rows alone."""
+"""The first non-finite tensor of a pass in `nan_or_inf` and `non_finite_values`, from recorded rows alone."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def found(rows: list[Row], rule: str = "nan_or_inf") -> list[Finding]:
     return all_at_once(RuleConfig(rule=rule), executed(rows)).findings
 
 
-def said(rows: list[Row]) -> tuple[str, str]:
-    """The origin and what is said of it, of the gradient's finding."""
-    (finding,) = [one for one in found(rows) if one.role == "gradient"]
+def origin_and_message(rows: list[Row]) -> tuple[str, str]:
+    """The origin and the message of the gradient's finding."""
+    (finding,) = [finding for finding in found(rows) if finding.role == "gradient"]
     head = "1 NaN among 1 elements of a.weight:gradient, which the optimizer applies"
     assert finding.message.startswith(head)
     return finding.origin, finding.message.removeprefix(head)
@@ -61,7 +61,7 @@ def test_the_first_in_the_order_of_execution_is_named_whatever_the_order_of_modu
         Row(3, output("a", order=1), [NAN]),
         bad_gradient(),
     ]
-    assert said(rows) == (
+    assert origin_and_message(rows) == (
         "m:output",
         "; first non-finite output: m:output (Linear), 1 +inf among 2 elements, first NaN: a:output, while z:output was finite",
     )
@@ -87,43 +87,45 @@ def test_the_first_in_the_order_of_execution_is_named_whatever_the_order_of_modu
         ([Row(2, GIVEN, [NAN]), Row(3, GIVEN, [NAN], "eval"), Row(3, GIVEN, [NAN], worker=1)], ""),
     ],
 )
-def test_what_was_finite_before_it_is_said_where_it_was_recorded(more: list[Row], words: str) -> None:
-    origin, told = said([*more, Row(3, output("b"), [NAN]), bad_gradient()])
-    assert (origin, told) == (
+def test_what_was_finite_before_it_is_reported_where_it_was_recorded(more: list[Row], words: str) -> None:
+    origin, message = origin_and_message([*more, Row(3, output("b"), [NAN]), bad_gradient()])
+    assert (origin, message) == (
         "b:output",
         f"; first non-finite output: b:output (Linear), 1 NaN among 1 elements{words}",
     )
 
 
-def test_an_input_that_held_nan_is_the_origin_unless_outputs_after_it_were_finite() -> None:
+def test_an_input_with_nan_is_the_origin_unless_outputs_after_it_were_finite() -> None:
     rows = [Row(3, GIVEN, [NAN]), Row(3, output("b"), [NAN]), bad_gradient()]
-    assert said(rows) == ("", "; the input contained 1 NaN among 1 elements of model:input")
-    origin, told = said([rows[0], Row(3, output("gaps"), [0.0]), *rows[1:]])
+    assert origin_and_message(rows) == ("", "; the input contained 1 NaN among 1 elements of model:input")
+    origin, message = origin_and_message([rows[0], Row(3, output("gaps"), [0.0]), *rows[1:]])
     assert origin == "b:output"
-    assert "; the input contained 1 NaN" in told
-    assert told.endswith("while gaps:output was finite; it arose between gaps:output and the end of b")
+    assert "; the input contained 1 NaN" in message
+    assert message.endswith("while gaps:output was finite; it arose between gaps:output and the end of b")
 
 
 @pytest.mark.parametrize("module", ["b", "b.inner", "c"])
 def test_weights_that_were_bad_before_are_named(module: str) -> None:
     rows = [Row(3, weight(module), [NAN, 1.0]), Row(3, output("b"), [NAN]), bad_gradient()]
-    assert said(rows) == (
+    assert origin_and_message(rows) == (
         "b:output",
         (
             "; first non-finite output: b:output (Linear), 1 NaN among 1 elements"
             f"; weights of {module} were already non-finite: 1 NaN among 2 elements of {module}.weight"
         ),
     )
-    assert said([rows[0], rows[2]])[1].startswith(f"; weights of {module} were already non-finite")
+    assert origin_and_message([rows[0], rows[2]])[1].startswith(
+        f"; weights of {module} were already non-finite"
+    )
 
 
-def test_that_all_outputs_were_finite_is_said_and_nothing_where_none_was_recorded() -> None:
+def test_finite_outputs_are_reported_if_any_were_recorded() -> None:
     rows = [Row(3, output("b"), [1.0]), Row(3, output("a"), [2.0]), bad_gradient()]
-    assert said(rows) == ("", "; all 2 recorded outputs were finite, the last of them a:output")
-    assert said([bad_gradient()]) == ("", "")
+    assert origin_and_message(rows) == ("", "; all 2 recorded outputs were finite, the last of them a:output")
+    assert origin_and_message([bad_gradient()]) == ("", "")
 
 
-def test_that_it_arose_between_the_last_output_and_the_loss_is_said_of_losses_that_are_no_best_ones() -> None:
+def test_an_origin_between_the_last_output_and_the_loss_is_reported() -> None:
     all_finite = "; all 1 recorded outputs were finite, the last of them b:output"
     between = f"{all_finite}; it arose between b:output and loss"
     logged = replace(LOSS, derived=False)
@@ -134,24 +136,27 @@ def test_that_it_arose_between_the_last_output_and_the_loss_is_said_of_losses_th
         (logged, NAN, between),
         (logged, INF, all_finite),  # a best loss
     ):
-        assert said([Row(3, output("b"), [1.0]), Row(3, info, [value]), bad_gradient()]) == ("", words)
+        assert origin_and_message([Row(3, output("b"), [1.0]), Row(3, info, [value]), bad_gradient()]) == (
+            "",
+            words,
+        )
 
 
 def test_the_modules_are_named_between_which_a_function_made_a_value_non_finite() -> None:
     before, after = Row(3, output("a"), [1.0]), Row(3, output("b"), [NAN])
     fed = replace(tensor("b:input", "activations", role="input"), module="b")
     head = "; first non-finite output: b:output (Linear), 1 NaN among 1 elements"
-    assert said([before, Row(3, fed, [INF]), after, bad_gradient()])[1] == (
+    assert origin_and_message([before, Row(3, fed, [INF]), after, bad_gradient()])[1] == (
         f"{head}; it arose between a:output and b, whose input was not finite"
     )
-    assert said([before, Row(3, fed, [1.0]), after, bad_gradient()])[1] == (
+    assert origin_and_message([before, Row(3, fed, [1.0]), after, bad_gradient()])[1] == (
         f"{head}, while b:input was finite; it arose in b"
     )
-    assert said([before, after, bad_gradient()])[1] == (
+    assert origin_and_message([before, after, bad_gradient()])[1] == (
         f"{head}, while a:output was finite; it arose between a:output and the end of b"
     )
     model = replace(output(""), name="model:output", module_type="Net")
-    assert said([before, Row(3, model, [NAN]), bad_gradient()])[1].endswith(
+    assert origin_and_message([before, Row(3, model, [NAN]), bad_gradient()])[1].endswith(
         "while a:output was finite; it arose after a:output, in the model's own forward or in a module that was not recorded"
     )
 
@@ -165,7 +170,7 @@ def test_other_steps_modes_and_workers_have_origins_of_their_own() -> None:
         bad_gradient(),
         bad_gradient(worker=1),
     ]
-    assert {(one.worker, one.origin) for one in found(rows)} == {(0, "e:output"), (1, "d:output")}
+    assert {(finding.worker, finding.origin) for finding in found(rows)} == {(0, "e:output"), (1, "d:output")}
 
 
 def test_the_alert_of_non_finite_values_names_the_output_that_was_executed_first() -> None:
@@ -177,5 +182,5 @@ def test_the_alert_of_non_finite_values_names_the_output_that_was_executed_first
     ]
     findings = found(rows, "non_finite_values")
     assert min(findings, key=likelihood).tensor == "late:output"
-    assert {one.origin for one in findings} == {"mask:output"}
-    assert all("first NaN: late:output" in one.message for one in findings)
+    assert {finding.origin for finding in findings} == {"mask:output"}
+    assert all("first NaN: late:output" in finding.message for finding in findings)

@@ -13,12 +13,12 @@ def test_what_stood_before_is_of_the_same_series_and_of_the_context_too() -> Non
     context = block_of([Row(0, C, [9.0]), Row(0, B, [1.0]), Row(1, B, [2.0]), Row(1, B, [7.0], "eval")])
     block = block_of([Row(2, A, [3.0]), Row(2, B, [4.0]), Row(3, B, [5.0]), Row(3, B, [8.0], worker=1)])
     lagged = LaggedRows.of(context, block)
-    held = lagged.column(lambda rows: rows.statistics.mean)
+    means = lagged.column(lambda rows: rows.statistics.mean)
     nan = np.nan
     for rows, expected in enumerate(
         [[3.0, 4.0, 5.0, 8.0], [nan, 2.0, 4.0, nan], [nan, 1.0, 2.0, nan], [nan, nan, 1.0, nan]]
     ):
-        assert np.array_equal(lagged.lag(held, rows), np.array(expected), equal_nan=True)
+        assert np.array_equal(lagged.lag(means, rows), np.array(expected), equal_nan=True)
 
 
 def test_nothing_before_nothing() -> None:

@@ -45,7 +45,7 @@ def test_no_expression_takes_long(pattern: str) -> None:
         (r"\pL" * 300, "too large"),
     ],
 )
-def test_what_cannot_be_used_says_what_can(
+def test_what_cannot_be_used_states_what_can(
     pattern: str, hint: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data = {"rules": [{"rule": "nan_or_inf", "tensors": {"include": pattern}}]}

@@ -20,9 +20,9 @@ WINDOWS = st.tuples(st.integers(0, 6), st.integers(1, 7)).flatmap(
 def test_medians_are_those_of_numpy(windows: Floats) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of numpy, about rows that are NaN
-        plain, of_known = np.median(windows, axis=1), np.nanmedian(windows, axis=1)
+        plain, of_finite = np.median(windows, axis=1), np.nanmedian(windows, axis=1)
     assert np.array_equal(medians(windows), plain, equal_nan=True)
-    assert np.array_equal(nanmedians(windows), of_known, equal_nan=True)
+    assert np.array_equal(nanmedians(windows), of_finite, equal_nan=True)
 
 
 @given(WINDOWS, st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))

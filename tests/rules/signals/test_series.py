@@ -13,7 +13,7 @@ def plain_names(block: Block) -> list[str]:
 
 
 @given(blocks)
-def test_rows_of_a_series_stand_together_as_they_came(block: Block) -> None:
+def test_rows_of_a_series_are_adjacent_and_in_order(block: Block) -> None:
     rows, names = SeriesRows.of(block, by_mode=True), plain_names(block)
     assert sorted(rows.names) == sorted(set(names))
     assert [rows.names[number] for number in rows.series] == names
@@ -22,7 +22,7 @@ def test_rows_of_a_series_stand_together_as_they_came(block: Block) -> None:
 
 
 @given(blocks)
-def test_what_stands_before_is_of_the_same_series(block: Block) -> None:
+def test_preceding_rows_are_of_the_same_series(block: Block) -> None:
     rows, names = SeriesRows.of(block, by_mode=True), plain_names(block)
     values = np.arange(len(block), dtype=np.int64)
     before = rows.before(values, -1)
@@ -33,7 +33,7 @@ def test_what_stands_before_is_of_the_same_series(block: Block) -> None:
     assert dict(zip(rows.names, rows.last(values), strict=True)) == last
 
 
-def test_modes_are_told_apart_only_where_that_is_asked() -> None:
+def test_modes_are_distinguished_only_if_requested() -> None:
     block = block_of([Row(0, gradient("a"), [1.0]), Row(1, gradient("a"), [1.0], mode="eval")])
     assert SeriesRows.of(block).names == ["a.weight:gradient@0"]
     assert SeriesRows.of(block, by_mode=True).names == [

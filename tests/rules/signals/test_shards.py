@@ -32,9 +32,9 @@ def test_shards_of_one_step_become_one_row() -> None:
 def test_what_one_shard_reports_of_a_parameter_in_no_optimizer_is_true_of_the_parameter() -> None:
     rows = [shard(1, 0, [1.0]), shard(1, 1, [1.0]), shard(2, 0, [1.0]), shard(2, 1, [1.0])]
     changed = [0.0, 1.0, 0.0, 0.0]
-    probes = [{"changed": one, "optimized_share": 0.5, "update_ratio": 1.0} for one in changed]
+    probes = [{"changed": share, "optimized_share": 0.5, "update_ratio": 1.0} for share in changed]
     merged = merge_shards(
-        block_of([replace(row, probes=held) for row, held in zip(rows, probes, strict=True)])
+        block_of([replace(row, probes=row_probes) for row, row_probes in zip(rows, probes, strict=True)])
     )
     assert {name: values.tolist() for name, values in merged.probes.items()} == {
         "changed": [1.0, 0.0],

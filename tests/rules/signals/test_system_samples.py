@@ -12,8 +12,8 @@ shares = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.25, 0.5, 0.
 
 @given(rows=st.lists(shares, min_size=1, max_size=4), limit=st.sampled_from([0.1, 0.5, 0.7, 0.9]))
 def test_what_is_sure_is_so(rows: list[list[float]], limit: float) -> None:
-    held = statistics_of(rows)
-    below, above = surely_below(held, limit), surely_above(held, limit)
+    measured = statistics_of(rows)
+    below, above = surely_below(measured, limit), surely_above(measured, limit)
     for row, samples in enumerate(rows):
         truly = sum(sample < limit for sample in samples)
         assert below[row] <= truly
@@ -24,12 +24,12 @@ def test_what_is_sure_is_so(rows: list[list[float]], limit: float) -> None:
             assert min(below[row], above[row]) >= 1
 
 
-def test_bins_tell_as_far_as_they_go() -> None:
-    held = statistics_of([[0.0, 0.1, 0.3, 0.6, 0.9], [float("nan"), 0.2], []])
-    assert surely_below(held, 0.5).tolist() == [3, 1, 0]
-    assert surely_above(held, 0.5).tolist() == [2, 0, 0]
-    assert surely_above(held, np.array([0.25, 0.1, 1.0])).tolist() == [3, 1, 0]
-    assert surely_above(held, np.full(3, np.nan)).tolist() == [0, 0, 0]
+def test_bins_are_conclusive_within_their_resolution() -> None:
+    measured = statistics_of([[0.0, 0.1, 0.3, 0.6, 0.9], [float("nan"), 0.2], []])
+    assert surely_below(measured, 0.5).tolist() == [3, 1, 0]
+    assert surely_above(measured, 0.5).tolist() == [2, 0, 0]
+    assert surely_above(measured, np.array([0.25, 0.1, 1.0])).tolist() == [3, 1, 0]
+    assert surely_above(measured, np.full(3, np.nan)).tolist() == [0, 0, 0]
 
 
 @given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=30))

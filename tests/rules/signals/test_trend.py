@@ -63,9 +63,9 @@ def test_what_is_better_counts_from_the_step_at_which_it_shows(
     name: str, values: list[float], since: int | None
 ) -> None:
     block = metric(name, values)
-    kept, found = improvement({}, None, EMPTY, block)
+    state, found = improvement({}, None, EMPTY, block)
     assert found == since
     half = len(values) // 2
     first = improvement({}, None, EMPTY, block.where(block.step < half))
-    assert improvement(*first, EMPTY, block.where(block.step >= half)) == (kept, found)
+    assert improvement(*first, EMPTY, block.where(block.step >= half)) == (state, found)
     assert as_flags(found, np.array([8, 9])).tolist() == [False, since is not None]

@@ -1,4 +1,4 @@
-"""What alerts about values that are not finite say of an update that was left out, from recorded rows alone."""
+"""Alerts about non-finite values state whether the update was skipped, from recorded rows alone."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SKIPPED, APPLIED, MISSING = (
 FINITE = ", and the recorded weights are finite"
 
 
-def said(*rows: Row, bad: TensorInfo = LOSS) -> str:
-    """What `non_finite_values` says of a tensor at step 3 besides its counts."""
+def message(*rows: Row, bad: TensorInfo = LOSS) -> str:
+    """The message of `non_finite_values` about a tensor at step 3, without its counts."""
     findings = all_at_once(
         RuleConfig(rule="non_finite_values"), block_of([Row(3, bad, [NAN]), *rows])
     ).findings
-    (finding,) = (one for one in findings if one.tensor == bad.name and one.worker == 0)
+    (finding,) = (finding for finding in findings if finding.tensor == bad.name and finding.worker == 0)
     return finding.message.removeprefix(f"1 NaN among 1 elements of {bad.name}, 0 tolerated")
 
 
@@ -60,18 +60,19 @@ def said(*rows: Row, bad: TensorInfo = LOSS) -> str:
         ([Row(2, SKIPPED, [1.0]), Row(3, SKIPPED, [1.0], worker=1)], ""),
     ],
 )
-def test_a_loss_is_said_to_do_no_harm_where_that_was_recorded(rows: list[Row], words: str) -> None:
-    assert said(*rows) == words
+def test_a_loss_is_stated_as_harmless_where_that_was_recorded(rows: list[Row], words: str) -> None:
+    assert message(*rows) == words
 
 
-def test_gradients_that_the_optimizer_leaves_out_itself_are_said_to_be() -> None:
+def test_gradients_that_the_optimizer_leaves_out_itself_are_stated_to_be() -> None:
     assert (
-        said(Row(3, APPLIED, [0.0]), bad=GRADIENT) == "; the optimizer did not apply the gradients of step 3"
+        message(Row(3, APPLIED, [0.0]), bad=GRADIENT)
+        == "; the optimizer did not apply the gradients of step 3"
     )
-    assert said(Row(3, APPLIED, [1.0]), bad=GRADIENT) == ""
+    assert message(Row(3, APPLIED, [1.0]), bad=GRADIENT) == ""
 
 
-def test_weights_are_not_said_to_be_finite_where_a_finite_check_is_not() -> None:
+def test_weights_are_not_stated_to_be_finite_where_a_finite_check_is_not() -> None:
     rows = block_of([Row(3, CHECK, [NAN]), Row(3, WEIGHT, [1.0]), Row(3, SKIPPED, [1.0])])
     (finding,) = all_at_once(RuleConfig(rule="nan_or_inf"), rows).findings
     assert finding.message == (
@@ -79,7 +80,7 @@ def test_weights_are_not_said_to_be_finite_where_a_finite_check_is_not() -> None
     )
 
 
-def test_the_metrics_are_evidence_whatever_the_scope_and_metrics_of_the_program_are_judged_where_asked() -> (
+def test_the_metrics_are_evidence_whatever_the_scope_and_metrics_of_the_program_are_judged_if_requested() -> (
     None
 ):
     rows = block_of(
@@ -88,5 +89,5 @@ def test_the_metrics_are_evidence_whatever_the_scope_and_metrics_of_the_program_
     for scope, names in (("losses", {"loss"}), ("metrics", {"f1"}), (None, {"loss", GRADIENT.name})):
         config = RuleConfig.model_validate({"rule": "non_finite_values", "tensors": {"collection": scope}})
         found = all_at_once(config, rows)
-        assert {one.tensor for one in found.findings} == names
-        assert found.memory.judged == len(names)
+        assert {finding.tensor for finding in found.findings} == names
+        assert found.memory.evaluated_rows == len(names)

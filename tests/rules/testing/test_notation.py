@@ -38,14 +38,14 @@ def test_what_is_written_short(text: str, values: list[float | None]) -> None:
     assert values_of(text) == pytest.approx(values, abs=0)
 
 
-def test_what_is_no_number() -> None:
+def test_invalid_numbers_are_refused() -> None:
     assert all(math.isnan(value) for value in values_of("NaN nanx2") if value is not None)
 
 
 @pytest.mark.parametrize(
     "text", ["x3", "3x", "3x-1", "1+2", "a", "1__", "_+1x2", "1,2", "1*x3", "0x10y", "1x2000000"]
 )
-def test_what_is_none_of_it_is_named(text: str) -> None:
+def test_invalid_notation_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a valid value|has no number of values|values"):
         values_of(text)
 

@@ -1,4 +1,4 @@
-"""Files of rule tests: what passes, what differs, and how it is told."""
+"""Files of rule tests: passes, differences, and their report."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def results(folder: Path, tests: str, head: str = "rule_files: [rules.yaml]\n") 
     return run_file(file.load(path), folder)
 
 
-def told(folder: Path, expected: str) -> str:
-    held = results(folder, STARVES + f"      - {{{expected}}}\n")
-    return "\n".join(running.lines("tests.yaml", held))
+def report(folder: Path, expected: str) -> str:
+    outcome = results(folder, STARVES + f"      - {{{expected}}}\n")
+    return "\n".join(running.lines("tests.yaml", outcome))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def told(folder: Path, expected: str) -> str:
     ],
 )
 def test_what_is_as_expected_passes(folder: Path, expected: str) -> None:
-    assert "  ok    a layer starves (420 rows" in told(folder, expected)
+    assert "  ok    a layer starves (420 rows" in report(folder, expected)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_what_is_as_expected_passes(folder: Path, expected: str) -> None:
         ("rule: vanishing_gradient, health: error", "fires, health error"),
     ],
 )
-def test_what_differs_is_told_beside_what_was_expected(folder: Path, expected: str, wanted: str) -> None:
-    text = told(folder, expected).splitlines()
+def test_what_differs_is_reported_beside_what_was_expected(folder: Path, expected: str, wanted: str) -> None:
+    text = report(folder, expected).splitlines()
     assert text[1].startswith("  FAIL  a layer starves")
     assert text[2:5] == [
         "        vanishing_gradient",
@@ -105,18 +105,20 @@ def test_what_differs_is_told_beside_what_was_expected(folder: Path, expected: s
     assert "fc1.weight:gradient" in text[5]
 
 
-def test_an_alert_that_does_not_fire_is_told(folder: Path) -> None:
-    assert "+ got:      does not fire (0 findings, severity warning)" in told(
+def test_an_alert_that_does_not_fire_is_reported(folder: Path) -> None:
+    assert "+ got:      does not fire (0 findings, severity warning)" in report(
         folder, "rule: non_finite_values"
     )
-    assert "no rule config; there are loud, non_finite_values, vanishing_gradient" in told(
+    assert "no rule config; there are loud, non_finite_values, vanishing_gradient" in report(
         folder, "rule: missing"
     )
 
 
 def test_others_may_have_to_be_silent(folder: Path) -> None:
     (found,) = results(folder, STARVES + "      - {rule: loud, not: true}\n    others: silent\n")
-    assert [(one.rule, one.expected) for one in found.differences] == [("vanishing_gradient", "is silent")]
+    assert [(difference.rule, difference.expected) for difference in found.differences] == [
+        ("vanishing_gradient", "is silent")
+    ]
 
 
 def test_the_default_rules_are_tested_where_no_file_is_named(folder: Path) -> None:
@@ -125,7 +127,7 @@ def test_the_default_rules_are_tested_where_no_file_is_named(folder: Path) -> No
     assert found.passed
 
 
-def test_a_rule_that_fails_is_told(folder: Path) -> None:
+def test_a_rule_that_fails_is_reported(folder: Path) -> None:
     (folder / "rules.yaml").write_text(
         'rules: [{rule: sql, name: bad, params: {query: "SELECT (tensor::INTEGER)::VARCHAR AS tensor FROM statistics"}}]',
         encoding="utf-8",
@@ -247,7 +249,7 @@ def test_a_file_that_is_not_valid_is_refused(tmp_path: Path, text: str, names: s
     assert names in caught.value.what
 
 
-def test_each_fault_is_told_in_a_line_with_its_place(tmp_path: Path) -> None:
+def test_each_fault_is_reported_in_a_line_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "tests.yaml"
     path.write_text(
         "tests:\n  - name: a\n    run: x\n    expect:\n      - {rule: a, fire_at: 1}\n    colour: red\n    name: b\n",

@@ -1,4 +1,4 @@
-"""Made rows have the figure that was asked for, and all their figures are of one tensor."""
+"""Synthetic rows have the requested figure, and all their figures are of one tensor."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_other_figures_are_those_of_its_elements(name: str, value: float, co
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "count", "says"),
+    ("name", "value", "count", "message"),
     [
         ("abs_mean", -1.0, 4, "never negative"),
         ("std", 1.0, 1, "one element"),
@@ -58,8 +58,8 @@ def test_the_other_figures_are_those_of_its_elements(name: str, value: float, co
         ("nan", 0.5, 4, "has 4 elements"),
     ],
 )
-def test_a_figure_that_cannot_be_is_refused(name: str, value: float, count: int, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_figure_that_cannot_be_is_refused(name: str, value: float, count: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         statistics_with(name, [value], count)
 
 

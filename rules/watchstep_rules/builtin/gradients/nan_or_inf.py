@@ -62,6 +62,8 @@ class NanOrInfState(State):
             number of consecutive checks with no fewer than before.
         updating: workers with records that only updates produce.
         without: by other worker: the number of consecutive steps without a finite loss, and the last of them.
+        gradients: by gradient that the program recorded itself: the number of consecutive steps at which it was recorded and was not
+            finite, and the last of them.
     """
 
     damaged: dict[str, float] = Field(default_factory=dict)
@@ -69,6 +71,7 @@ class NanOrInfState(State):
     buffers: dict[str, tuple[int, int]] = Field(default_factory=dict)
     updating: tuple[int, ...] = ()
     without: dict[int, tuple[int, int]] = Field(default_factory=dict)
+    gradients: dict[str, tuple[int, int]] = Field(default_factory=dict)
 
 
 class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
@@ -84,6 +87,10 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
     A gradient is judged when its update is made. A gradient that the program or a `torch.amp.GradScaler` skips is not recorded. One that
     the optimizer itself skips is recognized by parameters and state that stay finite after the update, in host memory. For a run without
     records of updates, steps without a finite loss are counted instead.
+
+    For a gradient that the program records itself (``hook.record`` with a role), it is not known whether its update is made. It is
+    damage once it was not finite at ``steps_without_update`` consecutive records. A weight or bias that the program records itself is a
+    trained parameter: it is damage as soon as it contains more non-finite elements than before.
 
     The message names what was not finite first in the pass: the input, weights, or the first output in the order of execution. If the
     record shows that the scaler or the program skipped the update of that step, the message states it.
@@ -114,6 +121,7 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         "An optimizer that skips non-finite gradients inside its own step() is recognized in host memory; on a GPU, and in a guard, its gradients count as applied.",
         "A program that restores its weights on purpose after a bad update was damaged when the rule fired.",
         "A program that skips bad passes before backward() and logs no loss leaves no record of them.",
+        "For a program that records its gradients but not its weights itself, applied non-finite gradients are reported only after steps_without_update records.",
         "Skips of a gradient scaler with fused optimizers on a GPU are not counted as missing updates; scaler_skips reports them.",
     )
 
@@ -132,8 +140,9 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         bad = nonfinite(block)
         weights = _Weights(state, context, block, bad, params.steps_without_update)
         buffers, own = _own_buffers(state, block)
-        updating, without, losses = _losses(state, block, params.steps_without_update)
         most = params.steps_without_update
+        updating, without, losses = _losses(state, block, most)
+        gradients, given = _given_gradients(state, block, bad, most)
         kinds = (
             _applied(block, bad),
             _checked(block, bad),
@@ -141,6 +150,7 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
             *weights.damage(),
             own,
             losses,
+            given,
         )
         findings = _findings(self.name, block, bad, kinds)
         state = NanOrInfState(
@@ -149,6 +159,7 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
             buffers=buffers,
             updating=updating,
             without=without,
+            gradients=gradients,
         )
         return state, findings
 
@@ -204,13 +215,23 @@ def _findings(rule: str, block: Block, bad: NDArray[np.int64], kinds: Sequence[_
     return FindingRows(rule, block, hits, words, finish)
 
 
+def _is_watched(info: TensorInfo, *roles: str) -> bool:
+    """Whether a tensor with one of the roles belongs to a watched model: the module of a tensor that the program records is not known."""
+    return info.role in roles and bool(info.module_type)
+
+
+def _is_given(info: TensorInfo, *roles: str) -> bool:
+    """Whether the program recorded a tensor with one of the roles itself."""
+    return info.role in roles and not info.module_type
+
+
 def _applied(block: Block, bad: NDArray[np.int64]) -> _Damage:
     """Gradients that are not finite, in updates that are made, except those that the optimizer is known to have skipped."""
     applied: dict[_Place, bool] = {}
     for row in np.flatnonzero(rows_where(block, is_metric, APPLIED)).tolist():
         place = _place(block, row)
         applied[place] = applied.get(place, False) or bool(block.statistics.mean[row] > 0)
-    rows = np.flatnonzero(rows_where(block, has_role, "gradient") & (block.mode == _TRAIN) & (bad > 0))
+    rows = np.flatnonzero(rows_where(block, _is_watched, "gradient") & (block.mode == _TRAIN) & (bad > 0))
     if not all(applied.values()):
         skipped = [not applied.get(_place(block, row), True) for row in rows.tolist()]
         rows = rows[~np.array(skipped, np.bool_)]
@@ -350,7 +371,9 @@ class _Trained:
                 self._first_of[worker] = min(self._first_of.get(worker, at), at)
 
     def has_gradient(self, row: int) -> bool:
-        """Whether the parameter of a row has a gradient, according to earlier rows."""
+        """Whether the parameter of a row has a gradient, according to earlier rows; always, if the program recorded it itself."""
+        if _is_given(self._block.info(row), *_PARAMETERS):
+            return True
         name, worker = self._block.info(row).name + _GRADIENT, int(self._block.worker[row])
         never = len(self._block)
         if self._first.get((name, worker), never) < row:
@@ -399,7 +422,7 @@ def _losses(
     state: NanOrInfState, block: Block, most: int
 ) -> tuple[tuple[int, ...], dict[int, tuple[int, int]], _Damage]:
     """Consecutive steps without a finite loss, for workers without records of updates."""
-    updates = rows_where(block, has_role, *_OF_UPDATES) | rows_where(block, is_metric, MISSING)
+    updates = rows_where(block, _is_watched, *_OF_UPDATES) | rows_where(block, is_metric, MISSING)
     first = dict.fromkeys(state.updating, -1)
     for worker in np.unique(block.worker[updates]).tolist():
         first.setdefault(worker, int(np.argmax(updates & (block.worker == worker))))
@@ -427,6 +450,33 @@ def _without_loss_message(block: Block, row: int, value: float, threshold: float
     return (
         f"no loss was finite in {value:.0f} training steps in a row, and no updates were recorded, "
         f"damage from {threshold:.0f} on: {counts_of(block, row)}"
+    )
+
+
+def _given_gradients(
+    state: NanOrInfState, block: Block, bad: NDArray[np.int64], most: int
+) -> tuple[dict[str, tuple[int, int]], _Damage]:
+    """Gradients that the program recorded itself, after many consecutive records that were not finite."""
+    gradients = dict(state.gradients)
+    rows = np.flatnonzero(rows_where(block, _is_given, "gradient") & (block.mode == _TRAIN))
+    hits, counts = [], []
+    for row in rows.tolist() if gradients or (bad[rows] > 0).any() else ():
+        name, step = f"{block.info(row).name}@{int(block.worker[row])}", int(block.step[row])
+        count, last = gradients.pop(name, (0, -1))
+        if not bad[row]:
+            continue
+        count += step != last
+        gradients[name] = (count, step)
+        if count >= most:
+            hits.append(row)
+            counts.append(float(count))
+    return gradients, _Damage.of(_given_message, hits, counts, float(most))
+
+
+def _given_message(block: Block, row: int, value: float, threshold: float) -> str:
+    return (
+        f"{block.info(row).name} was not finite at {value:.0f} records in a row, damage from {threshold:.0f} on: "
+        f"{counts_of(block, row)}"
     )
 
 

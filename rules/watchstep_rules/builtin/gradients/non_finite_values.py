@@ -12,7 +12,18 @@ from pydantic import Field
 from watchstep.format import tensors
 from watchstep.format.block import Block, sort_key, view
 from watchstep.format.tensors import MODES, TensorInfo
-from watchstep_rules.rule import Advice, Finding, FindingRows, Hits, Merge, Needs, Params, Rule, State
+from watchstep_rules.rule import (
+    Advice,
+    Finding,
+    FindingRows,
+    Hits,
+    Merge,
+    Needs,
+    Params,
+    Rule,
+    State,
+    is_metric,
+)
 from watchstep_rules.signals.nonfinite import (
     USUAL_CAUSES,
     WHAT_TO_TRY,
@@ -23,6 +34,7 @@ from watchstep_rules.signals.nonfinite import (
     execution,
     has_elements,
     is_model_input,
+    nonfinite,
 )
 from watchstep_rules.signals.series import SeriesRows
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
@@ -30,7 +42,10 @@ from watchstep_rules.signals.update_evidence import APPLIED, MISSING, SKIPPED, U
 
 _DOWNSTREAM = ("input", "output", "loss", "gradient")
 _STATE = ("weight", "bias")
+_UNUSABLE = ("output", "label")
 _MOST_NAMED = 3
+_STEADY = 10
+_BAD = -1
 _TRAIN = MODES.index("train")
 
 
@@ -55,14 +70,20 @@ class NonFiniteValuesParams(Params):
     )
     whole_steps: bool = Field(
         False,
-        description="Whether a step is judged once, when all workers have passed it. Another rule config can then inhibit this one, and outputs are ignored at steps with only finite losses and gradients.",
+        description="Whether a step is judged once, when all workers have passed it. Another rule config can then inhibit this one, and outputs and labels are ignored at steps with only finite losses and gradients.",
     )
 
 
 class NonFiniteValuesState(State):
-    """State of `NonFiniteValues`: series of logged losses that have been finite."""
+    """State of `NonFiniteValues`.
+
+    Attributes:
+        finite: series of logged losses and of the program's own tensors that have been finite.
+        metrics: by series of metrics: the number of finite values in a row, at most 10; -1 while a metric with 10 is not finite.
+    """
 
     finite: tuple[str, ...] = ()
+    metrics: dict[str, int] = Field(default_factory=dict)
 
 
 class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
@@ -72,7 +93,14 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
     and the gradient zero, and a program may skip it. This rule therefore warns, and `nan_or_inf` reports damage.
 
     - Unlike SageMaker's rule, it ignores infinity in activations and weights, because masks use it on purpose.
-    - With ``whole_steps`` it also ignores a NaN output at a step with finite losses and gradients: nothing uses it, as in padding.
+    - With ``whole_steps`` it also ignores a NaN output or label at a step with finite losses and gradients: nothing uses it, as in
+      padding, and for missing labels.
+    - Of outputs of whole models only those that the program records with ``hook.record`` are judged: those of a watched model follow
+      from its activations.
+    - Infinity in a tensor of the program's own (``custom``) counts only after the tensor was without: a mask contains infinity from the
+      start.
+    - A metric counts only after 10 finite values in a row: programs log NaN at steps without an evaluation, and for means over nothing.
+      With ``whole_steps``, steps that a gradient scaler skips do not count.
     - A bad input of the model alone is not a finding, because a model may impute missing values. If the input and a later tensor of the
       step are bad and weights are not, the finding names the input.
     - A loss that the program logs itself counts as infinite only after it was finite, because many programs start with
@@ -82,9 +110,20 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
     """
 
     name = "non_finite_values"
-    summary = "a loss, activation, gradient or weight contains NaN or infinity; training may be healthy"
+    summary = "a loss, metric, activation, gradient, weight or custom tensor contains NaN or infinity; training may be healthy"
     needs = Needs(
-        collections=("losses", "gradients", "weights", "biases", "activations", tensors.INPUTS),
+        collections=(
+            "losses",
+            "gradients",
+            "weights",
+            "biases",
+            "activations",
+            tensors.INPUTS,
+            tensors.OUTPUTS,
+            tensors.LABELS,
+            tensors.METRICS,
+            tensors.CUSTOM,
+        ),
         evidence=(tensors.INPUTS,),
         metrics=(APPLIED, MISSING, SKIPPED),
     )
@@ -115,14 +154,18 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         block: Block,
         now: int,
     ) -> tuple[NonFiniteValuesState, FindingRows]:
-        """Judge each row by itself; for a logged loss also whether it was finite before."""
+        """Judge each row by itself; for losses, metrics and tensors of the program's own also whether they were finite before."""
         statistics = block.statistics
         bad = statistics.nan.copy()
-        still_at_its_start, state = _not_yet_finite(block, state)
-        bad[still_at_its_start & (block.mode != _TRAIN)] = 0
+        still_at_its_start, finite = _not_yet_finite(block, state.finite)
+        own = rows_where(block, has_role, "custom")
+        bad[still_at_its_start & ~own & (block.mode != _TRAIN)] = 0
         if not params.only_nan:
             masked = rows_where(block, has_role, *params.allow_infinity_in)
             bad += np.where(masked | still_at_its_start, 0, statistics.pos_inf + statistics.neg_inf)
+        ignored, metrics = _unsteady(block, state.metrics, whole_steps=params.whole_steps)
+        bad[ignored | rows_where(block, _is_output_of_watched_model)] = 0
+        state = NonFiniteValuesState(finite=finite, metrics=metrics)
         hit = bad > params.max_elements
         if params.whole_steps:
             hit &= ~_unused(block, hit)
@@ -209,8 +252,8 @@ def _bad_inputs(block: Block, bad: NDArray[np.intp]) -> dict[_Pass, list[int]]:
 
 
 def _unused(block: Block, hit: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Outputs that are not finite, in passes with only finite losses and gradients."""
-    outputs = np.flatnonzero(hit & rows_where(block, has_role, "output"))
+    """Outputs and labels that are not finite, in passes with only finite losses and gradients."""
+    outputs = np.flatnonzero(hit & rows_where(block, has_role, *_UNUSABLE))
     unused = np.zeros(len(block), np.bool_)
     if not len(outputs):
         return unused
@@ -231,25 +274,68 @@ def _pass_of(block: Block, row: int) -> _Pass:
     return int(block.step[row]), int(block.worker[row]), int(block.mode[row])
 
 
-def _is_logged(info: TensorInfo) -> bool:
-    return info.role == "loss" and not info.derived
+def _is_derived(info: TensorInfo) -> bool:
+    return info.derived
 
 
-def _not_yet_finite(
-    block: Block, state: NonFiniteValuesState
-) -> tuple[NDArray[np.bool_], NonFiniteValuesState]:
-    """Rows of logged losses that have never been finite, and the state after them."""
-    logged = rows_where(block, _is_logged)
+def _is_output_of_watched_model(info: TensorInfo) -> bool:
+    return tensors.OUTPUTS in info.collections and bool(info.module_type)
+
+
+def _not_yet_finite(block: Block, finite: tuple[str, ...]) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+    """Rows of logged losses that have never been finite and of custom tensors that always contained infinity, and the series that did not.
+
+    Args:
+        block: the rows.
+        finite: series that were finite before.
+    """
+    logged = rows_where(block, has_role, "loss") & ~(rows_where(block, _is_derived) & (block.mode == _TRAIN))
+    own = rows_where(block, has_role, "custom")
     waiting = np.zeros(len(block), np.bool_)
-    rows = np.flatnonzero(logged)
-    is_finite = block.statistics.finite[rows] > 0
+    rows = np.flatnonzero(logged | own)
+    statistics = block.statistics
+    has_infinity = (statistics.pos_inf + statistics.neg_inf)[rows] > 0
+    is_finite = (statistics.finite[rows] > 0) & ~(own[rows] & has_infinity)
     by_series = SeriesRows.of(view(block, rows), by_mode=True)
-    finite_before, newly_finite = set(state.finite), {}
+    finite_before, newly_finite = set(finite), {}
     for name, places in zip(by_series.names, by_series.rows(), strict=True):
         if name not in finite_before:
-            finite = np.logical_or.accumulate(is_finite[places])
-            waiting[rows[places]] = ~finite
-            if finite[-1]:
-                newly_finite[int(places[np.argmax(finite)])] = name
+            finite_so_far = np.logical_or.accumulate(is_finite[places])
+            waiting[rows[places]] = ~finite_so_far
+            if finite_so_far[-1]:
+                newly_finite[int(places[np.argmax(finite_so_far)])] = name
     names = (newly_finite[place] for place in sorted(newly_finite))
-    return waiting, NonFiniteValuesState(finite=(*state.finite, *names))
+    return waiting, (*finite, *names)
+
+
+def _unsteady(
+    block: Block, before: dict[str, int], *, whole_steps: bool
+) -> tuple[NDArray[np.bool_], dict[str, int]]:
+    """Rows of metrics without `_STEADY` finite values in a row before, and the counts after them, as in `NonFiniteValuesState`.
+
+    If all rows of a step are known, steps that a gradient scaler skips are left out: the norm of an overflowed gradient is not finite.
+    """
+    metrics = rows_where(block, has_role, "metric")
+    skipped = rows_where(block, is_metric, SKIPPED)
+    if whole_steps and skipped.any():
+        step_of = sort_key(block.step, block.worker)
+        metrics = metrics & ~np.isin(step_of, step_of[skipped])
+    rows = np.flatnonzero(metrics)
+    is_bad = nonfinite(block)[rows] > 0
+    ignored, counts = rows_where(block, has_role, "metric"), dict(before)
+    by_series = SeriesRows.of(view(block, rows), by_mode=True)
+    for name, places in zip(by_series.names, by_series.rows(), strict=True):
+        count = counts.get(name, 0)
+        if not is_bad[places].any():
+            counts[name] = min(_STEADY, max(count, 0) + len(places))
+            continue
+        for place in places.tolist():
+            if not is_bad[place]:
+                count = min(_STEADY, max(count, 0) + 1)
+            elif count in (_STEADY, _BAD):
+                count = _BAD
+                ignored[rows[place]] = False
+            else:
+                count = 0
+        counts[name] = count
+    return ignored, counts

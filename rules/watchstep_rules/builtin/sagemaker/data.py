@@ -38,7 +38,7 @@ class SagemakerCheckInputImagesParams(AmazonParams):
 
     amazon: ClassVar[str] = "CheckInputImages"
     threshold_mean: float = Field(0.2, ge=0, description="How far from zero the mean of a channel may be.")
-    threshold_samples: int = Field(500, ge=1, description="Images that are looked at before it is judged.")
+    threshold_samples: int = Field(500, ge=1, description="Number of images before the mean is judged.")
     regex: str | None = Field(
         None, description="Inputs by name, Watchstep's or SageMaker's; all images if null."
     )
@@ -184,7 +184,7 @@ class SagemakerClassImbalanceParams(AmazonParams):
 class SagemakerClassImbalance(Rule[SagemakerClassImbalanceParams, State]):
     """Fires when ``largest class / smallest class > threshold_imbalance``, or ``1 - correct / examples > threshold_misprediction``.
 
-    SageMaker's ClassImbalance, with its defaults, among ``samples`` labels or more. Both count over all batches that were looked at
+    SageMaker's ClassImbalance, with its defaults, among ``samples`` labels or more. Both count over all recorded batches
     so far. Give labels, and what was predicted for them, by ``hook.record(labels=…, predictions=…)``. With 500 labels chance
     alone makes ratios above ten where a class is rare: `class_imbalance` rules chance out.
     """
@@ -308,7 +308,7 @@ class SagemakerConfusionParams(AmazonParams):
 class SagemakerConfusion(Rule[SagemakerConfusionParams, State]):
     """Fires for a class i with ``C[i][i] / Σ_j C[j][i] < min_diag``, or ``max_j≠i C[j][i] / Σ_j C[j][i] > max_off_diag``.
 
-    ``C[j][i]`` counts examples with the label j that were predicted as i, over all batches that were looked at; it is judged once each
+    ``C[j][i]`` counts examples with the label j that were predicted as i, over all recorded batches; it is judged once each
     class has been a label. Both are SageMaker's tests, in the form of the second: as the developer guide prints the first, with the sum
     of the diagonal below the line, it cannot hold for several classes. A class that was never predicted is not judged.
     ``category_no`` leaves out labels and predictions from it on. `confusion` judges what became of a class's own examples.

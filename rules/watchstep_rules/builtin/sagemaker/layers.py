@@ -26,14 +26,17 @@ from watchstep_rules.builtin.sagemaker.parameters import (
     AmazonParams,
     ElementCoverage,
     Patterns,
+    SaveInterval,
     ScopedParams,
+    earlier_values,
     is_matched,
     is_output_of,
     percent_of,
 )
 from watchstep_rules.builtin.weights.poor_initialization import PoorInitialization
 from watchstep_rules.builtin.weights.weight_update_ratio import WeightUpdateRatio
-from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at
+from watchstep_rules.rule import Finding, Needs, Rule, State, TensorNeeds, finding_at
+from watchstep_rules.saved_block import SavedBlock
 from watchstep_rules.signals.nonfinite import has_probe
 from watchstep_rules.signals.series import probe, whole_steps
 from watchstep_rules.signals.tensor_selection import is_weighted, rows_where
@@ -399,6 +402,11 @@ class SagemakerWeightUpdateRatioParams(AmazonParams):
     large_threshold: float = Field(10.0, ge=0, description="Ratio above which a change is too large.")
     small_threshold: float = Field(1e-8, ge=0, description="Ratio below which a change is too small.")
     epsilon: float = Field(1e-9, gt=0, description="Added to the norm of the weight.")
+    full_tensors: bool = Field(
+        False,
+        description="Compare all elements of saved weights, instead of those that the recorder samples.",
+    )
+    save_interval: SaveInterval
 
     @property
     def probe(self) -> str:
@@ -411,8 +419,9 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, ElementC
 
     SageMaker's WeightUpdateRatio; the norm is the Euclidean one, which the developer guide does not say. ``w_before`` is the
     record before, or with ``num_steps`` the oldest one at a step of at least ``s - num_steps``. In train mode. Of weights of more
-    than 16,384 elements, or where there are many, evenly spaced elements are compared. Frozen weights and schedules that
-    end at zero are found: `weight_not_updating` leaves them alone.
+    than 16,384 elements, or where there are many, evenly spaced elements are compared. With ``full_tensors`` records are saved weights,
+    at most 20 within ``num_steps``, and all of their elements are compared. Frozen weights and schedules that end at zero are found:
+    `weight_not_updating` leaves them alone.
     """
 
     name = "sagemaker_weight_update_ratio"
@@ -423,15 +432,25 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, ElementC
     what_to_try = WeightUpdateRatio.what_to_try
 
     def needed(self, params: SagemakerWeightUpdateRatioParams) -> Needs:
-        """Return the needs, including the change over ``num_steps``."""
+        """Return the needs, including the change over ``num_steps``, or saved weights."""
+        if params.full_tensors:
+            return replace(self.needs, tensors=TensorNeeds(params.save_interval))
         return Needs(self.needs.collections, self.needs.roles, probes=(params.probe,))
+
+    def lookback(self, params: SagemakerWeightUpdateRatioParams) -> int:
+        """Return the number of saved weights to look back on; the recorder compares otherwise."""
+        if not params.full_tensors:
+            return 0
+        return min(_MOST_SAVED, max(1, (params.num_steps or 1) // params.save_interval))
 
     def problem(self, state: ElementCoverage) -> str:
         """Return what to do if the recorder did not measure."""
         return state.problem("the change of weights")
 
     def conclusive(self, params: SagemakerWeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:
-        """Return the rows with a ratio to an earlier record."""
+        """Return the rows with a ratio to an earlier record; of saved weights all with finite elements."""
+        if isinstance(block, SavedBlock):
+            return super().conclusive(params, block)
         return probe(block, params.probe) >= 0
 
     def evaluate(
@@ -443,10 +462,13 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, ElementC
         now: int,
     ) -> tuple[ElementCoverage, list[Finding]]:
         """Evaluate each row independently."""
-        training = block.mode == 0
-        ratio = np.where(training, probe(block, params.probe), np.nan)
-        state = state.after(training, ratio)
-        ratio = np.where(ratio >= 0, ratio, np.nan)  # -1 without an earlier record
+        if isinstance(context, SavedBlock) and isinstance(block, SavedBlock):
+            ratio = self._ratios(params, context, block)
+        else:
+            training = block.mode == 0
+            ratio = np.where(training, probe(block, params.probe), np.nan)
+            state = state.after(training, ratio)
+            ratio = np.where(ratio >= 0, ratio, np.nan)  # -1 without an earlier record
         findings = []
         for row in np.flatnonzero(
             (ratio > params.large_threshold) | (ratio < params.small_threshold)
@@ -460,3 +482,27 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, ElementC
                 finding_at(self.name, block, row, value=float(ratio[row]), threshold=limit, message=message)
             )
         return state, findings
+
+    def _ratios(
+        self, params: SagemakerWeightUpdateRatioParams, context: SavedBlock, block: SavedBlock
+    ) -> Floats:
+        """The ratios of saved weights to an earlier record, NaN without one, float64 of shape (n,)."""
+        ratios = np.full(len(block), np.nan)
+        for row, earlier in earlier_values(context, block, self.lookback(params)):
+            oldest = int(block.step[row]) - (params.num_steps or 2**62)
+            new = block.values[row].astype(np.float64)
+            before = next(
+                (
+                    record.values.astype(np.float64)
+                    for record in (earlier if params.num_steps else earlier[-1:])
+                    if record.step >= oldest and record.values.shape == new.shape
+                ),
+                None,
+            )
+            if before is not None:
+                ratios[row] = np.linalg.norm(new - before) / (np.linalg.norm(before) + params.epsilon)
+        return ratios
+
+
+_MOST_SAVED = 20
+"""Limit of the saved weights that are in memory to look back ``num_steps``."""

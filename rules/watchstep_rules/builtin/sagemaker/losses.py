@@ -74,7 +74,7 @@ class SagemakerLossNotDecreasingState(State):
 class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, SagemakerLossNotDecreasingState]):
     """Fires when a loss falls by less than ``diff_percent`` within ``num_steps``, or rises by more than ``increase_threshold_percent``.
 
-    Each loss is looked at whenever ``num_steps`` have passed since it was last: ``100 * (before - loss) / |before|``. That is
+    Each loss is judged whenever ``num_steps`` have passed since it was last: ``100 * (before - loss) / |before|``. That is
     SageMaker's LossNotDecreasing with its defaults. Without a ``mode`` losses of the mode EVAL are judged once there are some, before
     that those of TRAIN, and others only where there are neither. Only single numbers are losses. A loss that rises does not
     fall, so the second test fires with the first.
@@ -326,7 +326,7 @@ class SagemakerStalledTrainingParams(AmazonParams):
 class SagemakerStalledTraining(Translated[SagemakerStalledTrainingParams]):
     """Fires when no row of any worker came for ``threshold`` seconds by the service's clock: SageMaker's StalledTrainingRule.
 
-    Of the time between two looks of the service no more than a third of the threshold counts, so that a service that was down
+    Of the time between two evaluations no more than a third of the threshold counts, so that a service that was down
     makes no silence. `stalled_training` also asks for a silence longer than the pauses that the run has come back from.
     """
 

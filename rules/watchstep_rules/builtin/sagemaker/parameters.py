@@ -7,9 +7,10 @@ them: ``"20.0"``, ``"True"``, ``"losses, weights"``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import SYSTEM, TensorInfo
 from watchstep_rules.rule import AnyRule, Finding, Needs, Params, Rule, State
+from watchstep_rules.saved_block import SavedBlock
 from watchstep_rules.signals import tensor_selection
 from watchstep_rules.signals.series import probe
 from watchstep_rules.signals.tensor_selection import rows_where
@@ -27,6 +29,9 @@ _MOST_WORDS = 100
 _SET_BY_SAGEMAKER = frozenset({"base_trial", "rule_to_invoke", "action_json", "source_s3_uri"})
 _RENAMED = {"outputs": "outputs", "optimizer_variables": "optimizer_state", "sm_metrics": "metrics"}
 """Collections with another name at Amazon."""
+
+_ALL_SAVED = ("weights", "biases", "gradients", "activations", "losses", "metrics")
+"""Collections of full tensors that are saved for Amazon's collection ``all``."""
 
 
 def _words(value: Any) -> Any:
@@ -109,6 +114,11 @@ class ScopedParams(AmazonParams):
             return own
         return Needs((), probes=own.probes, histograms=own.histograms)
 
+    def saved_collections(self, *own: str) -> tuple[str, ...]:
+        """For a rule over full tensors: the collections of which they are saved, by default the given ones."""
+        names = [_RENAMED.get(name, name) for name in self.collection_names or own]
+        return _ALL_SAVED if "all" in names else tuple(dict.fromkeys(names))
+
     def rows(self, block: Block) -> NDArray[np.bool_]:
         """Rows to judge, bool of shape (n,)."""
         if not self.names_tensors:
@@ -148,6 +158,38 @@ def names_of(info: TensorInfo) -> tuple[str, ...]:
     if info.role == "gradient":
         return info.name, f"gradient/{info.name.removesuffix(':gradient')}"
     return (info.name,)
+
+
+def earlier_values(
+    context: SavedBlock, block: SavedBlock, keep: int
+) -> Iterator[tuple[int, list[SavedValue]]]:
+    """Yield each row of a block with the earlier saved values of its series, at most ``keep``, the oldest first."""
+    earlier: dict[tuple[str, int, int], deque[SavedValue]] = {}
+    for rows, is_judged in ((context, False), (block, True)):
+        for row in range(len(rows)):
+            key = (rows.info(row).name, int(rows.worker[row]), int(rows.mode[row]))
+            values = earlier.setdefault(key, deque(maxlen=keep))
+            if is_judged:
+                yield row, list(values)
+            values.append(SavedValue(int(rows.step[row]), rows.values[row]))
+
+
+class SavedValue(NamedTuple):
+    """The values of a saved tensor at a step."""
+
+    step: int
+    values: NDArray[Any]
+
+
+SaveInterval = Annotated[
+    int,
+    Field(
+        500,
+        ge=1,
+        lt=2**31,
+        description="With full_tensors: steps between saved tensors, as in CollectionConfig.",
+    ),
+]
 
 
 class ElementCoverage(State):

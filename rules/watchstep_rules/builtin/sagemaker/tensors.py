@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from watchstep.capture.config import UNCHANGED, element_probe
 from watchstep.format.block import Block, view
 from watchstep.format.statistics import abs_mean, variance, zero_share
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradient
-from watchstep_rules.builtin.sagemaker.parameters import AmazonParams, ElementCoverage, ScopedParams
+from watchstep_rules.builtin.sagemaker.parameters import (
+    AmazonParams,
+    ElementCoverage,
+    SaveInterval,
+    ScopedParams,
+    earlier_values,
+)
 from watchstep_rules.builtin.tensors.all_zero import AllZero
 from watchstep_rules.builtin.tensors.similar_across_runs import (
+    RUN_PATTERN,
     References,
     SimilarAcrossRuns,
     SimilarAcrossRunsParams,
+    SimilarAcrossRunsState,
     ascending,
+    check_reference,
+    compare_elements,
+    has_counterpart,
+    saved_in_both_runs,
 )
 from watchstep_rules.builtin.tensors.tensor_variance import TensorVariance
 from watchstep_rules.builtin.tensors.unchanged_tensor import UnchangedTensor
-from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at
+from watchstep_rules.rule import Finding, Merge, Needs, Rule, State, TensorNeeds, finding_at
+from watchstep_rules.saved_block import SavedBlock
 from watchstep_rules.signals.nonfinite import has_elements
 from watchstep_rules.signals.reference import COLUMNS, may_be_close
 from watchstep_rules.signals.series import LaggedRows, probe
@@ -136,49 +151,126 @@ class SagemakerSimilarAcrossRunsParams(ScopedParams):
     """Parameters of `SagemakerSimilarAcrossRuns`."""
 
     amazon: ClassVar[str] = "SimilarAcrossRuns"
-    other_trials: References = Field(
-        {},
-        description="The statistics of the other run, a result of watchstep_rules.signals.reference.reference_of(rows, 'rms').",
+    other_trials: str | References = Field(
+        "",
+        description="The other run, of the same project, as SageMaker's list of one trial; or its statistics, a result of "
+        "watchstep_rules.signals.reference.reference_of(rows, 'rms').",
     )
+    reference: References = Field(
+        {}, description="Set when an attempt begins: the statistics of the other run."
+    )
+    elementwise: bool = Field(
+        False,
+        description="Compare each element of full tensors that both runs saved, instead of the root mean square: of weights and biases, or "
+        "of collection_names.",
+    )
+    save_interval: int = Field(
+        500,
+        ge=1,
+        lt=2**31,
+        description="For elementwise: steps between saved tensors, as in SageMaker's CollectionConfig.",
+    )
+
+    @model_validator(mode="after")
+    def _has_tensors(self) -> SagemakerSimilarAcrossRunsParams:
+        if self.elementwise and not self.run:
+            raise ValueError(
+                "elementwise compares the saved tensors of another run: name it in 'other_trials'"
+            )
+        return self
 
     @field_validator("other_trials", mode="before")
     @classmethod
-    def _is_no_address(cls, value: Any) -> Any:
-        if isinstance(value, str | list):
-            raise ValueError(  # noqa: TRY004 - pydantic takes no other
-                f"{str(value)[:80]!r}: a rule cannot read another run; use the result of "
-                "watchstep_rules.signals.reference.reference_of(watchstep.open_run(URL).rows())"
-            )
+    def _of_trials(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            if len(value) != 1:
+                raise ValueError(f"{len(value)} trials: a run is compared with one other run")
+            value = value[0]
+        if isinstance(value, str) and not re.fullmatch(RUN_PATTERN, value):
+            raise ValueError(f"{value[:80]!r}: use the name of a run of the same project, not an address")
         return value
 
-    @field_validator("other_trials")
+    @field_validator("other_trials", "reference")
     @classmethod
-    def _ascending(cls, value: References) -> References:
-        return ascending(value)
+    def _ascending(cls, value: str | References) -> str | References:
+        return value if isinstance(value, str) else ascending(value)
+
+    @property
+    def run(self) -> str:
+        """The other run; empty if its statistics are given."""
+        return self.other_trials if isinstance(self.other_trials, str) else ""
+
+    @property
+    def statistics(self) -> References:
+        """The statistics of the other run."""
+        return self.reference if isinstance(self.other_trials, str) else self.other_trials
 
 
-class SagemakerSimilarAcrossRuns(Rule[SagemakerSimilarAcrossRunsParams, State]):
+class SagemakerSimilarAcrossRuns(Rule[SagemakerSimilarAcrossRunsParams, SimilarAcrossRunsState]):
     """Fires when the root mean square of a tensor is not that of another run at the same step, by the tolerances of allclose.
 
     SageMaker's SimilarAcrossRuns compares tensors by a criterion that is not published; here
     ``|rms - rms_other| > 1e-8 + 1e-5 * |rms_other|``, as `similar_across_runs` compares them. An equal run never fires, one of another
-    seed does at once.
+    seed does at once. With ``elementwise`` both runs save full tensors, and each element is compared by the same tolerances, as
+    `numpy.allclose` does.
     """
 
     name = "sagemaker_similar_across_runs"
     summary = "tensors are not those of another run"
     needs = SimilarAcrossRuns.needs
     merge = "watermark"
+    reference_param = "reference"
     usual_causes = SimilarAcrossRuns.usual_causes
     what_to_try = SimilarAcrossRuns.what_to_try
 
+    def reference(self, params: SagemakerSimilarAcrossRunsParams) -> str:
+        """The other run."""
+        return params.run
+
+    def reference_figure(self, params: SagemakerSimilarAcrossRunsParams) -> str:
+        """The root mean square; none for full tensors."""
+        return "" if params.elementwise else "rms"
+
+    def needed(self, params: SagemakerSimilarAcrossRunsParams) -> Needs:
+        """Statistics, or full tensors of both runs."""
+        if not params.elementwise:
+            return self.needs
+        return saved_in_both_runs(
+            self.needs, params.saved_collections("weights", "biases"), params.save_interval
+        )
+
+    def merged(self, params: SagemakerSimilarAcrossRunsParams) -> Merge:
+        """Full tensors are compared worker by worker."""
+        return "per_worker" if params.elementwise else self.merge
+
+    def problem(self, state: SimilarAcrossRunsState) -> str:
+        """That no saved tensor could be compared."""
+        return state.problem
+
+    def conclusive(self, params: SagemakerSimilarAcrossRunsParams, block: Block) -> NDArray[np.bool_]:
+        """Rows with finite elements, or that have a counterpart in the other run."""
+        return has_counterpart(block) if isinstance(block, SavedBlock) else super().conclusive(params, block)
+
     def evaluate(
-        self, params: SagemakerSimilarAcrossRunsParams, state: State, context: Block, block: Block, now: int
-    ) -> tuple[State, list[Finding]]:
-        """Compare the named tensors with the other run."""
+        self,
+        params: SagemakerSimilarAcrossRunsParams,
+        state: SimilarAcrossRunsState,
+        context: Block,
+        block: Block,
+        now: int,
+    ) -> tuple[SimilarAcrossRunsState, list[Finding]]:
+        """Compare the named tensors with the other run.
+
+        Raises:
+            RuleError: the statistics of the other run are not known.
+        """
+        if params.elementwise:
+            named = block.where(params.rows(block))
+            return compare_elements(self.name, params.run, (_RTOL, _ATOL), state, named)
+        check_reference(params.run, params.statistics)
         chosen = view(block, np.flatnonzero(params.rows(block)))
         inner = SimilarAcrossRunsParams.model_construct(
-            reference=params.other_trials, figure="rms", tolerance=_RTOL, atol=_ATOL
+            reference=params.statistics, figure="rms", tolerance=_RTOL, atol=_ATOL
         )
         state, findings = _INNER.evaluate(inner, state, context, chosen, now)
         return state, [finding.model_copy(update={"rule": self.name}) for finding in findings]
@@ -240,6 +332,11 @@ class SagemakerUnchangedTensorParams(ScopedParams):
     )
     atol: float = Field(1e-8, ge=0, description="Difference that is none, whatever the element.")
     equal_nan: bool = Field(False, description="Whether NaN is the same as NaN.")
+    full_tensors: bool = Field(
+        False,
+        description="Compare all elements of saved tensors, instead of those that the recorder samples.",
+    )
+    save_interval: SaveInterval
 
     @property
     def probe(self) -> str:
@@ -251,8 +348,9 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCover
     """Fires when of the last ``num_steps`` records of a tensor each is ``numpy.allclose`` to the one before: SageMaker's rule.
 
     Single numbers are compared here, elements of tensors by the recorder. Of tensors of more than 16,384 elements, or where there
-    are many, evenly spaced elements are compared, and all figures of the row must agree. Amazon demands ``collection_names`` or
-    ``tensor_regex``. Where neither is given, losses are judged here. Of shards each is judged by itself.
+    are many, evenly spaced elements are compared, and all figures of the row must agree. With ``full_tensors`` records are saved tensors,
+    and all of their elements are compared. Amazon demands ``collection_names`` or ``tensor_regex``. Where neither is given, losses are
+    judged here. Of shards each is judged by itself.
     """
 
     name = "sagemaker_unchanged_tensor"
@@ -263,7 +361,10 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCover
     what_to_try = UnchangedTensor.what_to_try
 
     def needed(self, params: SagemakerUnchangedTensorParams) -> Needs:
-        """The tensors that are named, compared with these tolerances."""
+        """The tensors that are named, compared with these tolerances or in full."""
+        if params.full_tensors:
+            collections = params.saved_collections(*self.needs.collections)
+            return Needs(collections, tensors=TensorNeeds(params.save_interval, ()))
         return params.needs_of(Needs(self.needs.collections, probes=(params.probe,)))
 
     def lookback(self, params: SagemakerUnchangedTensorParams) -> int:
@@ -287,6 +388,14 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCover
         now: int,
     ) -> tuple[ElementCoverage, list[Finding]]:
         """Hold each of the last records against the one before."""
+        if isinstance(context, SavedBlock) and isinstance(block, SavedBlock):
+            named = params.rows(block)
+            return state, [
+                self._finding(params, block, row)
+                for row, earlier in earlier_values(context, block, params.num_steps - 1)
+                if named[row]
+                and self._all_same(params, [*(record.values for record in earlier), block.values[row]])
+            ]
         chosen, several = params.rows(block), block.statistics.count > 1
         compared = probe(block, params.probe)
         state = state.after(chosen & several, compared)
@@ -294,20 +403,30 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCover
         left = np.flatnonzero(same)
         if len(left):
             left = self._same(params, LaggedRows.of(context, block), left)
-        return state, [
-            finding_at(
-                self.name,
-                block,
-                row,
-                value=float(params.num_steps),
-                threshold=float(params.num_steps),
-                message=(
-                    f"the last {params.num_steps} records of {block.info(row).name} are the same, within {params.rtol:g} of "
-                    f"each element and {params.atol:g}"
-                ),
-            )
-            for row in left.tolist()
-        ]
+        return state, [self._finding(params, block, row) for row in left.tolist()]
+
+    def _finding(self, params: SagemakerUnchangedTensorParams, block: Block, row: int) -> Finding:
+        return finding_at(
+            self.name,
+            block,
+            row,
+            value=float(params.num_steps),
+            threshold=float(params.num_steps),
+            message=(
+                f"the last {params.num_steps} records of {block.info(row).name} are the same, within {params.rtol:g} of "
+                f"each element and {params.atol:g}"
+            ),
+        )
+
+    def _all_same(self, params: SagemakerUnchangedTensorParams, records: list[NDArray[Any]]) -> bool:
+        """Whether there are enough saved records, of one shape and with elements, and each is close to the one before."""
+        if len(records) < params.num_steps or not records[-1].size:
+            return False
+        return all(
+            earlier.shape == later.shape
+            and np.allclose(later, earlier, params.rtol, params.atol, equal_nan=params.equal_nan)
+            for earlier, later in pairwise(records)
+        )
 
     def _same(
         self, params: SagemakerUnchangedTensorParams, lagged: LaggedRows, left: NDArray[np.intp]

@@ -31,10 +31,7 @@ class AllZero(Rule[AllZeroParams, State]):
 
     name = "all_zero"
     summary = "all elements of a tensor are zero"
-    needs = Needs(
-        collections=("weights", "gradients", "activations", "inputs"),
-        roles=("weight", "gradient", "output", "input"),
-    )
+    needs = Needs(collections=("weights", "gradients", "activations", "inputs", "custom"))
     merge = "watermark"
     usual_causes = (
         "The previous layer outputs only zeros: dead rectifiers, or an input that is empty or masked.",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, field_validator
+from numpy.typing import NDArray
+from pydantic import Field, field_validator, model_validator
 
+from watchstep.errors import RuleError
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
-from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.rule import Finding, Merge, Needs, Params, Rule, State, TensorNeeds, finding_at
+from watchstep_rules.saved_block import SavedBlock
 from watchstep_rules.signals.reference import (
     FIGURES,
     MOST_POINTS,
@@ -21,6 +25,8 @@ from watchstep_rules.signals.reference import (
     lowest_workers,
 )
 
+RUN_PATTERN = r"^$|^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
 Points = Annotated[list[Point], Field(min_length=1, max_length=MOST_POINTS)]
 References = Annotated[dict[str, Points], Field(max_length=MOST_TENSORS)]
 
@@ -28,15 +34,42 @@ References = Annotated[dict[str, Points], Field(max_length=MOST_TENSORS)]
 class SimilarAcrossRunsParams(Params):
     """Parameters of `SimilarAcrossRuns`."""
 
+    run: str = Field(
+        "",
+        max_length=128,
+        pattern=RUN_PATTERN,
+        description="Name of the other run, of the same project. Its statistics are stored when the first rows of an attempt are evaluated.",
+    )
     reference: References = Field(
         {},
-        description="For each tensor the steps of the other run, ascending, and the statistic at each step.",
+        description="Instead of run: for each tensor the steps of the other run, ascending, and the statistic at each step.",
     )
     figure: str = Field("rms", description="The statistic to compare, also that of the reference.")
     tolerance: float = Field(
         0.5, ge=0, description="Tolerated difference from the reference, as a share of it."
     )
     atol: float = Field(1e-8, ge=0, description="Tolerated absolute difference, in addition to tolerance.")
+    elementwise: bool = Field(
+        False,
+        description="Compare each element of full tensors of both runs, instead of a statistic. By default weights and biases are compared.",
+    )
+    rtol: float = Field(
+        1e-5, ge=0, description="For elementwise: tolerated difference of an element, as a share of it."
+    )
+    every: int = Field(
+        100,
+        ge=1,
+        lt=2**31,
+        description="For elementwise: steps between the full tensors that recorders save.",
+    )
+
+    @model_validator(mode="after")
+    def _has_tensors(self) -> SimilarAcrossRunsParams:
+        if self.elementwise and (self.reference or not self.run):
+            raise ValueError(
+                "elementwise compares the saved tensors of another run: give 'run', and no 'reference'"
+            )
+        return self
 
     @field_validator("figure")
     @classmethod
@@ -63,24 +96,48 @@ def ascending(reference: References) -> References:
     return reference
 
 
-class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, State]):
+class SimilarAcrossRunsState(State):
+    """For elementwise: whether a tensor was compared, and the first one that could not be."""
+
+    compared: bool = False
+    alone: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Why nothing was compared; empty if something was, or nothing was saved yet."""
+        if self.compared or not self.alone:
+            return ""
+        return (
+            f"no saved tensor could be compared: the other run did not save {self.alone}, or another part of it; record both runs with this "
+            "rule, with the same number of workers"
+        )
+
+
+class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
     """Fires when ``|figure - reference(step)| > atol + tolerance * |reference(step)|``.
 
     ``reference(step)`` is the statistic of the other run, linearly interpolated between its steps; any value that the other run had
     between them is accepted too. Nothing is judged before the first and after the last step. A run that equals the other therefore never
-    fires, whatever the tolerance. The other run is not an input of the rule, because then the same rows could later be judged differently:
-    its statistics are parameters, as computed by `watchstep_rules.signals.reference.reference_of`. Rows of the modes train and global are
+    fires, whatever the tolerance. The statistics of the other run do not change while an attempt is evaluated, or the same rows could later be judged
+    differently: they are stored when the attempt begins (``run``), or are parameters (``reference``), as computed by
+    `watchstep_rules.signals.reference.reference_of`. Rows of the modes train and global are
     judged: shards as a whole tensor, and of several workers the lowest that has the tensor at the step.
 
     SageMaker's SimilarAcrossRuns compares tensors with those of another trial by an unpublished criterion. Half of the reference is our
     choice: two seeds of one program differ by less in weights, and by more in losses and gradients, for which ``for`` should require many
     consecutive steps. Off by default, because it needs a reference.
+
+    With ``elementwise`` it compares full tensors and fires when ``|x - y| > atol + rtol * |y|`` for any element x, and y of the other run at
+    the same step, mode and worker, as `numpy.allclose` does. NaN equals NaN. Tensors of another shape differ. Both runs must save the
+    tensors, at steps that they share: a recorder whose run has the rule saves them every ``every`` steps. A tensor without a
+    counterpart is not judged; that nothing could be compared is reported in the rule's health.
     """
 
     name = "similar_across_runs"
     summary = "statistics deviate from those of another run"
     needs = Needs(collections=("losses", "metrics", "weights", "biases", "gradients", "activations"))
     merge = "watermark"
+    reference_param = "reference"
     usual_causes = (
         "The program, its data, its seed or a library version differs from the other run.",
         "The number of workers changed, and with it the batch of a step.",
@@ -91,10 +148,48 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, State]):
         "Compare seeds, versions, the order of the data and the batch of all workers together.",
     )
 
+    def reference(self, params: SimilarAcrossRunsParams) -> str:
+        """The other run."""
+        return params.run
+
+    def reference_figure(self, params: SimilarAcrossRunsParams) -> str:
+        """The compared statistic."""
+        return "" if params.elementwise else params.figure
+
+    def needed(self, params: SimilarAcrossRunsParams) -> Needs:
+        """Statistics, or full tensors of both runs."""
+        if not params.elementwise:
+            return self.needs
+        return saved_in_both_runs(self.needs, ("weights", "biases"), params.every)
+
+    def merged(self, params: SimilarAcrossRunsParams) -> Merge:
+        """Full tensors are compared worker by worker."""
+        return "per_worker" if params.elementwise else self.merge
+
+    def problem(self, state: SimilarAcrossRunsState) -> str:
+        """That no saved tensor could be compared."""
+        return state.problem
+
+    def conclusive(self, params: SimilarAcrossRunsParams, block: Block) -> NDArray[np.bool_]:
+        """Rows with finite elements, or that have a counterpart in the other run."""
+        return has_counterpart(block) if isinstance(block, SavedBlock) else super().conclusive(params, block)
+
     def evaluate(
-        self, params: SimilarAcrossRunsParams, state: State, context: Block, block: Block, now: int
-    ) -> tuple[State, list[Finding]]:
-        """Compare each row with the step of the other run."""
+        self,
+        params: SimilarAcrossRunsParams,
+        state: SimilarAcrossRunsState,
+        context: Block,
+        block: Block,
+        now: int,
+    ) -> tuple[SimilarAcrossRunsState, list[Finding]]:
+        """Compare each row with the step of the other run.
+
+        Raises:
+            RuleError: the statistics of the other run are not known.
+        """
+        if params.elementwise:
+            return compare_elements(self.name, params.run, (params.rtol, params.atol), state, block)
+        check_reference(params.run, params.reference)
         known = block.mask_of_tensors([info.name in params.reference for info in block.catalogue])
         if not known.any():  # without a reference, or in a block of other tensors
             return state, []
@@ -119,6 +214,84 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, State]):
             )
             for place in np.flatnonzero(apart > limit)
         ]
+
+
+def saved_in_both_runs(needs: Needs, collections: tuple[str, ...], every: int) -> Needs:
+    """The needs of a comparison of full tensors of some collections."""
+    return replace(needs, collections=collections, tensors=TensorNeeds(every, reference=True))
+
+
+def has_counterpart(block: SavedBlock) -> NDArray[np.bool_]:
+    """Rows of tensors that the other run saved too, bool of shape (n,)."""
+    return np.array([reference is not None for reference in block.references], np.bool_)
+
+
+def compare_elements(
+    rule: str, run: str, tolerances: tuple[float, float], state: SimilarAcrossRunsState, block: Block
+) -> tuple[SimilarAcrossRunsState, list[Finding]]:
+    """Compare each saved tensor with that of the other run.
+
+    Args:
+        rule: name of the rule.
+        run: the other run.
+        tolerances: the relative and the absolute tolerance of an element.
+        state: the state so far.
+        block: saved tensors with their references; any other block has no rows.
+    """
+    findings: list[Finding] = []
+    compared, alone = state.compared, state.alone
+    if not isinstance(block, SavedBlock):
+        return state, findings
+    for row, (values, reference) in enumerate(zip(block.values, block.references, strict=True)):
+        name = block.info(row).name
+        if reference is None:
+            alone = alone or f"{name} at step {block.step[row]}"
+            continue
+        compared = True
+        apart, most = _apart(values, reference, *tolerances)
+        if not apart:
+            continue
+        if values.shape == reference.shape:
+            message = (
+                f"{apart} of {values.size} elements of {name} are not those of run {run}, within {tolerances[0]:g} of each and {tolerances[1]:g}; "
+                f"the largest difference is {most:.4g}"
+            )
+        else:
+            message = f"{name} has the shape {list(values.shape)}, in run {run} {list(reference.shape)}"
+        findings.append(finding_at(rule, block, row, value=float(apart), threshold=0.0, message=message))
+    return SimilarAcrossRunsState(compared=compared, alone="" if compared else alone[:200]), findings
+
+
+def _apart(values: NDArray[Any], reference: NDArray[Any], rtol: float, atol: float) -> tuple[int, float]:
+    """The number of elements that differ by more than the tolerances, and the largest difference of finite elements.
+
+    Of tensors of different shapes all elements differ, at least one.
+    """
+    if values.shape != reference.shape:
+        return max(1, values.size, reference.size), np.inf
+    wide = np.complex128 if "c" in values.dtype.kind + reference.dtype.kind else np.float64
+    new, old = values.astype(wide), reference.astype(wide)
+    with np.errstate(invalid="ignore", over="ignore"):
+        differs = ~np.isclose(new, old, rtol, atol, equal_nan=True)
+        difference = np.abs(new - old)[differs]
+    finite = difference[np.isfinite(difference)]
+    return int(np.count_nonzero(differs)), float(
+        finite.max()
+    ) if finite.size == difference.size and finite.size else np.inf
+
+
+def check_reference(run: str, reference: References) -> None:
+    """Check that the statistics of a run are known.
+
+    Raises:
+        RuleError: they are not.
+    """
+    if run and not reference:
+        raise RuleError(
+            f"run {run!r}: its statistics were not stored when this attempt began, because the project had no such run, they could not be "
+            "read, or the rule was added later",
+            "record that run first; object references/<attempt>.json of this run has the reason",
+        )
 
 
 def _reference(params: SimilarAcrossRunsParams, block: Block) -> tuple[Floats, Floats, Floats]:

@@ -27,7 +27,7 @@ class TensorVariance(Rule[TensorVarianceParams, State]):
 
     name = "tensor_variance"
     summary = "a tensor's variance is outside the configured bounds"
-    needs = Needs(collections=("weights", "gradients", "activations"), roles=("weight", "gradient", "output"))
+    needs = Needs(collections=("weights", "gradients", "activations", "custom"))
     merge = "watermark"
     usual_causes = (
         "Activations grow or shrink from layer to layer: the initialization does not fit the activation function.",

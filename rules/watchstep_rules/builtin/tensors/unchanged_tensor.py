@@ -38,7 +38,9 @@ class UnchangedTensor(Rule[UnchangedTensorParams, State]):
 
     name = "unchanged_tensor"
     summary = "a tensor does not change from record to record"
-    needs = Needs(collections=("weights", "gradients", "activations", "inputs", "losses", "checksums"))
+    needs = Needs(
+        collections=("weights", "gradients", "activations", "inputs", "losses", "checksums", "custom")
+    )
     merge = "watermark"
     usual_causes = (
         "A weight: it is in no optimizer, its learning rate is zero, or it is frozen.",

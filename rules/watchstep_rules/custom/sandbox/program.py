@@ -27,10 +27,12 @@ from watchstep_rules.custom.sandbox.protocol import (
     MAX_FINDINGS,
     MAX_MESSAGE,
     FoundRow,
+    arrays_from_bytes,
     from_bytes,
     pack_findings,
 )
-from watchstep_rules.rule import AnyRule, Rule, State
+from watchstep_rules.rule import AnyRule, Rule, State, TensorNeeds
+from watchstep_rules.saved_block import SavedBlock, empty_like
 
 _now = time.monotonic
 
@@ -107,6 +109,7 @@ def out_of_time(called: str) -> RuleError:
 
 
 MODULE = "watchstep_user_rule"
+_PARTS_OF_ROWS = 2
 _Answer = tuple[dict[str, Any], bytes]
 
 
@@ -147,7 +150,22 @@ def answer(rule: AnyRule, request: dict[str, Any], parts: list[bytearray]) -> _A
         raise ProgramError(f"{place}: {first['msg']}") from error
     if request["ask"] == "describe":
         return _described(rule, params), b""
-    return _evaluated(rule, params, request, *map(from_bytes, parts))
+    return _evaluated(rule, params, request, *_blocks(parts))
+
+
+def _blocks(parts: list[bytearray]) -> tuple[Block, Block]:
+    """The context and the block: two parts with rows, or six with the values of saved tensors."""
+    if len(parts) == _PARTS_OF_ROWS:
+        return from_bytes(parts[0]), from_bytes(parts[1])
+    context, block = (
+        SavedBlock.of(
+            from_bytes(rows),
+            [array for array in arrays_from_bytes(values) if array is not None],
+            arrays_from_bytes(references),
+        )
+        for rows, values, references in (parts[:3], parts[3:])
+    )
+    return context, block
 
 
 def error_text(error: BaseException) -> str:
@@ -182,7 +200,13 @@ def _described(rule: AnyRule, params: Any) -> dict[str, Any]:
         "roles": list(needs.roles),
         "probes": list(needs.probes),
         "histograms": needs.histograms,
+        "tensors": None if needs.tensors is None else _described_tensors(rule, params, needs.tensors),
     }
+
+
+def _described_tensors(rule: AnyRule, params: Any, tensors: TensorNeeds) -> dict[str, Any]:
+    reference = rule.reference(params) if tensors.reference else ""
+    return {"every": tensors.every, "modes": list(tensors.modes), "reference": reference}
 
 
 def _evaluated(rule: AnyRule, params: Any, request: dict[str, Any], context: Block, block: Block) -> _Answer:
@@ -192,7 +216,7 @@ def _evaluated(rule: AnyRule, params: Any, request: dict[str, Any], context: Blo
         if request["version"] == rule.version:
             state = rule.state_type.model_validate(request["state"])
         else:  # state of another version: rebuilt from the lookback
-            state, _ = rule.evaluate(params, state, Block.empty(), context, now)
+            state, _ = rule.evaluate(params, state, empty_like(context), context, now)
     state, findings = rule.evaluate(params, state, context, block, now)
     rows = {
         (int(block.step[row]), int(block.worker[row]), block.mode_name(row), block.info(row).name): row

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from watchstep.format import segment
 from watchstep.format.block import Block
@@ -195,6 +196,32 @@ class FoundRow:
     value: float
     threshold: float
     message: str
+
+
+def arrays_to_bytes(arrays: Sequence[NDArray[Any] | None]) -> bytes:
+    """Pack arrays: a JSON list of their dtypes and shapes, and their bytes. None stays None."""
+    described = [None if array is None else [array.dtype.str, list(array.shape)] for array in arrays]
+    head = json.dumps(described).encode()
+    parts = [np.ascontiguousarray(array).data for array in arrays if array is not None]
+    return b"".join([_COUNT.pack(len(head)), head, *parts])
+
+
+def arrays_from_bytes(data: bytearray) -> list[NDArray[Any] | None]:
+    """Unpack the result of `arrays_to_bytes`, in the child; the arrays share its memory."""
+    (length,) = _COUNT.unpack_from(data)
+    place = _COUNT.size + length
+    arrays: list[NDArray[Any] | None] = []
+    for described in json.loads(data[_COUNT.size : place]):
+        if described is None:
+            arrays.append(None)
+            continue
+        dtype, shape = np.dtype(described[0]), tuple(described[1])
+        count = math.prod(shape)
+        arrays.append(
+            np.frombuffer(data, dtype, count, place).reshape(shape) if count else np.empty(shape, dtype)
+        )
+        place += count * dtype.itemsize
+    return arrays
 
 
 def table_to_bytes(table: pa.Table | pa.RecordBatch) -> bytes:

@@ -54,7 +54,7 @@ def test_a_training_that_has_nothing_left_to_learn_is_fine() -> None:
 
 
 def test_a_rectifier_after_the_last_layer_may_be_zero_while_the_model_learns() -> None:
-    """As a penalty on what exceeds a bound: it is zero where the bound is kept."""
+    """As a penalty on values over a bound: it is zero within the bound."""
     weighted = [Row(step, tensor("head:output", "activations", order=1), [1.0, 2.0]) for step in range(80)]
     rectifier = replace(RELU, order=2, module_type="ReLU")
     dead = [replace(row, info=rectifier) for row in layer([10] * 80)]
@@ -68,7 +68,7 @@ def test_a_rectifier_after_the_last_layer_may_be_zero_while_the_model_learns() -
 
 
 @pytest.mark.parametrize(("relu_ns", "steps"), [(5, list(range(2, 60))), (15, [])])
-def test_the_last_layer_is_told_by_when_it_was_computed(relu_ns: int, steps: list[int]) -> None:
+def test_the_last_layer_is_recognized_by_when_it_was_computed(relu_ns: int, steps: list[int]) -> None:
     """A module that is used between layers may be declared after them."""
     head = tensor("head:output", "activations", order=1)
     weighted = [Row(step, head, [1.0, 2.0]) for step in range(60)]
@@ -80,9 +80,9 @@ def test_the_last_layer_is_told_by_when_it_was_computed(relu_ns: int, steps: lis
     assert steps_of(all_at_once(RuleConfig(rule="dead_relu"), block), "act:output") == steps
 
 
-def test_the_finding_says_how_many_and_since_when() -> None:
-    said = all_at_once(RuleConfig(rule="dead_relu"), in_steps(layer([9, 10, 10])))
-    assert [(finding.value, finding.threshold) for finding in said.findings] == [(1.0, 0.9)]
-    assert said.findings[0].message == (
+def test_the_finding_states_how_many_and_since_when() -> None:
+    outcome = all_at_once(RuleConfig(rule="dead_relu"), in_steps(layer([9, 10, 10])))
+    assert [(finding.value, finding.threshold) for finding in outcome.findings] == [(1.0, 0.9)]
+    assert outcome.findings[0].message == (
         "100% of 10 channels of act:output are zero for every example, at least 90% for 3 records in a row"
     )

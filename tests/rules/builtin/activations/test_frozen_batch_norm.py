@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.rules.recording import said_of
-from tests.rules.training_parts import Task
+from tests.rules.recording import evaluate_training
+from tests.rules.trainings.parts import Task
 from watchstep import CaptureConfig, Hook
 from watchstep_rules.config.defaults import DEFAULT_RULES
 
@@ -40,23 +40,25 @@ def trained(hook: Hook, each: Each, make: Callable[[nn.Sequential], None] = lamb
 def found(
     folder: Path, each: Each = nothing, make: Callable[[nn.Sequential], None] = lambda _: None
 ) -> dict[int, str]:
-    findings = said_of(
+    findings = evaluate_training(
         lambda hook: trained(hook, each, make), "frozen_batch_norm", folder, config=CaptureConfig()
     )
     return {finding.step: finding.message for finding in findings}
 
 
-def noted(folder: Path, each: Each, make: Callable[[nn.Sequential], None] = lambda _: None) -> dict[int, str]:
-    findings = said_of(
+def messages_by_step(
+    folder: Path, each: Each, make: Callable[[nn.Sequential], None] = lambda _: None
+) -> dict[int, str]:
+    findings = evaluate_training(
         lambda hook: trained(hook, each, make), "running_statistics_frozen", folder, config=CaptureConfig()
     )
     return {finding.step: finding.message for finding in findings}
 
 
 def test_a_model_that_is_never_in_training_mode(tmp_path: Path) -> None:
-    said = found(tmp_path, never_in_training)
-    assert min(said) == 25
-    assert said[25] == (
+    findings = found(tmp_path, never_in_training)
+    assert min(findings) == 25
+    assert findings[25] == (
         "1 learns while the whole model is in evaluation mode, and 1.running_var is 1 everywhere, its initial value, at 2 records in a row"
     )
 
@@ -65,18 +67,18 @@ def test_train_that_is_forgotten_after_an_evaluation(tmp_path: Path) -> None:
     def forgets(step: int, model: nn.Sequential) -> None:
         model.train(step < 60)
 
-    said = found(tmp_path, forgets)
-    assert min(said) == 100
-    assert "1 learns while the whole model is in evaluation mode" in said[100]
+    findings = found(tmp_path, forgets)
+    assert min(findings) == 100
+    assert "1 learns while the whole model is in evaluation mode" in findings[100]
 
 
 def test_a_momentum_of_zero(tmp_path: Path) -> None:
     def make(model: nn.Sequential) -> None:
         model[1] = nn.BatchNorm1d(16, momentum=0.0)
 
-    said = found(tmp_path, make=make)
-    assert min(said) == 50
-    assert "1 has processed 51 batches, and 1.running_var is 1 everywhere" in said[50]
+    findings = found(tmp_path, make=make)
+    assert min(findings) == 50
+    assert "1 has processed 51 batches, and 1.running_var is 1 everywhere" in findings[50]
 
 
 def evaluates_now_and_then(step: int, model: nn.Sequential) -> None:
@@ -136,12 +138,12 @@ def test_what_is_as_it_should_be_or_frozen_on_purpose(
         (frozen_layer, lambda _: None, 100),
     ],
 )
-def test_a_layer_in_evaluation_mode_on_purpose_is_noted_without_a_warning(
+def test_a_layer_in_evaluation_mode_on_purpose_is_reported_without_a_warning(
     each: Each, make: Callable[[nn.Sequential], None], first: int, tmp_path: Path
 ) -> None:
-    said = noted(tmp_path, each, make)
-    assert min(said) == first
-    assert said[first] == (
+    messages = messages_by_step(tmp_path, each, make)
+    assert min(messages) == first
+    assert messages[first] == (
         "1 is in evaluation mode, at 2 records in a row: its running statistics (1.running_var) are frozen; "
         "correct if deliberate, e.g. fine-tuning"
     )
@@ -149,8 +151,8 @@ def test_a_layer_in_evaluation_mode_on_purpose_is_noted_without_a_warning(
 
 
 @pytest.mark.parametrize("each", [nothing, evaluates_now_and_then])
-def test_a_layer_that_trains_is_not_noted(each: Each, tmp_path: Path) -> None:
-    assert noted(tmp_path, each) == {}
+def test_a_layer_that_trains_is_not_reported(each: Each, tmp_path: Path) -> None:
+    assert messages_by_step(tmp_path, each) == {}
 
 
 @pytest.mark.parametrize("affine", ["learns", "frozen", "none"])
@@ -163,7 +165,9 @@ def test_a_layer_in_evaluation_mode_whose_input_becomes_another(affine: str, tmp
             for _ in range(40):
                 model[:2](torch.randn(64, 20))
         norm.requires_grad_(requires_grad=affine == "learns").eval()
-        optimizer = optim.SGD([one for one in model.parameters() if one.requires_grad], 1e-7)
+        optimizer = optim.SGD(
+            [parameter for parameter in model.parameters() if parameter.requires_grad], 1e-7
+        )
         hook.watch(model, optimizer)
         for step in range(STEPS):
             x = torch.randn(32, 20) * (times if step >= 60 else 1.0)
@@ -172,10 +176,12 @@ def test_a_layer_in_evaluation_mode_whose_input_becomes_another(affine: str, tmp
             optimizer.step()
 
     def judged(times: float) -> dict[int, str]:
-        said = said_of(lambda hook: train(hook, times), "frozen_batch_norm", tmp_path / str(times))
-        return {finding.step: finding.message for finding in said}
+        findings = evaluate_training(
+            lambda hook: train(hook, times), "frozen_batch_norm", tmp_path / str(times)
+        )
+        return {finding.step: finding.message for finding in findings}
 
-    told = judged(100.0)
-    assert (min(told), max(told)) == (61, 150)
-    assert "the output of 1, which is in evaluation mode, has " in told[61]
+    earlier = judged(100.0)
+    assert (min(earlier), max(earlier)) == (61, 150)
+    assert "the output of 1, which is in evaluation mode, has " in earlier[61]
     assert judged(4.0) == {}

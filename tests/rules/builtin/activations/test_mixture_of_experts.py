@@ -1,4 +1,4 @@
-"""Experts that no example goes to are no fault; layers that are used and get no gradient are one, also beside such experts."""
+"""Experts without examples are no fault; layers that are used and get no gradient are one, also next to such experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ABOUT_GRADIENTS = ("weight_not_updating", "gradients_cease", "vanishing_gradient
 
 
 class Mixture(nn.Module):
-    """Each example goes to one of four experts; the last is not chosen while it is starved."""
+    """Each example is routed to one of four experts; the last is not chosen while it is starved."""
 
     def __init__(self, *, computes_all: bool) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ def alarms(
     found: dict[str, set[str]] = {}
     for config in DEFAULT_RULES:
         if config.rule in ABOUT_GRADIENTS and config.severity != "info":
-            said = all_at_once(config, rows)
-            if any(change.phase is Phase.FIRING for change in said.told):
-                found[config.rule] = {finding.module for finding in said.findings}
+            outcome = all_at_once(config, rows)
+            if any(change.phase is Phase.FIRING for change in outcome.notified):
+                found[config.rule] = {finding.module for finding in outcome.findings}
     return found
 
 

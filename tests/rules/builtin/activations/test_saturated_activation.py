@@ -54,7 +54,7 @@ def test_the_output_of_a_classifier_may_be_sure() -> None:
 
 
 @pytest.mark.parametrize(("output_ns", "is_found"), [(5, True), (15, False)])
-def test_the_last_layer_is_told_by_when_it_was_computed(output_ns: int, is_found: bool) -> None:
+def test_the_last_layer_is_recognized_by_when_it_was_computed(output_ns: int, is_found: bool) -> None:
     """A module that is used last may be declared first."""
     sure = layer([[0.5]] * 20 + [[0.999]] * 9, "Sigmoid", order=1)
     block = in_steps(sure, HEAD[:29])
@@ -107,9 +107,9 @@ def test_a_critic_that_becomes_flat_as_returns_grow_is_fine(part: str, is_found:
     assert found(layer([[-0.99, 0.99]] * 60), HEAD, rises, beside)[-1] == 59
 
 
-def test_the_finding_says_the_slope() -> None:
-    said = all_at_once(RuleConfig(rule="saturated_activation"), in_steps(layer([[0.99, -0.99]] * 3), HEAD))
-    assert said.findings[0].message == (
+def test_the_finding_states_the_slope() -> None:
+    outcome = all_at_once(RuleConfig(rule="saturated_activation"), in_steps(layer([[0.99, -0.99]] * 3), HEAD))
+    assert outcome.findings[0].message == (
         "act:output has 0.02 of its greatest slope, below 0.1 for 3 records in a row"
     )
 
@@ -120,7 +120,7 @@ def test_what_was_found_lasts_until_the_layer_is_steep_again_however_low_the_los
     assert found(layer(at_its_bounds), HEAD, falling) == list(range(2, 50))
 
 
-def test_gates_that_begin_closed_are_left_alone_until_they_shut() -> None:
+def test_gates_that_begin_closed_are_ignored_until_they_shut() -> None:
     closed, shut = [0.004, 0.009], [0.00002, 0.0005]
     assert found(layer([closed] * 9, "Sigmoid", at_bounds=10.0), HEAD) == []
     assert found(layer([[0.996, 0.991]] * 9, "Sigmoid", at_bounds=10.0), HEAD) == []

@@ -1,4 +1,4 @@
-"""An expert of a mixture that gets no examples for long is noted once."""
+"""An expert of a mixture without examples for long is reported once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from tests.rules.builtin.activations.test_mixture_of_experts import Mixture
 from tests.rules.recording import EVERYTHING
-from tests.rules.runs import Event, Rows, Seal, all_at_once, follow
+from tests.rules.runs import Event, Rows, Watermark, all_at_once, follow
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep import Hook, open_run
 from watchstep.format.block import Block
@@ -41,19 +41,19 @@ def recorded(folder: Path, *, computes_all: bool, starves_last: bool, steps: int
 
 
 @pytest.mark.parametrize("computes_all", [False, True])
-def test_an_expert_without_examples_is_noted_once(computes_all: bool, tmp_path: Path) -> None:
+def test_an_expert_without_examples_is_reported_once(computes_all: bool, tmp_path: Path) -> None:
     assert DEFAULT.severity == "info"
-    said = all_at_once(DEFAULT, recorded(tmp_path, computes_all=computes_all, starves_last=True))
-    (noted,) = said.told
-    assert noted.phase is Phase.FIRING
-    assert noted.step == 49
-    assert noted.finding is not None
-    assert noted.finding.message.startswith(
-        f"{noted.finding.tensor}: experts.3 has had no gradient at 50 records in a row, while 3 of its 3 sibling experts have one"
+    outcome = all_at_once(DEFAULT, recorded(tmp_path, computes_all=computes_all, starves_last=True))
+    (change,) = outcome.notified
+    assert change.phase is Phase.FIRING
+    assert change.step == 49
+    assert change.finding is not None
+    assert change.finding.message.startswith(
+        f"{change.finding.tensor}: experts.3 has had no gradient at 50 records in a row, while 3 of its 3 sibling experts have one"
     )
 
 
-def test_experts_that_all_get_examples_are_not_noted(tmp_path: Path) -> None:
+def test_experts_that_all_get_examples_are_not_reported(tmp_path: Path) -> None:
     rows = recorded(tmp_path, computes_all=False, starves_last=False, steps=20)
     assert all_at_once(SOON, rows).findings == []
 
@@ -79,40 +79,42 @@ def run(starved: dict[int, set[int]], steps: int = 12, **described: object) -> B
     return block_of(rows)
 
 
-def noted(block: Block) -> list[tuple[int, str]]:
+def messages_by_step(block: Block) -> list[tuple[int, str]]:
     found = all_at_once(SOON, block).findings
     return [(finding.step, finding.tensor.partition(".up")[0]) for finding in found]
 
 
 def test_an_expert_is_starved_where_it_has_no_gradient_or_zeros_at_records_in_a_row() -> None:
-    assert noted(run({step: {2} for step in (2, 3, 5, 6)})) == []
+    assert messages_by_step(run({step: {2} for step in (2, 3, 5, 6)})) == []
     for number in (2, 3):
-        steps = noted(run({step: {number} for step in range(4, 8)}))
+        steps = messages_by_step(run({step: {number} for step in range(4, 8)}))
         assert steps == [(6, f"experts.{number}"), (7, f"experts.{number}")]
 
 
-def test_it_is_said_once_in_a_run() -> None:
+def test_a_starved_expert_is_reported_once_in_a_run() -> None:
     first = {step: {2} for step in range(4)}
-    assert noted(run({**first, **{step: {1, 3} for step in range(6, 12)}})) == [
+    assert messages_by_step(run({**first, **{step: {1, 3} for step in range(6, 12)}})) == [
         (2, "experts.2"),
         (3, "experts.2"),
     ]
 
 
-def test_where_no_sibling_has_a_gradient_nothing_is_said() -> None:
+def test_where_no_sibling_has_a_gradient_nothing_is_reported() -> None:
     everywhere = {step: set(range(EXPERTS)) for step in range(12)}
-    assert noted(run(everywhere)) == []
+    assert messages_by_step(run(everywhere)) == []
     alone = {step: {2} for step in range(12)}
-    assert noted(run(alone, path="layers")) == []  # no experts
-    assert noted(run(alone, shape=(8,))) == []
+    assert messages_by_step(run(alone, path="layers")) == []  # no experts
+    assert messages_by_step(run(alone, shape=(8,))) == []
 
 
 def test_steps_that_arrive_one_by_one_are_judged_as_those_that_arrive_together() -> None:
     block = run({step: {0, 3} if step < 7 else {3} for step in range(10)})
-    steps: list[list[Event]] = [[Rows(block.where(block.step == step)), Seal(step)] for step in range(12)]
-    said, together = follow(SOON, steps), all_at_once(SOON, block)
-    assert said.findings == together.findings
-    assert said.memory.state == together.memory.state
-    assert {finding.tensor for finding in said.findings} == {
+    steps: list[list[Event]] = [
+        [Rows(block.where(block.step == step)), Watermark(step)] for step in range(12)
+    ]
+    outcome, together = follow(SOON, steps), all_at_once(SOON, block)
+    assert outcome.findings == together.findings
+    assert outcome.memory.state == together.memory.state
+    assert {finding.tensor for finding in outcome.findings} == {
         f"experts.{number}.up.weight:update" for number in (0, 3)
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rules.recording import said_of
+from tests.rules.recording import evaluate_training
 from tests.rules.runs import all_at_once, steps_of
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep import Hook
@@ -56,25 +56,28 @@ def test_one_class_alone_and_labels_that_are_no_classes_are_not_judged() -> None
     assert all_at_once(RuleConfig(rule="class_imbalance"), block_of(plain)).findings == []
 
 
-def test_the_finding_says_which_class() -> None:
-    said = all_at_once(RuleConfig(rule="class_imbalance"), counts([(500.0, 1.0), (4000.0, 10.0)]))
-    assert said.findings[0].value == 400
-    assert said.findings[0].message == (
+def test_the_finding_states_which_class() -> None:
+    outcome = all_at_once(RuleConfig(rule="class_imbalance"), counts([(500.0, 1.0), (4000.0, 10.0)]))
+    assert outcome.findings[0].value == 400
+    assert outcome.findings[0].message == (
         "of 4010 labels so far 10 are class 1, and 4000 are of the largest class: more than 10 to 1"
     )
 
 
-def test_a_class_that_is_mostly_predicted_wrong_is_found_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_class_that_is_mostly_predicted_wrong_is_found_if_requested(tmp_path: Path) -> None:
     labels = torch.tensor([0] * 30 + [1] * 30)
     guesses = torch.tensor([0] * 54 + [1] * 6)
 
     def train(hook: Hook) -> None:
         hook.record(labels=labels, outputs=guesses)
 
-    found = said_of(train, "class_imbalance", tmp_path / "a", {"misprediction": 0.7})
+    found = evaluate_training(train, "class_imbalance", tmp_path / "a", {"misprediction": 0.7})
     assert [finding.tensor for finding in found] == ["confusion/1"]
     assert found[0].value == pytest.approx(0.8)
     assert found[0].message == "confusion/1: of 30 examples 80% were predicted wrong, more than 70%"
-    assert said_of(train, "class_imbalance", tmp_path / "b", {"misprediction": 0.9}) == []
-    assert said_of(train, "class_imbalance", tmp_path / "c", {"misprediction": 0.7, "examples": 31}) == []
-    assert said_of(train, "class_imbalance", tmp_path / "d") == []
+    assert evaluate_training(train, "class_imbalance", tmp_path / "b", {"misprediction": 0.9}) == []
+    assert (
+        evaluate_training(train, "class_imbalance", tmp_path / "c", {"misprediction": 0.7, "examples": 31})
+        == []
+    )
+    assert evaluate_training(train, "class_imbalance", tmp_path / "d") == []

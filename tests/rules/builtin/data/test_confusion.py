@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn, optim
 
-from tests.rules.recording import said_of
-from tests.rules.training_parts import Task
+from tests.rules.recording import evaluate_training
+from tests.rules.trainings.parts import Task
 from watchstep import Hook
 
 
@@ -30,13 +30,16 @@ def trained(hook: Hook, *, exchanged: bool) -> None:
 def test_two_classes_whose_labels_are_mixed_up_and_the_twin(tmp_path: Path) -> None:
     torch.manual_seed(0)
     late: dict[str, object] = {"from_step": 250, "examples": 100}
-    found = said_of(lambda hook: trained(hook, exchanged=True), "confusion", tmp_path / "a", late)
+    found = evaluate_training(lambda hook: trained(hook, exchanged=True), "confusion", tmp_path / "a", late)
     assert {finding.tensor for finding in found} == {"confusion/1"}
     assert found[0].step >= 250
     assert "were predicted right" in found[0].message
     assert "as class 2" in found[0].message
     torch.manual_seed(0)
-    assert said_of(lambda hook: trained(hook, exchanged=False), "confusion", tmp_path / "b", late) == []
+    assert (
+        evaluate_training(lambda hook: trained(hook, exchanged=False), "confusion", tmp_path / "b", late)
+        == []
+    )
 
 
 def test_the_two_tests_and_their_limits(tmp_path: Path) -> None:
@@ -47,7 +50,10 @@ def test_the_two_tests_and_their_limits(tmp_path: Path) -> None:
         hook.record(labels=labels, outputs=guesses)
 
     def found(name: str, **params: object) -> list[tuple[str, float]]:
-        return [(one.tensor, one.value) for one in said_of(once, "confusion", tmp_path / name, params)]
+        return [
+            (finding.tensor, finding.value)
+            for finding in evaluate_training(once, "confusion", tmp_path / name, params)
+        ]
 
     assert found("a") == [("confusion/0", 0.85)]
     assert found("b", min_diag=0.8) == [("confusion/0", 0.15)]

@@ -17,8 +17,8 @@ CENTRED, SHIFTED = [-1.0, 1.0] * 100, [1.5, 3.5] * 100
 
 def found(records: list[Values], info: TensorInfo = IMAGES, **params: Any) -> list[int]:
     rows = [Row(step, info, values) for step, values in enumerate(records)]
-    said = all_at_once(RuleConfig(rule="input_image_mean", params=params), block_of(rows))
-    return [finding.step for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule="input_image_mean", params=params), block_of(rows))
+    return [finding.step for finding in outcome.findings]
 
 
 def test_images_that_are_not_centred_are_found_after_five_hundred() -> None:
@@ -41,7 +41,7 @@ def test_all_images_so_far_count() -> None:
 @pytest.mark.parametrize(
     "info", [replace(IMAGES, shape=(100, 2)), replace(IMAGES, dtype="uint8"), replace(IMAGES, role="output")]
 )
-def test_what_is_no_image_is_left_alone(info: TensorInfo) -> None:
+def test_what_is_no_image_is_ignored(info: TensorInfo) -> None:
     assert found([SHIFTED] * 7, info) == []
 
 

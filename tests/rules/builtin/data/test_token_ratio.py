@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn, optim
 
-from tests.rules.recording import said_of
+from tests.rules.recording import evaluate_training
 from tests.rules.runs import all_at_once, in_steps, steps_of
 from tests.sdk.format.blocks import Row, tensor
 from watchstep import Hook
@@ -30,17 +30,17 @@ def trained(hook: Hook, longest: int) -> None:
 
 
 def test_sentences_that_are_mostly_padding_and_the_twin(tmp_path: Path) -> None:
-    found = said_of(lambda hook: trained(hook, 5), "token_ratio", tmp_path / "a")
+    found = evaluate_training(lambda hook: trained(hook, 5), "token_ratio", tmp_path / "a")
     assert {finding.tensor for finding in found} == {"0:output"}
     assert found[0].step == 9
     assert "is padding or another watched token, more than 50%" in found[0].message
-    assert said_of(lambda hook: trained(hook, 12), "token_ratio", tmp_path / "b") == []
+    assert evaluate_training(lambda hook: trained(hook, 12), "token_ratio", tmp_path / "b") == []
 
 
 def found(watched: list[float], top: list[float], **params: object) -> list[int]:
     rows = [
-        Row(step, WORDS, [0.0], probes={"token_share": one, "top_token_share": other})
-        for step, (one, other) in enumerate(zip(watched, top, strict=True))
+        Row(step, WORDS, [0.0], probes={"token_share": watched_share, "top_token_share": top_share})
+        for step, (watched_share, top_share) in enumerate(zip(watched, top, strict=True))
     ]
     return steps_of(
         all_at_once(RuleConfig(rule="token_ratio", params={"window": 2, **params}), in_steps(rows)),

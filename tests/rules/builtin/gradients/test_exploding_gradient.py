@@ -57,20 +57,20 @@ def test_a_training_that_diverges_from_its_first_step_is_found_by_its_loss() -> 
     for growth, steps in ((25.0, [3, 4, 5]), (0.5, [])):
         losses = [Row(step, loss, [2.0 * growth**step]) for step in range(6)]
         assert found(in_steps(growing, losses)) == steps
-    said = all_at_once(
+    outcome = all_at_once(
         RuleConfig(rule="exploding_gradient"),
         in_steps(growing, [Row(step, loss, [25.0**step]) for step in range(6)]),
     )
-    assert said.findings[0].message == (
+    assert outcome.findings[0].message == (
         "norm of a.weight:gradient is 125, over 100 from the first step, and the loss has risen"
     )
 
 
-def test_an_explosion_goes_on_when_it_leaves_the_number_format() -> None:
-    said = all_at_once(
+def test_an_explosion_continues_when_it_leaves_the_number_format() -> None:
+    outcome = all_at_once(
         RuleConfig(rule="exploding_gradient"), in_steps(norms("a", [1.0, 1e5, math.inf, math.nan, 1.0]))
     )
-    assert [(finding.step, finding.value) for finding in said.findings] == [
+    assert [(finding.step, finding.value) for finding in outcome.findings] == [
         (1, 1e5),
         (2, math.inf),
         (3, math.inf),
@@ -105,7 +105,7 @@ def test_nan_after_a_step_as_large_as_most_weights_is_an_explosion() -> None:
     assert found(with_losses(losses, gradients, *usual), overwrites=0.1) == [1, 2]
 
 
-def test_an_explosion_between_two_looks_is_said_though_the_loss_settles() -> None:
+def test_an_explosion_between_two_looks_is_reported_though_the_loss_settles() -> None:
     gradients = [*norms("a", [1.0, 20.0]), *norms("a", [0.01] * 6, first=4)]
     losses = [2.3, 4.0, 1e5, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3]
     assert found(with_losses(losses, gradients, updates("a", [0.8, 3.0]))) == [4, 5, 6]
@@ -115,20 +115,20 @@ def test_an_explosion_between_two_looks_is_said_though_the_loss_settles() -> Non
     assert found(with_losses([2.3] * 10, gradients, updates("a", [0.8, 3.0]))) == []
 
 
-def test_an_explosion_lasts_until_the_loss_comes_back() -> None:
+def test_an_explosion_lasts_until_the_loss_returns() -> None:
     dead = norms("a", [1.0, 1e5, 0.0, 0.0, 0.0])
     assert found(with_losses([1.0, 2.0, 1e6, 1e6, 1.5], dead)) == [1, 2, 3]
     assert found(with_losses([1.0, 2.0, 1.0, 1e6, 1.5], dead)) == [1]
-    said = all_at_once(RuleConfig(rule="exploding_gradient"), with_losses([1.0, 2.0, 1e6], dead[:3]))
-    after = said.findings[1]
+    outcome = all_at_once(RuleConfig(rule="exploding_gradient"), with_losses([1.0, 2.0, 1e6], dead[:3]))
+    after = outcome.findings[1]
     assert after.message == (
         "gradients had a norm of 1e+05 at step 1, and 1 at the first: they overwrote weights, or the loss has not "
         "recovered. The norm of a.weight:gradient is 0 now"
     )
     assert (after.step, after.value, after.threshold) == (2, 1e5, 1.0)
     overflown = with_losses([1.0, 1e6, 1e6], norms("a", [0.0, math.inf, 0.0]))
-    said = all_at_once(RuleConfig(rule="exploding_gradient"), overflown)
-    assert said.findings[1].message == (
+    outcome = all_at_once(RuleConfig(rule="exploding_gradient"), overflown)
+    assert outcome.findings[1].message == (
         "norm of a.weight:gradient is 0, after one that overflowed its number format"
     )
 
@@ -149,13 +149,13 @@ def test_a_layer_that_leaves_numeric_noise_is_fine() -> None:
     assert found(in_steps(norms("a", [*noise, 0.1, 0.5, 0.9]), norms("b", [1.0] * 33))) == []
 
 
-def test_a_layer_without_a_gradient_is_held_against_the_others() -> None:
+def test_a_layer_without_a_gradient_is_compared_with_the_others() -> None:
     asleep = [0.0] * 30
     assert found(in_steps(norms("a", [*asleep, 9000.0]), norms("b", [1.0] * 31))) == []
     assert found(in_steps(norms("a", [*asleep, 11000.0]), norms("b", [1.0] * 31))) == [30]
 
 
-def test_a_layer_that_joins_later_is_held_against_the_others() -> None:
+def test_a_layer_that_joins_later_is_compared_with_the_others() -> None:
     assert found(in_steps(norms("b", [1.0] * 40), norms("a", [100.0, 100.0], first=35))) == []
     assert found(in_steps(norms("b", [1.0] * 40), norms("a", [1e5], first=35))) == [35]
 
@@ -187,8 +187,10 @@ def test_workers_and_modes_have_pasts_of_their_own() -> None:
     ]
     assert found(block_of(rows)) == []
     rows += [Row(30, info, [1.0]), Row(31, info, [9000.0], mode="eval"), Row(32, info, [9000.0])]
-    said = all_at_once(RuleConfig(rule="exploding_gradient"), block_of(rows))
-    assert [(finding.step, finding.worker, finding.mode) for finding in said.findings] == [(32, 0, "train")]
+    outcome = all_at_once(RuleConfig(rule="exploding_gradient"), block_of(rows))
+    assert [(finding.step, finding.worker, finding.mode) for finding in outcome.findings] == [
+        (32, 0, "train")
+    ]
 
 
 def test_growth_window_and_warmup_are_the_users_to_set() -> None:
@@ -200,8 +202,8 @@ def test_growth_window_and_warmup_are_the_users_to_set() -> None:
 
 
 def test_the_finding_says_value_and_limit() -> None:
-    said = all_at_once(RuleConfig(rule="exploding_gradient"), in_steps(norms("a", [*([1.0] * 30), 130.0])))
-    (finding,) = said.findings
+    outcome = all_at_once(RuleConfig(rule="exploding_gradient"), in_steps(norms("a", [*([1.0] * 30), 130.0])))
+    (finding,) = outcome.findings
     assert (finding.value, finding.threshold) == (130.0, 100.0)
     assert finding.message == f"norm of {A} is 130, over 100 from earlier records"
 

@@ -42,15 +42,15 @@ def test_what_is_large_for_a_small_layer_alone_is_no_spike_of_the_whole() -> Non
     ],
     ids=["less than growth", "grows steadily", "scatters by factors"],
 )
-def test_what_is_no_spike_is_left_alone(course: list[float]) -> None:
+def test_what_is_no_spike_is_ignored(course: list[float]) -> None:
     assert found(course) == []
 
 
-def test_until_the_window_is_full_nothing_is_said() -> None:
+def test_until_the_window_is_full_nothing_is_reported() -> None:
     assert found([1.0] * 19 + [1e6]) == []
     assert [finding.step for finding in found([1.0] * 20 + [1e6])] == [20]
 
 
-def test_what_is_not_finite_or_zero_is_left_out() -> None:
+def test_what_is_not_finite_or_zero_is_omitted() -> None:
     course = [*[1.0] * 10, float("nan"), 0.0, *[1.0] * 9, 1e3, 1.0, 1e3]
     assert [finding.step for finding in found(course)] == [23]

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tests.rules.recording import said_of
-from tests.rules.training_parts import Task
+from tests.rules.recording import evaluate_training
+from tests.rules.trainings.parts import Task
 from watchstep import Hook
 
 ONSET = 60
@@ -52,8 +52,8 @@ def found(
             nn.functional.cross_entropy(model(x), y).backward()
             updates.step()
 
-    said = said_of(train, "gradients_cease", folder)
-    return [(finding.step, finding.tensor) for finding in said]
+    outcome = evaluate_training(train, "gradients_cease", folder)
+    return [(finding.step, finding.tensor) for finding in outcome]
 
 
 BOTH = [(ONSET + 3, "encoder.0.weight:update"), (ONSET + 3, "encoder.2.weight:update")]
@@ -67,7 +67,7 @@ def test_an_encoder_under_no_grad_from_some_step_on(tmp_path: Path) -> None:
     assert found(tmp_path / "zeros", change, zeros=True, optimizer=torch.optim.AdamW)[:2] == BOTH
 
 
-def test_what_is_frozen_detached_later_or_left_out_is_left_alone(tmp_path: Path) -> None:
+def test_what_is_frozen_detached_later_or_left_out_is_ignored(tmp_path: Path) -> None:
     def freeze(model: Parts) -> None:
         model.encoder.requires_grad_(requires_grad=False)
 
@@ -95,4 +95,4 @@ def test_a_head_that_is_trained_alone_from_the_start_is_no_case_of_it(tmp_path: 
             nn.functional.cross_entropy(model(x), y).backward()
             updates.step()
 
-    assert said_of(train, "gradients_cease", tmp_path) == []
+    assert evaluate_training(train, "gradients_cease", tmp_path) == []

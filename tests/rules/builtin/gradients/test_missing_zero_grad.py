@@ -4,14 +4,14 @@ from pathlib import Path
 
 from torch import nn, optim
 
-from tests.rules.recording import said_of
+from tests.rules.recording import evaluate_training
 from tests.rules.runs import all_at_once, in_steps
 from tests.sdk.format.blocks import Row, tensor
 from tests.sdk.training import batches, small_model
 from watchstep import Hook
 from watchstep_rules.config.rule_config import RuleConfig
 
-KEPT = tensor("gradients:stale", "metrics", shape=())
+STALE_GRADIENTS = tensor("gradients:stale", "metrics", shape=())
 
 
 def trained(hook: Hook, *, clears: bool, micro_batches: int = 1) -> None:
@@ -27,14 +27,16 @@ def trained(hook: Hook, *, clears: bool, micro_batches: int = 1) -> None:
 
 
 def test_a_loop_without_zero_grad_and_its_twin(tmp_path: Path) -> None:
-    found = said_of(lambda hook: trained(hook, clears=False), "missing_zero_grad", tmp_path / "faulty")
+    found = evaluate_training(
+        lambda hook: trained(hook, clears=False), "missing_zero_grad", tmp_path / "faulty"
+    )
     assert [finding.step for finding in found] == list(range(6, 15))
     assert found[0].message == (
         "gradients:stale: at 6 steps in a row the gradients included those of the previous step; "
         "they were not cleared"
     )
     for passes in (1, 4):
-        twin = said_of(
+        twin = evaluate_training(
             lambda hook, passes=passes: trained(hook, clears=True, micro_batches=passes),  # type: ignore[misc]  # mypy does not infer it
             "missing_zero_grad",
             tmp_path / f"{passes}",
@@ -42,17 +44,17 @@ def test_a_loop_without_zero_grad_and_its_twin(tmp_path: Path) -> None:
         assert twin == []
 
 
-def kept(values: list[float]) -> list[int]:
-    rows = [Row(step, KEPT, [value]) for step, value in enumerate(values)]
+def stale_steps(values: list[float]) -> list[int]:
+    rows = [Row(step, STALE_GRADIENTS, [value]) for step, value in enumerate(values)]
     config = RuleConfig(rule="missing_zero_grad", params={"records": 3})
     return [finding.step for finding in all_at_once(config, in_steps(rows)).findings]
 
 
 def test_a_step_that_was_cleared_begins_anew() -> None:
-    assert kept([1, 1, 1, 1, 0, 1, 1, 1]) == [2, 3, 7]
-    assert kept([1, 1, 0, 1, 1, 0]) == []
+    assert stale_steps([1, 1, 1, 1, 0, 1, 1, 1]) == [2, 3, 7]
+    assert stale_steps([1, 1, 0, 1, 1, 0]) == []
 
 
-def test_other_metrics_are_left_alone() -> None:
+def test_other_metrics_are_ignored() -> None:
     rows = [Row(step, tensor("accuracy", "metrics", shape=()), [1.0]) for step in range(20)]
     assert all_at_once(RuleConfig(rule="missing_zero_grad"), in_steps(rows)).findings == []

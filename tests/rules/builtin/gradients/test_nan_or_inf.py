@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.rules.runs import Event, Rows, Seal, all_at_once, follow
+from tests.rules.runs import Event, Rows, Watermark, all_at_once, follow
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from tests.sdk.training import recorded
 from watchstep import Cadence, CaptureConfig, Hook
@@ -33,7 +33,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Fired(NamedTuple):
-    """What the default rules said of a run."""
+    """The stops and warnings of the default rules for a run."""
 
     stops: list[Finding]
     warnings: list[int]
@@ -54,10 +54,14 @@ def network(*, normalized: bool = False) -> nn.Sequential:
 
 def fired(hook: Hook) -> Fired:
     outcomes = {outcome.config.name: outcome for outcome in backtest(recorded(hook).rows(), DEFAULT_RULES)}
-    said = outcomes["nan_or_inf"].transitions
-    stops = [one.finding for one in said if one.phase is Phase.FIRING and one.finding is not None]
+    transitions = outcomes["nan_or_inf"].transitions
+    stops = [
+        change.finding
+        for change in transitions
+        if change.phase is Phase.FIRING and change.finding is not None
+    ]
     warned = outcomes["non_finite_values"].transitions
-    return Fired(stops, [one.step for one in warned if one.phase is Phase.FIRING])
+    return Fired(stops, [change.step for change in warned if change.phase is Phase.FIRING])
 
 
 def train(
@@ -97,9 +101,9 @@ def test_a_batch_without_labels_is_no_damage(tmp_path: Path) -> None:
         x, y = batch(step)
         update(model, optimizer, (x, torch.full_like(y, -100) if step >= BAD else y), hook)
 
-    said = train(tmp_path, step_of)
-    assert said.stops == []
-    assert said.warnings == [BAD + 1]  # it lasts: that is worth a word
+    result = train(tmp_path, step_of)
+    assert result.stops == []
+    assert result.warnings == [BAD + 1]  # it lasts: that is worth a word
 
 
 def test_a_lone_batch_without_labels_is_not_even_a_warning(tmp_path: Path) -> None:
@@ -168,7 +172,7 @@ class Cautious(torch.optim.SGD):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if all(bool(torch.isfinite(one).all()) for one in gradients):
+        if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             super().step(closure)
 
 
@@ -195,13 +199,13 @@ def test_a_step_that_a_gradient_scaler_skips_is_no_damage(tmp_path: Path, unscal
         scaler.update()
         hook.log(loss=loss)
 
-    said = train(tmp_path, step_of, steps=30)
+    result = train(tmp_path, step_of, steps=30)
     assert scaler.get_scale() < 2.0**120  # some were skipped
-    assert said == ([], [])
+    assert result == ([], [])
 
 
 class Masked(nn.Module):
-    """Attention with a mask that a module gives and a frozen parameter holds; padding rows stay NaN, and nothing uses them."""
+    """Attention with a mask from a module and a frozen parameter; padding rows stay NaN and are not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +276,7 @@ def test_an_empty_validation_slice_is_no_damage(tmp_path: Path, name: str) -> No
     assert train(tmp_path, step_of) == ([], [])
 
 
-def test_a_model_that_is_not_watched_may_be_as_it_likes(tmp_path: Path) -> None:
+def test_an_unwatched_model_may_contain_nan(tmp_path: Path) -> None:
     other = network()
     other[0].weight.data.fill_(NAN)  # type: ignore[operator,union-attr,unused-ignore]
 
@@ -294,17 +298,18 @@ def test_weights_that_an_update_makes_nan_are_found_at_its_step(
     def step_of(step: int, model: nn.Module, updates: torch.optim.Optimizer, hook: Hook) -> None:
         update(model, updates, batch(step, bad=BAD), hook)
 
-    said = train(tmp_path, step_of, optimizer=optimizer)
-    assert [finding.step for finding in said.stops] == [BAD]
-    assert "skipped" not in said.stops[0].message
-    assert said.stops[0].upstream == ("model:input",)
+    result = train(tmp_path, step_of, optimizer=optimizer)
+    assert [finding.step for finding in result.stops] == [BAD]
+    assert "skipped" not in result.stops[0].message
+    assert result.stops[0].upstream == ("model:input",)
     assert (
-        "which the optimizer applies; the input contained 256 NaN among 256 elements" in said.stops[0].message
+        "which the optimizer applies; the input contained 256 NaN among 256 elements"
+        in result.stops[0].message
     )
 
 
 class Overflows(nn.Module):
-    """Computes scores in float16, whose range they leave at one step."""
+    """Computes scores in float16 that leave its range at one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,14 +396,14 @@ def test_weights_that_are_damaged_while_the_program_skips_every_loss_after_it(tm
 
 
 def test_poisoned_optimizer_state_is_found_where_weights_were_restored(tmp_path: Path) -> None:
-    kept: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
 
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
         if step == BAD:
-            kept.update({name: held.clone() for name, held in model.state_dict().items()})
+            saved.update({name: tensor_value.clone() for name, tensor_value in model.state_dict().items()})
         update(model, optimizer, batch(step, bad=BAD), hook)
         if step == BAD:
-            model.load_state_dict(kept)
+            model.load_state_dict(saved)
 
     hook = train_and_rows(tmp_path, step_of)
     checked = {
@@ -503,16 +508,16 @@ class Odd(nn.Module):
         return out
 
 
-def test_buffers_of_a_programs_own_that_are_no_running_statistics_are_left_alone(tmp_path: Path) -> None:
+def test_buffers_of_a_programs_own_that_are_no_running_statistics_are_ignored(tmp_path: Path) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
-        kept = model.get_buffer("norm.running_var").clone()
+        running_var = model.get_buffer("norm.running_var").clone()
         x, y = batch(step, bad=step if step % 10 == 9 else None)
         loss = functional.cross_entropy(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
         if torch.isfinite(loss):
             optimizer.step()
         else:
-            model.get_buffer("norm.running_var").copy_(kept)
+            model.get_buffer("norm.running_var").copy_(running_var)
         optimizer.zero_grad()
 
     assert train(tmp_path, step_of, model=Odd(), steps=60).stops == []
@@ -531,11 +536,11 @@ def test_weights_that_are_nan_from_the_start_are_damage_after_fifty_steps(tmp_pa
         optimizer.step()
 
     config = replace(CONFIG, overhead_budget=None)
-    said = train(tmp_path, step_of, model=model, optimizer=torch.optim.SGD, steps=60, config=config)
-    assert [(finding.step, finding.tensor, finding.value) for finding in said.stops] == [
+    result = train(tmp_path, step_of, model=model, optimizer=torch.optim.SGD, steps=60, config=config)
+    assert [(finding.step, finding.tensor, finding.value) for finding in result.stops] == [
         (49, "2.weight", 50.0)
     ]
-    assert said.warnings
+    assert result.warnings
 
 
 def test_fifty_steps_that_a_scaler_skips_in_a_row_are_damage(tmp_path: Path) -> None:
@@ -557,13 +562,18 @@ def warning(folder: Path, step_of: Callable[[int, nn.Module, torch.optim.Optimiz
     """What the only alert of a training names, a warning of values that are not finite."""
     hook = train_and_rows(folder, step_of, steps=12)
     outcomes = backtest(recorded(hook).rows(), DEFAULT_RULES)
-    (said,) = [one for outcome in outcomes for one in outcome.transitions if one.phase is Phase.FIRING]
-    assert said.finding is not None
-    assert said.finding.rule == "non_finite_values"
-    return said.finding
+    (change,) = [
+        transition
+        for outcome in outcomes
+        for transition in outcome.transitions
+        if transition.phase is Phase.FIRING
+    ]
+    assert change.finding is not None
+    assert change.finding.rule == "non_finite_values"
+    return change.finding
 
 
-def test_a_warning_says_that_the_gradient_scaler_skipped_the_step(tmp_path: Path) -> None:
+def test_a_warning_states_that_the_gradient_scaler_skipped_the_step(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu")
 
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
@@ -573,14 +583,15 @@ def test_a_warning_says_that_the_gradient_scaler_skipped_the_step(tmp_path: Path
         scaler.step(optimizer)
         scaler.update()
 
-    said = warning(tmp_path, step_of)
-    assert said.step == BAD + 1
+    result = warning(tmp_path, step_of)
+    assert result.step == BAD + 1
     assert (
-        f"; the gradient scaler skipped step {said.step}, and the recorded weights are finite" in said.message
+        f"; the gradient scaler skipped step {result.step}, and the recorded weights are finite"
+        in result.message
     )
 
 
-def test_a_warning_says_that_an_update_was_finite_though_the_loss_was_not(tmp_path: Path) -> None:
+def test_a_warning_states_that_an_update_was_finite_though_the_loss_was_not(tmp_path: Path) -> None:
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
         x, y = batch(step)
         is_bad = BAD <= step < BAD + 3
@@ -594,10 +605,10 @@ def test_a_warning_says_that_an_update_was_finite_though_the_loss_was_not(tmp_pa
         optimizer.step()
         hook.log(loss=loss * NAN if is_bad else loss)
 
-    said = warning(tmp_path, step_of)
+    result = warning(tmp_path, step_of)
     assert (
-        f"; the update of step {said.step} was made with finite gradients, and the recorded weights are finite"
-        in said.message
+        f"; the update of step {result.step} was made with finite gradients, and the recorded weights are finite"
+        in result.message
     )
 
 
@@ -626,19 +637,21 @@ def test_fifty_passes_that_a_program_skips_in_a_row_are_damage(tmp_path: Path, h
     assert f"; no optimizer step was recorded at step {BAD}" in finding.message
 
 
-def test_it_is_over_once_what_was_damaged_is_restored(tmp_path: Path) -> None:
-    kept: dict[str, Tensor] = {}
+def test_an_alert_resolves_once_the_damage_is_restored(tmp_path: Path) -> None:
+    saved: dict[str, Tensor] = {}
 
     def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
         if step == BAD:
-            kept.update({name: held.clone() for name, held in model.state_dict().items()})
+            saved.update({name: tensor_value.clone() for name, tensor_value in model.state_dict().items()})
         update(model, optimizer, batch(step, bad=BAD), hook)
         if step == BAD + 3:
-            model.load_state_dict(kept)
+            model.load_state_dict(saved)
 
     hook = train_and_rows(tmp_path, step_of, optimizer=torch.optim.SGD, steps=40)
     (outcome,) = backtest(recorded(hook).rows(), DEFAULT_RULES[:1])
-    firing, resolved = (one for one in outcome.transitions if one.phase in (Phase.FIRING, Phase.RESOLVED))
+    firing, resolved = (
+        change for change in outcome.transitions if change.phase in (Phase.FIRING, Phase.RESOLVED)
+    )
     assert firing.step == BAD
     assert BAD + 4 <= resolved.step <= BAD + 16
 
@@ -687,21 +700,21 @@ def test_a_gradient_that_is_applied_is_damage(bad: float) -> None:
     (finding,) = findings(Row(3, gradient("a"), [1.0, bad]))
     assert (finding.step, finding.value) == (3, 1.0)
     assert findings(Row(3, APPLIED, [0.0]), Row(3, gradient("a"), [1.0, bad])) == []
-    told = findings(Row(3, APPLIED, [1.0]), Row(3, gradient("a"), [1.0, bad]))
-    assert [finding.tensor for finding in told] == ["a.weight:gradient"]
+    applied = findings(Row(3, APPLIED, [1.0]), Row(3, gradient("a"), [1.0, bad]))
+    assert [finding.tensor for finding in applied] == ["a.weight:gradient"]
 
 
-def test_weights_are_damaged_from_where_they_hold_more_until_they_hold_no_more_than_before() -> None:
+def test_weights_are_damaged_while_they_contain_more_nan_than_before() -> None:
     values = [[-INF, 1.0], [-INF, NAN], [-INF, NAN], [-INF, 2.0], [NAN, NAN]]
-    rows = [Row(step, WEIGHT, held) for step, held in enumerate(values)]
+    rows = [Row(step, WEIGHT, content) for step, content in enumerate(values)]
     assert [finding.step for finding in findings(*rows)] == [1, 2, 4]
 
 
-def test_weights_that_held_nan_when_they_were_first_recorded_get_fifty_steps() -> None:
+def test_weights_that_contained_nan_when_first_recorded_get_fifty_steps() -> None:
     rows = [
-        Row(step, info, held)
+        Row(step, info, content)
         for step in range(60)
-        for info, held in ((WEIGHT, [NAN, 1.0]), (gradient("a"), [0.0]))
+        for info, content in ((WEIGHT, [NAN, 1.0]), (gradient("a"), [0.0]))
     ]
     assert [finding.step for finding in findings(*rows)] == list(range(49, 60))
     forbidden = [replace(row, values=[-INF, 1.0]) if row.info is WEIGHT else row for row in rows]
@@ -716,13 +729,13 @@ def test_weights_that_held_nan_when_they_were_first_recorded_get_fifty_steps() -
     assert findings(*frozen) == []
 
 
-def test_buffers_of_a_modules_own_are_damaged_at_the_third_look_that_shows_no_less() -> None:
+def test_own_buffers_are_damaged_at_the_third_record_that_shows_no_less() -> None:
     seen = [[NAN, 1.0], [NAN, NAN], [NAN, 1.0], [NAN, 1.0], [NAN, 1.0], [1.0, 1.0], [NAN, 1.0]]
     for name, bad, steps in (("own", NAN, [4]), ("own", INF, []), ("running_max", INF, [4])):
         info = replace(CHECK, name=f"{name}:finite_check", role="buffer_check")
         rows = [
-            Row(step, info, [bad if value != 1.0 else 1.0 for value in held])
-            for step, held in enumerate(seen)
+            Row(step, info, [bad if value != 1.0 else 1.0 for value in content])
+            for step, content in enumerate(seen)
         ]
         assert [finding.step for finding in findings(*rows)] == steps
 
@@ -730,25 +743,25 @@ def test_buffers_of_a_modules_own_are_damaged_at_the_third_look_that_shows_no_le
 def test_steps_that_arrive_one_by_one_are_judged_as_those_that_arrive_together() -> None:
     own = replace(CHECK, name="own:finite_check", role="buffer_check")
     rows = [
-        Row(step, info, held, worker=worker)
+        Row(step, info, content, worker=worker)
         for worker in (0, 1)
         for step in range(60)
-        for info, held in ((WEIGHT, [NAN]), (gradient("a"), [0.0]), (own, [NAN if step % 7 else 1.0]))
+        for info, content in ((WEIGHT, [NAN]), (gradient("a"), [0.0]), (own, [NAN if step % 7 else 1.0]))
     ]
     config = RuleConfig(rule="nan_or_inf")
     steps: list[list[Event]] = [
-        [Rows(block_of([row for row in rows if row.step == step])), Seal(step)] for step in range(60)
+        [Rows(block_of([row for row in rows if row.step == step])), Watermark(step)] for step in range(60)
     ]
-    said = follow(config, steps)
-    assert said.findings == all_at_once(config, block_of(rows).ordered()).findings
-    assert {finding.tensor for finding in said.findings} == {"a.weight", "own:finite_check"}
+    outcome = follow(config, steps)
+    assert outcome.findings == all_at_once(config, block_of(rows).ordered()).findings
+    assert {finding.tensor for finding in outcome.findings} == {"a.weight", "own:finite_check"}
 
 
 def test_a_parameter_without_a_gradient_is_a_mask() -> None:
     rows = [
-        Row(step, info, held)
-        for step, held in enumerate([[0.0, 1.0], [-INF, 1.0], [-INF, -INF]])
-        for info, held in ((WEIGHT, held), (gradient("b"), [1.0]))
+        Row(step, info, content)
+        for step, content in enumerate([[0.0, 1.0], [-INF, 1.0], [-INF, -INF]])
+        for info, content in ((WEIGHT, content), (gradient("b"), [1.0]))
     ]
     assert findings(*rows) == []
 

@@ -27,10 +27,10 @@ LOSS = replace(tensor("loss", "losses", shape=()), derived=True)  # as found at 
 
 def found(info: TensorInfo, values: list[float], **params: object) -> list[Finding]:
     checked = NonFiniteValuesParams.model_validate(params)
-    said = NonFiniteValues().evaluate(
+    outcome = NonFiniteValues().evaluate(
         checked, NonFiniteValuesState(), Block.empty(), block_of([Row(3, info, values)]), 0
     )[1]
-    return list(said)
+    return list(outcome)
 
 
 @pytest.mark.parametrize("info", [LOSS, OUTPUT, gradient("a"), tensor("w", "weights"), tensor("b", "biases")])
@@ -74,12 +74,12 @@ def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
         NonFiniteValuesParams.model_validate(params)
 
 
-def test_it_is_judged_as_it_arrives_and_the_likeliest_cause_is_named() -> None:
+def test_rows_are_judged_as_they_arrive_and_the_likeliest_cause_is_named() -> None:
     block = block_of(
         [Row(0, LOSS, [1.0]), Row(5, gradient("a"), [NAN]), Row(5, LOSS, [NAN]), Row(5, OUTPUT, [NAN])]
     )
-    said = all_at_once(RuleConfig(rule="non_finite_values"), block)
-    (fired,) = said.transitions
+    outcome = all_at_once(RuleConfig(rule="non_finite_values"), block)
+    (fired,) = outcome.transitions
     assert (fired.step, fired.phase.value) == (5, "firing")
     assert fired.finding is not None
     assert fired.finding.tensor == OUTPUT.name
@@ -103,9 +103,9 @@ def test_a_bad_output_points_at_the_batch_and_a_bad_weight_does_not(
     assert sorted(advice.what_to_try) == sorted(NonFiniteValues.what_to_try)
 
 
-def test_it_remembers_nothing_of_gradients() -> None:
-    said = all_at_once(RuleConfig(rule="non_finite_values"), in_steps(norms("a", [1.0, NAN])))
-    assert said.memory.state == {"finite": []}
+def test_the_state_contains_nothing_of_gradients() -> None:
+    outcome = all_at_once(RuleConfig(rule="non_finite_values"), in_steps(norms("a", [1.0, NAN])))
+    assert outcome.memory.state == {"finite": [], "metrics": {}}
 
 
 def test_a_best_loss_may_begin_at_infinity_but_not_return_to_it() -> None:
@@ -145,19 +145,19 @@ def at_once(*rows: Row, **params: object) -> list[Finding]:
 
 
 @pytest.mark.parametrize("bad", [DENSE, LOSS, gradient("0")])
-@pytest.mark.parametrize(("held", "seen"), [([1.0, NAN], "1 NaN"), ([INF, NAN, INF], "1 NaN, 2 +inf")])
-def test_an_input_that_was_bad_is_said_with_what_follows_from_it(
-    bad: TensorInfo, held: list[float], seen: str
+@pytest.mark.parametrize(("values", "seen"), [([1.0, NAN], "1 NaN"), ([INF, NAN, INF], "1 NaN, 2 +inf")])
+def test_an_input_that_was_bad_is_reported_with_what_follows_from_it(
+    bad: TensorInfo, values: list[float], seen: str
 ) -> None:
-    (finding,) = at_once(Row(3, INPUT, held), Row(3, WEIGHT, [1.0]), Row(3, bad, [NAN]))
+    (finding,) = at_once(Row(3, INPUT, values), Row(3, WEIGHT, [1.0]), Row(3, bad, [NAN]))
     assert (finding.tensor, finding.upstream) == (bad.name, (INPUT.name,))
     assert finding.message == (
-        f"1 NaN among 1 elements of {bad.name}, 0 tolerated; the input contained {seen} among {len(held)} elements of model:input"
+        f"1 NaN among 1 elements of {bad.name}, 0 tolerated; the input contained {seen} among {len(values)} elements of model:input"
     )
     advice = NonFiniteValues().advice(finding)
     assert advice.usual_causes[0].startswith("The batch of this step was measured as bad")
     assert advice.what_to_try[0].startswith("Find the examples with torch.isfinite")
-    assert not any("Look at model:input" in one for one in advice.what_to_try)
+    assert not any("Look at model:input" in advice_line for advice_line in advice.what_to_try)
     assert len(set(advice.usual_causes)) == len(NonFiniteValues.usual_causes)
 
 
@@ -179,7 +179,7 @@ def test_an_input_is_not_blamed_for_what_it_did_not_cause(rows: list[Row], named
     assert all(finding.upstream == () and "input contained" not in finding.message for finding in findings)
 
 
-def test_inputs_are_judged_where_that_is_asked_for() -> None:
+def test_inputs_are_judged_if_requested() -> None:
     rows = [Row(3, INPUT, [NAN]), Row(3, DENSE, [NAN])]
     given, output = at_once(*rows, judge_inputs=True)
     assert (given.tensor, given.upstream, output.upstream) == (INPUT.name, (), (INPUT.name,))
@@ -190,11 +190,11 @@ def test_inputs_are_judged_where_that_is_asked_for() -> None:
 
 
 def test_inputs_alone_are_no_data() -> None:
-    said = all_at_once(RuleConfig(rule="non_finite_values"), block_of([Row(3, INPUT, [NAN])]))
-    assert (said.memory.health.value, said.findings) == ("no_data", [])
+    outcome = all_at_once(RuleConfig(rule="non_finite_values"), block_of([Row(3, INPUT, [NAN])]))
+    assert (outcome.memory.health.value, outcome.findings) == ("no_data", [])
 
 
-def test_a_rule_narrowed_to_gradients_says_so_too() -> None:
+def test_a_rule_narrowed_to_gradients_reports_it_too() -> None:
     config = RuleConfig.model_validate({"rule": "non_finite_values", "tensors": {"collection": "gradients"}})
     rows = [Row(3, INPUT, [NAN]), Row(3, DENSE, [NAN]), Row(3, gradient("0"), [NAN])]
     (finding,) = all_at_once(config, block_of(rows)).findings

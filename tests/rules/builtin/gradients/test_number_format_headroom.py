@@ -20,11 +20,13 @@ def found(rows: list[Row], name: str = GRADIENT.name, **params: Any) -> list[int
 
 
 @pytest.mark.parametrize(
-    ("number_format", "lost", "held"),
+    ("number_format", "lost", "representable"),
     [("fp16", 2.0**-25, 2.0**-24), ("bf16", 2.0**-134, 2.0**-133), ("fp8_e4m3", 2.0**-10, 2.0**-9)],
 )
-def test_what_is_below_the_smallest_number_is_lost(number_format: str, lost: float, held: float) -> None:
-    rows = [Row(0, GRADIENT, [held] * 20), Row(1, GRADIENT, [*[held] * 18, lost, lost])]
+def test_what_is_below_the_smallest_number_is_lost(
+    number_format: str, lost: float, representable: float
+) -> None:
+    rows = [Row(0, GRADIENT, [representable] * 20), Row(1, GRADIENT, [*[representable] * 18, lost, lost])]
     assert found(rows, number_format=number_format) == [1]
     assert found(rows, number_format=number_format, max_underflow=0.1) == []
 
@@ -59,12 +61,12 @@ def test_a_scale_is_no_gradients_and_does_not_move_outputs() -> None:
         assert found(rows, info.name) == []
 
 
-def test_the_message_says_what_becomes_of_how_many() -> None:
-    said = all_at_once(
+def test_the_message_states_the_share_that_becomes_zero() -> None:
+    outcome = all_at_once(
         RuleConfig(rule="number_format_headroom", params={"gradient_scale": 2.0}),
         block_of([Row(0, GRADIENT, [2.0**-30, 1.0])]),
     )
-    assert said.findings[0].message == (
+    assert outcome.findings[0].message == (
         "50.0% of the numbers of a.weight:gradient, times 2, would become zero in fp16, 5.0% tolerated"
     )
 

@@ -12,8 +12,8 @@ OTHER = tensor("accuracy", "metrics", shape=())
 
 def found(steps: Iterable[int], **params: int) -> list[int]:
     rows = [row for step in steps for row in (Row(step, OTHER, [1.0]), Row(step, SKIPPED, [1.0]))]
-    said = all_at_once(RuleConfig(rule="scaler_skips", params=params), block_of(rows))
-    return [finding.step for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule="scaler_skips", params=params), block_of(rows))
+    return [finding.step for finding in outcome.findings]
 
 
 def test_the_start_of_a_scaler_is_fine_and_one_that_does_not_end_is_found() -> None:
@@ -35,7 +35,9 @@ def test_other_metrics_are_not_counted() -> None:
     assert all_at_once(RuleConfig(rule="scaler_skips"), block).findings == []
 
 
-def test_the_message_says_how_many_of_how_many() -> None:
+def test_the_message_states_how_many_of_how_many() -> None:
     rows = [Row(step, SKIPPED, [1.0]) for step in range(0, 9, 2)]
-    said = all_at_once(RuleConfig(rule="scaler_skips", params={"skips": 5}), block_of(rows))
-    assert said.findings[0].message.startswith("gradient_scaler:skipped: 5 of the last 9 steps were skipped")
+    outcome = all_at_once(RuleConfig(rule="scaler_skips", params={"skips": 5}), block_of(rows))
+    assert outcome.findings[0].message.startswith(
+        "gradient_scaler:skipped: 5 of the last 9 steps were skipped"
+    )

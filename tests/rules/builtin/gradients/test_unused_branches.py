@@ -52,10 +52,10 @@ def test_a_branch_that_is_computed_and_not_used_raises_no_alarm(
             loss = nn.functional.cross_entropy(logits, (x @ truth).argmax(1))
             (loss + other.square().mean() if is_used and is_auxiliary else loss).backward()
             optimizer.step()
-    said = backtest(open_run(hook.run_url).rows(), DEFAULT_RULES)
+    outcomes = backtest(open_run(hook.run_url).rows(), DEFAULT_RULES)
     fired = {
         outcome.config.name
-        for outcome in said
+        for outcome in outcomes
         if outcome.config.severity != "info"
         and any(change.phase is Phase.FIRING for change in outcome.transitions)
     }

@@ -69,13 +69,13 @@ def test_where_a_loss_has_converged_a_layer_may_starve(values: list[float], step
 
 def test_a_training_that_never_began_is_found_in_every_layer() -> None:
     block = in_steps(norms("first", [0.0] * 3), norms("last", [0.0, 1e-11, 0.0]))
-    said = all_at_once(RuleConfig(rule="vanishing_gradient"), block)
-    assert steps_of(said, FIRST) == [0, 1, 2]
-    assert steps_of(said, LAST) == [0, 2]
-    assert "no layer has learned yet" in said.findings[0].message
+    outcome = all_at_once(RuleConfig(rule="vanishing_gradient"), block)
+    assert steps_of(outcome, FIRST) == [0, 1, 2]
+    assert steps_of(outcome, LAST) == [0, 2]
+    assert "no layer has learned yet" in outcome.findings[0].message
 
 
-def test_it_begins_late_and_is_fine_from_then_on() -> None:
+def test_a_layer_that_begins_late_is_fine_from_then_on() -> None:
     block = in_steps(norms("first", [0.0, 1.0, 0.0]), norms("last", [0.0, 1.0, 0.0]))
     assert found(block) == [0]
 
@@ -105,15 +105,17 @@ def test_a_zero_initialised_layer_is_fine_with_the_default_hold() -> None:
     block = in_steps(
         norms("first", [0.0, *(1e-8 * 2**step for step in range(12))]), norms("last", [1.0] * 13)
     )
-    said = all_at_once(RuleConfig.model_validate({"rule": "vanishing_gradient", "for": {"steps": 10}}), block)
-    assert [transition.phase.value for transition in said.transitions] == ["pending", "inactive"]
+    outcome = all_at_once(
+        RuleConfig.model_validate({"rule": "vanishing_gradient", "for": {"steps": 10}}), block
+    )
+    assert [transition.phase.value for transition in outcome.transitions] == ["pending", "inactive"]
 
 
 def test_small_layers_beside_small_layers_are_fine() -> None:
     assert found(in_steps(norms("first", [2e-9, 1e-9]), norms("last", [1e-7, 1e-7]))) == []
 
 
-def test_vectors_are_left_out_unless_they_are_asked_for() -> None:
+def test_vectors_are_omitted_unless_they_are_requested() -> None:
     block = in_steps(norms("first", [0.0] * 2, shape=(8,)), norms("last", [1.0] * 2))
     assert found(block) == []
     assert found(block, min_dimensions=1) == [0, 1]
@@ -162,8 +164,8 @@ def test_shards_are_judged_as_one_layer() -> None:
 
 def test_modes_are_judged_apart() -> None:
     rows = [Row(0, gradient("last"), [1.0]), Row(1, gradient("first"), [0.0], mode="eval")]
-    said = all_at_once(RuleConfig(rule="vanishing_gradient"), block_of(rows))
-    assert [finding.mode for finding in said.findings] == ["eval"]
+    outcome = all_at_once(RuleConfig(rule="vanishing_gradient"), block_of(rows))
+    assert [finding.mode for finding in outcome.findings] == ["eval"]
 
 
 def test_thresholds_are_the_users_to_set() -> None:
@@ -174,11 +176,11 @@ def test_thresholds_are_the_users_to_set() -> None:
 
 
 def test_the_finding_says_value_and_threshold() -> None:
-    said = all_at_once(
+    outcome = all_at_once(
         RuleConfig(rule="vanishing_gradient"),
         in_steps(norms("first", [2e-10, 1e-10]), norms("last", [1e-5, 1e-5])),
     )
-    finding = said.findings[-1]
+    finding = outcome.findings[-1]
     assert finding.value == 1e-10
     assert finding.threshold == pytest.approx(1e-9)
     assert finding.message == (
@@ -202,7 +204,7 @@ def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
         VanishingGradientParams.model_validate(params)
 
 
-def test_a_size_near_the_limit_is_said_only_once_the_first_steps_are_over() -> None:
+def test_a_size_near_the_limit_is_reported_only_once_the_first_steps_are_over() -> None:
     last = norms("last", [1e-2] * 60)
     assert found(in_steps(norms("first", [9e-8] * 60), last)) == list(range(50, 60))
     assert found(in_steps(norms("first", [9e-8] * 20 + [3e-7] * 40), last)) == []

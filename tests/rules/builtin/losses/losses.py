@@ -1,4 +1,4 @@
-"""Loss curves, and runs that hold one: with evaluations, labels and updates where a rule reads these."""
+"""Loss curves, and runs with such a loss: with evaluations, labels and updates if a rule reads these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.rules.runs import Rows, Said, Seal, follow
+from tests.rules.runs import Outcome, Rows, Watermark, follow
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
@@ -44,7 +44,7 @@ def chi_squared(scale: Sequence[float] | Curve, examples: int, seed: int = 0) ->
 
 
 def classes(counts: Sequence[int]) -> dict[str, float]:
-    """What the probe says of labels with so many examples of each class."""
+    """Values of the label probe for so many examples of each class."""
     return {
         "labels_counted": float(sum(counts)),
         "classes": float(len(counts)),
@@ -103,13 +103,13 @@ def _labels(step: int, labels: Sequence[int] | Curve, worker: int) -> Row:
     return Row(step, LABELS, [0.0, 1.0] * 20, worker=worker, probes=classes(labels))
 
 
-def in_pieces(config: RuleConfig, block: Block, cuts: Sequence[int]) -> Said:
+def in_pieces(config: RuleConfig, block: Block, cuts: Sequence[int]) -> Outcome:
     """Judge a run in pieces that end before these steps."""
     edges = [0, *sorted(cuts), int(block.step.max()) + 1]
     return follow(
         config,
         [
-            [Rows(block.where((block.step >= first) & (block.step < end))), Seal(end - 1)]
+            [Rows(block.where((block.step >= first) & (block.step < end))), Watermark(end - 1)]
             for first, end in pairwise(edges)
             if first < end
         ],

@@ -109,7 +109,7 @@ def test_a_loss_that_learns_or_cannot_be_judged_is_fine(name: str) -> None:
     assert found(HEALTHY[name]) == []
 
 
-def test_the_same_noise_with_and_without_progress_are_told_apart() -> None:
+def test_the_same_noise_with_and_without_progress_are_distinguished() -> None:
     def curve(end: float) -> Curve:
         return noisy(falling(2.3, end, 300, 60), 0.05)
 
@@ -124,9 +124,9 @@ def test_of_several_losses_only_the_one_called_so_is_judged() -> None:
 
     assert found(of("g_loss"))
     assert found(of("d_loss", "g_loss")) == []
-    said = all_at_once(RuleConfig(rule="loss_not_decreasing"), of("kl_loss", "loss"))
-    assert steps_of(said, "loss")
-    assert not steps_of(said, "kl_loss")
+    outcome = all_at_once(RuleConfig(rule="loss_not_decreasing"), of("kl_loss", "loss"))
+    assert steps_of(outcome, "loss")
+    assert not steps_of(outcome, "kl_loss")
 
 
 @pytest.mark.parametrize("part", ["policy_loss", "losses/pg_loss", "actorLoss", "policy_gradient_loss"])
@@ -175,7 +175,7 @@ def test_of_several_workers_the_lowest_is_judged() -> None:
 
 
 def test_a_loss_that_jumped_and_falls_since_does_not_rise() -> None:
-    """As one that gets a second term, which is learnt at once."""
+    """A loss that gets a second term, which is learnt at once."""
     first = noisy(falling(0.1, 0.02, 200, 10), 0.05)
     assert found(run_of(np.concatenate([first, noisy(falling(2.3, 0.3, 200, 20), 0.05)]))) == []
     assert found(run_of(np.concatenate([first, noisy(np.full(200, 2.3), 0.05)])))
@@ -194,15 +194,15 @@ TRAINING = ("value_loss", "loss/value", "valueLoss", "deviation_loss", "device0/
 
 
 @pytest.mark.parametrize("name", [*VALIDATION, *TRAINING])
-def test_losses_are_of_validation_where_a_whole_word_says_so(name: str) -> None:
+def test_losses_are_of_validation_if_a_whole_word_of_their_name_matches(name: str) -> None:
     info = tensor(name, "losses", shape=())
     judged = found(block_of([Row(step, info, [1.0]) for step in range(300)]))
     assert bool(judged) == (name in TRAINING)
 
 
-def test_the_finding_says_where_it_began_and_where_it_is() -> None:
-    said = all_at_once(RuleConfig(rule="loss_not_decreasing"), run_of(2 * FLAT))
-    finding = said.findings[0]
+def test_the_finding_states_where_it_began_and_where_it_is() -> None:
+    outcome = all_at_once(RuleConfig(rule="loss_not_decreasing"), run_of(2 * FLAT))
+    finding = outcome.findings[0]
     assert (finding.step, finding.value, finding.threshold) == (109, 2.0, 2.0)
     assert finding.message == "loss is 2 on average, it began at 2, and has not moved for 100 steps"
     rising = all_at_once(RuleConfig(rule="loss_not_decreasing"), FAULTY["the sign is wrong"])

@@ -24,11 +24,11 @@ def with_spike(steps: int, height: float = 3.0, curve: Curve = COURSE) -> Curve:
 
 
 def found(losses: Curve, **params: object) -> list[int]:
-    said = all_at_once(RuleConfig(rule="loss_spike", params=params), run_of(losses))
-    return [finding.step for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule="loss_spike", params=params), run_of(losses))
+    return [finding.step for finding in outcome.findings]
 
 
-def test_a_jump_that_lasts_is_found_and_one_that_comes_back_is_not() -> None:
+def test_a_jump_that_lasts_is_found_and_one_that_returns_is_not() -> None:
     assert found(with_spike(50))[0] == 159
     assert found(with_spike(9)) == []
     assert found(with_spike(1), lasting=1) == [150]
@@ -72,7 +72,7 @@ def test_a_loss_that_climbs_or_is_back_above_its_floor_is_found_within_twelve_lo
     assert 150 < found(EARLY[name])[0] <= 162
 
 
-def test_a_loss_that_dips_once_is_left_out_of_the_message() -> None:
+def test_the_message_omits_a_loss_that_dips_once() -> None:
     losses = then(COURSE, np.array([3.0, 2.2, 2.4, 1.7, 2.3, 2.6, 2.2, 2.5, 2.1, 2.4]))
     losses[153] = 1.3
     (finding,) = all_at_once(RuleConfig(rule="loss_spike"), run_of(losses)).findings
@@ -82,8 +82,8 @@ def test_a_loss_that_dips_once_is_left_out_of_the_message() -> None:
 
 def test_a_climb_is_reported_by_the_mean_of_its_newer_half() -> None:
     losses = np.concatenate([np.linspace(4.0, 1.0, 20), np.full(60, 1.0), [2.0, 2.5, 3.0, 3.5, 4.0, 4.5]])
-    said = all_at_once(RuleConfig(rule="loss_spike"), run_of(losses))
-    finding = said.findings[0]
+    outcome = all_at_once(RuleConfig(rule="loss_spike"), run_of(losses))
+    finding = outcome.findings[0]
     assert (finding.step, finding.value) == (85, 4.0)
     assert finding.message == (
         "loss is 4.5, the mean of the last 3, which climb, is 4; the median of the 50 before is 1"
@@ -129,14 +129,14 @@ CALM = {
 
 
 @pytest.mark.parametrize("name", CALM)
-def test_what_is_no_jump_is_left_alone(name: str) -> None:
+def test_what_is_no_jump_is_ignored(name: str) -> None:
     assert found(CALM[name]) == []
 
 
-def test_the_message_holds_the_jump_against_the_level() -> None:
+def test_the_message_compares_the_jump_with_the_level() -> None:
     losses = np.concatenate([np.linspace(0.9, 1.1, 50), np.full(10, 4.0)])
-    said = all_at_once(RuleConfig(rule="loss_spike"), run_of(losses))
-    (finding,) = said.findings
+    outcome = all_at_once(RuleConfig(rule="loss_spike"), run_of(losses))
+    (finding,) = outcome.findings
     assert (finding.step, finding.value) == (59, 4.0)
     assert finding.threshold == pytest.approx(2.0, abs=0.2)
     assert finding.message == ("loss is 4, the lowest of the last 10 is 4; the median of the 50 before is 1")

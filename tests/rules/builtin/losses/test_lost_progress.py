@@ -36,7 +36,7 @@ LOST = {
     "labels are shuffled": run_of(then(noisy(falling(6.0, LN10, 200, 15), 0.05))),
     "it rises step by step": run_of(then(noisy(np.linspace(0.2, 5.0, 150), 0.05))),
 }
-KEPT = {
+PROGRESSING = {
     "converges": run_of(LEARNT),
     "another task, learnt as fast": run_of(then(noisy(falling(2.4, 0.2, 200, 30), 0.1))),
     "half of it is back": run_of(then(noisy(np.full(150, 1.2), 0.05))),
@@ -53,15 +53,15 @@ def test_a_loss_that_is_back_and_stays_is_found(name: str) -> None:
     assert 200 < found(LOST[name])[0] < 290
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_a_loss_that_falls_again_or_never_had_is_left_alone(name: str) -> None:
-    assert found(KEPT[name]) == []
+@pytest.mark.parametrize("name", PROGRESSING)
+def test_a_loss_that_falls_again_or_never_had_is_ignored(name: str) -> None:
+    assert found(PROGRESSING[name]) == []
 
 
-def test_the_message_says_what_was_lost() -> None:
+def test_the_message_states_what_was_lost() -> None:
     losses = np.concatenate([np.full(10, 2.0), np.full(40, 0.5), np.full(40, 2.0)])
-    said = all_at_once(RuleConfig(rule="lost_progress"), run_of(losses))
-    finding = said.findings[0]
+    outcome = all_at_once(RuleConfig(rule="lost_progress"), run_of(losses))
+    finding = outcome.findings[0]
     assert finding.message == "loss is 2 on average, it began at 2 and had come down to 0.5"
     assert finding.step == 83
     assert finding.threshold == pytest.approx(1.6)
@@ -69,11 +69,11 @@ def test_the_message_says_what_was_lost() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    name=st.sampled_from(sorted(LOST) + sorted(KEPT)),
+    name=st.sampled_from(sorted(LOST) + sorted(PROGRESSING)),
     cuts=st.lists(st.integers(1, 199), max_size=12, unique=True),
 )
 def test_a_run_in_pieces_is_judged_as_the_whole(name: str, cuts: list[int]) -> None:
-    block, config = {**LOST, **KEPT}[name], RuleConfig(rule="lost_progress")
+    block, config = {**LOST, **PROGRESSING}[name], RuleConfig(rule="lost_progress")
     first = int(block.step.min())
     assert in_pieces(config, block, [first + cut for cut in cuts]) == in_pieces(config, block, [])
 

@@ -83,19 +83,19 @@ def test_the_scale_of_the_loss_does_not_matter_where_labels_are_not_recorded() -
         assert found(run_of(scale * BURSTS))
 
 
-KEPT = tensor("gradients:stale", "metrics", role="metric", shape=())
+STALE_GRADIENTS = tensor("gradients:stale", "metrics", role="metric", shape=())
 LEAPS = np.tile([2.5, 2.0, 1.5, 1.0, 0.7, 0.5, 0.4, 0.3], 30)
 RNG_LABELS = RNG(2).integers(0, 4, (240, 16)).astype(float)
 
 
 def with_labels(
-    losses: Sequence[float] | Curve, labels: Sequence[Sequence[float]] | Curve, kept: float | None = None
+    losses: Sequence[float] | Curve, labels: Sequence[Sequence[float]] | Curve, stale: float | None = None
 ) -> Block:
     info = replace(tensor("labels", "labels", shape=(16,)), dtype="int64")
     rows = []
     for step, (loss, of_batch) in enumerate(zip(losses, labels, strict=True)):
         rows += [Row(step, LOSS, [loss]), Row(step, info, list(of_batch), probes=classes([60] * 4))]
-        rows += [Row(step, KEPT, [kept])] if kept is not None else []
+        rows += [Row(step, STALE_GRADIENTS, [stale])] if stale is not None else []
     return block_of(rows)
 
 
@@ -109,9 +109,9 @@ def test_a_wide_swing_is_found_where_batches_come_sorted_by_label() -> None:
 
 
 def test_a_wide_swing_is_found_where_gradients_are_never_cleared() -> None:
-    assert found(with_labels(LEAPS, RNG_LABELS, kept=1.0))
-    assert not found(with_labels(LEAPS, RNG_LABELS, kept=0.0))
-    assert not found(with_labels(falling(2.3, 0.3, 240, 40), RNG_LABELS, kept=1.0))
+    assert found(with_labels(LEAPS, RNG_LABELS, stale=1.0))
+    assert not found(with_labels(LEAPS, RNG_LABELS, stale=0.0))
+    assert not found(with_labels(falling(2.3, 0.3, 240, 40), RNG_LABELS, stale=1.0))
 
 
 def test_thresholds_are_the_users_to_set() -> None:
@@ -121,9 +121,9 @@ def test_thresholds_are_the_users_to_set() -> None:
     assert found(FAULTY["jumps from side to side"], window=12)
 
 
-def test_the_finding_says_between_what_it_swings() -> None:
-    said = all_at_once(RuleConfig(rule="oscillating_loss"), FAULTY["jumps from side to side"])
-    assert said.findings[0].message == "loss oscillated between 0.8 and 1.6 over 40 records"
+def test_the_finding_states_between_what_it_swings() -> None:
+    outcome = all_at_once(RuleConfig(rule="oscillating_loss"), FAULTY["jumps from side to side"])
+    assert outcome.findings[0].message == "loss oscillated between 0.8 and 1.6 over 40 records"
 
 
 @settings(max_examples=15, deadline=None)

@@ -20,8 +20,8 @@ TURNS = 0.5 + np.abs(np.arange(30) - 6) * 0.06
 
 
 def found(block: Block, **params: object) -> list[int]:
-    said = all_at_once(RuleConfig(rule="overfit", params=params), block)
-    return [finding.step for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule="overfit", params=params), block)
+    return [finding.step for finding in outcome.findings]
 
 
 FAULTY = {
@@ -107,7 +107,7 @@ def test_others_are_fine(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["val_loss", "VALLoss", "evals/loss", "validatorLoss", "Loss/valid", "test-losses"]
 )
-def test_a_validation_loss_is_known_by_its_name_as_well(name: str) -> None:
+def test_a_validation_loss_is_recognized_by_its_name_as_well(name: str) -> None:
     train, held_out = tensor("train_loss", "losses", shape=()), tensor(name, "losses", shape=())
     rows = [Row(step, train, [loss]) for step, loss in enumerate(LEARNS)]
     rows += [Row(10 * place, held_out, [loss]) for place, loss in enumerate(TURNS)]
@@ -135,7 +135,7 @@ def test_thresholds_are_the_users_to_set() -> None:
     assert found(block, patience=100) == []
 
 
-def test_the_finding_says_since_when() -> None:
+def test_the_finding_states_since_when() -> None:
     finding = all_at_once(RuleConfig(rule="overfit"), FAULTY["turns and rises"]).findings[0]
     assert (finding.mode, finding.threshold) == ("eval", 0.5)
     assert "its minimum was 0.5 at step 60; the training loss has fallen from" in finding.message

@@ -11,8 +11,8 @@ from watchstep_rules.config.rule_config import RuleConfig
 
 def found(losses: Curve, evaluations: Curve | None = None, **params: object) -> list[tuple[int, str]]:
     block = run_of(losses, evaluations=() if evaluations is None else evaluations)
-    said = all_at_once(RuleConfig(rule="overtraining", params=params), block)
-    return [(finding.step, finding.mode) for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule="overtraining", params=params), block)
+    return [(finding.step, finding.mode) for finding in outcome.findings]
 
 
 def test_a_loss_that_came_to_rest_is_found_after_its_patience() -> None:
@@ -33,7 +33,7 @@ def test_evaluations_have_a_patience_of_their_own() -> None:
     assert found(losses, falling(2.0, 0.1, 30, 30.0)) == []
 
 
-def test_as_amazon_has_it_single_losses_count_and_a_delta_as_it_stands() -> None:
+def test_single_losses_count_and_delta_is_absolute_as_in_amazons_rule() -> None:
     amazon: dict[str, Any] = {
         "window": 1,
         "as_share": False,
@@ -45,5 +45,5 @@ def test_as_amazon_has_it_single_losses_count_and_a_delta_as_it_stands() -> None
     assert found(np.array([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4]), **amazon) == []
 
 
-def test_what_is_not_finite_is_left_out() -> None:
+def test_what_is_not_finite_is_omitted() -> None:
     assert found(np.array([1.0, *[np.nan] * 9]), window=1, patience_train=5) == []

@@ -77,7 +77,7 @@ def test_steps_are_small_where_inputs_are() -> None:
     assert not found(with_inputs(ordinary, 0.01, "int64"))
 
 
-def test_labels_that_are_whole_numbers_and_no_classes_say_nothing_of_the_loss() -> None:
+def test_integer_labels_that_are_no_classes_are_no_evidence_about_the_loss() -> None:
     tokens = replace(tensor("labels", "labels", shape=(16,)), dtype="int64")
     rows = block_of([Row(step, tokens, list(range(16))) for step in range(0, STEPS, 5)])
     flat = run_of(noisy(np.full(STEPS, 2.7), 0.1), update=1e-4)
@@ -91,9 +91,9 @@ def test_thresholds_are_the_users_to_set() -> None:
     assert not found(FAULTY["sinks below its noise"], max_fall=0.001)
 
 
-def test_the_finding_says_how_far_it_came_and_how_small_updates_are() -> None:
-    said = all_at_once(RuleConfig(rule="slow_convergence"), run_of(np.full(120, 2.0), update=1e-4))
-    assert said.findings[0].message == (
+def test_the_finding_states_how_far_it_came_and_how_small_updates_are() -> None:
+    outcome = all_at_once(RuleConfig(rule="slow_convergence"), run_of(np.full(120, 2.0), update=1e-4))
+    assert outcome.findings[0].message == (
         "loss has gone from 2 to 2, and no weight changes by more than 0.0001 of its size in a step"
     )
 

@@ -17,7 +17,7 @@ GOOD = [2.0, 1.2, 0.7, 0.5, 0.4, 0.35, 0.3, 0.3]
 
 
 def run(evaluations: list[float] | Curve) -> Block:
-    """Evaluations beside a training loss that keeps falling."""
+    """Evaluations during a training with a falling loss."""
     return run_of(falling(2.0, 0.01, EVERY * len(evaluations), 40.0), evaluations=evaluations)
 
 
@@ -62,26 +62,26 @@ def test_a_jump_lasts_for_as_long_as_it_took_to_learn_at_first() -> None:
 
 
 @pytest.mark.parametrize("name", CALM)
-def test_other_evaluations_are_left_alone(name: str) -> None:
+def test_other_evaluations_are_ignored(name: str) -> None:
     assert fired(CALM[name]) == []
 
 
-def test_evaluations_of_heavy_noise_are_left_alone() -> None:
+def test_evaluations_of_heavy_noise_are_ignored() -> None:
     for seed in range(6):
         scatter = np.exp(0.8 * np.random.default_rng(seed).normal(size=150))
         assert fired(falling(5.0, 0.5, 150, 3.0) * scatter) == []
 
 
-def test_evaluations_of_a_few_examples_drawn_anew_are_left_alone() -> None:
+def test_evaluations_of_a_few_examples_drawn_anew_are_ignored() -> None:
     for seed in range(6):
         examples = np.random.default_rng(seed).lognormal(-5.0, 3.0, size=(150, 8)).clip(max=8.0)
         assert fired(np.concatenate([[2.3, 1.2, 0.6], examples.mean(axis=1)])) == []
 
 
 def test_the_alert_lasts_until_the_loss_is_below_the_bar() -> None:
-    said = all_at_once(CONFIG, run([*GOOD, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 0.4, 0.3, 0.3]))
-    assert [finding.step // EVERY for finding in said.findings] == [11, 12, 13]
-    first = said.findings[0]
+    outcome = all_at_once(CONFIG, run([*GOOD, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 0.4, 0.3, 0.3]))
+    assert [finding.step // EVERY for finding in outcome.findings] == [11, 12, 13]
+    first = outcome.findings[0]
     assert first.message == (
         "loss on validation data is 2, at least 1.4 for 4 evaluations; it began at 2 and had fallen to 0.35"
     )

@@ -195,9 +195,9 @@ def class_imbalance(
         counts = np.unique(true, return_counts=True)[1]
         if counts.max() / counts.min() > threshold_imbalance:
             imbalanced.add(step)
-        for one in np.unique(true).tolist():
-            if np.mean(guessed[true == one] != one) > threshold_misprediction:
-                mispredicted.add((step, f"confusion/{one}"))
+        for category in np.unique(true).tolist():
+            if np.mean(guessed[true == category] != category) > threshold_misprediction:
+                mispredicted.add((step, f"confusion/{category}"))
     return imbalanced, mispredicted
 
 
@@ -211,12 +211,12 @@ def confusion(
         np.add.at(matrix, (label, prediction), 1)
         if not matrix.sum(1).all():
             continue
-        for one in range(category_no):
-            whole = matrix[:, one].sum()
-            shares = matrix[:, one] / whole if whole else np.full(category_no, np.nan)
-            off = np.delete(shares, one)
-            if whole and (shares[one] < min_diag or (off > max_off_diag).any()):
-                found.add((step, f"confusion/{one}"))
+        for category in range(category_no):
+            whole = matrix[:, category].sum()
+            shares = matrix[:, category] / whole if whole else np.full(category_no, np.nan)
+            off = np.delete(shares, category)
+            if whole and (shares[category] < min_diag or (off > max_off_diag).any()):
+                found.add((step, f"confusion/{category}"))
     return found
 
 

@@ -26,9 +26,9 @@ def with_biases(model: MakeModel, bias: float) -> MakeModel:
     """The first layer's biases all alike."""
 
     def make() -> nn.Module:
-        made = model()
-        nn.init.constant_(made.get_parameter("0.bias"), bias)
-        return made
+        built = model()
+        nn.init.constant_(built.get_parameter("0.bias"), bias)
+        return built
 
     return make
 
@@ -38,16 +38,16 @@ class Functional(nn.Module):
 
     def __init__(self, function: Callable[[Tensor], Tensor], first: float = 1.0, bias: float = 0.0) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(4, 16), nn.Linear(16, 2)
+        self.first_layer, self.second_layer = nn.Linear(4, 16), nn.Linear(16, 2)
         self.seen = nn.Identity()  # whose input is saved for the definition
         self.function = function
-        nn.init.constant_(self.one.bias, bias)
+        nn.init.constant_(self.first_layer.bias, bias)
         with torch.no_grad():
-            self.one.weight.mul_(first)
+            self.first_layer.weight.mul_(first)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Two layers."""
-        return self.two(self.function(self.seen(self.one(inputs))))  # type: ignore[no-any-return]
+        return self.second_layer(self.function(self.seen(self.first_layer(inputs))))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("first", "fires"), [(1.0, False), (1e-9, True)])
@@ -138,9 +138,9 @@ def test_saturated_activation(
 
 def test_a_tanh_at_an_input_of_four_is_not_saturated(tmp_path: Path) -> None:
     def model() -> nn.Module:
-        made = dense(nn.Tanh(), first=0.0)
-        nn.init.constant_(made.get_parameter("0.bias"), 4.0)
-        return made
+        built = dense(nn.Tanh(), first=0.0)
+        nn.init.constant_(built.get_parameter("0.bias"), 4.0)
+        return built
 
     found, saved = judged(tmp_path, "sagemaker_saturated_activation", {}, Classifier(model, rate=0.0))
     assert found == set()
@@ -175,13 +175,13 @@ def test_dead_relu(tmp_path: Path, bias: float, params: dict[str, Any], fires: b
     def run(hook: Hook, saved: Saved) -> None:
         if shape == "images":
             torch.manual_seed(0)
-            made = model()
-            optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
-            hook.watch(made, optimizer)
-            saved.watch(made, optimizer)
+            built = model()
+            optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
+            hook.watch(built, optimizer)
+            saved.watch(built, optimizer)
             for step in range(4):
                 saved.step = step
-                made(torch.randn(128, 1, 2, 2)).square().mean().backward()
+                built(torch.randn(128, 1, 2, 2)).square().mean().backward()
                 optimizer.step()
         else:
             train(hook, saved)
@@ -195,22 +195,22 @@ def test_dead_relu(tmp_path: Path, bias: float, params: dict[str, Any], fires: b
 
 def test_dead_relu_finds_units_that_are_active_in_half_a_percent_of_the_examples(tmp_path: Path) -> None:
     def model() -> nn.Module:
-        made = dense(nn.ReLU(), first=0.0)
-        nn.init.constant_(made.get_parameter("0.bias"), -1.0)
+        built = dense(nn.ReLU(), first=0.0)
+        nn.init.constant_(built.get_parameter("0.bias"), -1.0)
         with torch.no_grad():
-            made.get_parameter("0.weight")[:, 0] = 1.0
-        return made
+            built.get_parameter("0.weight")[:, 0] = 1.0
+        return built
 
     def train(hook: Hook, saved: Saved) -> None:
-        made = model()
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
-        hook.watch(made, optimizer)
-        saved.watch(made, optimizer)
+        built = model()
+        optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
+        hook.watch(built, optimizer)
+        saved.watch(built, optimizer)
         for step, active in enumerate((1, 2, 3)):  # of 200 examples
             saved.step = step
             inputs = torch.zeros(200, 4)
             inputs[:active, 0] = 2.0
-            made(inputs).square().mean().backward()
+            built(inputs).square().mean().backward()
             optimizer.step()
 
     found, saved = judged(tmp_path, "sagemaker_dead_relu", {}, train)
@@ -249,7 +249,7 @@ def test_saturated_activation_sees_functions(tmp_path: Path, first: float, fires
     assert bool(found) is fires
 
 
-def test_micro_batches_of_a_step_are_one(tmp_path: Path) -> None:
+def test_micro_batches_of_a_step_count_as_one_batch(tmp_path: Path) -> None:
     def train(hook: Hook, saved: Saved) -> None:
         model = dense(nn.ReLU(), first=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -461,11 +461,11 @@ def rectified(last: float) -> nn.Module:
 @pytest.mark.parametrize(
     "rule", ["sagemaker_dead_relu", "sagemaker_saturated_activation", "sagemaker_weight_update_ratio"]
 )
-def test_where_the_recorder_did_not_measure_the_rule_says_what_to_do(tmp_path: Path, rule: str) -> None:
+def test_where_the_recorder_did_not_measure_the_rule_states_what_to_do(tmp_path: Path, rule: str) -> None:
     with Hook(tmp_path, config=CaptureConfig(overhead_budget=None)) as hook:
         Classifier(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 2)))(
             hook, Saved()
         )
-    said = all_at_once(RuleConfig(rule=rule), open_run(hook.run_url).rows())
-    assert said.memory.health is RuleHealth.ERROR
-    assert "Hook(rules=" in said.memory.problem
+    outcome = all_at_once(RuleConfig(rule=rule), open_run(hook.run_url).rows())
+    assert outcome.memory.health is RuleHealth.ERROR
+    assert "Hook(rules=" in outcome.memory.problem

@@ -46,9 +46,9 @@ def regression(
             hook.log(loss=loss)
             saved.save("loss", loss.double())
         if evaluate and step % evaluate == 0:
-            held = (model(other) - targets[1]).square().mean()
-            hook.log({"loss": held}, mode="eval")
-            saved.save("validation", held)
+            validation = (model(other) - targets[1]).square().mean()
+            hook.log({"loss": validation}, mode="eval")
+            saved.save("validation", validation)
         optimizer.step()
         hook.step()
 
@@ -187,7 +187,7 @@ def test_stalled_training(tmp_path: Path, seconds: int, fires: bool, pause: int)
     rows = open_run(hook.run_url).rows()
     rule, params, second = SagemakerStalledTraining(), SagemakerStalledTrainingParams(threshold="1800"), 10**9
     state: Any = StalledTrainingState()
-    start, said = int(rows.time_ns.max()), []
+    start, findings = int(rows.time_ns.max()), []
     state, _ = rule.evaluate(params, state, Block.empty(), rows, start)
     for tick in range(0, pause, 250):  # a pause that the run comes back from
         state, found = rule.evaluate(params, state, Block.empty(), Block.empty(), start + tick * second)
@@ -197,8 +197,8 @@ def test_stalled_training(tmp_path: Path, seconds: int, fires: bool, pause: int)
         state, found = rule.evaluate(
             params, state, Block.empty(), Block.empty(), start + (pause + tick) * second
         )
-        said += found
-    assert bool(said) is fires
+        findings += found
+    assert bool(findings) is fires
 
 
 Batch = tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[Any]]]
@@ -218,7 +218,7 @@ def predictions(rare: float, right: float, *, scores: bool, steps: int = 12, cla
 
 
 def given(hook: Hook, _saved: Saved, batches: list[Batch], name: str) -> None:
-    """Record them beside a training."""
+    """Record them along with a training."""
     for labels, predicted in batches:
         hook.record({"labels": torch.from_numpy(labels), name: torch.from_numpy(predicted)})
         hook.step()
@@ -269,7 +269,7 @@ def test_class_imbalance(
     ],
 )
 def test_confusion(tmp_path: Path, right: float, params: dict[str, Any], fires: bool) -> None:
-    batches = predictions(1.0, right, scores=False, steps=25)  # more than are kept of late
+    batches = predictions(1.0, right, scores=False, steps=25)  # more than the limit of recent batches
     found, _ = judged(
         tmp_path, "sagemaker_confusion", params, partial(given, batches=batches, name="outputs")
     )
@@ -341,9 +341,9 @@ def test_nlp_sequence_ratio(tmp_path: Path, params: dict[str, Any], fires: bool)
             optimizer.step()
 
     found, _ = judged(tmp_path, "sagemaker_nlp_sequence_ratio", params, train)
-    tokens = [int(one) for one in str(params.get("token_values", "0")).strip("[]").split(",")]
+    tokens = [int(text) for text in str(params.get("token_values", "0")).strip("[]").split(",")]
     limits = [
-        float(one) for one in str(params.get("token_thresholds_percent", "50,50")).strip("[]").split(",")
+        float(text) for text in str(params.get("token_thresholds_percent", "50,50")).strip("[]").split(",")
     ]
     expected = set() if "tensor_regex" in params else definitions.nlp_sequence_ratio(batches, tokens, limits)
     assert {step for step, _ in found} == expected
@@ -351,7 +351,7 @@ def test_nlp_sequence_ratio(tmp_path: Path, params: dict[str, Any], fires: bool)
 
 
 def boosted(hook: Hook, saved: Saved, *, depth: int, used: int) -> None:
-    """Trees over features of which some tell the target; their nodes and importances are saved."""
+    """Trees over features of which some determine the target; their nodes and importances are saved."""
     import xgboost
 
     from watchstep.xgboost import Recording

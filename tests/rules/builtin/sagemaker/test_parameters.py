@@ -1,4 +1,4 @@
-"""Every rule of Amazon's takes every parameter of Amazon's, with its default, and the docs say so."""
+"""Every Amazon rule accepts all of Amazon's parameters with their defaults, as documented."""
 
 from __future__ import annotations
 
@@ -127,21 +127,23 @@ BY_TYPE = {
 
 
 def test_all_33_are_there_each_once_and_no_rule_is_forgotten() -> None:
-    assert [one.name for one in AMAZONS_RULES] == list(DOCUMENTED)
+    assert [amazons_rule.name for amazons_rule in AMAZONS_RULES] == list(DOCUMENTED)
     assert len(DOCUMENTED) == 33
-    assert {one.rule for one in AMAZONS_RULES} == {name for name in RULES if name.startswith("sagemaker_")}
+    assert {amazons_rule.rule for amazons_rule in AMAZONS_RULES} == {
+        name for name in RULES if name.startswith("sagemaker_")
+    }
 
 
-@pytest.mark.parametrize("one", AMAZONS_RULES, ids=lambda one: one.name)
-def test_parameters_and_defaults_are_amazons(one: AmazonsRule) -> None:
-    fields = one.implementation.params_type.model_fields
-    documented = DOCUMENTED[one.name]
+@pytest.mark.parametrize("amazons_rule", AMAZONS_RULES, ids=lambda amazons_rule: amazons_rule.name)
+def test_parameters_and_defaults_are_amazons(amazons_rule: AmazonsRule) -> None:
+    fields = amazons_rule.implementation.params_type.model_fields
+    documented = DOCUMENTED[amazons_rule.name]
     assert fields.keys() == documented.keys()
     assert all(field.description for field in fields.values())
     for name, field in fields.items():
-        if (one.name, name) in BY_TYPE:
+        if (amazons_rule.name, name) in BY_TYPE:
             assert field.default is None
-            assert "found by" in one.how
+            assert "found by" in amazons_rule.how
         elif documented[name] != "required":
             assert field.default == documented[name]
 
@@ -150,7 +152,7 @@ def test_the_table_in_the_docs_says_of_each_what_it_takes_and_whether_it_differs
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in tables.sagemaker().splitlines()[2:]}
     page = (tables.FOLDER / "guides" / "rules-sagemaker.md").read_text(encoding="utf-8")
     assert tables.sagemaker() in page
-    for one in AMAZONS_RULES:
-        row = rows[one.name]
-        assert all(f"`{name}`" in row for name in DOCUMENTED[one.name])
-        assert ("*differs*" in row) is (one.agreement == "differs")
+    for amazons_rule in AMAZONS_RULES:
+        row = rows[amazons_rule.name]
+        assert all(f"`{name}`" in row for name in DOCUMENTED[amazons_rule.name])
+        assert ("*differs*" in row) is (amazons_rule.agreement == "differs")

@@ -25,9 +25,9 @@ FEW = {"patience": 100}
 
 def fires(rule: str, params: dict[str, Any], figures: dict[str, Any], rows: int = 40) -> bool:
     config = RuleConfig(rule=f"sagemaker_{rule}", params=params)
-    said = all_at_once(config, system_run(figures, rows=rows))
-    assert all(finding.rule == config.rule for finding in said.findings)
-    return bool(said.findings)
+    outcome = all_at_once(config, system_run(figures, rows=rows))
+    assert all(finding.rule == config.rule for finding in outcome.findings)
+    return bool(outcome.findings)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_bottlenecks_count_from_the_start(rule: str, other: str, idle_rows: int,
     share = 100 * idle_rows / 40
     assert (share >= 50) is found
     config = RuleConfig(rule=f"sagemaker_{rule}", params={"patience": 40 * SAMPLES})
-    said = all_at_once(config, system_run({GPU: gpu, other: 0.95}, rows=40))
-    assert bool(said.findings) is found
+    outcome = all_at_once(config, system_run({GPU: gpu, other: 0.95}, rows=40))
+    assert bool(outcome.findings) is found
 
 
 @pytest.mark.parametrize(("low", "high", "found"), [(0.5, 0.5, True), (0.9, 0.9, False), (0.02, 0.9, True)])
@@ -121,6 +121,6 @@ def test_dataloader(workers: float, found: bool) -> None:
 )
 def test_a_profiler_report_fires_when_one_of_its_rules_does(params: dict[str, Any], found: bool) -> None:
     config = RuleConfig(rule="sagemaker_profiler_report", params=params)
-    said = all_at_once(config, system_run({GPU: 0.5}, rows=40))
-    assert bool(said.findings) is found
-    assert all(finding.message.startswith("LowGPUUtilization: ") for finding in said.findings)
+    outcome = all_at_once(config, system_run({GPU: 0.5}, rows=40))
+    assert bool(outcome.findings) is found
+    assert all(finding.message.startswith("LowGPUUtilization: ") for finding in outcome.findings)

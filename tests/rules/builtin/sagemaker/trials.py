@@ -61,7 +61,7 @@ Train = Callable[[Hook, Saved], None]
 def judged(
     folder: Path, rule: str, params: dict[str, Any], train: Train, config: CaptureConfig = EVERY_STEP
 ) -> tuple[Verdict, Saved]:
-    """Train, and say where the rule fires."""
+    """Train, and return the steps at which the rule fires."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rules.yaml").write_text(
         yaml.safe_dump({"rules": [{"rule": rule, "params": params}]}), encoding="utf-8"
@@ -70,9 +70,9 @@ def judged(
     with Hook(folder, rules=folder / "rules.yaml", config=config) as hook:
         train(hook, saved)
     assert not hook.health["faults"]
-    said = all_at_once(RuleConfig(rule=rule, params=params), open_run(hook.run_url).rows())
-    assert said.memory.health is not RuleHealth.ERROR, said.memory.problem
-    return {(finding.step, finding.tensor) for finding in said.findings}, saved
+    outcome = all_at_once(RuleConfig(rule=rule, params=params), open_run(hook.run_url).rows())
+    assert outcome.memory.health is not RuleHealth.ERROR, outcome.memory.problem
+    return {(finding.step, finding.tensor) for finding in outcome.findings}, saved
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def system_rows(
     figures: Mapping[str, Course | float], rows: int, worker: int = 0, every: int = 10
 ) -> list[Row]:
     """So many rows of each figure, one every so many steps."""
-    made = []
+    blocks = []
     for number in range(rows):
         for name, course in sorted(figures.items()):
             values = course(number) if callable(course) else course
@@ -27,11 +27,11 @@ def system_rows(
                 values = [float(values)] * SAMPLES
             if values:
                 info = tensor(name, "system", role="system", shape=())
-                made.append(Row(every * number, info, values, "global", worker))
-    return made
+                blocks.append(Row(every * number, info, values, "global", worker))
+    return blocks
 
 
 def system_run(*workers: Mapping[str, Course | float], rows: int) -> Block:
     """A run of these workers."""
-    made = [row for worker, figures in enumerate(workers) for row in system_rows(figures, rows, worker)]
-    return block_of(sorted(made, key=lambda row: (row.step, row.worker)))
+    all_rows = [row for worker, figures in enumerate(workers) for row in system_rows(figures, rows, worker)]
+    return block_of(sorted(all_rows, key=lambda row: (row.step, row.worker)))

@@ -45,7 +45,7 @@ def halves(first: float, second: float) -> list[float]:
     return [first] * (SAMPLES // 2) + [second] * (SAMPLES - SAMPLES // 2)
 
 
-def one(figures: Figures, rows: int = 150) -> Block:
+def one_worker(figures: Figures, rows: int = 150) -> Block:
     return system_run(figures, rows=rows)
 
 
@@ -61,21 +61,21 @@ def checkpoints(row: int) -> list[float]:
 
 FAULTY: dict[str, dict[str, Block]] = {
     "low_gpu_utilization": {
-        "hardly used": one({GPU: noise(1, 0.4, 0.05)}),
-        "idle": one({GPU: 0.0}),
-        "in bursts": one({GPU: lambda row: halves(0.95, 0.02)}),
+        "hardly used": one_worker({GPU: noise(1, 0.4, 0.05)}),
+        "idle": one_worker({GPU: 0.0}),
+        "in bursts": one_worker({GPU: lambda row: halves(0.95, 0.02)}),
     },
-    "batch_size": {"all little": one({GPU: 0.3, GPU_MEMORY: 0.2, NODE_CPU: noise(2, 0.3, 0.05)})},
+    "batch_size": {"all little": one_worker({GPU: 0.3, GPU_MEMORY: 0.2, NODE_CPU: noise(2, 0.3, 0.05)})},
     "cpu_bottleneck": {
-        "busy processors": one({GPU: 0.05, NODE_CPU: 0.97}),
-        "most of the time": one({GPU: lambda row: 0.05 if row % 4 else 0.9, NODE_CPU: 0.97}),
-        "from some time on": one({GPU: lambda row: 0.9 if row < 50 else 0.0, NODE_CPU: 0.97}),
+        "busy processors": one_worker({GPU: 0.05, NODE_CPU: 0.97}),
+        "most of the time": one_worker({GPU: lambda row: 0.05 if row % 4 else 0.9, NODE_CPU: 0.97}),
+        "from some time on": one_worker({GPU: lambda row: 0.9 if row < 50 else 0.0, NODE_CPU: 0.97}),
     },
     "io_bottleneck": {
-        "tasks wait": one({GPU: 0.05, NODE_IO_STALL: 0.8, NODE_IOWAIT: 0.02}),
-        "an old kernel": one({GPU: 0.05, NODE_IOWAIT: 0.6}),
+        "tasks wait": one_worker({GPU: 0.05, NODE_IO_STALL: 0.8, NODE_IOWAIT: 0.02}),
+        "an old kernel": one_worker({GPU: 0.05, NODE_IOWAIT: 0.6}),
     },
-    "gpu_memory_increase": {"grows": one({GPU_MEMORY: lambda row: 0.3 + 0.003 * row})},
+    "gpu_memory_increase": {"grows": one_worker({GPU_MEMORY: lambda row: 0.3 + 0.003 * row})},
     "memory_growth": {
         "grows": system_run({MEMORY_PRIVATE: lambda row: GIB * (2 + 0.01 * row)}, rows=260),
         "grows with peaks": system_run(
@@ -83,51 +83,55 @@ FAULTY: dict[str, dict[str, Block]] = {
         ),
     },
     "load_balance": {
-        "a GPU has less": one({GPU: 0.9, OTHER: 0.2}),
+        "a GPU has less": one_worker({GPU: 0.9, OTHER: 0.2}),
         "a worker's GPU has less": system_run({GPU: 0.9}, {OTHER: 0.9}, {"system/gpu_2": 0.1}, rows=150),
         "a rank is slow": system_run({STEP_SECONDS: 0.1}, {STEP_SECONDS: 0.1}, {STEP_SECONDS: 0.4}, rows=150),
     },
-    "step_outlier": {"long ones, often": one({STEP_SECONDS: long_steps})},
+    "step_outlier": {"long ones, often": one_worker({STEP_SECONDS: long_steps})},
     "initialization_time": {
-        "half an hour": one({INITIALIZATION_SECONDS: lambda row: [] if row else [1800.0]})
+        "half an hour": one_worker({INITIALIZATION_SECONDS: lambda row: [] if row else [1800.0]})
     },
     "data_loader": {
-        "waits": one({DATA_WAIT: 0.6, CPUS: 8}),
-        "waits, and GPUs as well": one({DATA_WAIT: 0.6, CPUS: 8, GPU: 0.2, DATA_WORKERS: 2}),
-        "too many workers": one({DATA_WAIT: 0.01, CPUS: 4, DATA_WORKERS: 16}),
+        "waits": one_worker({DATA_WAIT: 0.6, CPUS: 8}),
+        "waits, and GPUs as well": one_worker({DATA_WAIT: 0.6, CPUS: 8, GPU: 0.2, DATA_WORKERS: 2}),
+        "too many workers": one_worker({DATA_WAIT: 0.01, CPUS: 4, DATA_WORKERS: 16}),
     },
 }
 
 HEALTHY: dict[str, dict[str, Block]] = {
     "low_gpu_utilization": {
-        "used": one({GPU: noise(3, 0.93, 0.03)}),
-        "pauses now and then": one({GPU: lambda row: 0.0 if row % 60 == 0 else 0.9}),
-        "not to be told": one({GPU: lambda row: [0.55] * 18 + [0.75] * 2}),  # p95 lies in a power of two
-        "too few samples": one({GPU: 0.1}, rows=40),
+        "used": one_worker({GPU: noise(3, 0.93, 0.03)}),
+        "pauses now and then": one_worker({GPU: lambda row: 0.0 if row % 60 == 0 else 0.9}),
+        "not to be told": one_worker(
+            {GPU: lambda row: [0.55] * 18 + [0.75] * 2}
+        ),  # p95 lies in a power of two
+        "too few samples": one_worker({GPU: 0.1}, rows=40),
     },
     "batch_size": {
-        "memory is full": one({GPU: 0.3, GPU_MEMORY: 0.9, NODE_CPU: 0.3}),
-        "GPU is busy": one({GPU: 0.95, GPU_MEMORY: 0.2, NODE_CPU: 0.3}),
-        "CPUs are busy": one({GPU: 0.3, GPU_MEMORY: 0.2, NODE_CPU: 0.95}),
-        "no GPU": one({NODE_CPU: 0.3}),
+        "memory is full": one_worker({GPU: 0.3, GPU_MEMORY: 0.9, NODE_CPU: 0.3}),
+        "GPU is busy": one_worker({GPU: 0.95, GPU_MEMORY: 0.2, NODE_CPU: 0.3}),
+        "CPUs are busy": one_worker({GPU: 0.3, GPU_MEMORY: 0.2, NODE_CPU: 0.95}),
+        "no GPU": one_worker({NODE_CPU: 0.3}),
     },
     "cpu_bottleneck": {
-        "busy both": one({GPU: 0.9, NODE_CPU: 0.97}),
-        "idle both": one({GPU: 0.0, NODE_CPU: 0.1}),
-        "not at once": one({GPU: lambda row: halves(0.0, 0.9), NODE_CPU: lambda row: halves(0.1, 0.97)}),
-        "no GPU": one({NODE_CPU: 1.0}),
-        "a slow start": one({GPU: lambda row: 0.0 if row < 30 else 0.9, NODE_CPU: 0.97}),
+        "busy both": one_worker({GPU: 0.9, NODE_CPU: 0.97}),
+        "idle both": one_worker({GPU: 0.0, NODE_CPU: 0.1}),
+        "not at once": one_worker(
+            {GPU: lambda row: halves(0.0, 0.9), NODE_CPU: lambda row: halves(0.1, 0.97)}
+        ),
+        "no GPU": one_worker({NODE_CPU: 1.0}),
+        "a slow start": one_worker({GPU: lambda row: 0.0 if row < 30 else 0.9, NODE_CPU: 0.97}),
     },
     "io_bottleneck": {
-        "disks are busy, and nobody waits": one({GPU: 0.9, NODE_IO_STALL: 0.9}),
-        "no GPU": one({NODE_IO_STALL: 1.0}),
-        "nothing waits": one({GPU: 0.0, NODE_IO_STALL: 0.05, NODE_IOWAIT: 0.9}),
+        "disks are busy, and nobody waits": one_worker({GPU: 0.9, NODE_IO_STALL: 0.9}),
+        "no GPU": one_worker({NODE_IO_STALL: 1.0}),
+        "nothing waits": one_worker({GPU: 0.0, NODE_IO_STALL: 0.05, NODE_IOWAIT: 0.9}),
     },
     "gpu_memory_increase": {
-        "constant": one({GPU_MEMORY: 0.8}),
-        "one step": one({GPU_MEMORY: lambda row: 0.3 if row < 70 else 0.8}),
-        "an allocator that fills": one({GPU_MEMORY: lambda row: 0.8 - 0.5 * 0.9**row}),
-        "slowly": one({GPU_MEMORY: lambda row: 0.3 + 0.0002 * row}),
+        "constant": one_worker({GPU_MEMORY: 0.8}),
+        "one step": one_worker({GPU_MEMORY: lambda row: 0.3 if row < 70 else 0.8}),
+        "an allocator that fills": one_worker({GPU_MEMORY: lambda row: 0.8 - 0.5 * 0.9**row}),
+        "slowly": one_worker({GPU_MEMORY: lambda row: 0.3 + 0.0002 * row}),
     },
     "memory_growth": {
         "constant": system_run({MEMORY_PRIVATE: noise(4, 3 * GIB, GIB / 50)}, rows=260),
@@ -140,26 +144,28 @@ HEALTHY: dict[str, dict[str, Block]] = {
         ),
     },
     "load_balance": {
-        "even": one({GPU: noise(5, 0.9, 0.05), OTHER: noise(6, 0.8, 0.05)}),
-        "either side of a power of two": one({GPU: 0.45, OTHER: 0.55}),
-        "one GPU": one({GPU: 0.1}),
-        "one rank": one({STEP_SECONDS: 0.1}),
+        "even": one_worker({GPU: noise(5, 0.9, 0.05), OTHER: noise(6, 0.8, 0.05)}),
+        "either side of a power of two": one_worker({GPU: 0.45, OTHER: 0.55}),
+        "one GPU": one_worker({GPU: 0.1}),
+        "one rank": one_worker({STEP_SECONDS: 0.1}),
         "ranks in step": system_run({STEP_SECONDS: 0.1}, {STEP_SECONDS: 0.11}, rows=150),
     },
     "step_outlier": {
-        "even": one({STEP_SECONDS: noise(7, 0.1, 0.01, 100)}),
-        "checkpoints": one({STEP_SECONDS: checkpoints}),
-        "a compilation": one({STEP_SECONDS: lambda row: [60.0] if row == 0 else [0.1] * 100}),
-        "long steps": one({STEP_SECONDS: noise(8, 8.0, 1.0, 1)}),
-        "batches of any length": one({STEP_SECONDS: noise(9, 0.1, 0.06, 100)}),
+        "even": one_worker({STEP_SECONDS: noise(7, 0.1, 0.01, 100)}),
+        "checkpoints": one_worker({STEP_SECONDS: checkpoints}),
+        "a compilation": one_worker({STEP_SECONDS: lambda row: [60.0] if row == 0 else [0.1] * 100}),
+        "long steps": one_worker({STEP_SECONDS: noise(8, 8.0, 1.0, 1)}),
+        "batches of any length": one_worker({STEP_SECONDS: noise(9, 0.1, 0.06, 100)}),
     },
-    "initialization_time": {"a minute": one({INITIALIZATION_SECONDS: lambda row: [] if row else [60.0]})},
+    "initialization_time": {
+        "a minute": one_worker({INITIALIZATION_SECONDS: lambda row: [] if row else [60.0]})
+    },
     "data_loader": {
-        "does not wait": one({DATA_WAIT: noise(10, 0.02, 0.01), CPUS: 8, DATA_WORKERS: 8}),
-        "few workers, and no wait": one({DATA_WAIT: 0.02, CPUS: 64, DATA_WORKERS: 1}),
-        "waits for a GPU": one({DATA_WAIT: 0.8, CPUS: 8, GPU: 0.95}),
-        "now and then": one({DATA_WAIT: lambda row: 0.9 if row % 20 == 0 else 0.05, CPUS: 8}),
-        "only begins": one({DATA_WAIT: 0.9, CPUS: 8}, rows=20),
+        "does not wait": one_worker({DATA_WAIT: noise(10, 0.02, 0.01), CPUS: 8, DATA_WORKERS: 8}),
+        "few workers, and no wait": one_worker({DATA_WAIT: 0.02, CPUS: 64, DATA_WORKERS: 1}),
+        "waits for a GPU": one_worker({DATA_WAIT: 0.8, CPUS: 8, GPU: 0.95}),
+        "now and then": one_worker({DATA_WAIT: lambda row: 0.9 if row % 20 == 0 else 0.05, CPUS: 8}),
+        "only begins": one_worker({DATA_WAIT: 0.9, CPUS: 8}, rows=20),
     },
 }
 
@@ -168,8 +174,8 @@ GOOD = [(rule, name) for rule, runs in HEALTHY.items() for name in runs]
 
 
 def found(rule: str, block: Block, **params: Any) -> list[int]:
-    said = all_at_once(RuleConfig(rule=rule, params=params), block)
-    return [finding.step for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule=rule, params=params), block)
+    return [finding.step for finding in outcome.findings]
 
 
 def test_all_of_them_are_tried_and_off_by_default() -> None:
@@ -186,15 +192,15 @@ def test_all_of_them_are_tried_and_off_by_default() -> None:
 
 @pytest.mark.parametrize(("rule", "name"), BAD)
 def test_what_a_rule_is_for_is_found(rule: str, name: str) -> None:
-    said = all_at_once(RuleConfig(rule=rule), FAULTY[rule][name])
-    assert said.findings
-    for finding in said.findings:
+    outcome = all_at_once(RuleConfig(rule=rule), FAULTY[rule][name])
+    assert outcome.findings
+    for finding in outcome.findings:
         assert finding.mode == "global"
         assert finding.tensor in finding.message
 
 
 @pytest.mark.parametrize(("rule", "name"), GOOD)
-def test_what_it_is_not_for_is_left_alone(rule: str, name: str) -> None:
+def test_other_figures_are_ignored(rule: str, name: str) -> None:
     assert found(rule, HEALTHY[rule][name]) == []
 
 
@@ -215,7 +221,7 @@ def test_the_worker_that_is_apart_is_named() -> None:
     assert tensors == {OTHER}
 
 
-def test_a_wait_is_told_with_who_loads() -> None:
+def test_a_wait_is_reported_with_who_loads() -> None:
     def message(name: str) -> str:
         return all_at_once(RuleConfig(rule="data_loader"), FAULTY["data_loader"][name]).findings[0].message
 
@@ -251,8 +257,8 @@ def test_thresholds_are_the_users_to_set(rule: str, name: str, params: dict[str,
     assert found(rule, FAULTY[rule][name], **params) == []
 
 
-def test_samples_that_are_no_numbers_say_nothing() -> None:
+def test_samples_that_are_no_numbers_are_inconclusive() -> None:
     nan = float("nan")
     names = (GPU, GPU_MEMORY, NODE_CPU, NODE_IO_STALL, MEMORY_PRIVATE, STEP_SECONDS, DATA_WAIT, CPUS)
-    block = one(dict.fromkeys([*names, INITIALIZATION_SECONDS], nan))
+    block = one_worker(dict.fromkeys([*names, INITIALIZATION_SECONDS], nan))
     assert [found(rule, block) for rule in FAULTY] == [[]] * len(FAULTY)

@@ -11,8 +11,8 @@ OUTPUT = tensor("first:output", "activations")
 
 
 def found(rows: list[Row], **params: object) -> list[int]:
-    said = all_at_once(RuleConfig(rule="all_zero", params=params), block_of(rows))
-    return [finding.step for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule="all_zero", params=params), block_of(rows))
+    return [finding.step for finding in outcome.findings]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_every_element_must_be_zero(info: TensorInfo, values: Values, steps: lis
     assert found([Row(3, info, values)]) == steps
 
 
-def test_a_share_can_be_asked_for() -> None:
+def test_a_share_can_be_requested() -> None:
     rows = [Row(0, OUTPUT, [0.0, 0.0, 0.0, 1.0]), Row(1, OUTPUT, [0.0, 0.0, 1.0, 1.0])]
     assert found(rows, share=0.75) == [0]
 
@@ -40,8 +40,8 @@ def test_of_shards_the_whole_tensor_is_judged() -> None:
     assert found(halves) == []
 
 
-def test_the_message_says_how_many() -> None:
-    said = all_at_once(RuleConfig(rule="all_zero"), block_of([Row(0, OUTPUT, [0.0] * 4)]))
-    assert said.findings[0].message == (
+def test_the_message_states_how_many() -> None:
+    outcome = all_at_once(RuleConfig(rule="all_zero"), block_of([Row(0, OUTPUT, [0.0] * 4)]))
+    assert outcome.findings[0].message == (
         "100.0% of the 4 elements of first:output are zero, the limit is 100.0%"
     )

@@ -48,7 +48,7 @@ def test_other_tensors_and_modes_are_not_judged() -> None:
     assert found(block, {"loss": [(0, 1.0)]}) == []
 
 
-def test_without_a_reference_nothing_is_said() -> None:
+def test_without_a_reference_nothing_is_reported() -> None:
     assert found(run([9.0]), {}) == []
 
 
@@ -84,12 +84,12 @@ def test_a_figure_between_two_points_may_be_any_that_the_other_run_had_there() -
     assert found(run([0.0, 9.1, 9.0, -0.1, 0.1]), reference, figure="mean", tolerance=0.0) == [1, 3, 4]
 
 
-def test_a_reference_is_of_the_tensors_that_are_asked_for() -> None:
+def test_a_reference_is_of_the_tensors_that_are_requested() -> None:
     block = block_of([Row(0, LOSS, [1.0]), Row(0, WEIGHT, [3.0, 4.0]), Row(1, WEIGHT, [float("nan")])])
     assert reference_of(block, "l2", include=r"a\.") == {"a.weight": [(0, 5.0)]}
 
 
-def test_what_cannot_be_a_reference_says_why() -> None:
+def test_what_cannot_be_a_reference_states_why() -> None:
     infos = [tensor(f"{number}.weight", "weights") for number in range(501)]
     with pytest.raises(RuleError, match="501 tensors are too many"):
         reference_of(block_of([Row(0, info, [1.0]) for info in infos]))

@@ -18,8 +18,8 @@ def found(
     records: Sequence[Values], info: TensorInfo = WEIGHT, mode: Mode = "train", **params: object
 ) -> list[int]:
     rows = [Row(10 * number, info, values, mode) for number, values in enumerate(records)]
-    said = all_at_once(RuleConfig(rule="unchanged_tensor", params=params), block_of(rows))
-    return [finding.step for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule="unchanged_tensor", params=params), block_of(rows))
+    return [finding.step for finding in outcome.findings]
 
 
 def test_three_records_that_are_the_same_are_found_and_two_are_not() -> None:
@@ -34,7 +34,7 @@ def test_the_tolerance_is_that_of_allclose(change: float, steps: list[int]) -> N
     assert found([[1.0, 1.0], [1.0, 1.0], [1.0 + change, 1.0 + change]]) == steps
 
 
-def test_what_changes_by_little_each_time_is_held_against_the_oldest() -> None:
+def test_what_changes_by_little_each_time_is_compared_with_the_oldest() -> None:
     assert found([[1.0], [1.0 + 0.9e-5], [1.0 + 1.8e-5]]) == []
 
 
@@ -42,7 +42,7 @@ def test_signs_that_change_are_a_change() -> None:
     assert found([[1.0, -1.0], [1.0, -1.0], [-1.0, -1.0]]) == []
 
 
-def test_nan_is_like_nothing_unless_asked() -> None:
+def test_nan_is_like_nothing_unless_requested() -> None:
     assert found([[1.0, NAN]] * 3) == []
     assert found([[1.0, NAN]] * 3, equal_nan=True) == [20]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn, optim
 
-from tests.rules.recording import said_of
-from tests.rules.training_parts import Task
+from tests.rules.recording import evaluate_training
+from tests.rules.trainings.parts import Task
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -35,7 +35,7 @@ def trained(hook: Hook, *, late: bool, frozen: bool = False, average: bool = Fal
 
 
 def found(folder: Path, *, late: bool, frozen: bool = False, average: bool = False) -> list[tuple[int, str]]:
-    findings = said_of(
+    findings = evaluate_training(
         lambda hook: trained(hook, late=late, frozen=frozen, average=average),
         "absent_from_optimizer",
         folder,
@@ -49,7 +49,7 @@ def test_a_layer_that_is_made_after_the_optimizer_and_its_twin(tmp_path: Path) -
     assert found(tmp_path / "b", late=False) == []
 
 
-def test_what_is_frozen_or_moved_by_hand_is_left_alone(tmp_path: Path) -> None:
+def test_what_is_frozen_or_moved_by_hand_is_ignored(tmp_path: Path) -> None:
     assert found(tmp_path / "a", late=True, frozen=True) == []
     assert found(tmp_path / "b", late=True, average=True) == []
 
@@ -59,17 +59,17 @@ Left = Callable[[nn.Sequential], list[nn.Parameter]]
 
 def names(
     folder: Path,
-    held: Left,
+    select: Left,
     *others: Left,
     each: Callable[[int, list[optim.Optimizer]], None] = lambda _step, _optimizers: None,
     **params: object,
 ) -> set[str]:
-    """Train with an optimizer of some parameters, and others that are made beside it and step as ``each`` says."""
+    """Train with an optimizer of some parameters, and further optimizers that step as ``each`` defines."""
 
     def train(hook: Hook) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
-        optimizers: list[optim.Optimizer] = [optim.SGD(some(model), 0.05) for some in (held, *others)]
+        optimizers: list[optim.Optimizer] = [optim.SGD(some(model), 0.05) for some in (select, *others)]
         hook.watch(model, optimizers[0])
         for step, (x, y) in enumerate(Task(1).batches(steps=126)):
             model.zero_grad()
@@ -77,15 +77,15 @@ def names(
             optimizers[0].step()
             each(step, optimizers)
 
-    said = said_of(train, "absent_from_optimizer", folder, params, config=CaptureConfig())
-    return {finding.tensor.removesuffix(":not_in_optimizer") for finding in said}
+    outcome = evaluate_training(train, "absent_from_optimizer", folder, params, config=CaptureConfig())
+    return {finding.tensor.removesuffix(":not_in_optimizer") for finding in outcome}
 
 
 def part(*places: int) -> Left:
     return lambda model: [parameter for place in places for parameter in model[place].parameters()]
 
 
-def test_a_head_that_is_trained_alone_is_told_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_head_that_is_trained_alone_is_reported_only_if_requested(tmp_path: Path) -> None:
     assert names(tmp_path / "a", part(4)) == set()
     trunk = {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert names(tmp_path / "b", part(4), strict=True) == trunk
@@ -93,11 +93,11 @@ def test_a_head_that_is_trained_alone_is_told_only_where_it_is_asked_for(tmp_pat
 
 def test_layers_between_others_and_biases_beside_weights(tmp_path: Path) -> None:
     assert names(tmp_path / "a", part(0, 4)) == {"2.weight"}
-    weights: Left = lambda model: [one for one in model.parameters() if one.dim() > 1]  # noqa: E731
+    weights: Left = lambda model: [parameter for parameter in model.parameters() if parameter.dim() > 1]  # noqa: E731
     assert names(tmp_path / "b", weights) == {"0.bias", "2.bias", "4.bias"}
 
 
-def test_optimizers_that_take_turns_hold_what_is_theirs(tmp_path: Path) -> None:
+def test_optimizers_that_alternate_have_their_own_parameters(tmp_path: Path) -> None:
     def by_turns(step: int, optimizers: list[optim.Optimizer]) -> None:
         if step == 110:
             optimizers[1].step()
@@ -130,19 +130,22 @@ def test_an_optimizer_of_another_model_in_the_place_of_the_first(tmp_path: Path)
             optimizer.step()
             hook.step()
 
-    said = said_of(train, "absent_from_optimizer", tmp_path, config=CaptureConfig())
-    assert {finding.tensor for finding in said} >= {"0.weight:not_in_optimizer", "2.weight:not_in_optimizer"}
-    assert said[0].step == 125
+    outcome = evaluate_training(train, "absent_from_optimizer", tmp_path, config=CaptureConfig())
+    assert {finding.tensor for finding in outcome} >= {
+        "0.weight:not_in_optimizer",
+        "2.weight:not_in_optimizer",
+    }
+    assert outcome[0].step == 125
 
 
 def test_one_fault_is_one_report(tmp_path: Path) -> None:
     with Hook(tmp_path, run="run", config=CaptureConfig()) as hook:
         trained(hook, late=True)
     backtest = backtest_run(open_run(hook.run_url), DEFAULT_RULES)
-    told = [
+    messages = [
         (outcome.config.rule, change.step)
         for outcome in backtest.attempts[0].outcomes
         for change in outcome.fired
         if change.finding and change.finding.role == "not_in_optimizer" and not change.inhibited_by
     ]
-    assert told == [("weight_not_updating", 50)]
+    assert messages == [("weight_not_updating", 50)]

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.rules.builtin.losses.losses import Curve, falling, noisy
-from tests.rules.recording import EVERYTHING, said_of
+from tests.rules.recording import EVERYTHING, evaluate_training
 from tests.rules.runs import all_at_once, in_steps
-from tests.rules.training_parts import Task
+from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, tensor
 from watchstep import Hook
 from watchstep_rules.config.rule_config import RuleConfig
@@ -25,8 +25,8 @@ SOUND = noisy(falling(2.0, 0.4, 300, 30.0), 0.05)
 def found(losses: Curve, rates: dict[int, float], **params: object) -> list[int]:
     rows = [Row(step, LOSS, [float(value)]) for step, value in enumerate(losses)]
     changes = [Row(step, RATE, [value]) for step, value in rates.items()]
-    said = all_at_once(RuleConfig(rule="hyperparameter_jump", params=params), in_steps(rows, changes))
-    return [finding.step for finding in said.findings]
+    outcome = all_at_once(RuleConfig(rule="hyperparameter_jump", params=params), in_steps(rows, changes))
+    return [finding.step for finding in outcome.findings]
 
 
 def hurt(since: int, height: float = 1.0) -> Curve:
@@ -62,8 +62,8 @@ def test_a_loss_that_is_no_number_has_suffered() -> None:
 def test_the_message_names_value_step_and_harm() -> None:
     rows = [Row(step, LOSS, [1.0 if step <= 50 else 3.0]) for step in range(60)]
     changes = [Row(0, RATE, [1e-3]), Row(50, RATE, [0.1])]
-    said = all_at_once(RuleConfig(rule="hyperparameter_jump"), in_steps(rows, changes))
-    assert said.findings[0].message == (
+    outcome = all_at_once(RuleConfig(rule="hyperparameter_jump"), in_steps(rows, changes))
+    assert outcome.findings[0].message == (
         "optimizer:learning_rate/0 went to 0.1 at step 50, 100 times its largest before; loss is 3, 8 of the last 10 are above "
         "1.2, and it was 1 before"
     )
@@ -100,7 +100,7 @@ def test_trainings_whose_learning_rate_or_weight_decay_jumps(optimizer: str, tmp
     for jump, latest in (("lr", 110), ("weight_decay", 239)):
         steps = [
             finding.step
-            for finding in said_of(
+            for finding in evaluate_training(
                 lambda hook, jump=jump: trained(hook, optimizer, jump=jump),  # type: ignore[misc]
                 "hyperparameter_jump",
                 tmp_path / jump,
@@ -113,18 +113,22 @@ def test_trainings_whose_learning_rate_or_weight_decay_jumps(optimizer: str, tmp
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "warm restarts": lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 40, eta_min=1e-7),
-    "one-cycle": lambda one: lr_scheduler.OneCycleLR(one, 0.1, total_steps=240),
-    "cyclical": lambda one: lr_scheduler.CyclicLR(one, 1e-5, 0.1, step_size_up=30, cycle_momentum=False),
-    "warm-up from zero": lambda one: lr_scheduler.LambdaLR(one, lambda step: min(1.0, step / 60)),
-    "warm-up in stages": lambda one: lr_scheduler.LambdaLR(one, lambda step: 10.0 ** min(0, step // 40 - 3)),
-    "decay in stages": lambda one: lr_scheduler.StepLR(one, 50, 0.1),
+    "warm restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 40, eta_min=1e-7),
+    "one-cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=240),
+    "cyclical": lambda optimizer: lr_scheduler.CyclicLR(
+        optimizer, 1e-5, 0.1, step_size_up=30, cycle_momentum=False
+    ),
+    "warm-up from zero": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 60)),
+    "warm-up in stages": lambda optimizer: lr_scheduler.LambdaLR(
+        optimizer, lambda step: 10.0 ** min(0, step // 40 - 3)
+    ),
+    "decay in stages": lambda optimizer: lr_scheduler.StepLR(optimizer, 50, 0.1),
 }
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_schedules_are_left_alone(name: str, tmp_path: Path) -> None:
-    said = said_of(
+def test_schedules_are_ignored(name: str, tmp_path: Path) -> None:
+    outcome = evaluate_training(
         lambda hook: trained(hook, "SGD", SCHEDULES[name]), "hyperparameter_jump", tmp_path, config=EVERYTHING
     )
-    assert said == []
+    assert outcome == []

@@ -39,9 +39,9 @@ def found(block: Block) -> list[Finding]:
 def test_rates_far_from_usual_or_from_each_other_are_found(
     ratios: tuple[float, ...], tensor_name: str, threshold: float
 ) -> None:
-    said = found(run(*ratios))
-    assert [(finding.step, finding.tensor) for finding in said] == [(4, tensor_name), (5, tensor_name)]
-    assert said[0].threshold == pytest.approx(threshold)
+    outcome = found(run(*ratios))
+    assert [(finding.step, finding.tensor) for finding in outcome] == [(4, tensor_name), (5, tensor_name)]
+    assert outcome[0].threshold == pytest.approx(threshold)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_is_usual_for_some_layer_is_fine(ratios: tuple[float, ...]) -> None
     assert found(run(*ratios)) == []
 
 
-def test_too_few_records_say_nothing() -> None:
+def test_too_few_records_are_inconclusive() -> None:
     assert found(run(0.5, 0.5, 0.5, records=4)) == []
 
 

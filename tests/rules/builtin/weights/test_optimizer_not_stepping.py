@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn, optim
 
-from tests.rules.recording import EVERYTHING, said_of
+from tests.rules.recording import EVERYTHING, evaluate_training
 from tests.rules.runs import all_at_once, in_steps
 from tests.sdk.format.blocks import Row, tensor
 from tests.sdk.training import batches, small_model
@@ -55,7 +55,7 @@ def trained(
 
 
 def test_a_loop_whose_optimizer_steps_no_more(tmp_path: Path) -> None:
-    (finding,) = said_of(trained, RULE, tmp_path)
+    (finding,) = evaluate_training(trained, RULE, tmp_path)
     assert (finding.step, finding.tensor, finding.value) == (UPDATED, "updates:overdue", 200.0)
     assert finding.message == (
         f"updates:overdue: 200 backward passes since step {UPDATED - 1}, and a training loss is logged for them, but no "
@@ -87,7 +87,7 @@ def test_the_alert_ends_when_the_optimizer_steps_again(tmp_path: Path) -> None:
     ids=str,
 )
 def test_loops_that_do_so_on_purpose(tmp_path: Path, how: dict[str, float]) -> None:
-    assert said_of(lambda hook: trained(hook, **how), RULE, tmp_path) == []  # type: ignore[arg-type]
+    assert evaluate_training(lambda hook: trained(hook, **how), RULE, tmp_path) == []  # type: ignore[arg-type]
 
 
 def test_only_rows_of_the_metric_that_are_over_the_limit_count() -> None:

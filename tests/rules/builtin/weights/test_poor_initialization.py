@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.rules.recording import said_of
+from tests.rules.recording import evaluate_training
 from tests.rules.runs import all_at_once
-from tests.rules.training_parts import Task
+from tests.rules.trainings.parts import Task
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep import Hook
 from watchstep_rules.config.rule_config import RuleConfig
@@ -32,8 +32,8 @@ def spread(gain: float) -> list[float]:
 
 
 def found(*rows: Row) -> list[str]:
-    said = all_at_once(RuleConfig(rule="poor_initialization"), block_of(rows))
-    return sorted(finding.tensor for finding in said.findings)
+    outcome = all_at_once(RuleConfig(rule="poor_initialization"), block_of(rows))
+    return sorted(finding.tensor for finding in outcome.findings)
 
 
 def of_gains(*gains: float) -> list[Row]:
@@ -142,14 +142,14 @@ def test_an_embedding_that_the_last_layer_shares_counts_as_its_weight() -> None:
 
 def test_only_the_first_step_is_judged() -> None:
     later = [replace(row, step=1) for row in of_gains(8.0, 8.0)]
-    said = all_at_once(RuleConfig(rule="poor_initialization"), block_of([*of_gains(1.0, 1.0), *later]))
-    assert said.findings == []
-    assert said.memory != RuleMemory()
+    outcome = all_at_once(RuleConfig(rule="poor_initialization"), block_of([*of_gains(1.0, 1.0), *later]))
+    assert outcome.findings == []
+    assert outcome.memory != RuleMemory()
 
 
-def test_the_finding_says_the_gain() -> None:
-    said = all_at_once(RuleConfig(rule="poor_initialization"), block_of(of_gains(8.0, 8.0)))
-    assert said.findings[0].message == (
+def test_the_finding_states_the_gain() -> None:
+    outcome = all_at_once(RuleConfig(rule="poor_initialization"), block_of(of_gains(8.0, 8.0)))
+    assert outcome.findings[0].message == (
         "layer0.weight begins with a gain rms * sqrt(fan in) of 8, at least 3, as do others; "
         "1 to 1.41 keeps a signal's size"
     )
@@ -171,8 +171,8 @@ def test_a_first_loss_that_is_divided_among_micro_batches_is_judged_whole(parts:
             optimizer.step()
             optimizer.zero_grad()
 
-    said = said_of(train, "poor_initialization", tmp_path, {"above_guess": 1.5})
-    assert [finding.tensor for finding in said] == ["loss"]
+    outcome = evaluate_training(train, "poor_initialization", tmp_path, {"above_guess": 1.5})
+    assert [finding.tensor for finding in outcome] == ["loss"]
 
 
 def test_small_weights_are_found_beside_an_empty_shard_of_a_gradient() -> None:

@@ -31,7 +31,7 @@ def test_equal_replicas_are_fine_and_others_are_found() -> None:
     assert (finding.step, finding.worker, finding.tensor) == (100, 1, "last.weight:checksum")
 
 
-def test_the_odd_one_out_is_told_by_the_most() -> None:
+def test_the_majority_of_replicas_identifies_the_divergent_one() -> None:
     (finding,) = found([1.0, 5.0, 5.0, 5.0])
     assert finding.worker == 0
     assert finding.message == (
@@ -43,5 +43,5 @@ def test_two_against_two_the_lowest_rank_is_right() -> None:
     assert [finding.worker for finding in found([1.0, 5.0, 5.0, 1.0])] == [1, 2]
 
 
-def test_one_worker_alone_differs_from_nobody() -> None:
+def test_a_single_worker_does_not_diverge() -> None:
     assert found([1.0], [2.0]) == []

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn, optim
 
-from tests.rules.recording import said_of
-from tests.rules.training_parts import Task
+from tests.rules.recording import evaluate_training
+from tests.rules.trainings.parts import Task
 from watchstep import Hook
 
 CONSTANT = 0.05
@@ -29,7 +29,7 @@ def trained(hook: Hook, *, constant: tuple[int, ...], value: float = CONSTANT, a
 
 
 def found(folder: Path, *constant: int, value: float = CONSTANT, adam: bool = False) -> set[str]:
-    findings = said_of(
+    findings = evaluate_training(
         lambda hook: trained(hook, constant=constant, value=value, adam=adam), "symmetric_units", folder
     )
     return {finding.tensor for finding in findings}
@@ -47,8 +47,8 @@ def test_a_head_that_begins_at_zero_parts(tmp_path: Path) -> None:
     assert found(tmp_path / "b", 2, 4, value=0.0, adam=True) == set()
 
 
-def test_the_finding_says_how_far(tmp_path: Path) -> None:
-    findings = said_of(
+def test_the_finding_states_how_far(tmp_path: Path) -> None:
+    findings = evaluate_training(
         lambda hook: trained(hook, constant=(0, 2, 4)), "symmetric_units", tmp_path, {"records": 10}
     )
     assert "the 16 units of 0.weight have moved by" in findings[0].message

@@ -38,7 +38,7 @@ def found(*layers: list[Row], name: str = "a", **params: object) -> list[int]:
     return steps_of(all_at_once(config, in_steps(*layers)), f"{name}.weight:update")
 
 
-def test_an_optimizer_that_stops_is_found_and_one_that_goes_on_is_not() -> None:
+def test_an_optimizer_that_stops_is_found_and_one_that_continues_is_not() -> None:
     alive = gradients("a", [0.1, 0.12, 0.09, 0.1, 0.11])
     assert found(updates("a", [1e-3, 1e-3, 0.0, 0.0, 0.0]), alive) == [2, 3, 4]
     assert found(updates("a", [1e-3] * 5), alive) == []
@@ -80,7 +80,7 @@ def test_updates_that_are_too_small_from_the_start_are_found_unless_they_grow_or
     assert found(updates("a", warmed_up), alive, high) == []
 
 
-def test_gradients_that_are_zero_now_and_then_tell_nothing_of_updates_at_other_steps() -> None:
+def test_occasional_zero_gradients_are_no_evidence_about_other_steps() -> None:
     seldom = gradients("a", [0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
     still = updates("a", [1e-3, 1e-3, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert found(still, seldom) == []
@@ -104,11 +104,11 @@ def not_in_optimizer(
 
 
 def left_out(*layers: list[Row], name: str) -> list[int]:
-    said = all_at_once(RuleConfig(rule="weight_not_updating"), in_steps(*layers))
-    return steps_of(said, f"{name}.weight:not_in_optimizer")
+    outcome = all_at_once(RuleConfig(rule="weight_not_updating"), in_steps(*layers))
+    return steps_of(outcome, f"{name}.weight:not_in_optimizer")
 
 
-def test_weights_that_no_optimizer_holds_are_found_where_they_were_forgotten() -> None:
+def test_forgotten_weights_of_no_optimizer_are_found() -> None:
     trunk = updates("a", [1e-3] * 3, order=1)
     assert left_out(trunk, not_in_optimizer("b", [0.0] * 3, order=2), name="b") == [0, 1, 2]
     assert left_out(trunk, not_in_optimizer("b", [0.0, 1.0, 1.0], order=2), name="b") == [0]
@@ -117,7 +117,7 @@ def test_weights_that_no_optimizer_holds_are_found_where_they_were_forgotten() -
     assert left_out(*nothing, name="b") == left_out(*nothing, name="c") == [0, 1, 2]
 
 
-def test_weights_that_are_left_out_on_purpose_are_fine() -> None:
+def test_weights_that_are_omitted_on_purpose_are_fine() -> None:
     head = updates("b", [1e-3] * 3, order=2)
     assert left_out(head, not_in_optimizer("a", [0.0] * 3, order=1), name="a") == []
     adapter = updates("b", [1e-3] * 3, order=2)
@@ -130,7 +130,7 @@ def test_a_converged_training_is_fine() -> None:
     assert found(updates("a", [1e-3, 0.0, 0.0]), gradients("a", [0.1, 0.0, 0.0])) == []
 
 
-def test_a_layer_that_stands_still_beside_others_is_the_authors_choice() -> None:
+def test_a_layer_that_stalls_beside_others_is_the_authors_choice() -> None:
     still, moves = updates("a", [0.0] * 4), updates("b", [1e-3] * 4, order=1)
     assert found(still, moves, gradients("a", [0.1] * 4), gradients("b", [0.1] * 4, order=1)) == []
 
@@ -157,7 +157,7 @@ def test_layers_that_are_cut_off_from_the_loss_are_found() -> None:
     assert found(still, moves, learns) == []  # never computed: nothing was expected of it
 
 
-def test_a_layer_whose_output_nothing_uses_is_no_cut() -> None:
+def test_an_unused_output_is_not_a_detached_layer() -> None:
     first, unused = updates("a", [1e-3] * 3, order=1), updates("b", [0.0] * 3, order=2)
     last = updates("c", [1e-3] * 3, order=3)
     learn = gradients("a", [0.1] * 3, order=1) + gradients("c", [0.1] * 3, order=3)
@@ -189,7 +189,7 @@ def test_normalisation_that_alone_learns_is_found() -> None:
     assert found(vector("a", "Scales", order=2), layers) == []
 
 
-def test_the_finding_says_what_was_seen() -> None:
+def test_the_finding_states_what_was_seen() -> None:
     block = in_steps(updates("a", [1e-3, 0.0]), gradients("a", [0.1, 0.1]))
     (finding,) = all_at_once(RuleConfig(rule="weight_not_updating"), block).findings
     assert finding.message == (

@@ -1,4 +1,4 @@
-"""What small trainings are made of: data from a seed, models, optimizers, and how one is registered."""
+"""Parts of small trainings: data from a seed, models, optimizers, and their registration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Training:
 CASES: dict[str, Training] = {}
 STEPS = 200
 OFTEN = frozenset({"loss_not_decreasing", "slow_convergence", "oscillating_loss"})
-"""What a training that does not learn may be said to be besides."""
+"""Other rules that may fire for a training that does not learn."""
 
 Make = Callable[[int], Built]
 
@@ -64,17 +64,17 @@ class Task:
     size: int = 800
     scale: float = 1.0
     noise: float = 0.3
-    made: tuple[Tensor, Tensor] = field(init=False)
+    data: tuple[Tensor, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         own = torch.Generator().manual_seed(self.seed + 5)
         x = torch.randn(self.size, self.features, generator=own)
         scores = x @ torch.randn(self.features, self.classes, generator=own)
         y = (scores + self.noise * torch.randn(scores.shape, generator=own)).argmax(1)
-        self.made = (x * self.scale, y)
+        self.data = (x * self.scale, y)
 
     def batches(self, batch: int = 32, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
-        return drawn(*self.made, self.seed, batch, steps)
+        return drawn(*self.data, self.seed, batch, steps)
 
 
 def drawn(
@@ -90,8 +90,8 @@ def drawn(
 def layers(*sizes: int, act: Callable[[], nn.Module] = nn.ReLU, extra: Any = None) -> nn.Sequential:
     """Linear layers with activations between them, and something after each activation."""
     stack: list[nn.Module] = []
-    for one, two in pairwise(sizes[:-1]):
-        stack += [nn.Linear(one, two), act(), *([extra()] if extra else [])]
+    for inputs, outputs in pairwise(sizes[:-1]):
+        stack += [nn.Linear(inputs, outputs), act(), *([extra()] if extra else [])]
     return nn.Sequential(*stack, nn.Linear(sizes[-2], sizes[-1]))
 
 

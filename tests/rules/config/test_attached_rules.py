@@ -1,4 +1,4 @@
-"""Rules as Python attaches them to a job."""
+"""Rules that are attached to a job in Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_built_in_rule_can_be_attached_with_its_parameters() -> None:
     for name, rule in RULES.items():
         attach = getattr(watchstep_rules, name)
         if not any(field.is_required() for field in rule.params_type.model_fields.values()):
-            severity = next((one.severity for one in DEFAULT_RULES if one.rule == name), "warning")
+            severity = next((config.severity for config in DEFAULT_RULES if config.rule == name), "warning")
             assert attach().config == RuleConfig(rule=name, severity=severity)
         with pytest.raises(RuleError, match="no_such_parameter"):
             attach(no_such_parameter=1)
@@ -71,7 +71,7 @@ def test_each_step_of_writing_leaves_the_one_before_it_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda: vanishing_gradient(threshold="much"), "vanishing_gradient, threshold"),
         (lambda: nan_or_inf().notify("no such/receiver"), "nan_or_inf, actions"),
@@ -84,9 +84,9 @@ def test_each_step_of_writing_leaves_the_one_before_it_alone() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_where_it_is_written(wrong: object, said: str) -> None:
+def test_what_cannot_be_is_refused_where_it_is_written(wrong: object, message: str) -> None:
     assert callable(wrong)
-    with pytest.raises(RuleError, match=said):
+    with pytest.raises(RuleError, match=message):
         wrong()
 
 

@@ -1,4 +1,4 @@
-"""Calm steps are taken in at once: with the same findings and the same memory as if each were looked at by itself."""
+"""Steps without findings are processed at once, with the same findings and state as one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that are off by default, each held to a training that has what it looks for and to one that has not, recorded for real."""
+"""Rules that are off by default, each tested with one recorded training that has the fault and one that has not."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from tests.rules.test_trainings import recorded
-from tests.rules.training_parts import (
+from tests.rules.trainings.parts import (
     STEPS,
     Built,
     Make,
@@ -27,6 +26,7 @@ from tests.rules.training_parts import (
     paced,
     sgd,
 )
+from tests.rules.trainings.test_trainings import recorded
 from tests.sdk.pytorch.test_distributed import trained
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.format.block import Block
@@ -90,17 +90,17 @@ def images(mean: float) -> Make:
     def build(seed: int) -> Built:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 5))
-        made = (
+        extra = (
             (x.reshape(-1, 1, 5, 4).repeat(1, 1, 1, 2)[..., :5] + mean, y) for x, y in Task(seed).batches()
         )
-        return model, adam(model), F.cross_entropy, made
+        return model, adam(model), F.cross_entropy, extra
 
     return build
 
 
 @dataclass(frozen=True)
 class Twins:
-    """A rule, a training that has what it looks for, and one that has not."""
+    """A rule, a training with its fault, and one without."""
 
     config: dict[str, Any]
     faulty: Make
@@ -138,7 +138,7 @@ def test_one_twin_is_found_and_the_other_is_not(name: str, tmp_path: Path) -> No
     assert min(found) >= twins.first
 
 
-def test_a_run_is_held_against_another(tmp_path: Path) -> None:
+def test_a_run_is_compared_with_another(tmp_path: Path) -> None:
     first, again, other = (
         recorded(Training(build, STEPS), tmp_path / str(number))
         for number, build in enumerate((sound, sound, at_rate(0.3)))

@@ -1,4 +1,4 @@
-"""Healthy trainings that look odd. No rule may fire."""
+"""Healthy trainings with unusual curves. No rule may fire."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 from torch import Tensor, nn
 
-from tests.rules.training_parts import (
+from tests.rules.trainings.parts import (
     STEPS,
     Built,
     Task,
@@ -196,14 +196,14 @@ def lstm(seed: int) -> Built:
 
 @training()
 def sigmoid_output_at_convergence(seed: int) -> Built:
-    x, y = Task(seed, classes=2, noise=0.0).made
+    x, y = Task(seed, classes=2, noise=0.0).data
     model = nn.Sequential(layers(20, 32, 1), nn.Sigmoid())
     return model, adam(model, 0.03), F.binary_cross_entropy, drawn(x, y.float()[:, None], seed, 16, 300)
 
 
 @training()
 def tanh_output_at_its_bounds(seed: int) -> Built:
-    x, y = Task(seed, classes=2, noise=0.0).made
+    x, y = Task(seed, classes=2, noise=0.0).data
     model = nn.Sequential(layers(20, 32, 1, act=nn.Tanh), nn.Tanh())
     return model, adam(model, 0.03), F.mse_loss, drawn(x, y.float()[:, None] * 2 - 1, seed)
 
@@ -211,8 +211,8 @@ def tanh_output_at_its_bounds(seed: int) -> Built:
 @training()
 def batch_norm_everywhere(seed: int) -> Built:
     stack: list[nn.Module] = [nn.BatchNorm1d(20)]
-    for one, two in ((20, 64), (64, 64), (64, 64)):
-        stack += [nn.Linear(one, two), nn.BatchNorm1d(two), nn.ReLU()]
+    for inputs, outputs in ((20, 64), (64, 64), (64, 64)):
+        stack += [nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU()]
     model = nn.Sequential(*stack, nn.Linear(64, 5))
     return model, sgd(model, 0.1, 0.9), F.cross_entropy, Task(seed, scale=40.0).batches()
 
@@ -259,7 +259,7 @@ def one_example_a_step(seed: int) -> Built:
 
 @training()
 def learnt_to_the_end_by_hinge(seed: int) -> Built:
-    x, y = Task(seed, classes=2, noise=0.0, size=60).made
+    x, y = Task(seed, classes=2, noise=0.0, size=60).data
     model = layers(20, 64, 64, 1)
     sign = y.float()[:, None] * 2 - 1
 
@@ -272,7 +272,7 @@ def learnt_to_the_end_by_hinge(seed: int) -> Built:
 @training()
 def narrow_autoencoder(seed: int) -> Built:
     model = layers(20, 16, 3, 16, 20)
-    x, _ = Task(seed).made
+    x, _ = Task(seed).data
     return model, adam(model, 1e-2), F.mse_loss, drawn(x, x, seed)
 
 
@@ -290,15 +290,15 @@ def small_normal_weights(seed: int) -> Built:
 
 @training()
 def some_classes_are_rarer(seed: int) -> Built:
-    x, y = Task(seed, classes=4, size=2000).made
-    kept = torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 1 / (1 + y)
+    x, y = Task(seed, classes=4, size=2000).data
+    chosen = torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 1 / (1 + y)
     model = layers(20, 32, 4)
-    return model, adam(model), F.cross_entropy, drawn(x[kept], y[kept], seed)
+    return model, adam(model), F.cross_entropy, drawn(x[chosen], y[chosen], seed)
 
 
 @training(steps=250)
 def classes_in_their_order(seed: int) -> Built:
-    x, y = Task(seed, classes=4, size=1000).made
+    x, y = Task(seed, classes=4, size=1000).data
     order = y.argsort()
     batches = ((x[rows], y[rows]) for _ in range(8) for rows in order.split(32))
     model = layers(20, 32, 4)

@@ -1,4 +1,4 @@
-"""Rows from which a rule can conclude nothing: they neither resolve an alert nor keep it from firing."""
+"""Inconclusive rows neither resolve an alert nor prevent one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rules.runs import Rows, Seal, all_at_once, follow
-from tests.rules.test_trainings import recorded
-from tests.rules.trainings import CASES
+from tests.rules.runs import Rows, Watermark, all_at_once, follow
+from tests.rules.trainings.cases import CASES
+from tests.rules.trainings.test_trainings import recorded
 from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.format.block import Block
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -43,21 +43,23 @@ def test_no_rule_concludes_from_a_row_without_elements(name: str) -> None:
 def test_rows_without_elements_resolve_no_alert_of_a_layer(rule: str, case: str, tmp_path: Path) -> None:
     config = next(config for config in DEFAULT_RULES if config.rule == rule)
     block = recorded(CASES[case], tmp_path)
-    said = all_at_once(config, block)
-    assert said.memory.alert.phase is Phase.FIRING
-    more = follow(config, [[Rows(block), Seal(int(block.step.max()))], *emptied(block, said.findings)])
+    outcome = all_at_once(config, block)
+    assert outcome.memory.alert.phase is Phase.FIRING
+    more = follow(
+        config, [[Rows(block), Watermark(int(block.step.max()))], *emptied(block, outcome.findings)]
+    )
     assert more.memory.alert.phase is Phase.FIRING
 
 
-def emptied(block: Block, findings: list[Finding]) -> list[list[Rows | Seal]]:
+def emptied(block: Block, findings: list[Finding]) -> list[list[Rows | Watermark]]:
     """Evaluations of later steps with rows of the series of the findings that have no elements and no probes."""
     last = int(block.step.max())
     infos = {info.name: info for info in block.catalogue}
     series = dict.fromkeys((found.tensor, found.mode, found.worker) for found in findings)
-    evaluations: list[list[Rows | Seal]] = []
+    evaluations: list[list[Rows | Watermark]] = []
     for step in range(last + 1, last + EMPTY_STEPS):
         rows = [Row(step, infos[name], [], mode, worker) for name, mode, worker in series]
-        evaluations.append([Rows(block_of(rows)), Seal(step)])
+        evaluations.append([Rows(block_of(rows)), Watermark(step)])
     return evaluations
 
 
@@ -88,39 +90,37 @@ CONFIG = RuleConfig.model_validate(
     ],
 )
 def test_inconclusive_rows_count_for_nothing(kinds: str, phases: list[Phase]) -> None:
-    said = all_at_once(CONFIG, of_steps(kinds))
-    assert [change.phase for change in said.transitions] == phases
+    outcome = all_at_once(CONFIG, of_steps(kinds))
+    assert [change.phase for change in outcome.transitions] == phases
 
 
 @settings(max_examples=60)
 @given(st.text("x-", min_size=1, max_size=40))
 def test_a_series_that_is_faulty_wherever_it_is_conclusive_never_resolves(kinds: str) -> None:
-    said = all_at_once(CONFIG, of_steps("xxx" + kinds))
-    assert said.memory.alert.phase is Phase.FIRING
+    outcome = all_at_once(CONFIG, of_steps("xxx" + kinds))
+    assert outcome.memory.alert.phase is Phase.FIRING
 
 
 @settings(max_examples=60)
 @given(st.text("x.-", max_size=40))
 def test_a_series_that_becomes_sound_resolves(kinds: str) -> None:
-    said = all_at_once(CONFIG, of_steps("xxx" + kinds + ".-."))
-    assert said.told[-1].phase is Phase.RESOLVED
-    assert said.memory.alert.phase in (Phase.RESOLVED, Phase.INACTIVE)
+    outcome = all_at_once(CONFIG, of_steps("xxx" + kinds + ".-."))
+    assert outcome.notified[-1].phase is Phase.RESOLVED
+    assert outcome.memory.alert.phase in (Phase.RESOLVED, Phase.INACTIVE)
 
 
 @settings(max_examples=60)
 @given(st.text("x.-", min_size=1, max_size=40), st.lists(st.booleans(), min_size=40, max_size=40))
 def test_inconclusive_rows_are_as_if_they_had_not_come(kinds: str, absent: list[bool]) -> None:
     block = of_steps(kinds)
-    kept = [kind != "-" or not absent[step] for step, kind in enumerate(kinds)]
-    some = block.where(np.array(kept))
+    present = [kind != "-" or not absent[step] for step, kind in enumerate(kinds)]
+    some = block.where(np.array(present))
     assert all_at_once(CONFIG, some).transitions == all_at_once(CONFIG, block).transitions
 
 
 @pytest.mark.parametrize(
     ("rule", "infos"), [("loss_spike", (LOSS,)), ("exploding_gradient", (LAYER,)), ("dead_relu", (OUTPUT,))]
 )
-def test_rows_that_are_nan_everywhere_say_nothing_of_finite_values(
-    rule: str, infos: tuple[object, ...]
-) -> None:
+def test_all_nan_rows_are_no_evidence_about_finite_values(rule: str, infos: tuple[object, ...]) -> None:
     block = block_of([Row(0, info, [np.nan, np.nan]) for info in (LAYER, LOSS, OUTPUT) if info in infos])
     assert not RULES[rule].conclusive(RULES[rule].params_type.model_construct(), block).any()

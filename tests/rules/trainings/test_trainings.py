@@ -1,4 +1,4 @@
-"""Rules over layers, held to small trainings that are recorded for real: healthy odd ones, and faulty ones."""
+"""Rules over layers, tested with small recorded trainings: healthy unusual ones and faulty ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rules.trainings import CASES, Training
+from tests.rules.trainings.cases import CASES, Training
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.format.block import Block
 from watchstep_rules.backtest.backtest import backtest
@@ -26,7 +26,7 @@ STEPS = 120
 
 
 class Clock:
-    """Seconds that pass only when the program works or something is looked at: cadences that can be had again."""
+    """A clock that advances only when the program works or a tensor is measured, for reproducible cadences."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -56,7 +56,7 @@ def recorded(training: Training, folder: Path) -> Block:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_what_is_wrong_is_said_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_reported_and_nothing_else(name: str, tmp_path: Path) -> None:
     training = CASES[name]
     configs = [config for config in DEFAULT_RULES if config.rule in OVER_LAYERS]
     outcomes = backtest(recorded(training, tmp_path), configs)

@@ -1,4 +1,4 @@
-"""The life of an alert, row by row with nothing clever: what `watchstep_rules.engine.alert` must say as well."""
+"""A row-by-row reference of the alert state machine, for comparison with `watchstep_rules.engine.alert`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a row says of its series, and why the alert may fire for it."""
+    """The judgement of a row, and why the alert may fire for it."""
 
     step: int
     name: str
@@ -43,7 +43,7 @@ class Judged:
 
 @dataclass
 class PlainAlert:
-    """An alert that is told every row, and then goes through them step by step; nothing is ever late."""
+    """An alert that receives every row, then processes them step by step; no row is late."""
 
     timing: Timing
     phase: Phase = Phase.INACTIVE
@@ -59,7 +59,7 @@ class PlainAlert:
 
     def judge(self, judged: JudgedRows, findings: Sequence[Finding], tick: ClockTick | None = None) -> None:
         self.clock = tick is not None
-        said = {(f.step, series_of(f.tensor, f.worker, f.mode)): f for f in findings}
+        by_series = {(f.step, series_of(f.tensor, f.worker, f.mode)): f for f in findings}
         about_run = any(not f.tensor for f in findings) or RUN in self.series
         rows: list[Judged] = []
         behind: list[tuple[str, int, int, Finding]] = []
@@ -76,15 +76,15 @@ class PlainAlert:
                     names[RUN] = conclusive_step
                 conclusive_step = False
             for name, counts in names.items():
-                found = said.get((step, name))
+                found = by_series.get((step, name))
                 if found is None and not counts:
                     continue
                 if name in self.series and step < self.series[name].last:
                     behind += [] if found is None else [(name, step, time_ns, found)]
                 else:
                     rows.append(self._row(name, step, time_ns, found))
-        for one in behind:
-            rows += self._behind(*one)
+        for late_row in behind:
+            rows += self._behind(*late_row)
         rows.sort(key=lambda row: row.step)
         for step in dict.fromkeys(row.step for row in rows):
             self._step(step, [row for row in rows if row.step == step])
@@ -94,24 +94,24 @@ class PlainAlert:
 
     def _row(self, name: str, step: int, time_ns: int, finding: Finding | None) -> Judged:
         bad, by_clock = finding is not None, self.clock and name == RUN
-        held = self.series.get(name)
-        if held is None or held.bad != bad:
-            held = self.series[name] = Series(bad, 0, step, time_ns, step)
-        held.count += 1
-        held.last = step
-        held.lasts_ns = time_ns - held.time_ns
-        enough = held.long_enough(self.timing, by_clock=by_clock)
-        why = (finding, Streak(held.count, held.step, held.time_ns)) if finding and enough else None
+        current = self.series.get(name)
+        if current is None or current.bad != bad:
+            current = self.series[name] = Series(bad, 0, step, time_ns, step)
+        current.count += 1
+        current.last = step
+        current.lasts_ns = time_ns - current.time_ns
+        enough = current.long_enough(self.timing, by_clock=by_clock)
+        why = (finding, Streak(current.count, current.step, current.time_ns)) if finding and enough else None
         return Judged(step, name, bad, enough, why)
 
     def _behind(self, name: str, step: int, time_ns: int, finding: Finding) -> list[Judged]:
         if self.timing.hold_steps > 1 or self.timing.hold_ns > 0:
             return []
-        held = self.series[name]
+        current = self.series[name]
         rows = [Judged(step, name, True, True, (finding, Streak(1, step, time_ns)))]
-        if not held.bad:
-            enough = held.count >= self.timing.keep_steps and not self.timing.keep_ns
-            rows.append(Judged(held.last, name, False, enough))
+        if not current.bad:
+            enough = current.count >= self.timing.keep_steps and not self.timing.keep_ns
+            rows.append(Judged(current.last, name, False, enough))
         return rows
 
     def _step(self, step: int, rows: list[Judged]) -> None:

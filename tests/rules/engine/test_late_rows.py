@@ -1,4 +1,4 @@
-"""In whichever order and cuts the rows of ranks come, alerts tell of the episodes that a calm evaluation tells of."""
+"""Alerts report the same episodes for any order and split of the ranks' rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests.rules.runs import Event, Rows, Said, Seal, follow
+from tests.rules.runs import Event, Outcome, Rows, Watermark, follow
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine import alert
@@ -47,26 +47,26 @@ def lasting(hold: int, keep: int) -> RuleConfig:
     )
 
 
-def episodes(said: Said) -> list[tuple[str, int]]:
-    """What people were told, with what it came to be."""
+def episodes(outcome: Outcome) -> list[tuple[str, int]]:
+    """The notified changes, coalesced with their revisions."""
     return [
         (change.phase.value, change.step)
-        for change in coalesce(said.transitions)
+        for change in coalesce(outcome.transitions)
         if change.phase in (Phase.FIRING, Phase.RESOLVED)
     ]
 
 
-def notifications(said: Said) -> int:
-    """How often somebody would have been told that it fires."""
-    return sum(change.phase is Phase.FIRING and not change.revised for change in said.transitions)
+def notifications(outcome: Outcome) -> int:
+    """The number of firing notifications."""
+    return sum(change.phase is Phase.FIRING and not change.revised for change in outcome.transitions)
 
 
-def calm(config: RuleConfig, ranks: Sequence[Rank]) -> Said:
-    """All rows in order, a step at a time, each sealed when all of its rows are there."""
+def calm(config: RuleConfig, ranks: Sequence[Rank]) -> Outcome:
+    """All rows in order, a step at a time; the watermark passes a step when all of its rows are there."""
     return follow(
         config,
         [
-            [Rows(block_of([row for rank in ranks for row in rank.rows([step])])), Seal(step)]
+            [Rows(block_of([row for rank in ranks for row in rank.rows([step])])), Watermark(step)]
             for step in range(STEPS)
         ],
     )
@@ -87,12 +87,12 @@ class Segment:
     end: int
 
 
-Turn = Segment | Seal
+Turn = Segment | Watermark
 
 
 @st.composite
 def arrivals(draw: st.DrawFn, number: int) -> list[list[Turn]]:
-    """Segments of each rank in its order, the ranks' in any, in evaluations; what all have passed is sealed, or not yet."""
+    """Segments of each rank in order, ranks interleaved at random, in evaluations; the watermark may lag."""
     begun = dict.fromkeys(range(number), 0)
     evaluations: list[list[Turn]] = [[]]
     while waiting := [worker for worker, steps in begun.items() if steps < STEPS]:
@@ -102,15 +102,15 @@ def arrivals(draw: st.DrawFn, number: int) -> list[list[Turn]]:
         evaluations[-1].append(Segment(worker, first, end))
         passed = min(begun.values()) - 1
         if passed >= 0 and draw(st.booleans()):
-            evaluations[-1].append(Seal(passed))
+            evaluations[-1].append(Watermark(passed))
         if draw(st.booleans()):
             evaluations.append([])
-    return [*evaluations, [Seal(STEPS - 1)]]
+    return [*evaluations, [Watermark(STEPS - 1)]]
 
 
-def judged(config: RuleConfig, ranks: Sequence[Rank], evaluations: Sequence[Sequence[Turn]]) -> Said:
+def judged(config: RuleConfig, ranks: Sequence[Rank], evaluations: Sequence[Sequence[Turn]]) -> Outcome:
     def came(turn: Turn) -> Event:
-        if isinstance(turn, Seal):
+        if isinstance(turn, Watermark):
             return turn
         return Rows(block_of(ranks[turn.worker].rows(range(turn.first, turn.end))))
 
@@ -124,38 +124,38 @@ def test_the_same_episodes_in_whichever_order_and_cuts_rows_come(
 ) -> None:
     config = lasting(hold, keep)
     expected = calm(config, ranks)
-    said = judged(config, ranks, data.draw(arrivals(len(ranks))))
+    outcome = judged(config, ranks, data.draw(arrivals(len(ranks))))
     event(f"episodes: {notifications(expected)}")
-    assert episodes(said) == episodes(expected)
-    assert notifications(said) == notifications(expected)
-    assert said.memory.alert.finding == expected.memory.alert.finding
+    assert episodes(outcome) == episodes(expected)
+    assert notifications(outcome) == notifications(expected)
+    assert outcome.memory.alert.finding == expected.memory.alert.finding
 
 
 @settings(max_examples=settings().max_examples * 2 // 5)
 @given(some_ranks, st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.data())
-def test_where_too_much_waits_for_a_rank_nobody_is_told_twice_of_a_step(
+def test_where_too_much_waits_for_a_rank_nobody_is_notified_twice_of_a_step(
     ranks: list[Rank], hold: int, keep: int, most: int, data: st.DataObject
 ) -> None:
     config = lasting(hold, keep)
     turns = data.draw(arrivals(len(ranks)))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(alert, "MOST_WAITING", most)
-        said = judged(config, ranks, turns)
+        patched.setattr(alert, "MAX_QUEUED_CHANGES", most)
+        outcome = judged(config, ranks, turns)
         stalled = judged(
             config, ranks, [[turn for turn in some if isinstance(turn, Segment)] for some in turns]
         )
-    assert len(stalled.memory.alert.waiting) <= most
-    for one in (said, stalled):
-        assert one.memory.health is not RuleHealth.ERROR, one.memory.problem
-        told = episodes(one)
-        assert [phase for phase, _ in told] == ["firing", "resolved"] * (len(told) // 2) + ["firing"] * (
-            len(told) % 2
-        )
-        for (_, resolved), (_, fired) in zip(told[1::2], told[2::2], strict=False):
+    assert len(stalled.memory.alert.queued_changes) <= most
+    for judged_outcome in (outcome, stalled):
+        assert judged_outcome.memory.health is not RuleHealth.ERROR, judged_outcome.memory.problem
+        expected = episodes(judged_outcome)
+        assert [phase for phase, _ in expected] == ["firing", "resolved"] * (len(expected) // 2) + [
+            "firing"
+        ] * (len(expected) % 2)
+        for (_, resolved), (_, fired) in zip(expected[1::2], expected[2::2], strict=False):
             assert fired > resolved
 
 
-def test_what_waits_for_a_rank_that_stands_still_is_bounded() -> None:
+def test_what_waits_for_a_rank_that_stalls_is_bounded() -> None:
     infos = [tensor(f"loss.{number}", "losses", role="loss", shape=()) for number in range(100)]
     blocks = [
         block_of(
@@ -167,7 +167,7 @@ def test_what_waits_for_a_rank_that_stands_still_is_bounded() -> None:
         )
         for first in range(0, 400, 50)
     ]
-    said = follow(lasting(1, 1), [[Rows(block)] for block in blocks])
-    assert len(said.memory.alert.waiting) <= alert.MOST_WAITING
-    assert len(said.memory.model_dump_json()) < 100 * alert.MOST_WAITING
-    assert notifications(said) == 1
+    outcome = follow(lasting(1, 1), [[Rows(block)] for block in blocks])
+    assert len(outcome.memory.alert.queued_changes) <= alert.MAX_QUEUED_CHANGES
+    assert len(outcome.memory.model_dump_json()) < 100 * alert.MAX_QUEUED_CHANGES
+    assert notifications(outcome) == 1

@@ -1,4 +1,4 @@
-"""Faulty trainings of published kinds, each with the symptom that it has to show."""
+"""Faulty trainings of published kinds, each with its expected symptom."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 from torch import Tensor, nn
 
-from tests.rules.training_parts import (
+from tests.rules.trainings.parts import (
     Built,
     Task,
     adam,
@@ -35,7 +35,7 @@ def units_that_begin_dead(seed: int) -> Built:
 
 @training("dead_relu", also=("vanishing_gradient", "weight_not_updating"))
 def output_that_is_rectified(seed: int) -> Built:
-    x, y = Task(seed, classes=2).made
+    x, y = Task(seed, classes=2).data
     model = nn.Sequential(layers(20, 32, 1), nn.ReLU())
     return model, adam(model, 0.01), F.mse_loss, drawn(x, y.float()[:, None] - 2, seed)
 
@@ -138,27 +138,27 @@ def updates_that_half_precision_rounds_away(seed: int) -> Built:
 
 @training("class_imbalance")
 def one_class_in_fifty(seed: int) -> Built:
-    x, y = Task(seed, classes=2, size=4000).made
-    kept = (y == 0) | (torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 0.02)
+    x, y = Task(seed, classes=2, size=4000).data
+    chosen = (y == 0) | (torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 0.02)
     model = layers(20, 32, 2)
-    return model, adam(model), F.cross_entropy, drawn(x[kept], y[kept], seed)
+    return model, adam(model), F.cross_entropy, drawn(x[chosen], y[chosen], seed)
 
 
 @training("class_imbalance")
 def one_positive_in_thirty_as_floats(seed: int) -> Built:
-    x, y = Task(seed, classes=2, size=4000).made
-    kept = (y == 0) | (torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 0.033)
+    x, y = Task(seed, classes=2, size=4000).data
+    chosen = (y == 0) | (torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 0.033)
     model = layers(20, 32, 1)
-    batches = drawn(x[kept], y[kept].float()[:, None], seed)
+    batches = drawn(x[chosen], y[chosen].float()[:, None], seed)
     return model, adam(model), F.binary_cross_entropy_with_logits, batches
 
 
 @training("class_imbalance")
 def one_rare_class_of_five(seed: int) -> Built:
-    x, y = Task(seed, size=4000).made
-    kept = (y != 3) | (torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 0.03)
+    x, y = Task(seed, size=4000).data
+    chosen = (y != 3) | (torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 0.03)
     model = layers(20, 32, 5)
-    return model, adam(model), F.cross_entropy, drawn(x[kept], y[kept], seed)
+    return model, adam(model), F.cross_entropy, drawn(x[chosen], y[chosen], seed)
 
 
 @training("vanishing_gradient", also=("poor_initialization",))
@@ -169,7 +169,7 @@ def twelve_sigmoids(seed: int) -> Built:
 
 @training("exploding_gradient", also=("nan_or_inf", "poor_initialization", "saturated_activation"))
 def linear_regression_with_too_large_a_rate(seed: int) -> Built:
-    x, _ = Task(seed).made
+    x, _ = Task(seed).data
     wanted = x @ torch.randn(20, 1, generator=torch.Generator().manual_seed(seed))
     model = layers(20, 1)
     return model, sgd(model, 5.0), F.mse_loss, drawn(x, wanted, seed)

@@ -34,7 +34,7 @@ def test_a_config_is_data_that_reads_back() -> None:
     ]
 
 
-def test_what_is_left_out_has_a_default() -> None:
+def test_what_is_omitted_has_a_default() -> None:
     config = RuleConfig(rule="nan_or_inf")
     assert (config.name, config.severity, config.hold.steps, config.actions) == (
         "nan_or_inf",
@@ -61,7 +61,7 @@ def test_actions_may_be_written_long() -> None:
     assert [type(action) for action in config.actions] == [StopAction, WebhookAction]
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_that_is_wrong_is_reported_at_once() -> None:
     wrong = {**WHOLE, "severity": "fatal", "params": {"growth": 0.5}, "for": {"steps": 0}}
     with pytest.raises(ValidationError) as caught:
         RuleConfig.model_validate(wrong)
@@ -72,7 +72,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     ]
 
 
-def test_how_long_findings_last_is_told_by_steps_and_seconds() -> None:
+def test_how_long_findings_last_is_reported_by_steps_and_seconds() -> None:
     assert RuleConfig.model_validate(WHOLE).timing == Timing(3, 0, 3, 0)
     lasting = {**WHOLE, "for": {"steps": 3, "seconds": 60}, "keep_firing": {"seconds": 0.5}}
     assert RuleConfig.model_validate(lasting).timing == Timing(3, 60 * 10**9, 1, 5 * 10**8)
@@ -90,8 +90,8 @@ def test_actions_name_addresses_and_receivers() -> None:
     config = RuleConfig.model_validate({**WHOLE, "actions": actions, "inhibits": ["overfit"]})
     assert (config.webhooks, config.receivers) == (("https://example.org/a",), ("ml-oncall",))
     assert RuleConfig.model_validate(config.as_data()) == config
-    asked = config.without_inhibits()
-    assert (asked.stops, asked.inhibits, asked.receivers) == (True, (), ("ml-oncall",))
+    uninhibiting = config.without_inhibits()
+    assert (uninhibiting.stops, uninhibiting.inhibits, uninhibiting.receivers) == (True, (), ("ml-oncall",))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_scope_is_by_collection_role_and_name() -> None:
 def test_a_scope_narrows_what_findings_are_about_and_not_the_evidence() -> None:
     config = RuleConfig(rule="exploding_gradient", tensors=TensorScope(include="encoder"))
     needs = config.implementation.needed(config.parameters)
-    held = [
+    configs = [
         info.name
         for info in (
             gradient("encoder.0"),
@@ -173,7 +173,7 @@ def test_a_scope_narrows_what_findings_are_about_and_not_the_evidence() -> None:
         )
         if config.tensors.selects(info, needs)
     ]
-    assert held == ["encoder.0.weight:gradient", "loss", "decoder.0.weight:update"]
+    assert configs == ["encoder.0.weight:gradient", "loss", "decoder.0.weight:update"]
     only = TensorScope(collection="mine")
     assert only.selects(replace(gradient("a"), collections=("mine",)), needs)
     assert not only.selects(gradient("a"), needs)

@@ -1,4 +1,4 @@
-"""Rules over the system, and trainings that really leak memory and really wait for their data, in processes of their own."""
+"""System rules, tested with trainings that leak memory and wait for data, each in its own process."""
 
 from __future__ import annotations
 
@@ -60,18 +60,20 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def found(block: Block, rule: str, **params: float) -> set[str]:
-    said = all_at_once(RuleConfig(rule=rule, params=params), block)
-    assert not said.memory.problem
-    return {finding.tensor for finding in said.findings}
+    outcome = all_at_once(RuleConfig(rule=rule, params=params), block)
+    assert not outcome.memory.problem
+    return {finding.tensor for finding in outcome.findings}
 
 
-def test_a_leak_is_told_from_a_training_that_keeps_to_its_memory(trained: tuple[bool, Block]) -> None:
+def test_a_leak_is_distinguished_from_a_training_that_keeps_to_its_memory(
+    trained: tuple[bool, Block],
+) -> None:
     faulty, block = trained
     due = {MEMORY_PRIVATE} if faulty else set()
     assert found(block, "memory_growth", window=16, warmup=50, growth=0.01, least_mib=16) == due
 
 
-def test_a_training_that_waits_for_its_data_is_told_from_one_that_has_them(
+def test_a_training_that_waits_for_its_data_is_distinguished_from_one_that_has_them(
     trained: tuple[bool, Block],
 ) -> None:
     faulty, block = trained

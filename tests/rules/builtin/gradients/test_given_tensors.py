@@ -1,0 +1,242 @@
+"""Default rules over arrays that programs record themselves: loops in NumPy, with and without faults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from tests.sdk.training import EVERY_STEP, recorded
+from watchstep import Hook, StopTraining
+from watchstep_rules import Guard
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig, TensorScope
+from watchstep_rules.engine.alert import Phase
+
+NAN, INF = math.nan, math.inf
+Fired = dict[str, tuple[int, str]]
+
+
+def fired(hook: Hook, rules: Sequence[RuleConfig] = DEFAULT_RULES) -> Fired:
+    """The step and the message of the first alert of each rule that fires."""
+    found: Fired = {}
+    for outcome in backtest(recorded(hook).rows(), rules):
+        assert not outcome.problem
+        for change in outcome.transitions:
+            if change.phase is Phase.FIRING and change.finding is not None:
+                found.setdefault(outcome.config.name, (change.finding.step, change.finding.message))
+    return found
+
+
+def run(
+    folder: Path, steps: int, record: Callable[[Hook, int], None], rules: Sequence[RuleConfig] = DEFAULT_RULES
+) -> Fired:
+    """The alerts of a program with these steps."""
+    hook = Hook(folder, config=EVERY_STEP)
+    for step in range(steps):
+        record(hook, step)
+        hook.step()
+    return fired(hook, rules)
+
+
+def noise(step: int, bad: float | None = None) -> NDArray[np.float64]:
+    values = np.random.default_rng(step).normal(size=(8, 4))
+    if bad is not None:
+        values[0, 0] = bad
+    return values
+
+
+def regression(
+    hook: Hook, step_size: float, steps: int = 200, *, skips: bool = False, bad: Sequence[int] = ()
+) -> None:
+    """A least-squares training in NumPy that records its weights and gradients."""
+    generator = np.random.default_rng(0)
+    w, b = np.zeros(4), np.zeros(1)
+    for step in range(steps):
+        x = generator.normal(size=(16, 4))
+        y = x @ np.array([1.0, -2.0, 3.0, 0.5]) + 1
+        if step in bad:
+            x[0, 0] = NAN
+        with np.errstate(all="ignore"):
+            error = x @ w + b - y
+            gradients = {"w:gradient": x.T @ error / 8, "b:gradient": error.sum(keepdims=True) / 8}
+            hook.log(loss=np.mean(error**2))
+        hook.record({"w": w}, role="weight")
+        hook.record({"b": b}, role="bias")
+        hook.record(gradients, role="gradient")
+        if not skips or np.isfinite(gradients["w:gradient"]).all():
+            with np.errstate(all="ignore"):
+                w, b = w - step_size * gradients["w:gradient"], b - step_size * gradients["b:gradient"]
+        hook.step()
+
+
+def regressed(folder: Path, step_size: float, **options: Any) -> Fired:
+    hook = Hook(folder, config=EVERY_STEP)
+    regression(hook, step_size, **options)
+    return fired(hook)
+
+
+def test_a_sound_training_in_numpy_raises_no_alert(tmp_path: Path) -> None:
+    assert regressed(tmp_path, 0.1) == {}
+
+
+def test_an_applied_gradient_that_is_nan_is_damage(tmp_path: Path) -> None:
+    step, message = regressed(tmp_path, 0.1, bad=[50])["nan_or_inf"]
+    assert step == 51
+    assert message in {
+        "4 NaN among 4 elements of w, 0 before",
+        "1 NaN among 1 elements of b, 0 before",
+    }
+
+
+def test_skipped_batches_are_no_damage(tmp_path: Path) -> None:
+    alerts = regressed(tmp_path / "one", 0.1, skips=True, bad=[50])
+    assert alerts == {}
+    alerts = regressed(tmp_path / "several", 0.1, skips=True, bad=range(50, 60))
+    assert "nan_or_inf" not in alerts
+    assert alerts["non_finite_values"][0] == 51
+
+
+def test_gradients_that_stay_nan_are_damage_without_recorded_weights(tmp_path: Path) -> None:
+    def record(hook: Hook, step: int) -> None:
+        hook.record({"dw": noise(step, NAN if step >= 20 else None)}, role="gradient")
+
+    step, message = run(tmp_path, 100, record)["nan_or_inf"]
+    assert step == 69
+    assert (
+        message
+        == "dw was not finite at 50 records in a row, damage from 50 on: 1 NaN among 32 elements of dw"
+    )
+
+
+def test_steps_without_a_finite_loss_count_although_gradients_are_recorded(tmp_path: Path) -> None:
+    def record(hook: Hook, step: int) -> None:
+        hook.record({"dw": noise(step)}, role="gradient")
+        hook.log(loss=NAN if step >= 10 else 1 / (1 + step))
+
+    assert "no loss was finite in 50 training steps" in run(tmp_path, 80, record)["nan_or_inf"][1]
+
+
+def test_a_guard_stops_a_training_in_numpy_that_diverges(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=EVERY_STEP, guard=Guard())
+    with pytest.raises(StopTraining, match="nan_or_inf") as stop:
+        regression(hook, 2.0, steps=2000)
+    assert stop.value.step < 2000
+    assert hook.stopped is not None
+
+
+@pytest.mark.parametrize("name", ["outputs", "labels", "mine"])
+def test_nan_in_a_given_tensor_raises_a_warning(tmp_path: Path, name: str) -> None:
+    def record(hook: Hook, step: int) -> None:
+        hook.record({name: noise(step, NAN if step >= 20 else None)})
+
+    alerts = run(tmp_path, 30, record)
+    assert alerts.keys() == {"non_finite_values"}
+    step, message = alerts["non_finite_values"]
+    assert step == 21
+    assert message.startswith(f"1 NaN among 32 elements of {name}, 0 tolerated")
+
+
+def test_infinity_in_a_tensor_of_ones_own_counts_unless_it_was_there_from_the_start(tmp_path: Path) -> None:
+    def record(hook: Hook, step: int) -> None:
+        hook.record(mask=noise(step, -INF), scores=noise(step, INF if step >= 20 else None))
+
+    (alert,) = run(tmp_path, 30, record).values()
+    assert alert == (21, "1 +inf among 32 elements of scores, 0 tolerated")
+
+
+def test_labels_and_outputs_that_no_loss_uses_may_be_nan(tmp_path: Path) -> None:
+    def record(hook: Hook, step: int) -> None:
+        hook.record(labels=noise(step, NAN), outputs=noise(step, NAN))
+        hook.log(loss=1 / (1 + step))
+
+    assert "non_finite_values" not in run(tmp_path, 30, record)
+
+
+def test_a_metric_that_becomes_nan_raises_a_warning(tmp_path: Path) -> None:
+    def record(hook: Hook, step: int) -> None:
+        hook.log(accuracy=NAN if step >= 20 else 0.5)
+
+    assert run(tmp_path, 30, record) == {
+        "non_finite_values": (21, "1 NaN among 1 elements of accuracy, 0 tolerated")
+    }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda _: NAN,  # a mean over nothing
+        lambda step: 0.5 if step % 10 == 0 else NAN,  # an evaluation at every tenth step
+        lambda step: 0.5 if step % 10 < 6 else NAN,  # no finished episode in some steps
+        lambda step: -INF if step < 5 else 0.5,  # the best value so far
+        lambda step: NAN if step == 40 else 0.5,  # once
+    ],
+)
+def test_metrics_that_are_not_always_known_raise_no_warning(
+    tmp_path: Path, value: Callable[[int], float]
+) -> None:
+    assert run(tmp_path, 80, lambda hook, step: hook.log(accuracy=value(step))) == {}
+
+
+def test_the_output_of_a_watched_model_is_no_given_output(tmp_path: Path) -> None:
+    class Padded(nn.Module):
+        """A model whose output is NaN where its caller ignores it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.linear(x)
+            return torch.where(y > 100, y, torch.cat([y[:1], torch.full_like(y[1:], NAN)]))
+
+    model = Padded()
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hook.mode = "eval"
+    for _ in range(10):
+        model(torch.ones(3, 4))
+        hook.step()
+    assert fired(hook) == {}
+
+
+@pytest.mark.parametrize("collection", ["custom", "biases"])
+@pytest.mark.parametrize(
+    ("rule", "params", "words"),
+    [
+        ("all_zero", {}, "are zero"),
+        ("tensor_variance", {"min_threshold": 0.1}, "below 0.1"),
+        ("unchanged_tensor", {}, "has not changed"),
+        ("non_finite_values", {}, "NaN"),
+    ],
+)
+def test_rules_of_tensors_judge_custom_tensors_and_biases(
+    tmp_path: Path, collection: str, rule: str, params: dict[str, Any], words: str
+) -> None:
+    config = RuleConfig(rule=rule, params=params, tensors=TensorScope(collection=collection))
+    role = "custom" if collection == "custom" else "bias"
+
+    def record(hook: Hook, step: int) -> None:
+        value = np.array([NAN, 1.0]) if rule == "non_finite_values" else np.zeros(4)
+        hook.record({"x": value, "other": noise(step)}, role=role)
+        hook.record({"w": value}, role="weight")
+
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    for step in range(5):
+        record(hook, step)
+        hook.step()
+    (outcome,) = backtest(recorded(hook).rows(), [config])
+    names = {change.finding.tensor for change in outcome.transitions if change.finding is not None}
+    assert "x" in names
+    assert "w" not in names
+    assert any(
+        words in change.finding.message for change in outcome.transitions if change.finding is not None
+    )
