@@ -34,6 +34,7 @@ from watchstep_services.db.models import (
     JobOwner,
     Project,
     ProjectBackend,
+    ProjectCapture,
     ProjectStore,
     StoreRow,
 )
@@ -65,6 +66,12 @@ def open_project(session: Session, name: str) -> Project:
     if row.archived_ns is not None:
         raise archived(name)
     return row
+
+
+def capture_document(session: Session, project: str) -> dict[str, Any] | None:
+    """The capture document of a project; None if it has none."""
+    row = session.get(ProjectCapture, project)
+    return None if row is None else row.document
 
 
 def archived(name: str) -> ConflictError:

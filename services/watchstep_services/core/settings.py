@@ -321,6 +321,7 @@ OF_OTHERS = frozenset(
     f"{PREFIX}{name}"
     for name in (
         "ATTEMPT",
+        "CAPTURE",
         "CREDENTIALS",
         "FIRST_STEP",
         "IDLE_SECONDS",
@@ -329,7 +330,7 @@ OF_OTHERS = frozenset(
         "LAUNCHED",
         "ON_STOP",
         "OVERHEAD_BUDGET",
-        "PROBES",
+        "NEEDS",
         "PROJECT",
         "PROFILE",
         "PROFILES",
@@ -342,6 +343,7 @@ OF_OTHERS = frozenset(
         "SPILL",
         "STORE",
         "STORE_ID",
+        "TENSORBOARD",
         "TOKEN",
     )
 )

@@ -195,7 +195,7 @@ def left_behind(
 def _has_passed(row: AlertInstanceRow, entry: Judged, watermark: int) -> bool:
     if entry.config is None or entry.memory.alert.phase in (Phase.FIRING, Phase.PENDING):
         return False
-    judged = entry.memory.judged > 0 or entry.config.implementation.clock
+    judged = entry.memory.evaluated_rows > 0 or entry.config.implementation.clock
     return judged and (watermark >= row.step or entry.config.implementation.clock)
 
 

@@ -44,8 +44,9 @@ LARGE_ROWS = 100_000
 SEGMENT_ROWS = 250_000
 """Limit of the rows of one segment, because a segment is evaluated as a whole. Recorders write at most 200,000, unless one step has more."""
 
-NAME_BYTES = 16 * 1024 * 1024
-"""Limit of the names of an attempt's tensors together: 200,000 names of 80 bytes. Rule states repeat each name several times."""
+WORD_BYTES = 16 * 1024 * 1024
+"""Limit of the distinct words of an attempt's tensors together (names, modules, types): 100,000 tensors with words of 160 bytes. Rule
+states repeat each name several times."""
 
 _MOST_ERRORS = 3
 """Writers of an attempt with store errors, after which no more of its segments are read."""
@@ -343,7 +344,7 @@ def _advance(collected: Collected, key: SegmentKey) -> None:
 
 
 def reject_new_tensors(collected: Collected, catalogue: Sequence[TensorInfo]) -> None:
-    """Reject segments whose new tensors exceed `NAME_BYTES` with those of the attempt; they count as corrupt.
+    """Reject segments whose new tensors exceed `WORD_BYTES` with those of the attempt; they count as corrupt.
 
     Without a limit, a recorder that names new tensors in every segment grows rule states and the row cache without end.
 
@@ -351,26 +352,33 @@ def reject_new_tensors(collected: Collected, catalogue: Sequence[TensorInfo]) ->
         collected: segments that were read; rejected ones move from ``blocks`` to ``corrupt``.
         catalogue: tensors of the attempt's earlier rows.
     """
-    most = len(catalogue) + sum(len(block.catalogue) for _, block in collected.blocks)
-    if most * MAX_WORD_BYTES <= NAME_BYTES:
-        return  # no names can exceed the limit
-    names = {info.name for info in catalogue}
-    size = sum(map(len, names))
+    catalogues = {id(block.catalogue): block.catalogue for _, block in collected.blocks}
+    if all(known is catalogue for known in catalogues.values()):
+        return  # nothing new
+    described = [info for known in (catalogue, *catalogues.values()) for info in known]
+    if sum(len(info.words) for info in described) * MAX_WORD_BYTES <= WORD_BYTES:
+        return  # the words cannot exceed the limit
+    words = {word for info in catalogue for word in info.words}
+    size = sum(map(_bytes, words))
     accepted: list[tuple[InboxEntry, Block]] = []
     for entry, block in collected.blocks:
-        new = {info.name for info in block.catalogue} - names
-        added = sum(map(len, new))
-        if new and size + added > NAME_BYTES:
+        new = {word for info in block.catalogue for word in info.words} - words
+        added = sum(map(_bytes, new))
+        if new and size + added > WORD_BYTES:
             problem = (
-                f"segment {entry.key.path}: names {len(new)} new tensors in {added} bytes; the attempt's names have {size} bytes, "
-                f"and {NAME_BYTES} are allowed"
+                f"segment {entry.key.path}: describes tensors with {added} bytes of new words; the attempt's words have {size} bytes, "
+                f"and {WORD_BYTES} are allowed"
             )
             collected.corrupt.append((entry, problem))
             continue
-        names |= new
+        words |= new
         size += added
         accepted.append((entry, block))
     collected.blocks = accepted
+
+
+def _bytes(word: str) -> int:
+    return len(word.encode(errors="surrogatepass"))
 
 
 def fetch(run_store: Store, key: SegmentKey) -> bytes:

@@ -30,6 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session, defer
 
+from watchstep_rules.engine.rule_inputs import MOST_LOOKBACK_ROWS
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.db.clock import clock_expression, now_ns
 from watchstep_services.db.engine import insert_missing
@@ -72,6 +73,7 @@ class EvaluationOutcome:
         judged: results of the rules.
         ended: no row arrived and the attempt has ended, so its silence was not evaluated.
         lost: earlier rows that could not be read; None if all were read.
+        limited: whether fewer earlier rows are kept than the rules look back on.
         due_ns: when the next evaluation is due without a hint.
     """
 
@@ -83,6 +85,7 @@ class EvaluationOutcome:
     judged: list[Judged]
     ended: bool
     lost: LostContext | None
+    limited: bool
     due_ns: int | None
 
     @property
@@ -133,7 +136,11 @@ def _has_news(claim: Claim, outcome: EvaluationOutcome) -> bool:
     collected = outcome.collected
     if not collected.calm or collected.corrupt or collected.missing or collected.failed:
         return True
-    if outcome.lost is not None or (claim.state, claim.state_attempt) != ("running", collected.attempt):
+    if (
+        outcome.lost is not None
+        or outcome.limited
+        or (claim.state, claim.state_attempt) != ("running", collected.attempt)
+    ):
         return True
     return any(
         judged.reported_health is None
@@ -374,6 +381,8 @@ def _write_troubles(session: Session, claim: Claim, outcome: EvaluationOutcome, 
     if outcome.lost is not None:
         health["lost_context"] = int(health.get("lost_context", 0)) + outcome.lost.segments
         health["last_lost_context"] = outcome.lost.problem[:500]
+    if outcome.limited:
+        health["lookback"] = f"limited to {MOST_LOOKBACK_ROWS} rows: rules look back on fewer steps"
     if health != before:
         session.execute(
             update(RunRow)

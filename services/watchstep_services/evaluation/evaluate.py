@@ -22,6 +22,7 @@ from watchstep.errors import WatchstepError
 from watchstep.format import layout
 from watchstep_rules.custom.sandbox.pool import on_behalf_of
 from watchstep_rules.engine.rule_inputs import History, JudgingProgress, Lookback, joined, trimmed
+from watchstep_rules.references import saved_tensors_of
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.engine import is_of_all
@@ -44,6 +45,7 @@ from watchstep_services.evaluation.commit import Committed, EvaluationOutcome, c
 from watchstep_services.evaluation.context import read_context
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS, Gap, ended_ranks
 from watchstep_services.evaluation.observation import Observation, count_outcome, observing
+from watchstep_services.evaluation.references import with_references_of
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
 from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress
 from watchstep_services.runs import attempts
@@ -59,7 +61,7 @@ from watchstep_services.runs.claim import (
     wait_for_turn,
 )
 from watchstep_services.runs.discovery import discover
-from watchstep_services.service.context import Service
+from watchstep_services.service.context import Service, StoppingError
 from watchstep_services.service.judging import Judged, LostContext, judge_all, lookback, report_lost_context
 from watchstep_services.service.rule_time import RETRY_SECONDS, charged
 
@@ -175,6 +177,9 @@ def _evaluate_claimed(
             committed = commit(service, claim, judgement.outcome)
     except FencedError:
         raise
+    except StoppingError:
+        release_after_failure(service.database, claim, 0)
+        return Evaluation("idle")
     except BaseException as error:
         _release_failed(service, claim, error, collected)
         raise
@@ -318,6 +323,9 @@ def _judge(service: Service, claim: Claim, source: RunSource, collected: Collect
     if first is not None:
         pin_baseline(service, source.store, attempt, claim.project, first.catalogue)
     configs = ticks.cached_configs(service, claim, collected.attempt, reload=first is not None)
+    configs = with_references_of(
+        service, source.store, claim.project, collected.attempt, configs, pin=first is not None
+    )
     depth = lookback(configs)
     before, lost = _history(service, claim, source, attempt, depth)
     reject_new_tensors(collected, before.block.catalogue)
@@ -336,9 +344,10 @@ def _judge(service: Service, claim: Claim, source: RunSource, collected: Collect
     )
     watermark = advance.step if advance else progress.watermark
     ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
-    judged = judge_all(
-        configs, before.block, arrived, JudgingProgress(attempt.watermark, watermark, claim.now_ns, ended)
-    )
+    check_running = service.check_running if collected.is_large else _continue
+    judging = JudgingProgress(attempt.watermark, watermark, claim.now_ns, ended)
+    saved = saved_tensors_of(source.store, collected.attempt)
+    judged = judge_all(configs, before.block, arrived, judging, check_running, saved)
     if lost is not None:
         judged = report_lost_context(judged, lost, attempt.watermark)
     rows = trimmed(joined(parts, before), depth, watermark)
@@ -351,10 +360,15 @@ def _judge(service: Service, claim: Claim, source: RunSource, collected: Collect
         judged=judged,
         ended=ended,
         lost=lost,
+        limited=rows.limited,
         due_ns=_due(service, claim, collected, replace(progress, watermark=watermark), judged),
     )
     steady = claim.state == "running" and claim.attempt == attempt.attempt and not attempt.ends
     return Judgement(outcome, rows, depth, steady)
+
+
+def _continue() -> None:
+    """Usual evaluations are short, and finished while the process ends."""
 
 
 def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[str]) -> str:

@@ -168,9 +168,9 @@ def _silent(judged: Sequence[Judged]) -> set[str]:
         for entry in judged
         if entry.config is not None
         and entry.memory.health is RuleHealth.OK
-        and entry.memory.judged > 0
+        and entry.memory.evaluated_rows > 0
         and entry.memory.alert.phase in (Phase.INACTIVE, Phase.PENDING)
-        and entry.memory.alert.closed < 0
+        and entry.memory.alert.closed_to < 0
     }
 
 

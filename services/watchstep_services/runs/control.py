@@ -6,12 +6,13 @@ changes the document writes it to the store; if that fails, an outbox action doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import ControlDocument, SnapshotRequest
 from watchstep.format.layout import CONTROL_DOCUMENT
 from watchstep.store.store import Store
@@ -59,6 +60,17 @@ def request_snapshot(session: Session, run_id: int, request: SnapshotRequest) ->
 def set_cadence(session: Session, run_id: int, cadence: Mapping[str, int]) -> int | None:
     """Set intervals of collections, in steps; return the id of the action that writes the document to the store."""
     return request_change(session, run_id, lambda document: document.with_cadence(cadence))
+
+
+def set_needs(session: Session, run_id: int, needs: Sequence[CaptureNeed]) -> int | None:
+    """Set what the rules of a run need its workers to capture; return the id of the action that writes the document to the store.
+
+    Returns None, and adds no action, if the document has these needs.
+    """
+    run = session.get_one(RunRow, run_id)
+    if ControlDocument.from_data(run.control).with_needs(needs).version == run.control.get("version", 0):
+        return None
+    return request_change(session, run_id, lambda document: document.with_needs(needs))
 
 
 @dataclass(frozen=True)

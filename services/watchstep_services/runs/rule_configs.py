@@ -8,12 +8,15 @@ from typing import Literal
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from watchstep_rules.config.attached import capture_needs
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.engine import Database
 from watchstep_services.db.lease import RUN_LEASE
 from watchstep_services.db.models import ProjectRule, RuleConfigRow, RuleStateRow, RunRow
 from watchstep_services.db.records import hint
+from watchstep_services.runs.control import set_needs
 from watchstep_services.runs.lifecycle import ENDED
+from watchstep_services.service.judging import load_config
 
 Origin = Literal["owner", "project", "operator", "recorder"]
 
@@ -59,8 +62,10 @@ def put_all(
         for config in requested:
             if _without_actions(config) not in existing:
                 _put(session, run, "recorder", config.without_inhibits(), rows)
-    if before and {name: row.data for name, row in rows.items()} != before:
-        _fence(session, run)
+    if {name: row.data for name, row in rows.items()} != before:
+        _request_needs(session, run, rows)
+        if before:
+            _fence(session, run)
 
 
 def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
@@ -77,18 +82,22 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
             before = {name: row.data for name, row in rows.items()}
             _put_owners(session, run, owners, rows)
             if {name: row.data for name, row in rows.items()} != before:
+                _request_needs(session, run, rows)
                 _fence(session, run)
 
 
 def put_one(session: Session, run: RunRow, config: RuleConfig) -> None:
     """Set an operator's rule config of one run, which is evaluated from the next rows on; fences an evaluation in progress."""
-    _put(session, run, "operator", config, _config_rows(session, run))
+    rows = _config_rows(session, run)
+    _put(session, run, "operator", config, rows)
+    _request_needs(session, run, rows)
     _fence(session, run)
 
 
 def remove(session: Session, run: RunRow, row: RuleConfigRow) -> None:
     """Retire a rule config of one run; its findings remain."""
     _retire(row)
+    _request_needs(session, run, _config_rows(session, run))
     _fence(session, run)
 
 
@@ -177,6 +186,13 @@ def _retire(row: RuleConfigRow) -> None:
     row.granted_stop = False
     row.origin = f"retired-{row.id}"[:16]
     row.data = {**row.data, "actions": []}
+
+
+def _request_needs(session: Session, run: RunRow, rows: _ConfigRows) -> None:
+    """State in the control document what the evaluated rule configs need the workers to capture."""
+    loaded = [load_config(row, None) for (origin, _), row in rows.items() if not origin.startswith("retired")]
+    session.flush()
+    set_needs(session, run.id, capture_needs([entry.config for entry in loaded if entry.config is not None]))
 
 
 def _fence(session: Session, run: RunRow) -> None:

@@ -7,11 +7,13 @@ programs have data for all of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from watchstep.format.tensors import ACTIVATIONS
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory
@@ -74,6 +76,41 @@ def has_news(config: RuleConfig | None, memory: RuleMemory, reported: str, water
     return not reported and watermark >= NO_DATA_STEPS and _is_chosen(config)
 
 
+def no_data_reason(run_health: Mapping[str, Any], config: RuleConfig | None) -> str:
+    """Why a rule has no data, as its recorders report: what they cannot capture for it, and modules that they do not observe.
+
+    Args:
+        run_health: health of the run, with the reports of its recorders.
+        config: the rule config; None if it is not valid.
+
+    Returns:
+        The reason; empty if the recorders report none.
+    """
+    if config is None:
+        return ""
+    recorders = run_health.get("recorders", {})
+    reports = recorders.values() if isinstance(recorders, dict) else ()
+    notes = [report.get("notes") for report in reports if isinstance(report, dict)]
+    reasons: dict[str, None] = {}
+    collections = {config.tensors.collection} if config.tensors.collection else set(_collections_of(config))
+    for note in notes:
+        if not isinstance(note, dict):
+            continue
+        for part in str(note.get("capture", "")).split("; "):
+            if part.startswith(f"rule {config.name}: "):
+                reasons[part.partition(": ")[2]] = None
+        if ACTIVATIONS in collections and note.get(ACTIVATIONS):
+            reasons[f"{ACTIVATIONS} {note[ACTIVATIONS]}"] = None
+    return "; ".join(reasons)[:500]
+
+
+def _collections_of(config: RuleConfig) -> tuple[str, ...]:
+    try:
+        return config.implementation.needed(config.parameters).collections
+    except Exception:  # noqa: BLE001 - reported by the evaluation
+        return ()
+
+
 def report_silent_rules(session: Session, context: EventContext) -> None:
     """Publish which chosen rules had no data on the last attempt of an ended run."""
     rows = session.execute(
@@ -114,14 +151,16 @@ def _was_reported(session: Session, config_id: int) -> bool:
 def _publish(
     session: Session, context: EventContext, row: RuleConfigRow, memory: RuleMemory, state: RuleStateRow
 ) -> None:
-    last_step = session.get_one(RunRow, context.run_id).last_step
+    run = session.get_one(RunRow, context.run_id)
+    config = load_config(row, None).config if memory.health is RuleHealth.NO_DATA else None
+    last_step, reason = run.last_step, no_data_reason(run.health, config)
     data: dict[str, Any] = {
         "attempt": context.attempt,
         "name": row.name,
         "rule": row.rule,
         "health": memory.health.value,
-        "problem": memory.problem,
-        "judged": memory.judged,
+        "problem": memory.problem or reason,
+        "evaluated_rows": memory.evaluated_rows,
         "step": last_step,
     }
     event = make_event(_KINDS[memory.health], context.base_url, context.named, context.now_ns, data)

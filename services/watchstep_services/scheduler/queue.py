@@ -78,7 +78,9 @@ class WorkQueue:
             return self._condition.wait_for(done, timeout)
 
     def close(self) -> None:
-        """Accept no more work, and finish work in progress."""
+        """Accept no more work, and finish work in progress; large evaluations, which may take long, are left to the next process."""
+        if self._service is not None:
+            self._service.stopping.set()
         with self._condition:
             self._closed = True
             self._again.clear()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from watchstep.capture.document.files import CAPTURE, inline
 from watchstep.capture.identity import new_nonce
+from watchstep.errors import ConfigError
 from watchstep.platform.transport import ServiceAddress
 from watchstep.wrapper import environment as injected
 from watchstep_launch.backend import JobHandle, Launch
 from watchstep_services.runs.registration import bind_job, register
 from watchstep_services.service.context import Service
+from watchstep_services.tenancy import capture_document
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,25 @@ def launch_local(service: Service, program: LaunchedProgram, recorder_token: str
         attempt=new_nonce(),
         service=ServiceAddress(service.base_url, recorder_token),
         on_stop=program.on_stop,
+        capture=_project_capture(service, program.project),
     )
     variables = injected.environment(launch, os.environ)
     backend = service.backends["local"]
     job = backend.submit(Launch(program.command, variables, program.folder, program.log))
     bind_job(service, run_id, launch.attempt, job, "operator")
     return job
+
+
+def _project_capture(service: Service, project: str) -> str:
+    """The capture document of a project for a program; empty without one, or if this process's environment sets another."""
+    if os.environ.get(CAPTURE):
+        return ""
+    with service.database.read() as session:
+        document = capture_document(session, project)
+    if document is None:
+        return ""
+    try:
+        return inline(document, f"capture document of project {project}")
+    except ConfigError as error:
+        _log.warning("%s; the program records with the built-in configuration", error.what)
+        return ""

@@ -23,7 +23,8 @@ class HistoryCache:
     An entry is valid only for its cursor and lookback; anything else is a miss.
 
     Args:
-        rows: limit of rows of all histories, about 400 bytes each; beyond it the least recently used are dropped.
+        rows: limit of rows of all histories, about 400 bytes each; a tensor's description counts as two rows. Beyond it the least
+            recently used are dropped.
     """
 
     def __init__(self, rows: int = _ROWS) -> None:
@@ -47,7 +48,7 @@ class HistoryCache:
             before = self._entries.pop(run, None)
             self._rows += _size(history) - (_size(before[2]) if before else 0)
             self._entries[run] = (cursor, lookback, history)
-            while self._rows > self._most and len(self._entries) > 1:
+            while self._rows > self._most and self._entries:
                 _, (_, _, dropped) = self._entries.popitem(last=False)
                 self._rows -= _size(dropped)
 
@@ -59,7 +60,7 @@ class HistoryCache:
 
 
 def _size(history: History) -> int:
-    return max(1, len(history.block))
+    return max(1, len(history.block) + 2 * len(history.block.catalogue))
 
 
 _RUNS = 4096

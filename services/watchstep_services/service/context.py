@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,10 @@ _STATUS_THREADS = 16
 _LOOK_THREADS = 4
 
 _log = logging.getLogger(__name__)
+
+
+class StoppingError(Exception):
+    """The process ends. The evaluation is left to the next process."""
 
 
 class Notifier(Protocol):
@@ -100,6 +105,7 @@ class Service:
         status_threads: threads that request the status of jobs from backends, for callers with a short timeout.
         look_threads: threads that poll runs on local stores.
         in_intake: (project, run) of runs that wait for, or are in, the intake, and sizes of their documents.
+        stopping: set when the process begins to end, which ends large evaluations in progress.
     """
 
     settings: Settings
@@ -139,6 +145,16 @@ class Service:
         default_factory=lambda: FairThreads(_LOOK_THREADS, "watchstep-look", per_project=1)
     )
     in_intake: dict[tuple[str, str], int] = field(default_factory=dict)
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def check_running(self) -> None:
+        """Do nothing while the process runs.
+
+        Raises:
+            StoppingError: it begins to end.
+        """
+        if self.stopping.is_set():
+            raise StoppingError
 
     def backend_of(self, kind: str, settings: Mapping[str, Any]) -> Backend | None:
         """The backend for the jobs of a registered backend; None if this process has none for its kind."""

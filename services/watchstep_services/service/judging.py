@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
@@ -16,10 +16,11 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Transition
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, failed, judge_set
 from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs, over_one_catalogue
+from watchstep_rules.engine.saved_tensors import SavedTensors
 from watchstep_rules.rule import Finding
 from watchstep_services.db.models import RuleConfigRow
 
-STATE_CHARACTERS = 64 * 1024 * 1024
+STATE_CHARACTERS = 32 * 1024 * 1024
 """Limit of the rule states of one attempt together, as JSON. They are stored in one transaction."""
 
 FINDINGS_KEPT = 1000
@@ -120,12 +121,26 @@ def lookback(configs: Iterable[Loaded]) -> Lookback:
 
 
 def judge_all(
-    configs: list[Loaded], history: Block, arrived: Block, progress: JudgingProgress
+    configs: list[Loaded],
+    history: Block,
+    arrived: Block,
+    progress: JudgingProgress,
+    check_running: Callable[[], None],
+    saved: SavedTensors,
 ) -> list[Judged]:
-    """Evaluate every rule config. A failing rule reports it in its health and does not affect the others."""
-    rows = RuleInputs(*over_one_catalogue(history, arrived), progress)
+    """Evaluate every rule config. A failing rule reports it in its health and does not affect the others.
+
+    Args:
+        configs: the rule configs with their states.
+        history: earlier rows.
+        arrived: new rows.
+        progress: the watermarks before and now.
+        check_running: as for `judge_set`.
+        saved: reads full tensors for rules that need them.
+    """
+    rows = RuleInputs(*over_one_catalogue(history, arrived), progress, saved)
     readable = [(loaded.config, loaded.memory) for loaded in configs if loaded.config is not None]
-    verdicts = iter(judge_set(readable, rows))
+    verdicts = iter(judge_set(readable, rows, check_running))
     judged = [
         _unreadable(loaded) if loaded.config is None else _judged(loaded, next(verdicts))
         for loaded in configs
@@ -234,7 +249,7 @@ def _needed(judged: Judged, lost: LostContext, watermark: int) -> bool:
     if rule.clock:
         return False
     waits = rule.merged(params) != "per_worker"
-    looked_back = memory.judged > 0 and rule.lookback(params) > 0
+    looked_back = memory.evaluated_rows > 0 and rule.lookback(params) > 0
     return looked_back or (waits and lost.last_step > watermark)
 
 

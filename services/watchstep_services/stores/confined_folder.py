@@ -27,7 +27,7 @@ from watchstep.store.local import (
     put_file,
     read_range,
 )
-from watchstep.store.store import ObjectEntry, Store, oversized
+from watchstep.store.store import ObjectEntry, Store, WriteGate, oversized
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -54,9 +54,11 @@ class ConfinedFolder(Store):
         super().__init__(folder.as_uri(), None, prefix, identity=identity)
         self._folder = folder
 
-    def child(self, prefix: str) -> ConfinedFolder:
-        """As `Store.child`."""
-        return ConfinedFolder(self._folder, f"{self._prefix}{prefix.rstrip('/')}/", self._identity)
+    def _view(self, prefix: str, gate: WriteGate | None) -> ConfinedFolder:
+        """The same folder with another prefix, for `child`, `sibling` and `gated`."""
+        confined = ConfinedFolder(self._folder, prefix, self._identity)
+        confined._gate = gate
+        return confined
 
     def put(self, key: str, data: bytes) -> None:
         """As `Store.put`."""

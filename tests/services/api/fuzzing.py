@@ -24,7 +24,7 @@ from watchstep.format.layout import SnapshotKey
 from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
 
-KNOWN = {
+EXISTING = {
     "project": "vision",
     "run": "run-1",
     "attempt": "a1",
@@ -53,7 +53,7 @@ MODES: tuple[Any, ...] = (schemathesis.GenerationMode.POSITIVE, schemathesis.Gen
 
 @dataclass
 class Tally:
-    """What was asked and answered."""
+    """Counts of requests and responses."""
 
     requests: int = 0
     operations: int = 0
@@ -121,7 +121,7 @@ def _fuzz_one(
         suppress_health_check=list(HealthCheck),
     )
     @given(operation.as_strategy(generation_mode=mode), st.randoms(use_true_random=False))
-    def one(case: schemathesis.Case[Any], chance: Random) -> None:
+    def check(case: schemathesis.Case[Any], chance: Random) -> None:
         _steer(case, chance)
         tally.requests += 1
         for name in [name for name in case.headers or {} if name.lower() == "authorization"]:
@@ -131,17 +131,17 @@ def _fuzz_one(
         try:
             case.validate_response(response, checks=CHECKS)
         except FailureGroup as failures:
-            said = "; ".join(str(failure).replace("\n", " ")[:300] for failure in failures.exceptions)
-            asked = f"{case.method} {case.formatted_path}?{case.query} {str(case.body)[:200]}"
-            tally.faults.append(f"{asked}: {response.status_code} {said}")
+            messages = "; ".join(str(failure).replace("\n", " ")[:300] for failure in failures.exceptions)
+            request = f"{case.method} {case.formatted_path}?{case.query} {str(case.body)[:200]}"
+            tally.faults.append(f"{request}: {response.status_code} {messages}")
 
     with suppress(Unsatisfiable):  # nothing contradicts an operation without parameters
-        one()
+        check()
 
 
 def _steer(case: schemathesis.Case[Any], chance: Random) -> None:
     """Most random names lead nowhere."""
     for part in (case.path_parameters, case.query):
         for name in part or ():
-            if name in KNOWN and chance.random() < 0.7:
-                part[name] = KNOWN[name]
+            if name in EXISTING and chance.random() < 0.7:
+                part[name] = EXISTING[name]

@@ -31,7 +31,7 @@ from watchstep_services.runs.registration import ensure_project, register
 
 router = APIRouter()
 CREATED: list[str] = []
-HELD = {"n": 1}
+STORED = {"n": 1}
 
 
 class Thing(BaseModel):
@@ -50,14 +50,14 @@ def create(body: Thing) -> Thing:
 
 @router.get("/v1/thing")
 def look(response: Response) -> Thing:
-    tag(response, Thing(**HELD))
-    return Thing(**HELD)
+    tag(response, Thing(**STORED))
+    return Thing(**STORED)
 
 
 @router.put("/v1/thing")
 def change(body: Thing, if_match: IfMatch = None) -> Thing:
-    require_match(if_match, Thing(**HELD))
-    HELD["n"] = body.n
+    require_match(if_match, Thing(**STORED))
+    STORED["n"] = body.n
     return body
 
 
@@ -80,7 +80,7 @@ def client(driven: Driven) -> Client:
     openapi.install_conventions(app)
     app.include_router(router)
     CREATED.clear()
-    HELD["n"] = 1
+    STORED["n"] = 1
     return Client(app)
 
 
@@ -110,7 +110,7 @@ def test_a_refused_or_failed_request_releases_its_key(client: Client) -> None:
 def test_a_response_with_a_secret_is_not_stored(api: Api) -> None:
     token = api.token("admin")
 
-    def made(key: str, place: str = "/v1/tokens") -> httpx.Response:
+    def creation(key: str, place: str = "/v1/tokens") -> httpx.Response:
         headers = {
             "idempotency-key": key,
             "content-type": "application/json",
@@ -119,17 +119,17 @@ def test_a_response_with_a_secret_is_not_stored(api: Api) -> None:
         body = json.dumps({"role": "viewer", "name": "a screen"})
         return api.client.request("POST", place, content=body, headers=headers)
 
-    first, again = made("a"), made("a")
+    first, again = creation("a"), creation("a")
     assert (first.status_code, again.status_code) == (201, 409)
     assert "shown only once" in again.json()["detail"]
     assert "revoke it" in again.json()["hint"]
     secret = first.json()["token"].split("_", 2)[2]
     with api.driven.service.database.read() as session:
-        kept = session.execute(select(ApiRequest.body)).scalars().all()
-    assert [secret in body for body in kept] == [False]
-    assert made("b").status_code == 201
+        stored_bodies = session.execute(select(ApiRequest.body)).scalars().all()
+    assert [secret in body for body in stored_bodies] == [False]
+    assert creation("b").status_code == 201
     of_project = "/v1/projects/vision/tokens"
-    assert [made("c", of_project).status_code, made("c", of_project).status_code] == [201, 409]
+    assert [creation("c", of_project).status_code, creation("c", of_project).status_code] == [201, 409]
 
 
 def test_one_of_many_concurrent_requests_is_executed(client: Client) -> None:
@@ -150,10 +150,10 @@ def test_a_key_expires(client: Client, driven: Driven) -> None:
 
 def test_an_unchanged_response_is_not_sent_again(client: Client) -> None:
     first = client.get("/v1/thing")
-    known = first.headers["etag"]
-    for condition in (known, f'"x", W/{known}', "*"):
+    etag = first.headers["etag"]
+    for condition in (etag, f'"x", W/{etag}', "*"):
         again = client.request("GET", "/v1/thing", headers={"if-none-match": condition})
-        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", known)
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag)
     assert client.request("GET", "/v1/thing", headers={"if-none-match": '"x"'}).json() == {"n": 1}
 
 
@@ -163,9 +163,9 @@ def test_a_concurrent_change_is_not_overwritten(client: Client) -> None:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         return client.request("PUT", "/v1/thing", content=json.dumps({"n": n}), headers=sent).status_code
 
-    known = client.get("/v1/thing").headers["etag"]
-    assert put(2, if_match=known) == 200
-    assert put(3, if_match=known) == 412
+    etag = client.get("/v1/thing").headers["etag"]
+    assert put(2, if_match=etag) == 200
+    assert put(3, if_match=etag) == 412
     assert client.get("/v1/thing").json() == {"n": 2}
     assert put(3, if_match="*") == 200
     assert put(4) == 200
@@ -201,7 +201,7 @@ def test_pages_neither_skip_nor_repeat_items(client: Client, driven: Driven, des
     assert len(seen) == len(set(seen))
 
 
-@given(st.one_of(st.text(max_size=40), st.binary(max_size=30).map(lambda held: held.hex())))
+@given(st.one_of(st.text(max_size=40), st.binary(max_size=30).map(lambda data: data.hex())))
 def test_a_made_up_page_token_is_refused(text: str) -> None:
     from watchstep_services.api.schemas import paging
 
@@ -246,18 +246,18 @@ def test_the_real_lists_have_etags(api: Api) -> None:
 
 
 def test_an_unknown_query_parameter_is_refused(api: Api) -> None:
-    asked: tuple[tuple[Role, str, str], ...] = (
+    requests: tuple[tuple[Role, str, str], ...] = (
         ("viewer", "/v1/projects/vision/runs?stat=running", "state"),
         ("viewer", "/v1/projects/vision/runs?limit=3&Limit=3", "limit"),
         ("admin", "/v1/tokens?active=true&activ=", "active"),
         ("viewer", "/v1/rules?x=1", "accepts no query parameters"),
     )
-    for role, path, known in asked:
+    for role, path, status in requests:
         refused = api.call("GET", path, role=role)
         assert (refused.status_code, refused.headers["content-type"]) == (422, "application/problem+json"), (
             path
         )
-        assert known in refused.json()["hint"], refused.text
+        assert status in refused.json()["hint"], refused.text
     assert api.call("GET", "/v1/projects/vision/runs?limit=3", role="viewer").status_code == 200
     assert api.call("GET", "/v1/tokens?active=true", role="admin").status_code == 200
     for path in ("/healthz?probe=1", "/docs?x=1", "/metrics?x=1"):

@@ -42,16 +42,16 @@ def following(url: str, token: str, after: int | None = None) -> Iterator[Iterat
 def parsed(answer: httpx.Response) -> Iterator[tuple[int, str, str]]:
     import json
 
-    held: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in answer.iter_lines():
         if line:
             name, _, value = line.partition(": ")
-            held[name] = value
+            fields[name] = value
             continue
-        if held:
-            data = json.loads(held["data"])["data"]["name"] if "data" in held else ""
-            yield int(held["id"]), held.get("event", ""), data
-        held = {}
+        if fields:
+            data = json.loads(fields["data"])["data"]["name"] if "data" in fields else ""
+            yield int(fields["id"]), fields.get("event", ""), data
+        fields = {}
 
 
 def take(events: Iterator[tuple[int, str, str]], count: int) -> list[tuple[int, str, str]]:
@@ -103,9 +103,9 @@ def test_every_process_streams_the_events_of_all_processes(driven_sqlite: Driven
     other = open_database(str(driven.service.database.engine.url))
     try:
         second = Driven(driven.service.__class__(**{**vars(driven.service), "database": other}))
-        with serving(driven.service) as one, serving(second.service) as two:
+        with serving(driven.service) as first_url, serving(second.service) as second_url:
             place = f"{PROJECT}/runs/run-1/events/stream"
-            with following(one + place, token) as a, following(two + place, token, 0) as b:
+            with following(first_url + place, token) as a, following(second_url + place, token, 0) as b:
                 take(a, 1), take(b, 1)
                 publish(driven, run_id, "first")
                 publish(second, run_id, "second")

@@ -108,12 +108,16 @@ def test_every_example_is_valid(api: Api) -> None:
 
 
 def check(
-    held: dict[str, Any], document: dict[str, Any], at: tuple[str, ...], *, needed: bool = False
+    described: dict[str, Any], document: dict[str, Any], at: tuple[str, ...], *, needed: bool = False
 ) -> int:
-    schema = {**held["schema"], "components": document["components"]}
-    named = [value["value"] for value in held.get("examples", {}).values()] if "examples" in held else []
-    given = [*named, *([held["example"]] if "example" in held else [])]
-    given += held["schema"].get("examples", [])
+    schema = {**described["schema"], "components": document["components"]}
+    named = (
+        [value["value"] for value in described.get("examples", {}).values()]
+        if "examples" in described
+        else []
+    )
+    given = [*named, *([described["example"]] if "example" in described else [])]
+    given += described["schema"].get("examples", [])
     assert given or not needed, at
     for value in given:
         try:
@@ -142,7 +146,7 @@ def test_rules_have_parameter_schemas(api: Api) -> None:
 
 
 def test_every_operation_that_creates_accepts_an_idempotency_key(api: Api) -> None:
-    for path, held in api.client.get("/openapi.json").json()["paths"].items():
-        said = held.get("post", {})
-        if {"201", "202"} & set(said.get("responses", {})):
-            assert "Idempotency-Key" in [named["name"] for named in said["parameters"]], path
+    for path, methods in api.client.get("/openapi.json").json()["paths"].items():
+        post = methods.get("post", {})
+        if {"201", "202"} & set(post.get("responses", {})):
+            assert "Idempotency-Key" in [named["name"] for named in post["parameters"]], path

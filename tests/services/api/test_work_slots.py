@@ -49,7 +49,7 @@ def blocked_check(monkeypatch: pytest.MonkeyPatch, api: Api) -> Iterator[None]:
 
 
 def test_rule_checks_of_a_project_block_no_other_request(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = (
+    requests = (
         ("POST", RUNS, {"run": "second", "rules": [RULE]}),
         ("PUT", "/v1/projects/vision/rules/mine", RULE),
         ("PUT", f"{RUNS}/plain/rules/mine", RULE),
@@ -58,7 +58,7 @@ def test_rule_checks_of_a_project_block_no_other_request(api: Api, monkeypatch: 
     )
     api.driven.register()
     with blocked_check(monkeypatch, api):
-        for method, path, body in asked:
+        for method, path, body in requests:
             refused = api.call(method, path, body)
             assert (refused.status_code, refused.headers.get("retry-after")) == (429, "1"), (
                 path,
@@ -71,16 +71,16 @@ def test_rule_checks_of_a_project_block_no_other_request(api: Api, monkeypatch: 
     assert api.call("POST", RUNS, {"run": "second", "rules": [RULE]}).status_code == 200
 
 
-def test_a_recorders_rules_are_counted_before_one_is_checked(
+def test_a_recorders_rules_are_counted_before_any_is_checked(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(sql_rule, "checked", asked.append)
-    for number, says in ((4, "4 SQL rules"), (101, "101 rules")):
+    checked_queries: list[str] = []
+    monkeypatch.setattr(sql_rule, "checked", checked_queries.append)
+    for number, message in ((4, "4 SQL rules"), (101, "101 rules")):
         rules = [{**RULE, "name": f"r{place}"} for place in range(number)]
         refused = api.call("POST", RUNS, {"run": "run-1", "rules": rules}, role="recorder")
-        assert (refused.status_code, says in refused.text) == (422, True)
-    assert asked == []
+        assert (refused.status_code, message in refused.text) == (422, True)
+    assert checked_queries == []
 
 
 def test_a_rule_that_cannot_be_checked_now_is_refused_and_not_stored(
@@ -110,18 +110,18 @@ def test_a_rule_whose_name_is_no_text_is_the_callers_error(api: Api) -> None:
 
 
 def test_a_query_is_checked_once_for_a_request(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    checked_queries: list[str] = []
 
     def wrong(query: str) -> Any:
-        asked.append(query)
-        if len(asked) == 1:
+        checked_queries.append(query)
+        if len(checked_queries) == 1:
             raise StartError(query, "start no process")
         raise ValueError("it has an error")
 
     monkeypatch.setattr(sql_rule, "checked", wrong)
     body = {"run": "run-1", "rules": [RULE]}
-    assert (api.call("POST", RUNS, body).status_code, len(asked)) == (200, 1)
-    assert (api.call("POST", RUNS, body).status_code, len(asked)) == (422, 2)
+    assert (api.call("POST", RUNS, body).status_code, len(checked_queries)) == (200, 1)
+    assert (api.call("POST", RUNS, body).status_code, len(checked_queries)) == (422, 2)
 
 
 def test_reading_a_rule_config_checks_no_query(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,9 @@ class Operation:
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Schemas of the path parameters, by name."""
         return {
-            held["name"]: held["schema"]
-            for held in self.definition.get("parameters", ())
-            if held["in"] == "path"
+            parameter["name"]: parameter["schema"]
+            for parameter in self.definition.get("parameters", ())
+            if parameter["in"] == "path"
         }
 
     def at(self, values: Mapping[str, object]) -> str:
@@ -50,10 +50,10 @@ class Operation:
 
 def operations(document: dict[str, Any]) -> Iterator[Operation]:
     """Yield all operations of a document."""
-    for path, held in document["paths"].items():
+    for path, methods in document["paths"].items():
         for method in METHODS:
-            if method in held:
-                yield Operation(method.upper(), path, held[method])
+            if method in methods:
+                yield Operation(method.upper(), path, methods[method])
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def asking(app: FastAPI) -> Iterator[Ask]:
     """Send requests like `ask`, in one event loop with one thread pool, which halves the time of a thousand requests."""
     with start_blocking_portal() as portal:
 
-        def asked(method: str, target: str, token: str = "", body: object = None) -> Answer:
+        def request(method: str, target: str, token: str = "", body: object = None) -> Answer:
             return portal.call(_ask, app, method, target, token, body, {})
 
-        yield asked
+        yield request
 
 
 def ask(
@@ -127,6 +127,6 @@ async def _ask(
     except Exception:  # noqa: BLE001 - answered already, as a server would have it
         assert sent
     start = next(message for message in sent if message["type"] == "http.response.start")
-    told = {name.decode(): value.decode() for name, value in start["headers"]}
+    answer_headers = {name.decode(): value.decode() for name, value in start["headers"]}
     text = b"".join(message.get("body", b"") for message in sent if message["type"] == "http.response.body")
-    return Answer(start["status"], told, text.decode(errors="replace"))
+    return Answer(start["status"], answer_headers, text.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""A backend that does not answer keeps no stop from the workers, and no other project's stop from its turn."""
+"""A backend that does not answer delays neither the stop request to the workers nor stops of other projects."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from watchstep_services.scheduler.queue import WorkQueue
 
 @dataclass
 class Hanging(Stoppable):
-    """A backend that says nothing until it is released."""
+    """A backend that does not answer until it is released."""
 
     released: threading.Event = field(default_factory=threading.Event)
-    asked: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    polled: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     state: str = "running"
 
     def status(self, job: JobHandle) -> JobStatus:
         del job
-        self.asked.release()
+        self.polled.release()
         assert self.released.wait(60)
         return JobStatus("running") if self.state == "running" else JobStatus("ended", -15)
 
@@ -88,7 +88,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targeting, "STATUS_SECONDS", 0.0)
 
 
-def test_the_workers_are_asked_while_the_backend_hangs(
+def test_workers_get_a_stop_request_while_the_backend_hangs(
     driven: Driven, folder_store: Store, backend: Hanging, impatient: None
 ) -> None:
     del impatient
@@ -103,7 +103,7 @@ def test_the_workers_are_asked_while_the_backend_hangs(
     assert backend.state == "ended"
 
 
-def test_what_has_ended_by_its_own_words_is_not_asked(
+def test_a_job_that_reported_its_end_gets_no_request(
     driven: Driven, folder_store: Store, backend: Hanging, impatient: None
 ) -> None:
     del impatient
@@ -116,7 +116,7 @@ def test_what_has_ended_by_its_own_words_is_not_asked(
     assert not control(driven, run_id).tombstone
 
 
-def test_a_job_that_has_ended_and_whose_backend_answers_is_not_asked(
+def test_a_job_that_has_ended_and_whose_backend_answers_gets_no_request(
     driven: Driven, folder_store: Store, backend: Hanging
 ) -> None:
     backend.state = "ended"
@@ -137,7 +137,7 @@ def test_a_slow_backend_is_waited_for_where_only_it_can_stop_the_job(
     monkeypatch: pytest.MonkeyPatch,
     refusing: bool,
 ) -> None:
-    """Its program does not listen, or the store that would tell it refuses."""
+    """Its program does not read requests, or the store refuses them."""
     del impatient
     on_stop: OnStop = "raise" if refusing else "ignore"
     driven, _, _, stop = stopping(driven_sqlite, folder_store, backend, on_stop)
@@ -179,7 +179,7 @@ def test_stops_at_a_backend_that_hangs_delay_no_other_projects_stop(
     try:
         for stop in stops:
             work.action_due(stop)
-        assert backend.asked.acquire(timeout=60)
+        assert backend.polled.acquire(timeout=60)
         assert work.wait_until(lambda: driven.actions(run_id)[0].state == "done", 60)
         assert not backend.released.is_set()
     finally:
@@ -197,7 +197,7 @@ def test_a_backend_that_hangs_keeps_no_process_of_production_from_other_work(
     monkeypatch.setattr(celery_app, "_actions_in", lambda _process: work)
     try:
         celery_app.dispatch_action(stop)
-        assert backend.asked.acquire(timeout=60)
+        assert backend.polled.acquire(timeout=60)
         assert driven.tries(stop) == [], "it waits for the backend in a thread"
     finally:
         backend.released.set()
@@ -207,7 +207,7 @@ def test_a_backend_that_hangs_keeps_no_process_of_production_from_other_work(
 
 @dataclass
 class FarAndHanging(Hanging):
-    """One that is not asked whenever somebody wants to know."""
+    """A backend whose status is cached."""
 
     poll_seconds: ClassVar[float] = 2.0
 
@@ -219,9 +219,9 @@ def test_no_evaluation_waits_for_a_backend_for_long(
     far = FarAndHanging()
     driven, _, run_id, _ = stopping(driven, folder_store, far)
     for _ in range(3):
-        assert advance_run(driven.service, run_id) == "running"  # its recorder has been heard
-    assert far.asked.acquire(timeout=10)
-    assert not far.asked.acquire(blocking=False)  # asked once, and nobody waits for the answer again
+        assert advance_run(driven.service, run_id) == "running"  # its recorder has announced
+    assert far.polled.acquire(timeout=10)
+    assert not far.polled.acquire(blocking=False)  # polled once, and nobody waits for the answer again
     with driven.service.database.read() as session:
         assert session.execute(select(BoundJobRow.state)).scalar_one() == "unknown"
     far.released.set()
@@ -231,5 +231,5 @@ def test_no_evaluation_waits_for_a_backend_for_long(
         with driven.service.database.read() as session:
             return session.execute(select(BoundJobRow.state)).scalar_one() == "running"
 
-    eventually(is_seen)  # what it said late is known, though it is not asked anew yet
-    assert not far.asked.acquire(blocking=False)
+    eventually(is_seen)  # the late answer is used, though the backend is not polled again yet
+    assert not far.polled.acquire(blocking=False)

@@ -37,7 +37,7 @@ def backend_of(driven: Driven) -> Local:
 
 
 def fired(driven: Driven, recording: Recording, job: JobHandle | None = None) -> tuple[int, ActionRow]:
-    """A run whose owner's rule has asked for a stop, and that action."""
+    """A run with a stop requested by its owner's rule, and that action."""
     run_id = driven.register()
     if job is not None:
         bind_job(driven.service, run_id, recording.attempt, job, "operator")
@@ -63,7 +63,7 @@ def exits_with(code: int) -> str:
 
 
 @pytest.mark.parametrize(("program", "how", "stages"), [(WILLING, "terminated", 3), (STUBBORN, "killed", 4)])
-def test_a_job_is_asked_then_terminated_then_killed(
+def test_a_job_is_requested_to_stop_then_terminated_then_killed(
     driven: Driven, folder_store: Store, tmp_path: Path, program: str, how: str, stages: int
 ) -> None:
     driven = driven.with_settings(grace_seconds=0.2)
@@ -91,12 +91,12 @@ def test_a_job_is_asked_then_terminated_then_killed(
     assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "stopped"
 
 
-def test_a_job_that_ends_when_asked(driven: Driven, folder_store: Store, tmp_path: Path) -> None:
+def test_a_job_that_ends_on_a_stop_request(driven: Driven, folder_store: Store, tmp_path: Path) -> None:
     recording = Recording(folder_store).begin(on_stop="raise")
     job = launch(backend_of(driven), tmp_path, WILLING)
     run_id, action = fired(driven, recording, job)
     dispatch(driven.service, action.id)
-    recording.end("stopped", 8)  # what a worker that was asked writes before it ends
+    recording.end("stopped", 8)  # what a worker writes before it ends on a stop request
     backend_of(driven).stop(job)
     eventually(lambda: backend_of(driven).status(job).state == "ended")
     assert driven.finish(action.id).state == "done"
@@ -151,9 +151,9 @@ def test_a_program_that_trained_to_its_end_was_not_stopped(driven: Driven, folde
     assert done_event(driven, run_id)["how"] == "requested"
 
 
-@pytest.mark.parametrize(("ends", "says"), [(("failed",), "failed by itself"), ((), "no worker reported")])
-def test_a_job_that_crashes_after_it_was_asked_has_failed(
-    driven: Driven, folder_store: Store, tmp_path: Path, ends: tuple[EndState, ...], says: str
+@pytest.mark.parametrize(("ends", "message"), [(("failed",), "failed by itself"), ((), "no worker reported")])
+def test_a_job_that_crashes_after_a_stop_request_has_failed(
+    driven: Driven, folder_store: Store, tmp_path: Path, ends: tuple[EndState, ...], message: str
 ) -> None:
     driven = driven.with_settings(grace_seconds=3600.0)
     recording = Recording(folder_store).begin(on_stop="raise")
@@ -166,7 +166,7 @@ def test_a_job_that_crashes_after_it_was_asked_has_failed(
     os.kill(int(job.id), signal.SIGUSR1)
     eventually(lambda: backend_of(driven).status(job).exit_code == 1)
     action = driven.finish(action.id)
-    assert (action.state, says in action.outcome) == ("done", True)
+    assert (action.state, message in action.outcome) == ("done", True)
     assert done_event(driven, run_id)["how"] == "requested"
     assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "failed"
 
@@ -197,7 +197,9 @@ def test_without_a_job_and_without_an_answer(driven: Driven, folder_store: Store
     assert action.outcome.startswith("no job bound: requested from the workers")
 
 
-def test_a_job_out_of_reach_is_asked_and_then_given_up(driven: Driven, folder_store: Store) -> None:
+def test_a_stop_of_an_unreachable_job_is_requested_and_then_given_up(
+    driven: Driven, folder_store: Store
+) -> None:
     recording = Recording(folder_store).begin()
     elsewhere = {"pid": 1, "start_ticks": 1, "boot": "another", "host": "another-host"}
     driven = driven.with_settings(silent_seconds=1e-9)
@@ -220,7 +222,7 @@ def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
     assert len(driven.actions(run_id)) == 1
 
 
-def test_a_rule_that_nobody_allowed_stops_nothing(driven: Driven, folder_store: Store) -> None:
+def test_a_rule_without_permission_stops_nothing(driven: Driven, folder_store: Store) -> None:
     stops = RuleConfig(
         rule="non_finite_values", name="mine", params={"only_nan": True}, actions=(StopAction(),)
     )

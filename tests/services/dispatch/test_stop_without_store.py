@@ -1,4 +1,4 @@
-"""A store that refuses or says nothing keeps no stop from the job: what it would have told the workers counts as a try that failed."""
+"""A store that refuses or does not answer delays no stop of the job: the failed request to the workers counts as a failed try."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAIT = 60.0
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    """A bucket; a client's own timeouts are so long that a stop which waited for them would not come back."""
+    """A bucket; the client's timeouts are so long that a stop that waited for them would not return."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setattr(cloud, "_REQUEST_TIMEOUT", timedelta(seconds=600))
@@ -70,8 +70,8 @@ class Stopping:
         assert tried is not None
         return tried.result, tried.detail, tried.stage
 
-    def asked(self) -> ControlDocument:
-        """What the database holds, and announcements are answered."""
+    def requested_document(self) -> ControlDocument:
+        """The document in the database, which is the answer to announcements."""
         return ControlDocument.from_data(self.driven.run(self.run_id).control)
 
     def on_store(self) -> ControlDocument | None:
@@ -89,7 +89,9 @@ class Stopping:
             return [(row.kind, row.data.get("outcome", "")) for row in rows]
 
     def how(self) -> str:
-        (done,) = [one for one in self.driven.events(self.run_id) if one["type"] == "io.watchstep.stop.done"]
+        (done,) = [
+            event for event in self.driven.events(self.run_id) if event["type"] == "io.watchstep.stop.done"
+        ]
         return str(done["data"]["how"])
 
 
@@ -114,7 +116,7 @@ def bind(service: Service, run_id: int, job: JobHandle) -> None:
 def stopping(
     driven: Driven, s3: FaultyS3, job: JobHandle | None, *, on_stop: str = "raise", world_size: int = 1
 ) -> Stopping:
-    """The owner's rule has asked for a stop, and nothing has been done yet."""
+    """The owner's rule has requested a stop, and nothing has been done yet."""
     with_project(driven.service, s3)
     recording = Recording(open_bucket(s3), project=FAR)
     recording.begin(on_stop=on_stop, world_size=world_size)  # type: ignore[arg-type]
@@ -148,7 +150,10 @@ def test_a_job_is_terminated_after_its_grace_time_and_the_tombstone_follows(
     assert (outcome, stage) == ("error", StopStage.REQUESTED)
     assert detail.startswith("store s3://bucket/runs: ")
     assert "receive the request only in answers to their announcements" in detail
-    assert (stop.asked().stop is not None, bool(stop.asked().tombstone)) == (True, True)
+    assert (stop.requested_document().stop is not None, bool(stop.requested_document().tombstone)) == (
+        True,
+        True,
+    )
     assert backend.status(job).state == "running"
     action = driven.finish(stop.action_id)
 
@@ -166,10 +171,10 @@ def test_a_job_is_terminated_after_its_grace_time_and_the_tombstone_follows(
     s3.released.set()
     driven.service.bulkhead.close()
     assert driven.with_settings(store_wait_seconds=WAIT).finish(mirror.id).state == "done"
-    assert stop.on_store() == stop.asked()
+    assert stop.on_store() == stop.requested_document()
 
 
-def test_one_that_ignores_sigterm_is_killed_after_another_grace_time(
+def test_a_job_that_ignores_sigterm_is_killed_after_another_grace_time(
     driven_sqlite: Driven, s3: FaultyS3, tmp_path: Path
 ) -> None:
     driven = driven_sqlite.with_settings(grace_seconds=0.1)
@@ -184,7 +189,7 @@ def test_one_that_ignores_sigterm_is_killed_after_another_grace_time(
         for signal in ("SIGTERM", "SIGKILL")
         if signal in detail
     ]
-    # The try that kills names SIGKILL only if the process has not ended before it is looked at again.
+    # The try that kills names SIGKILL only if the process has not ended before it is polled again.
     assert signals in (["SIGTERM"], ["SIGTERM", "SIGKILL"])
 
 
@@ -198,7 +203,7 @@ def test_a_program_that_does_not_listen_is_terminated_at_the_first_try(
     outcome, _, stage = stop.try_once()
     assert outcome == "done" or (outcome, stage) == ("advanced", StopStage.TERMINATED)
     assert driven.finish(stop.action_id).state == "done"
-    assert stop.asked().tombstone
+    assert stop.requested_document().tombstone
     assert len(stop.mirrors()) == 1
 
 
@@ -210,7 +215,7 @@ def test_without_a_job_it_is_tried_until_the_store_answers(driven: Driven, s3: F
         assert stop.try_once()[::2] == ("error", StopStage.PENDING)
     s3.fault = "none"
     assert stop.try_once() == ("advanced", "asked all workers to stop at step 8", StopStage.REQUESTED)
-    assert stop.on_store() == stop.asked()
+    assert stop.on_store() == stop.requested_document()
 
 
 def test_workers_that_are_reached_within_the_grace_time_stop_by_themselves(
@@ -223,10 +228,10 @@ def test_workers_that_are_reached_within_the_grace_time_stop_by_themselves(
     s3.fault = "none"
     (mirror,) = stop.mirrors()
     assert driven.finish(mirror.id).state == "done"
-    asked = stop.on_store()
-    assert asked is not None
-    assert asked.stop is not None
-    assert asked.stop.agreed
+    document = stop.on_store()
+    assert document is not None
+    assert document.stop is not None
+    assert document.stop.agreed
     stop.recording.end("stopped", 8)
     local(driven).stop(job)
     assert driven.finish(stop.action_id).state == "done"
@@ -234,7 +239,7 @@ def test_workers_that_are_reached_within_the_grace_time_stop_by_themselves(
 
 
 @pytest.mark.parametrize("grace", [0.1, 3600.0])
-def test_a_store_that_refuses_once_several_are_asked_holds_up_nothing(
+def test_a_store_that_refuses_after_a_stop_request_delays_nothing(
     driven: Driven, s3: FaultyS3, tmp_path: Path, grace: float
 ) -> None:
     driven = driven.with_settings(grace_seconds=grace)
@@ -255,9 +260,7 @@ def test_a_store_that_refuses_once_several_are_asked_holds_up_nothing(
     assert stop.how() == "terminated"
 
 
-def test_workers_that_nobody_could_count_are_not_told_that_they_have_agreed(
-    driven: Driven, s3: FaultyS3, tmp_path: Path
-) -> None:
+def test_workers_of_unknown_number_get_no_agreed_step(driven: Driven, s3: FaultyS3, tmp_path: Path) -> None:
     driven = driven.with_settings(grace_seconds=3600.0)
     with_project(driven.service, s3)
     recording = Recording(open_bucket(s3), project=FAR).begin(world_size=2)
@@ -270,11 +273,11 @@ def test_workers_that_nobody_could_count_are_not_told_that_they_have_agreed(
     stop = Stopping(driven, s3, recording, run_id, action_id)
     s3.fault = "denied"
     assert stop.try_once()[::2] == ("error", StopStage.REQUESTED), "it may listen: its grace time is its own"
-    held = stop.asked().stop
-    assert held is not None
-    assert not held.agreed
+    requested = stop.requested_document().stop
+    assert requested is not None
+    assert not requested.agreed
     s3.fault = "none"
-    assert stop.try_once()[0] == "waiting", "two are waited for, now that they are known"
+    assert stop.try_once()[0] == "waiting", "two are waited for, now that they are registered"
     local(driven).kill(job)
 
 
@@ -292,7 +295,7 @@ def test_a_tombstone_is_not_given_up(driven: Driven, s3: FaultyS3, tmp_path: Pat
     assert driven.finish(mirror.id).state == "failed", "nothing need be there any more"
 
 
-def test_a_stop_that_people_ask_for_reaches_a_job_whose_store_refuses(s3: FaultyS3, tmp_path: Path) -> None:
+def test_a_stop_that_people_request_reaches_a_job_whose_store_refuses(s3: FaultyS3, tmp_path: Path) -> None:
     """The whole service, its threads and its API."""
     settings = load_settings(
         home=tmp_path / "home",

@@ -22,7 +22,7 @@ def receiver() -> Iterator[Receiver]:
 def fired(driven: Driven, store: Store, url: str) -> ActionRow:
     """The webhook action of an alert that has fired."""
     rule = RuleConfig.model_validate(
-        {"rule": "non_finite_values", "name": "told", "actions": [{"webhook": url}]}
+        {"rule": "non_finite_values", "name": "notifying", "actions": [{"webhook": url}]}
     )
     recording = Recording(store).begin()
     run_id = driven.register(rules=[rule])
@@ -43,7 +43,7 @@ def test_an_event_is_delivered_once(driven: Driven, folder_store: Store, receive
         "io.watchstep.alert.firing",
     )
     assert event["data"]["finding"]["step"] == 5
-    assert event["data"]["rule_config"]["name"] == "told"
+    assert event["data"]["rule_config"]["name"] == "notifying"
     assert driven.finish(action.id).tries == 1
     assert len(receiver.events) == 1
 
@@ -57,7 +57,7 @@ def test_a_receiver_that_fails_is_tried_again(
     assert len({event["id"] for event in receiver.events}) == 1
 
 
-def test_a_receiver_that_refuses_is_not_asked_again(
+def test_a_delivery_that_is_refused_is_not_repeated(
     driven: Driven, folder_store: Store, receiver: Receiver
 ) -> None:
     receiver.answers = [404]
@@ -65,7 +65,7 @@ def test_a_receiver_that_refuses_is_not_asked_again(
     assert len(receiver.events) == 1
 
 
-def test_tries_come_to_an_end(driven_sqlite: Driven, folder_store: Store) -> None:
+def test_the_number_of_tries_is_limited(driven_sqlite: Driven, folder_store: Store) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     driven = driven_sqlite.with_settings(max_tries=3)

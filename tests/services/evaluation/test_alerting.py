@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -143,13 +144,14 @@ def test_who_records_keeps_no_rule_of_the_owner_quiet(sqlite: Database, folder_s
     assert [action.kind for action in driven.actions(run_id)] == ["stop"]
 
 
-def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store: Store) -> None:
+@pytest.mark.parametrize("key", ["finding_streaks", "unknown"])
+def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store: Store, key: str) -> None:
     recording = Recording(folder_store).begin()
     driven, run_id = driven_by(sqlite, folder_store, {"rule": "non_finite_values"})
     driven.announce(run_id, recording.write(0, 0, 3))
     driven.settle(run_id)
     with driven.service.database.write() as session:
-        session.execute(update(RuleStateRow).values(state='{"alert": {"hits": {"loss@0/train": 3}}}'))
+        session.execute(update(RuleStateRow).values(state=json.dumps({"alert": {key: {"loss@0/train": 3}}})))
     driven = driven.restarted()  # the process that wrote it knows what it wrote
     driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
     driven.settle(run_id)

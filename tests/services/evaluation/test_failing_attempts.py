@@ -35,10 +35,10 @@ class JudgingError(Exception):
 def failing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Judging raises at any row from the bad step on."""
 
-    def judge(configs: Any, before: Any, arrived: Any, progress: Any) -> Any:
+    def judge(configs: Any, before: Any, arrived: Any, *others: Any) -> Any:
         if len(arrived) and int(arrived.step.max()) >= BAD_STEP:
             raise JudgingError("secret")
-        return judge_all(configs, before, arrived, progress)
+        return judge_all(configs, before, arrived, *others)
 
     monkeypatch.setattr(evaluating, "judge_all", judge)
     return monkeypatch

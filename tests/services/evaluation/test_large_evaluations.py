@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.services.driving import Driven
 from tests.services.evaluation.test_rule_time import due_since
 from tests.services.recording import Recording, nan_from
-from watchstep.format.block import Block
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
-from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.evaluation import collect as collecting
 from watchstep_services.runs.claim import Claim, claim, claim_longest_due, release, take_turn, wait_for_turn
 from watchstep_services.service import rule_time
-from watchstep_services.service.judging import Judged, Loaded, judge_all
+from watchstep_services.service.judging import Judged, judge_all
 
 _JUDGE_ALL = "watchstep_services.evaluation.evaluate.judge_all"
 _LEASE_NS = nanoseconds(60.0)
@@ -113,12 +113,10 @@ def test_a_large_evaluation_is_postponed_while_another_goes_on_and_then_done(
     first, second = runs
     outcomes: list[str] = []
 
-    def judge_beside(
-        configs: list[Loaded], history: Block, arrived: Block, progress: JudgingProgress
-    ) -> list[Judged]:
+    def judge_beside(*inputs: Any) -> list[Judged]:
         monkeypatch.setattr(_JUDGE_ALL, judge_all)
         outcomes.append(driven_sqlite.evaluate(second).outcome)
-        return judge_all(configs, history, arrived, progress)
+        return judge_all(*inputs)
 
     monkeypatch.setattr(_JUDGE_ALL, judge_beside)
     monkeypatch.setattr(collecting, "LARGE_ROWS", 1)
@@ -150,3 +148,26 @@ def test_projects_that_wait_for_a_large_evaluation_take_turns(monkeypatch: pytes
     turn.release()
     clock[0] += 60.0  # nobody waits that long without asking again
     assert turn.take("other")
+
+
+def test_a_large_evaluation_is_left_to_the_next_process_if_this_one_ends(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(collecting, "LARGE_ROWS", 1)
+        driven.service.stopping.set()
+        assert driven.evaluate(run_id).outcome == "idle"
+    run = driven.run(run_id)
+    assert (run.last_step, run.lease_until_ns, run.health) == (-1, 0, {})
+    assert next_due(driven, run_id) is not None
+
+
+def test_a_usual_evaluation_is_finished_while_the_process_ends(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
+    driven.service.stopping.set()
+    assert driven.evaluate(run_id).outcome == "committed"

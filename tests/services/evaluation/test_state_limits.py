@@ -29,7 +29,7 @@ def write_new_tensors(
 def test_a_segment_with_too_many_new_tensor_names_is_rejected_and_the_others_are_judged(
     driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collecting, "NAME_BYTES", 1000)
+    monkeypatch.setattr(collecting, "WORD_BYTES", 2500)
     recording = Recording(folder_store).begin()
     keys = [
         recording.write(0, 0, 0),
@@ -47,7 +47,7 @@ def test_a_segment_with_too_many_new_tensor_names_is_rejected_and_the_others_are
         ("w0", 2): "corrupt",
         ("w0", 3): "read",
     }
-    assert "names 2 new tensors" in driven_sqlite.run(run_id).health["last_corrupt"]
+    assert "bytes of new words" in driven_sqlite.run(run_id).health["last_corrupt"]
     assert driven_sqlite.alerts(run_id)["non_finite_values"][:2] == ("firing", 3)
 
 

@@ -1,4 +1,4 @@
-"""A small evaluator of IAM policies, as AWS documents them, for what the tests here need of it. What it does not know, it refuses.
+"""A small evaluator of IAM policies by AWS's documentation. It refuses elements that it does not support.
 
 A session may do what the role's policies allow and the session's policy allows, unless one of them denies it.
 """

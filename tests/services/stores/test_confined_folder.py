@@ -1,4 +1,4 @@
-"""A folder as a store: the same answers as obstore's, and no way out of it."""
+"""A confined folder as a store: the same answers as obstore, and no access to other folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def told(what: object) -> object:
+def comparable(what: object) -> object:
     try:
         return what() if callable(what) else what
     except NotFoundError:
@@ -55,7 +55,7 @@ def told(what: object) -> object:
     start=st.integers(0, 6),
     length=st.integers(1, 6),
 )
-def test_it_answers_as_the_plain_store(
+def test_a_confined_folder_answers_as_the_plain_store(
     tmp_path_factory: pytest.TempPathFactory,
     steps: list[tuple[str, str, bytes]],
     prefix: str,
@@ -68,15 +68,16 @@ def test_it_answers_as_the_plain_store(
     for store, answers in zip(stores, seen, strict=True):
         for verb, key, data in steps:
             arguments = (key,) if verb == "delete" else (key, data)
-            answers.append(told(lambda: getattr(store, verb)(*arguments)))  # noqa: B023 - called at once
+            answers.append(comparable(lambda: getattr(store, verb)(*arguments)))  # noqa: B023 - called at once
         inner = store.child("a")
         for key in sorted({key for _, key, _ in steps}):
-            answers.extend(told(read) for read in (lambda: store.get(key), lambda: store.get(key, limit=2)))  # noqa: B023
-            answers.append(told(lambda: store.size(key)))  # noqa: B023
-            answers.append(told(lambda: store.get_range(key, start, length)))  # noqa: B023
+            answers.append(comparable(lambda: store.get(key)))  # noqa: B023
+            answers.append(comparable(lambda: store.get(key, limit=2)))  # noqa: B023
+            answers.append(comparable(lambda: store.size(key)))  # noqa: B023
+            answers.append(comparable(lambda: store.get_range(key, start, length)))  # noqa: B023
         answers.append(sorted(entry.key for entry in store.entries(f"{prefix}/")))
         answers.append(sorted(entry.key for entry in inner.entries()))
-        answers.extend(told(ask) for ask in (store.folders, lambda: store.folders(f"{prefix}/")))  # noqa: B023
+        answers.extend(comparable(ask) for ask in (store.folders, lambda: store.folders(f"{prefix}/")))  # noqa: B023
     assert seen[0] == seen[1]
 
 
@@ -98,9 +99,9 @@ def test_links_are_not_followed(folder: Path, outside: Path, key: str) -> None:
     assert list(store.entries()) == []
     assert (store.folders(), store.folders("a/")) == (["a"], ["b"])
     assert list(store.entries("linked/")) == []
-    told(lambda: store.put(key, b"mine"))
-    told(lambda: store.create(key, b"mine"))
-    told(lambda: store.delete(key))
+    comparable(lambda: store.put(key, b"mine"))
+    comparable(lambda: store.create(key, b"mine"))
+    comparable(lambda: store.delete(key))
     assert (outside / "secret").read_bytes() == SECRET
     assert names(outside) == ["secret"]
 
@@ -131,7 +132,7 @@ def test_no_key_leads_out(tmp_path: Path, key: str) -> None:
     ]
 
 
-def test_a_pipe_is_no_object_and_nobody_waits_for_it(folder: Path) -> None:
+def test_a_pipe_is_not_an_object_and_does_not_block(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     store = ConfinedFolder(folder)
     with pytest.raises(NotFoundError):
@@ -148,9 +149,7 @@ def test_folders_in_each_other_have_an_end(folder: Path) -> None:
     assert list(ConfinedFolder(folder).entries()) == []
 
 
-def test_an_exchange_between_folder_and_link_never_shows_what_lies_outside(
-    folder: Path, outside: Path
-) -> None:
+def test_swapping_a_folder_and_a_link_never_exposes_other_folders(folder: Path, outside: Path) -> None:
     """Whoever may write exchanges a folder for a link again and again, while it is read."""
     (folder / "real").mkdir()
     (folder / "real" / "secret").write_bytes(b"own")
@@ -170,7 +169,7 @@ def test_an_exchange_between_folder_and_link_never_shows_what_lies_outside(
     try:
         for _ in range(300):
             for key in ("at/secret", "way/secret"):
-                assert told(lambda: store.get(key)) in (b"own", "missing", "refused")  # noqa: B023
+                assert comparable(lambda: store.get(key)) in (b"own", "missing", "refused")  # noqa: B023
             assert not [entry for entry in store.entries() if entry.size == len(SECRET)]
     finally:
         done.set()

@@ -1,4 +1,4 @@
-"""The evaluator that judges our policies is judged by cases from AWS's documentation."""
+"""The policy evaluator, tested with cases from AWS's documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorder that the service lends credentials, against a running service and moto."""
+"""A recorder with credentials lent by the service, with a running service and moto."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def policies_sent() -> Iterator[list[str]]:
     client.meta.events.unregister(event, note)
 
 
-def test_where_none_are_lent_its_own_are_used_and_that_is_said_once(
+def test_where_none_are_lent_its_own_are_used_and_that_is_reported_once(
     service: EmbeddedService, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults = record("plain").health["faults"]
@@ -136,14 +136,14 @@ def test_where_none_are_lent_its_own_are_used_and_that_is_said_once(
     assert open_run("s3://plain/runs/plain/r").steps() == [0, 1]
 
 
-def test_another_place_than_the_registered_one_is_told(service: EmbeddedService) -> None:
+def test_a_location_other_than_the_registered_one_is_reported(service: EmbeddedService) -> None:
     with Hook("s3://plain/runs", project="lent", run="r", config=QUICK) as hook:
         hook.log(loss=1.0)
         hook.step()
     assert "is s3://lent/runs" in hook.health["faults"]["credentials"]
 
 
-def test_without_any_credentials_training_goes_on(
+def test_without_any_credentials_training_continues(
     service: EmbeddedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("watchstep.capture.service.client._has_own", lambda: False)

@@ -1,4 +1,4 @@
-"""Session policies, evaluated: what a recorder really asks for is allowed, and nothing of anybody else."""
+"""Session policies, evaluated: the requests of a real recorder are allowed, and no access to other runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.sdk.training import EVERY_STEP, Training
 from tests.services.stores.iam import Request, allowed
 from watchstep import Hook
 from watchstep.errors import ConfigError
@@ -48,7 +46,7 @@ def place(project: str = "vision", prefix: str = "team", **more: Any) -> StorePl
 
 
 def calls(verb: str, key: str, base: str) -> list[Request]:
-    """What a call of a store asks of S3."""
+    """The S3 requests of a call to a store."""
     named, once = f"{BUCKET}/{base}{key}", {"s3:if-none-match": "*"}
     return {
         "create": [Request("s3:PutObject", named, once)],
@@ -61,7 +59,7 @@ def calls(verb: str, key: str, base: str) -> list[Request]:
 
 
 class Spy(Store):
-    """Notes what is asked of a store."""
+    """Collects the calls to a store."""
 
     def __init__(self, inner: Store, seen: set[tuple[str, str]]) -> None:
         super().__init__(inner.url, inner._backend, inner._prefix)
@@ -94,7 +92,11 @@ class Spy(Store):
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """All that two ranks' recorders ask of a store, with snapshots, restarts and a bad step."""
+    """All that two ranks' recorders request of a store, with snapshots, restarts and a bad step."""
+    import torch
+
+    from tests.sdk.training import EVERY_STEP, Training
+
     seen: set[tuple[str, str]] = set()
     opened = Hook._open_store
     monkeypatch.setattr(Hook, "_open_store", lambda hook: Spy(opened(hook), seen))
@@ -147,7 +149,7 @@ def test_outside_of_the_run_there_is_nothing_for_it(key: str, verb: str) -> None
 
 
 @pytest.mark.parametrize("key", ["run.json", "attempts/a1.json", "stats/a1/n/w0/0000000000-0-1.parquet"])
-def test_what_is_there_stays_as_it_is(key: str) -> None:
+def test_existing_objects_cannot_be_overwritten(key: str) -> None:
     base, session = "runs/team/vision/run-1/", attempt_policy(place(), "run-1", "a1")
     (created,), (replaced,), (removed,) = (calls(verb, key, base) for verb in ("create", "put", "delete"))
     assert allowed(created, ROLE, session)
@@ -162,7 +164,7 @@ def test_what_the_service_writes_it_may_not(key: str, verb: str) -> None:
     assert not any(allowed(request, ROLE, session) for request in calls(verb, key, "runs/team/vision/run-1/"))
 
 
-def test_it_may_do_nothing_else() -> None:
+def test_a_recorder_may_do_nothing_else() -> None:
     session = attempt_policy(place(), "run-1", "a1")
     named = f"{BUCKET}/runs/team/vision/run-1/stats/a1/x"
     everything = json.dumps({"Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]})
@@ -211,6 +213,6 @@ def test_a_policy_is_never_longer_than_aws_takes_it(run: int, attempt: int, pref
         assert len(attempt_policy(at, *named)) <= MOST_CHARACTERS
 
 
-def test_names_that_are_too_long_are_told() -> None:
+def test_names_that_are_too_long_are_reported() -> None:
     with pytest.raises(ConfigError, match="shorter names"):
         attempt_policy(place(), "r" * 128, "a" * 128)

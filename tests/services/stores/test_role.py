@@ -1,4 +1,4 @@
-"""A store's role, on moto: the mechanics. That AWS denies what the policy does not allow is not shown by it."""
+"""The role of a store, on moto. Moto does not enforce policies, so denials by AWS are not tested."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_place_is_read_and_written_by_its_role(registration: StoreRegistration
     assert stores.of(place(registration)).folders("vision/") == ["run-1"]
 
 
-def test_the_role_is_asked_for_with_the_external_id_and_the_projects_policy(
+def test_the_role_is_assumed_with_the_external_id_and_the_projects_policy(
     registration: StoreRegistration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ def test_the_role_is_asked_for_with_the_external_id_and_the_projects_policy(
     run = Stores().of_run(at, "run-1")
     for _ in range(3):
         run.put("a", b"")
-    (once,) = requests  # credentials are kept until they are about to expire
+    (once,) = requests  # credentials are cached until they are about to expire
     assert once == {
         "RoleArn": ROLE, "RoleSessionName": "watchstep-vis", "Policy": project_policy(at), "DurationSeconds": 3600,
         "ExternalId": "acme-7f3a",
@@ -114,7 +114,7 @@ def test_no_other_credentials_are_tried_where_the_role_is_refused(
     assert (step.name, step.ok, "cannot be assumed" in step.detail) == ("role", False, True)
 
 
-def test_without_credentials_of_its_own_the_service_says_so(
+def test_without_credentials_of_its_own_the_service_reports_it(
     registration: StoreRegistration,
 ) -> None:
     role._client.cache_clear()

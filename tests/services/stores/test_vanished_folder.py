@@ -1,4 +1,4 @@
-"""A folder that is a service's store and disappears: nothing is read from, written to or made in its place."""
+"""A service's store folder that disappears: nothing is read, written or created in its place."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class TensorEntry(BaseModel):
     dtype: str
     collections: list[str]
     derived: bool = Field(
-        description="Whether the program did not log the loss: then it is the argument of backward(), divided as the program divides it."
+        description="Whether the program did not log the loss in training: then it is the argument of backward(), divided as the program divides it."
     )
 
 

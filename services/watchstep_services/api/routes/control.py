@@ -105,7 +105,7 @@ def request_snapshot(project: str, run: str, body: SnapshotInput, service: Serve
             )
         attempt = check_name("attempt", body.attempt or row.attempt)
         step = row.last_step + 1 if body.step is None else body.step
-        request = SnapshotRequest(f"asked-{uuid.uuid4()}", step, attempt)
+        request = SnapshotRequest(f"requested-{uuid.uuid4()}", step, attempt)
         action = run_control.request_snapshot(session, row.id, request)
         control = _control(session, row)
     _notify(service, action)

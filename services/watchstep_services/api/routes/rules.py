@@ -21,6 +21,7 @@ from watchstep_rules.backtest.backtest import report
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python_rule import Python
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
@@ -47,6 +48,7 @@ from watchstep_services.notify.directory import known_receivers
 from watchstep_services.runs import rule_configs
 from watchstep_services.runs.registration import ensure_project
 from watchstep_services.runs.rule_configs import OVERRIDDEN, STRONGER_THAN_RECORDERS
+from watchstep_services.runs.rule_health import no_data_reason
 from watchstep_services.runs.stops import permission_for
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import load_config, memory_of
@@ -152,9 +154,10 @@ def rules_of(service: Service, session: Session, run: RunRow, caller: Authentica
                 granted_stop=config is not None
                 and permission_for(session, run.project, row, config) is not None,
                 health=memory.health.value,
-                problem=memory.problem,
+                problem=memory.problem
+                or (no_data_reason(run.health, config) if memory.health is RuleHealth.NO_DATA else ""),
                 warnings=[] if config is None else service.unknown_receivers(config, receivers),
-                judged=memory.judged,
+                evaluated_rows=memory.evaluated_rows,
                 findings=0 if state_row is None else state_row.findings,
                 phase=memory.alert.phase.value,
                 isolation=(memory.state or {}).get("isolation") if row.rule == Python.name else None,
@@ -378,6 +381,6 @@ def _read(service: Service, project: str, number: int) -> BacktestOutput:
         id=progress.id,
         state=progress.state,
         runs=len(progress.runs),
-        judged=len(progress.results),
+        evaluated_runs=len(progress.results),
         report=report(progress.results, progress.variations) if progress.state == "done" else None,
     )

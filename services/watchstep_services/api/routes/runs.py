@@ -28,6 +28,7 @@ from watchstep_services.api.schemas.models import (
     JobBinding,
     JobInput,
     JobOutput,
+    RegisteredRun,
     RunInput,
     RunList,
     RunOutput,
@@ -45,14 +46,16 @@ from watchstep_services.runs.registration import bind_job, register
 from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import StopRequester, allow, request_stop
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy import bound_job
+from watchstep_services.tenancy import bound_job, capture_document
 
 router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 
 
 @router.post("", summary="Register a run")
 @permits("record", run_in_body=True)
-def register_run(project: str, body: RunInput, service: Served, caller: Caller, slots: Working) -> RunOutput:
+def register_run(
+    project: str, body: RunInput, service: Served, caller: Caller, slots: Working
+) -> RegisteredRun:
     """Register a run, before or after its first segment is on the store. Idempotent.
 
     The service owner's rules also evaluate the run. The requested rules stop a job only if an operator has allowed it; otherwise
@@ -85,7 +88,9 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller, 
     if job is not None:
         bind_job(service, run_id, body.attempt, job, caller.role)
     service.notifier.run_changed(run_id)
-    return _read(service, project, body.run, caller)
+    output = _read(service, project, body.run, caller)
+    with service.database.read() as session:
+        return RegisteredRun(**dict(output), capture=capture_document(session, project))
 
 
 @router.get("", summary="List runs")

@@ -1,4 +1,4 @@
-"""Snapshots of a run: lists, contents, and the tensors themselves, in parts of bounded size."""
+"""Full tensors of a run, in snapshots and in objects of collections: lists, contents, and the tensors themselves, in parts of bounded size."""
 
 from __future__ import annotations
 
@@ -62,8 +62,17 @@ async def _snapshot_path(
     worker: Annotated[int, Path(ge=0, lt=2**31)],
     step: Annotated[int, Path(ge=0, lt=2**59)],
     mode: Mode,
+    collection: Annotated[
+        Word,
+        Query(
+            max_length=128,
+            description="Collection whose tensors were saved; default: a snapshot of weights and gradients.",
+            examples=["activations"],
+        ),
+    ] = "",
 ) -> SnapshotPath:
-    return SnapshotPath(project, run, SnapshotKey(check_name("attempt", attempt), worker, step, mode))
+    name = check_name("collection", collection) if collection else ""
+    return SnapshotPath(project, run, SnapshotKey(check_name("attempt", attempt), worker, step, mode, name))
 
 
 Placed = Annotated[SnapshotPath, Depends(_snapshot_path)]
@@ -95,19 +104,30 @@ _RAW: dict[int | str, dict[str, Any]] = {
 
 
 class SnapshotEntry(BaseModel):
-    """A snapshot."""
+    """A snapshot, or the saved tensors of a collection."""
 
     attempt: str
     worker: int
     step: int
     mode: str
+    collection: str = Field(description="Collection; empty for a snapshot of weights and gradients.")
     bytes: int
 
 
 class SnapshotList(PageOutput):
-    """Snapshots by attempt, worker and step."""
+    """Snapshots by attempt, worker, step, mode and collection."""
 
     snapshots: list[SnapshotEntry]
+
+
+class PartOutput(BaseModel):
+    """The place of a stored tensor within a larger one."""
+
+    shape: list[int] = Field(description="Shape of the larger tensor.")
+    start: list[int] = Field(description="Index of the first stored element in each dimension.")
+    shard: bool = Field(
+        description="Whether other workers store the rest; otherwise only this part was selected."
+    )
 
 
 class StoredTensor(BaseModel):
@@ -117,6 +137,7 @@ class StoredTensor(BaseModel):
     dtype: str = Field(description="Data type, by its safetensors name: F32, BF16, F8_E4M3, …")
     shape: list[int]
     bytes: int = Field(description="Size of its elements.")
+    part: PartOutput | None = Field(description="Its place, if it is a part of a larger tensor.")
 
 
 class SnapshotOutput(SnapshotEntry):
@@ -124,7 +145,7 @@ class SnapshotOutput(SnapshotEntry):
 
     metadata: dict[str, str]
     tensors: list[StoredTensor]
-    missing: int = Field(description="Number of tensors that did not fit into the writer's memory.")
+    missing: int = Field(description="Number of tensors that exceeded a limit of the writer.")
 
 
 class TensorSummary(StoredTensor):
@@ -136,12 +157,26 @@ class TensorSummary(StoredTensor):
 
 @router.get("", summary="List snapshots")
 @permits("read")
-def list_snapshots(project: str, run: str, queries: Querying, paging: Paged) -> SnapshotList:
-    """Return the snapshots of a run, by attempt, worker and step."""
+def list_snapshots(
+    project: str,
+    run: str,
+    queries: Querying,
+    paging: Paged,
+    collection: Annotated[
+        Word | None,
+        Query(
+            max_length=128,
+            description="Only tensors of this collection; empty: only snapshots. Default: both, and those of all collections.",
+        ),
+    ] = None,
+) -> SnapshotList:
+    """Return the snapshots and saved tensors of a run, by attempt, worker, step, mode and collection."""
     with queries.open_store(project, run) as store:
-        keys = sorted(_list_keys(store, queries.budget().check))
+        listed = sorted(_list_keys(store, queries.budget().check))
+    keys = [(key, size) for key, size in listed if collection is None or key.collection == collection]
     entries = [_entry(key, size) for key, size in keys]
-    page, token = paging.fetch_sorted([(k.attempt, k.worker, k.step, k.mode) for k, _ in keys], entries)
+    positions = [(key.attempt, key.worker, key.step, key.mode, key.collection) for key, _ in keys]
+    page, token = paging.fetch_sorted(positions, entries)
     return SnapshotList(snapshots=page, next_page_token=token)
 
 
@@ -156,7 +191,7 @@ def get_snapshot(place: Placed, queries: Querying) -> SnapshotOutput:
     return SnapshotOutput(
         **_entry(key, size).model_dump(),
         metadata=snapshot.metadata,
-        tensors=[_stored(name, stored) for name, stored in snapshot.tensors.items()],
+        tensors=[_stored(name, snapshot) for name in snapshot.tensors],
         missing=snapshot.missing,
     )
 
@@ -216,7 +251,7 @@ def get_tensor_summary(place: Placed, name: Name, queries: Querying) -> TensorSu
         figures = _measure(elements, stored.dtype)
         first = _real(elements[:_SAMPLE], stored.dtype)
     return TensorSummary(
-        **_stored(name, stored).model_dump(),
+        **_stored(name, snapshot).model_dump(),
         figures=FiguresOutput(**{key: figure(figures) for key, figure in FIGURES.items()}),
         first=numbers(first.astype(float)),
     )
@@ -244,15 +279,24 @@ def _list_keys(store: Store, check: Any) -> Iterator[tuple[SnapshotKey, int]]:
 
 
 def _entry(key: SnapshotKey, size: int) -> SnapshotEntry:
-    return SnapshotEntry(attempt=key.attempt, worker=key.worker, step=key.step, mode=key.mode, bytes=size)
+    return SnapshotEntry(
+        attempt=key.attempt,
+        worker=key.worker,
+        step=key.step,
+        mode=key.mode,
+        collection=key.collection,
+        bytes=size,
+    )
 
 
-def _stored(name: str, stored: TensorLocation) -> StoredTensor:
+def _stored(name: str, snapshot: Snapshot) -> StoredTensor:
+    stored, part = snapshot.tensors[name], snapshot.parts.get(name)
     return StoredTensor(
         name=name,
         dtype=stored.dtype,
         shape=list(stored.shape),
         bytes=stored.length,
+        part=None if part is None else PartOutput.model_validate(part.as_data()),
     )
 
 

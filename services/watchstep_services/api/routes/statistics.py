@@ -230,7 +230,7 @@ def get_heatmap(
     if (collection is None) == (not tensor):
         raise ConfigError("collection, tensor: both or neither set", "set exactly one of them")
     with queries.open_run(project, run) as (opened, _):
-        names = tensor or opened.tensors(collection)
+        names = tensor or [info.name for info in opened.catalogue if collection in info.collections]
         if not names:
             raise ConfigError(
                 f"collection {collection!r}: contains no tensors", "list …/tensors for the collections"

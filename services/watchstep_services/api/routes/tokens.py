@@ -78,7 +78,9 @@ class TokenList(PageOutput):
 class TokenRevoked(TokenOutput):
     """A revoked token."""
 
-    made: list[str] = Field(description="Ids of run tokens that it created and that are revoked with it.")
+    run_tokens: list[str] = Field(
+        description="Ids of run tokens that it created and that are revoked with it."
+    )
 
 
 Active = Annotated[bool, Query(description="Only valid tokens.")]
@@ -259,7 +261,7 @@ def revoked_output(request: Request, revoked: Revocation) -> TokenRevoked:
     for public in (revoked.token.id, *revoked.run_tokens):
         request.app.state.token_cache.discard(public)
     output = token_output(service_of(request), revoked.token)
-    return TokenRevoked(**output.model_dump(), made=list(revoked.run_tokens))
+    return TokenRevoked(**output.model_dump(), run_tokens=list(revoked.run_tokens))
 
 
 def _output(row: Token, now: int) -> TokenOutput:

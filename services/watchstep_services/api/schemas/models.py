@@ -149,7 +149,7 @@ class RuleState(BaseModel):
     warnings: list[str] = Field(
         description="Parts of the config that the service cannot execute, such as unknown receivers."
     )
-    judged: int = Field(description="Number of evaluated rows.")
+    evaluated_rows: int = Field(description="Number of evaluated rows.")
     findings: int = Field(description="Number of findings; the first thousand are stored.")
     phase: str = Field(description="inactive, pending, firing or resolved.")
     isolation: dict[str, Any] | None = Field(
@@ -203,6 +203,14 @@ class RunOutput(RunSummary):
     job: JobOutput | None
     rules: list[RuleState]
     health: dict[str, Any] = Field(description="Problems of the recorders, the store and the segments.")
+
+
+class RegisteredRun(RunOutput):
+    """A run that was registered."""
+
+    capture: dict[str, Any] | None = Field(
+        description="Capture document of the project, for a launch that sets no configuration; null: none."
+    )
 
 
 class RunList(PageOutput):
@@ -319,7 +327,7 @@ class BacktestOutput(BaseModel):
     id: int
     state: str = Field(description="waiting, running or done.")
     runs: int = Field(description="Number of runs.")
-    judged: int = Field(description="Number of evaluated runs.")
+    evaluated_runs: int = Field(description="Number of evaluated runs.")
     report: dict[str, Any] | None = Field(
         description="Report in the format of 'watchstep rules backtest --json'; null until it is done."
     )

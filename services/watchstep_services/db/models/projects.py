@@ -75,6 +75,17 @@ class Project(Base):
         )
 
 
+class ProjectCapture(Base):
+    """The capture document of a project: what its runs record unless the program or its launch sets it."""
+
+    __tablename__ = "project_captures"
+
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"), primary_key=True)
+    document: Mapped[dict[str, Any]]
+    changed_ns: Mapped[int]
+    changed_by: Mapped[str] = mapped_column(String(256), default="")
+
+
 class BackendRow(Base):
     """A registered backend, on which jobs can be stopped."""
 

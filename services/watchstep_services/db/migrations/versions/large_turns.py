@@ -13,9 +13,7 @@ depends_on = None
 
 def upgrade() -> None:
     with op.batch_alter_table("runs", schema=None) as table:
-        table.add_column(
-            sa.Column("waits_for_turn", sa.Boolean(), server_default=sa.false(), nullable=False)
-        )
+        table.add_column(sa.Column("waits_for_turn", sa.Boolean(), server_default=sa.false(), nullable=False))
     with op.batch_alter_table("projects", schema=None) as table:
         table.add_column(sa.Column("turn_run_id", sa.BigInteger(), server_default="0", nullable=False))
         table.add_column(sa.Column("turn_epoch", sa.BigInteger(), server_default="0", nullable=False))

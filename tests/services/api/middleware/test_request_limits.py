@@ -1,0 +1,166 @@
+"""Too large or too deep requests are refused, whatever their headers state."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.services.api.conftest import Api
+from tests.services.api.walking import operations
+from watchstep_services.api.middleware.request_limits import (
+    MOST_BODY,
+    MOST_DEPTH,
+    MOST_HEADER_BYTES,
+    MOST_HEADERS,
+    MOST_PATH,
+    MOST_QUERY,
+    depth_of,
+)
+
+RUNS = "/v1/projects/vision/runs"
+
+
+def send(
+    api: Api, content: bytes, *, chunked: bool = False, path: str = RUNS, length: str | None = None
+) -> httpx.Response:
+    async def chunks() -> Any:
+        for start in range(0, len(content), 1000):
+            yield content[start : start + 1000]
+
+    async def post() -> httpx.Response:
+        token = api.token("operator")
+        named = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+        if length is not None:
+            named["content-length"] = length
+        transport = httpx.ASGITransport(api.client.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service.test") as client:
+            return await client.post(path, content=chunks() if chunked else content, headers=named)
+
+    return asyncio.run(post())
+
+
+def body_of(size: int) -> bytes:
+    body = json.dumps({"run": "run-1"}).encode()
+    return body + b" " * (size - len(body))
+
+
+def is_problem(answer: httpx.Response, status: int, message: str) -> None:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert message in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit(api: Api, chunked: bool) -> None:
+    assert send(api, body_of(MOST_BODY), chunked=chunked).status_code == 200
+    is_problem(send(api, body_of(MOST_BODY + 1), chunked=chunked), 413, "over the limit")
+
+
+def test_a_content_length_that_is_too_small_or_invalid(api: Api) -> None:
+    is_problem(send(api, body_of(MOST_BODY + 1), length="10"), 413, "over the limit")
+    is_problem(send(api, body_of(10), length="9" * 40), 413, "over the limit")
+    assert send(api, body_of(20), length="-1").status_code == 200
+
+
+def test_a_body_with_a_too_large_content_length_is_not_read(api: Api) -> None:
+    read: list[int] = []
+
+    async def chunks() -> Any:
+        read.append(1)
+        yield b"{}"
+
+    async def post() -> int:
+        headers = {"authorization": f"Bearer {api.token('operator')}", "content-length": str(MOST_BODY + 1)}
+        transport = httpx.ASGITransport(api.client.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service.test") as client:
+            return (await client.post(RUNS, content=chunks(), headers=headers)).status_code
+
+    assert (asyncio.run(post()), read) == (413, [])
+
+
+@pytest.mark.parametrize("kind", ["[", '{"a":', '[{"a":'])
+@pytest.mark.parametrize("depth", [MOST_DEPTH + 1, 990, 5000, 200_000])
+def test_a_too_deep_body_is_refused_by_every_route(api: Api, kind: str, depth: int) -> None:
+    closing = {"[": "]", '{"a":': "}", '[{"a":': "}]"}[kind]
+    bomb = (kind * depth + "1" + closing * depth).encode()
+    whole = b'{"run": "run-1", "rules": [%s]}' % bomb
+    begun = bomb[: len(kind) * (MOST_DEPTH + 1)]
+    for content in (bomb, begun, whole):
+        if len(content) <= MOST_BODY:
+            is_problem(send(api, content), 422, "deep")
+
+
+def test_very_many_lists_are_refused_before_they_are_parsed(api: Api) -> None:
+    for content in (b"[" + b"[]," * 60_000 + b"[]]", b'{"run":"run-1","rules":[' + b"{}," * 60_000 + b"{}]}"):
+        is_problem(send(api, content), 422, "lists and objects")
+
+
+def test_a_bomb_is_refused_by_every_route(api: Api) -> None:
+    bomb = b'{"a":' * 2000 + b"1" + b"}" * 2000
+    document = api.client.get("/openapi.json").json()
+    for operation in operations(document):
+        if "requestBody" in operation.definition and operation.method == "POST":
+            answer = send(api, bomb, path=operation.at({"project": "vision"}))
+            assert 400 <= answer.status_code < 500, operation.path
+
+
+def test_a_body_of_the_maximum_depth_is_parsed(api: Api) -> None:
+    content = b"[" * MOST_DEPTH + b"]" * MOST_DEPTH
+    answer = send(api, content)
+    assert answer.status_code == 422
+    assert "deep" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "content", [b"1" * 100_000, b'"\\ud800"', b"\xff\xfe", b"nul", b'{"run": 1e999999}', b""]
+)
+def test_an_invalid_body_is_a_client_error(api: Api, content: bytes) -> None:
+    assert 400 <= send(api, content).status_code < 500
+
+
+def test_an_address_and_headers_over_the_limit(api: Api) -> None:
+    token = api.token("viewer")
+    named = {"authorization": f"Bearer {token}"}
+    for path, headers, status in (
+        (f"/v1/{'x' * MOST_PATH}", named, 414),
+        (f"{RUNS}?page_token={'x' * MOST_QUERY}", named, 414),
+        (RUNS, {**named, **{f"x-{n}": "1" for n in range(MOST_HEADERS)}}, 431),
+        (RUNS, {**named, "x-large": "1" * MOST_HEADER_BYTES}, 431),
+    ):
+        answer = api.client.request("GET", path, headers=headers)
+        is_problem(answer, status, "over the limit")
+
+
+def depth_by_hand(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max((depth_by_hand(item) for item in value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max((depth_by_hand(item) for item in value), default=0)
+    return 0
+
+
+leaves = st.one_of(st.none(), st.integers(), st.text(alphabet='[]{}"\\\n a\u00e9'))
+documents = st.recursive(
+    leaves,
+    lambda children: (
+        st.lists(children, max_size=4) | st.dictionaries(st.text('[{"\\', max_size=3), children, max_size=3)
+    ),
+)
+
+
+@given(documents, st.booleans())
+def test_depth_is_that_of_the_document(document: Any, ascii_only: bool) -> None:
+    many = [document, [[]] * MOST_DEPTH]  # so many brackets that the depth is checked
+    assert depth_of(json.dumps(many, ensure_ascii=ascii_only).encode()) == max(3, depth_by_hand(many))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_have_a_depth(content: bytes) -> None:
+    padded = content + b"[]" * MOST_DEPTH
+    assert 0 <= depth_of(padded) <= len(padded)

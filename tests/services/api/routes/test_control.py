@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.services.api.conftest import Api
+from tests.services.recording import Recording
+from watchstep.errors import NotFoundError
+from watchstep.format.control import ControlDocument, SnapshotRequest
+from watchstep.store.store import Store
+from watchstep_services.db.models import RunRow
+from watchstep_services.dispatch.dispatch import dispatch, due_actions
+from watchstep_services.stores.confined_folder import ConfinedFolder
+
+RUN = "/v1/projects/vision/runs/run-1"
+
+
+def on_store(store: Store) -> ControlDocument:
+    return ControlDocument.decode(store.get("control.json"))
+
+
+def act(api: Api) -> list[str]:
+    """Do what is due; what came of it."""
+    service = api.driven.service
+    tried = [dispatch(service, action) for action in due_actions(service)]
+    return [attempt.result for attempt in tried if attempt is not None]
+
+
+@pytest.fixture
+def recording(api: Api, folder_store: Store) -> Recording:
+    begun = Recording(folder_store).begin()
+    run_id = api.driven.register()
+    api.driven.announce(run_id, begun.write(0, 0, 9))
+    api.driven.settle(run_id)
+    return begun
+
+
+def test_a_snapshot_request_is_in_the_document_and_on_the_store(api: Api, recording: Recording) -> None:
+    first = api.call("POST", f"{RUN}/control/snapshots", {})
+    assert first.status_code == 202
+    control = first.json()
+    assert (control["attempt"], control["step"]) == ("a1", 10)
+    second = api.call("POST", f"{RUN}/control/snapshots", {"step": 400}).json()
+    assert act(api) == ["done", "done"]
+    assert on_store(recording.store).snapshots == (
+        SnapshotRequest(control["id"], 10, "a1"),
+        SnapshotRequest(second["id"], 400, "a1"),
+    )
+
+
+def test_a_cadence_is_set_and_reset(api: Api, recording: Recording) -> None:
+    control = api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 50}}).json()
+    assert control["cadence"] == [["weights", 50]]
+    assert api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 50}}).json() == control
+    assert act(api) == ["done"]
+    assert on_store(recording.store).cadence == (("weights", 50),)
+    assert api.call("PUT", f"{RUN}/control/cadence", {"every": {}}).json()["cadence"] == []
+    assert api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 0}}).status_code == 422
+
+
+def test_a_stopped_run_restarts_only_if_allowed(api: Api, recording: Recording) -> None:
+    assert api.call("POST", f"{RUN}/stop", {"reason": "no progress"}).status_code == 202
+    act(api)
+    assert on_store(recording.store).tombstone == "no progress"
+    let = {"reason": "learning rate lowered"}
+    assert api.call("POST", f"{RUN}/control/restart", let, role="recorder").status_code == 403
+    control = api.call("POST", f"{RUN}/control/restart", let).json()
+    assert (control["tombstone"], control["stop"]["attempt"]) == ("", "a1")
+    act(api)
+    stored = on_store(recording.store)
+    assert stored.tombstone == ""
+    assert stored.stop is not None  # the attempt that was stopped stays stopped
+    assert api.call("POST", f"{RUN}/control/restart", let).json() == control
+    events = [
+        event
+        for event in api.call("GET", f"{RUN}/events").json()["events"]
+        if event["type"] == "io.watchstep.run.restart_allowed"
+    ]
+    assert [event["data"]["reason"] for event in events] == ["learning rate lowered"]
+    assert events[0]["data"]["was_stopped"] == "no progress"
+
+
+def test_only_one_attempt_may_start(api: Api, recording: Recording) -> None:
+    api.call("POST", f"{RUN}/stop", {"reason": "no progress"})
+    let = {"reason": "requeue 1 of 1", "attempt": "a2"}
+    assert api.call("POST", f"{RUN}/control/restart", {**let, "attempt": "../a"}).status_code == 422
+    act(api)
+    control = api.call("POST", f"{RUN}/control/restart", let).json()
+    assert (control["tombstone"], control["admitted"]) == ("no progress", "a2")
+    assert api.call("POST", f"{RUN}/control/restart", let).json() == control
+    act(api)
+    assert on_store(recording.store).admits("a2")
+    lines = api.call("GET", "/v1/projects/vision/audit").json()["entries"]
+    (line,) = [line for line in lines if line["kind"] == "restart_allowed"]
+    assert (line["attempt"], line["who"], line["data"]["admitted"]) == ("a1", "operator", "a2")
+
+
+def test_the_etag_is_the_version_of_the_document(api: Api, recording: Recording) -> None:
+    answer = api.call("GET", f"{RUN}/control", role="viewer")
+    assert (answer.headers["etag"], answer.json()["version"]) == ('"0"', 0)
+    api.call("POST", f"{RUN}/control/snapshots", {"step": 3})
+    assert api.call("GET", f"{RUN}/control").headers["etag"] == '"1"'
+    assert api.call("GET", f"{RUN}x/control").status_code == 404
+
+
+def test_the_store_has_the_newest_document_independent_of_the_order_of_writes(
+    api: Api, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 2}})
+    [older] = due_actions(api.driven.service)
+    put = ConfinedFolder.put
+
+    def overtaken(store: ConfinedFolder, key: str, data: bytes) -> None:
+        # While the older document is on its way, a newer one is written and arrives.
+        monkeypatch.setattr(ConfinedFolder, "put", put)
+        api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 3}})
+        for action in due_actions(api.driven.service):
+            dispatch(api.driven.service, action)
+        assert on_store(recording.store).version == 2
+        put(store, key, data)
+
+    monkeypatch.setattr(ConfinedFolder, "put", overtaken)
+    done = dispatch(api.driven.service, older)
+    assert done is not None
+    assert done.detail == "version 2 is on the store"
+    assert on_store(recording.store).cadence == (("weights", 3),)
+
+
+def test_a_failed_write_to_the_store_is_repeated(
+    api: Api, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: ConfinedFolder, key: str, data: bytes) -> None:
+        raise NotFoundError(f"{key}: no such bucket", "make it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ConfinedFolder, "put", refuse)
+        api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 2}})
+        assert act(api) == ["error"]
+    with api.driven.service.database.read() as session:
+        assert session.query(RunRow).one().control["cadence"] == [["weights", 2]]
+    [mirrored] = api.driven.actions(1)
+    assert api.driven.finish(mirrored.id).state == "done"
+    assert on_store(recording.store).cadence == (("weights", 2),)
+
+
+def test_a_repeated_request_has_one_effect(api: Api, recording: Recording) -> None:
+    headers = {
+        "authorization": f"Bearer {api.token('operator')}",
+        "content-type": "application/json",
+        "idempotency-key": "twice-by-a-proxy",
+    }
+    first, second = (
+        api.client.request("POST", f"{RUN}/control/snapshots", content="{}", headers=headers)
+        for _ in range(2)
+    )
+    assert first.json()["id"] == second.json()["id"]
+    assert second.headers["idempotency-replayed"] == "true"
+    assert len(api.call("GET", f"{RUN}/control").json()["snapshots"]) == 1

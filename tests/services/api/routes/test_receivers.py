@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from sqlalchemy import select
+
+from tests.services.api.conftest import Api, Client
+from tests.services.channels.http_server import http_server, status
+from tests.services.driving import Driven
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.store.store import Store
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_services.api.app import create_app
+from watchstep_services.channels.receiver_file import ReceiverFile
+from watchstep_services.channels.webhook import new_secret
+from watchstep_services.core.redaction import redact
+from watchstep_services.db.encryption import SecretBox, new_key
+from watchstep_services.db.models import ReceiverRow, ReceiverSecret
+from watchstep_services.notify.directory import find_receiver, open_secrets, routes_of
+
+AT = f"/v1/projects/{PROJECT}/receivers"
+ROUTING = f"/v1/projects/{PROJECT}/routing"
+SQS = {"name": "queue", "kind": "sqs", "queue_arn": "arn:aws:sqs:eu-central-1:123456789012:alerts"}
+OWNED = {
+    "receivers": [{"name": "owned", "kind": "webhook", "url": "https://hooks.example/owner"}],
+    "route": {"receiver": "owned"},
+}
+
+
+@pytest.fixture
+def keyed(api: Api) -> Api:
+    """A service with an encryption key, and a receiver of its owner."""
+    key = SecretStr(f"{new_key()},{new_key()}")
+    driven = api.driven.with_settings(secret_key=key, webhook_seconds=30.0)
+    driven = Driven(replace(driven.service, receiver_file=ReceiverFile.model_validate(OWNED)))
+    return Api(Client(create_app(driven.service)), driven)
+
+
+def webhook(name: str = "hook", url: str = "https://hooks.example/a", **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "webhook", "url": url, **more}
+
+
+def put(api: Api, body: dict[str, Any], **who: Any) -> Any:
+    return api.call("PUT", f"{AT}/{body['name']}", body, **who)
+
+
+def test_a_secret_is_written_but_never_returned(keyed: Api) -> None:
+    secret = new_secret()
+    first = put(keyed, webhook(secret=secret))
+    assert first.status_code == 200, first.text
+    shown = keyed.call("GET", f"{AT}/hook")
+    for answer in (first, shown, keyed.call("GET", AT)):
+        assert secret not in answer.text
+    assert shown.json()["receiver"]["secret"] == {"set": True}
+    with keyed.driven.service.database.read() as session:
+        (row,) = session.execute(select(ReceiverSecret)).scalars()
+    assert secret not in row.encrypted
+    # What was shown may be sent back: the secret stays, and goes where the field goes.
+    again = put(keyed, {**shown.json()["receiver"], "title": "{name}"})
+    assert again.status_code == 200, again.text
+    assert again.json()["receiver"]["secret"] == {"set": True}
+    assert put(keyed, webhook()).json()["receiver"].get("secret") is None
+    with keyed.driven.service.database.read() as session:
+        assert session.execute(select(ReceiverSecret)).scalars().all() == []
+
+
+def test_a_stored_secret_is_not_sent_to_another_address(keyed: Api) -> None:
+    put(keyed, webhook(secret=new_secret()))
+    stolen = put(keyed, webhook(url="https://evil.example/", secret={"set": True}))
+    assert (stolen.status_code, "another address" in stolen.json()["detail"]) == (422, True)
+    assert put(keyed, webhook("new", secret={"set": True})).status_code == 422
+
+
+def test_no_secret_is_stored_without_a_key(api: Api) -> None:
+    secret = new_secret()
+    answer = put(api, webhook(secret=secret))
+    assert (answer.status_code, "WATCHSTEP_SECRET_KEY: not set" in answer.text) == (422, True)
+    assert "watchstep receivers new-key" in answer.json()["hint"]
+    assert secret not in answer.text
+    assert put(api, webhook()).status_code == 200
+
+
+def test_a_secret_that_cannot_be_used_is_refused_and_not_repeated(keyed: Api) -> None:
+    for body in (webhook(secret="hunter2"), webhook(authorization="hunter2\r\nX: y")):
+        answer = put(keyed, body)
+        assert (answer.status_code, "hunter2" in answer.text) == (422, False)
+
+
+def test_only_admins_write_what_acts_with_the_services_rights(keyed: Api) -> None:
+    from_environment = webhook(authorization={"env": "WATCHSTEP_RECEIVER_TOKEN"})
+    for body in (SQS, from_environment):
+        assert put(keyed, body).status_code == 403
+        assert put(keyed, body, role="admin").status_code == 200
+        assert put(keyed, webhook(body["name"])).status_code == 403
+        assert keyed.call("DELETE", f"{AT}/{body['name']}").status_code == 403
+        assert keyed.call("DELETE", f"{AT}/{body['name']}", role="admin").status_code == 200
+    from_file = webhook(authorization={"file": "/etc/passwd"})
+    assert put(keyed, from_file, role="admin").status_code == 403
+    anything = webhook(authorization={"env": "WATCHSTEP_SECRET_KEY"})
+    assert put(keyed, anything, role="admin").status_code == 422
+    for role in ("viewer", "recorder"):
+        assert put(keyed, webhook(), role=role).status_code == 403
+        assert keyed.call("GET", AT, role=role).status_code == 403
+
+
+def test_projects_do_not_see_each_others_receivers(keyed: Api) -> None:
+    put(keyed, webhook())
+    other = AT.replace(PROJECT, "text")
+    assert keyed.call("GET", f"{other}/hook").status_code == 404
+    assert keyed.call("POST", f"{other}/hook/test", {}).status_code == 404
+    assert keyed.call("DELETE", f"{other}/hook").status_code == 404
+    assert keyed.call("GET", f"{AT}/hook", project="text").status_code in (403, 404)
+    tree = {"receiver": "hook"}
+    assert keyed.call("PUT", ROUTING.replace(PROJECT, "text"), tree).status_code == 422
+    assert [entry["name"] for entry in keyed.call("GET", other).json()["receivers"]] == ["owned"]
+
+
+def test_receivers_of_the_owner_cannot_be_changed(keyed: Api) -> None:
+    assert keyed.call("GET", f"{AT}/owned").json()["origin"] == "owner"
+    assert put(keyed, webhook("owned"), role="admin").status_code == 409
+    assert keyed.call("DELETE", f"{AT}/owned", role="admin").status_code == 404
+
+
+def test_addresses_inside_are_refused(keyed: Api) -> None:
+    for url in (
+        "http://169.254.169.254/latest",
+        "http://10.0.0.1/",
+        "http://[fd00:ec2::254]/",
+        "http://2130706433/",
+    ):
+        assert put(keyed, webhook(url=url)).status_code == 422
+
+
+def test_changes_of_others_are_not_overwritten(keyed: Api) -> None:
+    etag = put(keyed, webhook()).headers["etag"]
+    assert keyed.call("GET", f"{AT}/hook").headers["etag"] == etag
+    path, headers = f"{AT}/hook", {"authorization": f"Bearer {keyed.token('operator')}", "if-match": etag}
+
+    def change(title: str) -> int:
+        sent = {**headers, "content-type": "application/json"}
+        return keyed.client.request(
+            "PUT", path, content=json.dumps(webhook(title=title)), headers=sent
+        ).status_code
+
+    assert [change("a"), change("b")] == [200, 412]
+    assert keyed.client.request("DELETE", path, headers=headers).status_code == 412
+
+
+def test_a_test_is_really_sent_and_signed(keyed: Api) -> None:
+    with http_server() as server:
+        put(keyed, webhook(url=server.url, secret=new_secret()))
+        sent = keyed.call("POST", f"{AT}/hook/test", {"status": "resolved"}).json()
+        assert (sent["result"], len(server.bodies)) == ("done", 1)
+        event = json.loads(server.bodies[0])
+        assert (event["id"], event["type"]) == (sent["notification"], "io.watchstep.notification.resolved")
+        assert "webhook-signature" in server.headers[0]
+        server.answers = [status(500)]
+        failed = keyed.call("POST", f"{AT}/hook/test", {}).json()
+        assert (failed["result"], "answered 500" in failed["detail"]) == ("error", True)
+
+
+def fire(api: Api, store: Store) -> None:
+    rule = {
+        "rule": "non_finite_values",
+        "name": "mine",
+        "labels": {"team": "vision"},
+        "actions": [{"notify": "hook"}, {"notify": "gone"}],
+    }
+    recording = Recording(store).begin()
+    run_id = api.driven.register(rules=[RuleConfig.model_validate(rule)])
+    api.driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    api.driven.settle(run_id)
+
+
+def test_templates_are_previewed(keyed: Api, folder_store: Store) -> None:
+    put(keyed, webhook(title="{name} of {run}"))
+    fire(keyed, folder_store)
+    preview = f"{AT}/hook/preview"
+    assert keyed.call("POST", preview, {}).json()["title"] == "test of test"
+    real = keyed.call(
+        "POST", preview, {"run": "run-1", "name": "mine", "text": "{label.team}: {where}"}
+    ).json()
+    assert real["title"] == "mine of run-1"
+    assert real["text"].startswith("vision: ")
+    wrong = keyed.call("POST", preview, {"text": "{__class__}"})
+    assert (wrong.status_code, "unknown field {__class__}" in wrong.text) == (422, True)
+    assert keyed.call("POST", preview, {"run": "run-1", "name": "never"}).status_code == 404
+
+
+def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api, folder_store: Store) -> None:
+    assert keyed.call("GET", ROUTING, role="viewer").json()["origin"] == "owner"
+    put(keyed, webhook())
+    tree = {
+        "receiver": "owned",
+        "routes": [{"receiver": "hook", "matchers": ["team=vision"], "continue": True}],
+    }
+    assert keyed.call("PUT", ROUTING, tree, role="viewer").status_code == 403
+    written = keyed.call("PUT", ROUTING, tree)
+    assert (written.status_code, written.json()["origin"]) == (200, "project"), written.text
+    # What is read can be written.
+    assert keyed.call("PUT", ROUTING, keyed.call("GET", ROUTING).json()["route"]).json() == written.json()
+    assert keyed.call("DELETE", f"{AT}/hook").status_code == 409
+    unknown = keyed.call("PUT", ROUTING, {"receiver": "nobody"})
+    assert (unknown.status_code, "'nobody'" in unknown.json()["detail"]) == (422, True)
+    fire(keyed, folder_store)
+    seen = keyed.call("POST", f"{ROUTING}/preview", {"run": "run-1", "name": "mine"}).json()
+    assert [route["receiver"] for route in seen["routes"]] == ["hook"]
+    assert (seen["labels"]["team"], seen["unknown"]) == ("vision", ["gone"])
+    assert seen["routes"][0]["group_labels"] == {"project": PROJECT, "run": "run-1"}
+    for severity, reached in (("warning", ["owned", "hook"]), ("info", [])):
+        labels = {"labels": {"severity": severity}, "notify": ["hook"]}
+        seen = keyed.call("POST", f"{ROUTING}/preview", labels).json()
+        assert [route["receiver"] for route in seen["routes"]] == reached
+    tried = keyed.call("POST", f"{ROUTING}/preview", {"labels": {}, "route": {"receiver": "hook"}}).json()
+    assert [route["receiver"] for route in tried["routes"]] == ["hook"]
+    assert keyed.call("DELETE", ROUTING).json()["origin"] == "owner"
+
+
+def test_a_rule_reports_its_unknown_receivers(keyed: Api, folder_store: Store) -> None:
+    put(keyed, webhook())
+    fire(keyed, folder_store)
+    rules = keyed.call("GET", f"/v1/projects/{PROJECT}/runs/run-1").json()["rules"]
+    (warning,) = next(rule["warnings"] for rule in rules if rule["name"] == "mine")
+    assert "'gone'" in warning
+
+
+def test_an_alertmanager_is_notified_at_its_own_interval(keyed: Api) -> None:
+    put(
+        keyed, {"name": "hook", "kind": "alertmanager", "url": "http://am.example:9093", "resend_seconds": 30}
+    )
+    tree = {"receiver": "hook", "group_wait": 60, "repeat_interval": "4h", "send_resolved": False}
+    (route,) = keyed.call("POST", f"{ROUTING}/preview", {"route": tree}).json()["routes"]
+    assert (route["group_wait"], route["repeat_interval"], route["send_resolved"]) == (0, 30, True)
+
+
+def test_a_receiver_of_a_later_version_is_reported_and_blocks_no_other(keyed: Api) -> None:
+    put(keyed, webhook("good"))
+    put(keyed, webhook("later"))
+    with keyed.driven.service.database.write() as session:
+        row = session.get_one(ReceiverRow, (PROJECT, "later"))
+        row.kind, row.config = "pigeon", {"name": "later", "kind": "pigeon", "loft": 3}
+    listed = {receiver["name"]: receiver for receiver in keyed.call("GET", AT).json()["receivers"]}
+    assert "pigeon" in listed["later"]["problem"]
+    assert (listed["good"]["problem"], listed["later"]["receiver"]) == ("", {})
+    assert "loft" not in keyed.call("GET", f"{AT}/later").text
+    for path in ("test", "preview"):
+        refused = keyed.call("POST", f"{AT}/later/{path}", {})
+        assert (refused.status_code, "run the version" in refused.json()["hint"]) == (409, True)
+    with keyed.driven.service.database.read() as session:
+        found = routes_of(keyed.driven.service, session, PROJECT, {}, ("good", "later"))
+    assert "good" in {route.receiver for route in found}
+    assert "later" not in {route.receiver for route in found}
+    assert put(keyed, webhook("later")).status_code == 403, "its permissions are unknown"
+    assert keyed.call("DELETE", f"{AT}/later").status_code == 403
+    assert keyed.call("DELETE", f"{AT}/later", role="admin").json()["kind"] == "pigeon"
+    assert keyed.call("GET", f"{AT}/later").status_code == 404
+
+
+def test_a_decrypted_secret_is_in_no_log(keyed: Api) -> None:
+    secret = "correct horse battery staple"  # of no form that the log knows
+    service = keyed.driven.service
+    put(keyed, webhook(secret=new_secret()))
+    with service.database.write() as session:
+        row = session.get_one(ReceiverSecret, (PROJECT, "hook", "secret"))
+        row.encrypted = SecretBox(service.settings).encrypt(f"{PROJECT}/hook/secret", secret)
+    with service.database.read() as session:
+        receiver = find_receiver(service, session, PROJECT, "hook")
+        assert open_secrets(service, session, PROJECT, receiver) == {"secret": secret}
+    assert secret not in redact(f"the receiver says: I do not know {secret}")

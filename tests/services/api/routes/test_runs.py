@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from tests.services.api.conftest import Api
+from tests.services.jobs import recorded_process
+from tests.services.recording import Recording, nan_from
+from tests.services.scheduler.test_discovery import BAD as BAD_RULES
+from watchstep.format.control import ControlDocument
+from watchstep.platform.process import ProcessIdentity
+from watchstep.store.store import Store
+from watchstep_launch.backend import JobHandle
+from watchstep_services.core.settings import NANOSECONDS
+from watchstep_services.db.models import RunRow
+
+RUNS = "/v1/projects/vision/runs"
+STOPS = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
+
+
+def announcement(segment: Any, **changes: Any) -> dict[str, Any]:
+    who = segment.writer
+    return {
+        "attempt": who.attempt, "node": who.node, "writer": who.writer,
+        "seq": segment.seq, "first": segment.first, "last": segment.last, "health": {}, **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def process() -> Iterator[JobHandle]:
+    with recorded_process() as job:
+        yield job
+
+
+def body_of(job: JobHandle) -> dict[str, Any]:
+    return {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
+
+
+def this_process() -> dict[str, Any]:
+    return {"backend": "local", "id": str(os.getpid()), "identity": asdict(ProcessIdentity.of(os.getpid()))}
+
+
+def test_a_recorder_registers_and_its_rules_may_not_stop(api: Api) -> None:
+    body = {"run": "run-1", "rules": [STOPS], "attempt": "a1"}
+    first = api.call("POST", RUNS, body, role="recorder").json()
+    assert api.call("POST", RUNS, body, role="recorder").json() == first
+    granted = {rule["name"]: (rule["origin"], rule["granted_stop"]) for rule in first["rules"]}
+    assert granted == {
+        "non_finite_values": ("owner", True),
+        "exploding_gradient": ("owner", False),
+        "mine": ("recorder", False),
+    }
+    assert first["rules"][2]["config"]["actions"] == [{"kind": "stop"}]
+    assert (first["state"], first["last_step"], first["job"]) == ("created", -1, None)
+    assert api.call("GET", RUNS).json()["runs"][0]["run"] == "run-1"
+
+
+def test_an_operator_replaces_the_owners_rule_of_the_same_name(api: Api) -> None:
+    rules = [STOPS, {"rule": "exploding_gradient", "params": {"growth": 7}}]
+    answered = api.call("POST", RUNS, {"run": "run-1", "rules": rules}).json()["rules"]
+    assert {(rule["name"], rule["origin"], rule["granted_stop"]) for rule in answered} == {
+        ("non_finite_values", "owner", True),
+        ("mine", "operator", False),
+        ("exploding_gradient", "operator", False),
+    }
+    again = api.call("POST", RUNS, {"run": "run-1"}, role="recorder").json()["rules"]
+    assert [rule["name"] for rule in again] == [rule["name"] for rule in answered]
+
+
+def test_an_unknown_receiver_is_reported(api: Api) -> None:
+    rules = [{"rule": "overfit", "actions": [{"notify": "ml-oncall"}]}, {"rule": "dead_relu"}]
+    answered = api.call("POST", RUNS, {"run": "run-1", "rules": rules}).json()["rules"]
+    assert {rule["name"]: rule["warnings"] for rule in answered if rule["origin"] == "operator"} == {
+        "overfit": ["receiver 'ml-oncall' does not exist in this service: it is not notified"],
+        "dead_relu": [],
+    }
+
+
+def test_an_operator_but_no_recorder_binds_a_job(api: Api, process: JobHandle) -> None:
+    body = {"run": "run-1", "attempt": "a1", "job": body_of(process)}
+    refused = api.call("POST", RUNS, body, role="recorder")
+    assert (refused.status_code, "job" in refused.json()["detail"]) == (403, True)
+    bound = api.call("POST", RUNS, body).json()
+    assert (bound["job"]["id"], bound["job"]["bound_by"], bound["attempt"]) == (
+        process.id,
+        "operator",
+        "a1",
+    )
+    again = api.call("PUT", f"{RUNS}/run-1/job", {"job": body_of(process)})
+    assert again.status_code == 200
+    other = {**body_of(process), "identity": {**process.identity, "start_ticks": 1}}
+    taken = api.call("PUT", f"{RUNS}/run-1/job", {"job": other})
+    assert (taken.status_code, "is bound to job" in taken.json()["detail"]) == (422, True)
+
+
+def test_a_process_that_no_launcher_recorded_is_not_bound(api: Api) -> None:
+    init = asdict(ProcessIdentity.of(1))
+    for pid, identity, status in (
+        ("1", init, "is not a job"),
+        ("-1", {**init, "pid": -1}, "is not a job"),
+        (str(os.getpid()), this_process()["identity"], "is the service itself"),
+        (str(os.getppid()), asdict(ProcessIdentity.of(os.getppid())), "a parent of the service"),
+    ):
+        job = {"backend": "local", "id": pid, "identity": identity}
+        for answer in (
+            api.call("POST", RUNS, {"run": "run-1", "attempt": "a1", "job": job}),
+            api.call("PUT", f"{RUNS}/run-1/job", {"attempt": "a1", "job": job}),
+        ):
+            assert (answer.status_code, status in answer.json()["detail"]) == (422, True), answer.json()
+    assert api.call("GET", f"{RUNS}/run-1").json()["job"] is None
+
+
+def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    key = recording.write(0, 0, 7, nan_from(5))
+    api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
+    place = f"{RUNS}/run-1/announcements"
+    health = {"dropped": 3, "share": float("nan")}
+    answer = api.call("POST", place, announcement(key, health=health), role="recorder").json()
+    assert ControlDocument.from_data(answer["control"]) == ControlDocument()
+
+    run_id = 1
+    api.driven.settle(run_id)
+    (action,) = api.driven.actions(run_id)
+    from watchstep_services.dispatch.dispatch import dispatch
+
+    dispatch(api.driven.service, action.id)
+    answer = api.call("POST", place, announcement(key), role="recorder").json()
+    stop = ControlDocument.from_data(answer["control"]).stop
+    assert stop is not None
+    assert (stop.attempt, stop.step) == ("a1", 8)
+
+    run = api.call("GET", f"{RUNS}/run-1").json()
+    assert (run["attempt"], run["last_step"], run["alerts"]["firing"]) == ("a1", 7, 1)
+    assert run["health"]["recorders"] == {"node/w0": {"dropped": 3, "share": "NaN"}}
+    (alert,) = api.call("GET", f"{RUNS}/run-1/alerts").json()["alerts"]
+    assert (alert["name"], alert["phase"], alert["finding"]["step"]) == ("non_finite_values", "firing", 5)
+    (stop_action,) = api.call("GET", f"{RUNS}/run-1/actions").json()["actions"]
+    assert [attempt["outcome"] for attempt in stop_action["tries"]] == ["advanced"]
+    events = api.call("GET", f"{RUNS}/run-1/events").json()
+    assert [event["type"] for event in events["events"]] == [
+        "io.watchstep.run.started",
+        "io.watchstep.alert.firing",
+        "io.watchstep.stop.requested",
+    ]
+    assert api.call("GET", f"{RUNS}/run-1/events?after={events['after']}").json()["events"] == []
+
+
+def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
+    minute = 60 * NANOSECONDS
+
+    def announced(seq: int, *, urgent: bool, ago_ns: int = 0) -> int:
+        with api.driven.service.database.write() as session:
+            session.get_one(RunRow, 1).urgent_ns -= ago_ns
+        body = announcement(recording.write(seq, 4 * seq, 4 * seq + 3), urgent=urgent)
+        assert api.call("POST", f"{RUNS}/run-1/announcements", body, role="recorder").is_success
+        return api.driven.run(1).urgent_ns
+
+    assert announced(0, urgent=False) == 0
+    first = announced(1, urgent=True)
+    assert first > minute
+    assert announced(2, urgent=True) == first
+    assert announced(3, urgent=False, ago_ns=2 * minute) == first - 2 * minute
+    assert announced(4, urgent=True) >= first
+
+
+def test_an_operators_stop_is_requested_once(api: Api, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    api.call("POST", RUNS, {"run": "run-1"})
+    assert api.call("POST", f"{RUNS}/run-1/stop", {}).status_code == 422
+    api.driven.announce(1, recording.write(0, 0, 3))
+    api.driven.settle(1)
+    assert api.call("POST", f"{RUNS}/run-1/stop", {"attempt": "a9"}).status_code == 404
+    stop = {"reason": "enough"}
+    assert api.call("POST", f"{RUNS}/run-1/stop", stop).json() == {"accepted": True, "attempt": "a1"}
+    assert api.call("POST", f"{RUNS}/run-1/stop", stop).json() == {"accepted": False, "attempt": "a1"}
+    assert api.driven.event_types(1) == ["run.started", "stop.requested"]
+
+
+BAD = [
+    ("POST", RUNS, {"run": "../other"}, 422, "../other"),
+    ("POST", RUNS, {"run": "r", "rules": [{"rule": "no_such_rule"}]}, 422, "no_such_rule"),
+    (
+        "POST",
+        RUNS,
+        {"run": "r", "rules": [{"rule": "non_finite_values", "params": {"max_elements": -1}}]},
+        422,
+        "max_elements",
+    ),
+    (
+        "POST",
+        RUNS,
+        {"run": "r", "rules": [{"rule": "non_finite_values", "params": {"typo": 1}}]},
+        422,
+        "typo",
+    ),
+    ("POST", RUNS, {"run": "r", "unknown": 1}, 422, "unknown"),
+    ("POST", RUNS, {"run": "r", "attempt": "a/b"}, 422, "a/b"),
+    ("POST", RUNS, {"run": "r", "job": this_process()}, 422, "attempt"),
+    (
+        "POST",
+        RUNS,
+        {"run": "r", "attempt": "a", "job": {"backend": "x", "id": "1", "identity": {}}},
+        422,
+        "'x'",
+    ),
+    (
+        "POST",
+        RUNS,
+        {"run": "r", "attempt": "a", "job": {"backend": "local", "id": "1", "identity": {}}},
+        422,
+        "identity",
+    ),
+    ("POST", "/v1/projects/..%2Fx/runs", {"run": "r"}, 404, "not found"),
+    ("POST", "/v1/projects/a..b/runs", {"run": "r"}, 422, "a..b"),
+    ("GET", f"{RUNS}/none", None, 404, "none"),
+    ("GET", f"{RUNS}/a..b", None, 422, "a..b"),
+    ("GET", f"{RUNS}?limit=0", None, 422, "limit"),
+    ("GET", "/v1/rules/none", None, 404, "none"),
+    ("GET", "/v1/nothing", None, 404, "not found"),
+    ("DELETE", RUNS, None, 405, "method DELETE: not allowed"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "message"), BAD)
+def test_invalid_input_is_reported(
+    api: Api, method: str, path: str, body: Any, status: int, message: str
+) -> None:
+    answer = api.call(method, path, body)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["status"] == status
+    assert message in problem["detail"]
+    assert problem["hint"]
+    assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attempt": "../a2"}, "../a2"),
+        ({"node": ""}, "node name ''"),
+        ({"writer": "w\x00"}, "writer name"),
+        ({"seq": -1}, "seq"),
+        ({"seq": 10**10}, "seq"),
+        ({"first": 9}, "steps 9 to 3"),
+        ({"last": 10**18}, "last"),
+        ({"key": "stats/x"}, "key"),
+        ({"health": {"much": "x" * 70_000}}, "health"),
+    ],
+)
+def test_an_invalid_announcement_is_reported(api: Api, changes: dict[str, Any], message: str) -> None:
+    api.call("POST", RUNS, {"run": "run-1"})
+    key = Recording(Store("file:///none", None)).key(0, 0, 3)
+    answer = api.call("POST", f"{RUNS}/run-1/announcements", announcement(key, **changes))
+    assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
+    assert message in answer.json()["detail"]
+    assert api.driven.segments(1) == {}
+
+
+def test_a_fault_of_the_service_shows_no_stack_trace(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from watchstep_services.api.routes import runs
+
+    def fails(*_arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(runs, "_read", fails)
+    answer = api.call("GET", f"{RUNS}/run-1")
+    assert (answer.status_code, answer.json()["title"]) == (500, "Fault")
+    assert "ZeroDivision" not in answer.text
+    assert "ZeroDivision" in caplog.text
+
+
+@pytest.mark.parametrize("rule", BAD_RULES)
+def test_unusable_rules_are_refused(api: Api, rule: dict[str, Any]) -> None:
+    refused = api.call("POST", RUNS, {"run": "run-1", "rules": [rule]})
+    assert refused.status_code == 422
+    assert "rules.0" in refused.text
+
+
+def test_the_health_of_recorders_is_limited_in_size(api: Api) -> None:
+    run = "/v1/projects/vision/runs/run-1"
+    api.driven.register()
+    for number in range(20):
+        body = {
+            "attempt": "a1", "node": f"n{number}", "writer": "w0", "seq": 0, "first": 0, "last": 0,
+            "health": {"said": "x" * 60_000},
+        }  # fmt: skip
+        assert api.call("POST", f"{run}/announcements", body, role="recorder").is_success
+    shown = api.call("GET", run)
+    assert 10 < len(shown.json()["health"]["recorders"]) < 20
+    assert len(shown.content) < 1_100_000

@@ -1,0 +1,165 @@
+"""Snapshots through the API: lists, contents, and tensors in parts."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.sdk.reading.saved import save as save_tensors
+from tests.services.api.conftest import Api, Client
+from tests.services.recording import Recording
+from watchstep.format.layout import SnapshotKey
+from watchstep.format.snapshot import TensorPart
+from watchstep.store.store import Store
+from watchstep_services.api.app import create_app
+
+PLACE = "/v1/projects/vision/runs/run-1/snapshots"
+WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6)
+BIAS = np.array([1.5, np.nan, -np.inf, 0.0], np.float16)
+
+
+def key(step: int, worker: int = 0) -> SnapshotKey:
+    return SnapshotKey("a1", worker, step, "train")
+
+
+@pytest.fixture
+def recorded(api: Api, folder_store: Store) -> Api:
+    from safetensors.numpy import save
+
+    recording = Recording(folder_store).begin()
+    for step in (5, 10, 15):
+        recording.store.put(key(step).path, save({"conv/1.weight": WEIGHT + step, "bias": BIAS}))
+    recording.store.put("tensors/notes.txt", b"somebody else's")
+    api.driven.register()
+    return api
+
+
+def ask(api: Api, path: str, **headers: str) -> httpx.Response:
+    sent = {"authorization": f"Bearer {api.token('viewer')}", **headers}
+    return api.client.request("GET", f"{PLACE}{path}", headers=sent)
+
+
+def test_snapshots_are_listed_in_pages(recorded: Api) -> None:
+    first = ask(recorded, "?limit=2").json()
+    assert [entry["step"] for entry in first["snapshots"]] == [5, 10]
+    rest = ask(recorded, f"?limit=2&page_token={first['next_page_token']}").json()
+    assert ([entry["step"] for entry in rest["snapshots"]], rest["next_page_token"]) == ([15], None)
+
+
+def test_a_snapshot_lists_its_tensors(recorded: Api) -> None:
+    snapshot = ask(recorded, "/a1/0/5/train").json()
+    tensors = {
+        entry["name"]: (entry["dtype"], entry["shape"], entry["bytes"]) for entry in snapshot["tensors"]
+    }
+    assert tensors == {"conv/1.weight": ("F32", [4, 6], 96), "bias": ("F16", [4], 8)}
+    assert snapshot["bytes"] > 104
+
+
+def test_tensors_of_a_collection_are_listed_and_read(recorded: Api, folder_store: Store) -> None:
+    store = Recording(folder_store).store
+    part = TensorPart((32, 6), (8, 0), is_shard=False)
+    save_tensors(store, SnapshotKey("a1", 0, 5, "train", "inputs"), {"bias": WEIGHT}, parts={"bias": part})
+    save_tensors(store, SnapshotKey("a1", 0, 5, "eval", "inputs"), {"bias": WEIGHT + 1})
+    listed = ask(recorded, "?collection=inputs").json()["snapshots"]
+    assert [(entry["step"], entry["mode"], entry["collection"]) for entry in listed] == [
+        (5, "eval", "inputs"),
+        (5, "train", "inputs"),
+    ]
+    assert [entry["step"] for entry in ask(recorded, "?collection=").json()["snapshots"]] == [5, 10, 15]
+    first = ask(recorded, "?limit=2").json()
+    rest = ask(recorded, f"?limit=3&page_token={first['next_page_token']}").json()
+    names = [
+        (entry["step"], entry["mode"], entry["collection"])
+        for entry in first["snapshots"] + rest["snapshots"]
+    ]
+    assert names == [
+        (5, "eval", "inputs"),
+        (5, "train", ""),
+        (5, "train", "inputs"),
+        (10, "train", ""),
+        (15, "train", ""),
+    ]
+    (tensor,) = ask(recorded, "/a1/0/5/train?collection=inputs").json()["tensors"]
+    assert tensor["part"] == {"shape": [32, 6], "start": [8, 0], "shard": False}
+    assert ask(recorded, "/a1/0/5/train").json()["tensors"][0]["part"] is None
+    place = "/a1/0/5/train/tensor?name=bias&collection=inputs"
+    whole = ask(recorded, place)
+    assert np.array_equal(np.frombuffer(whole.content, "<f4").reshape(4, 6), WEIGHT)
+    assert ask(recorded, place, range="bytes=8-15").content == whole.content[8:16]
+    assert whole.headers["etag"] != ask(recorded, "/a1/0/5/train/tensor?name=bias").headers["etag"]
+    summary = ask(recorded, "/a1/0/5/train/summary?name=bias&collection=inputs").json()
+    assert (summary["figures"]["count"], summary["part"]["start"]) == (24, [8, 0])
+    for path, status in (
+        ("/a1/0/5/train?collection=outputs", 404),
+        ("/a1/0/5/train?collection=..", 422),
+        (f"/a1/0/5/train?collection={'x' * 200}", 422),
+        ("/a1/0/5/train/tensor?name=bias&collection=a%2Fb", 422),
+    ):
+        assert ask(recorded, path).status_code == status, path
+
+
+def test_a_tensor_is_read_whole_or_in_parts(recorded: Api) -> None:
+    place = f"/a1/0/10/train/tensor?name={quote('conv/1.weight', safe='')}"
+    whole = ask(recorded, place)
+    assert (whole.headers["x-watchstep-dtype"], whole.headers["x-watchstep-shape"]) == ("F32", "4,6")
+    assert np.array_equal(np.frombuffer(whole.content, "<f4").reshape(4, 6), WEIGHT + 10)
+    piece = ask(recorded, place, range="bytes=8-15")
+    assert (piece.status_code, piece.headers["content-range"]) == (206, "bytes 8-15/96")
+    assert piece.content == whole.content[8:16]
+    assert ask(recorded, place, range="bytes=-4").content == whole.content[-4:]
+    assert ask(recorded, place, range="bytes=90-").content == whole.content[90:]
+    for odd in ("bytes=96-", "bytes=5-4", "bytes=-", "lines=1-2", "bytes=0-1,4-5", "bytes=-0"):
+        assert ask(recorded, place, range=odd).status_code == 416, odd
+
+
+def test_a_summary_has_its_figures(recorded: Api) -> None:
+    summary = ask(recorded, "/a1/0/5/train/summary?name=bias").json()
+    assert summary["first"] == [1.5, None, None, 0.0]
+    figures = summary["figures"]
+    assert (figures["count"], figures["nan"], figures["neg_inf"], figures["zero"]) == (4, 1, 1, 1)
+    assert (figures["min"], figures["max"], figures["mean"]) == (0.0, 1.5, 0.75)
+
+
+def test_a_too_large_response_is_refused_with_a_hint(recorded: Api, folder_store: Store) -> None:
+    from safetensors.numpy import save
+
+    driven = recorded.driven.with_settings(tensor_mb=1)
+    small = Api(Client(create_app(driven.service)), driven)
+    Recording(folder_store).store.put(key(20).path, save({"big": np.zeros(300_000, np.float64)}))
+    refused = ask(small, "/a1/0/20/train/tensor?name=big")
+    assert (refused.status_code, "Range" in refused.json()["hint"]) == (413, True)
+    assert ask(small, "/a1/0/20/train/summary?name=big").status_code == 413
+    piece = ask(small, "/a1/0/20/train/tensor?name=big", range="bytes=1000000-1000999")
+    assert piece.content == bytes(1000)
+
+
+MISSING = [
+    ("/a1/0/6/train", 404),
+    ("/a1/1/5/train", 404),
+    ("/a1/0/5/other", 422),
+    ("/a1/-1/5/train", 422),
+    ("/..%2fx/0/5/train", 404),
+    ("/a..1/0/5/train", 422),
+    ("/a1/0/5/train/tensor?name=nothing", 404),
+    ("/a1/0/5/train/tensor", 422),
+    ("/a1/0/5/train/summary?name=nothing", 404),
+]
+
+
+def test_what_is_not_there_is_reported(recorded: Api) -> None:
+    for path, status in MISSING:
+        assert ask(recorded, path).status_code == status, path
+
+
+DAMAGED = [b"", b"\xff" * 7, b"\xff" * 64, b"\x02" + bytes(7) + b"{}x", b"\x04" + bytes(7) + b'{"a"']
+
+
+def test_a_damaged_snapshot_is_reported(recorded: Api, folder_store: Store) -> None:
+    for content in DAMAGED:
+        Recording(folder_store).store.put(key(5).path, content)
+        for path in ("", "/tensor?name=bias", "/summary?name=bias"):
+            answer = ask(recorded, f"/a1/0/5/train{path}")
+            assert (answer.status_code, answer.json()["type"]) == (502, "urn:watchstep:problem:damaged"), path

@@ -1,0 +1,355 @@
+"""Reference runs: pinned once when an attempt begins, and never outside of the project."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.rules.saved import OUTPUT, WEIGHT, away, mark, registered, save
+from tests.sdk.format.blocks import Row, block_of, tensor
+from tests.services.driving import Driven, make_service
+from tests.services.recording import LOSS, PROJECT, Recording
+from watchstep.errors import BadNameError, FormatError
+from watchstep.format import layout, segment
+from watchstep.format.layout import SegmentKey, references_document
+from watchstep.reading.run import open_run
+from watchstep.store.store import Store
+from watchstep_rules.backtest.backtest import AttemptOutcome, backtest_run
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.saved_tensors import SavedTensors
+from watchstep_rules.references import (
+    PinnedReferences,
+    current_references,
+    pin_references,
+    read_references,
+    references_of,
+    saved_tensors_of,
+)
+from watchstep_rules.signals.reference import MOST_TENSORS
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import RunRow
+from watchstep_services.evaluation.journal import unwritten, write_journal
+from watchstep_services.runs.discovery import discover
+
+STATISTICS = RuleConfig(
+    rule="similar_across_runs", name="statistics", params={"run": "good", "figure": "mean"}
+)
+ELEMENTS = RuleConfig(
+    rule="similar_across_runs", name="elements", params={"run": "good", "elementwise": True}
+)
+AMAZONS = RuleConfig(
+    rule="sagemaker_similar_across_runs", params={"other_trials": ["good"], "collection_names": "losses"}
+)
+RULES = (STATISTICS, ELEMENTS, AMAZONS)
+
+
+@pytest.fixture(autouse=True)
+def _rule() -> Iterator[None]:
+    with registered():
+        yield
+
+
+def full(value: float) -> np.ndarray[Any, Any]:
+    return np.full((2, 2), value, np.float32)
+
+
+def put(recording: Recording, seq: int, rows: Sequence[Row]) -> SegmentKey:
+    steps = [row.step for row in rows]
+    key = recording.key(seq, min(steps), max(steps))
+    recording.store.put(key.path, segment.encode(block_of(rows)))
+    recording.written.setdefault(key.writer.writer, []).append(key)
+    return key
+
+
+def rows_of(recording: Recording, value: float, first: int = 0) -> list[Row]:
+    """A loss at each of ten steps, and a saved weight at the first."""
+    save(recording.store, first, {WEIGHT: full(value)}, collection="weights", attempt=recording.attempt)
+    losses = [Row(step, LOSS, [value]) for step in range(first, first + 10)]
+    return [*losses, mark(first, first + 1, collection="weights")]
+
+
+def recorded(
+    driven: Driven, store: Store, run: str, value: float, attempt: str = "a1"
+) -> tuple[Recording, int]:
+    """A run with ten steps, which the service has judged."""
+    recording = Recording(store, run, attempt)
+    if attempt == "a1":
+        recording.begin()
+    else:
+        recording.begin(started_ns=2)
+    run_id = driven.register(run)
+    driven.announce(run_id, put(recording, 0, rows_of(recording, value)))
+    driven.settle(run_id)
+    return recording, run_id
+
+
+def found(driven: Driven, run_id: int) -> list[tuple[str, int, str]]:
+    return sorted(
+        (name, since, (finding or {}).get("tensor", ""))
+        for name, (phase, since, finding) in driven.alerts(run_id).items()
+        if phase == "firing"
+    )
+
+
+ALL_FIRE = [
+    ("elements", 0, "0.weight"),
+    ("sagemaker_similar_across_runs", 0, "loss"),
+    ("statistics", 0, "loss"),
+]
+
+
+def health_of(driven: Driven, run_id: int) -> dict[str, str]:
+    return {
+        event["data"]["name"]: event["data"]["problem"]
+        for event in driven.events(run_id)
+        if event["type"] == "io.watchstep.rule.error"
+    }
+
+
+def judged_again(recording: Recording, configs: Sequence[RuleConfig] = RULES) -> AttemptOutcome:
+    return backtest_run(open_run(recording.store), configs).attempts[-1]
+
+
+def fired(attempt: AttemptOutcome) -> list[tuple[str, int, str]]:
+    return sorted(
+        (outcome.config.name, change.since_step, change.finding.tensor if change.finding else "")
+        for outcome in attempt.outcomes
+        for change in outcome.fired
+    )
+
+
+def end(driven: Driven, recording: Recording, run_id: int) -> None:
+    recording.end("completed", 9)
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    with driven.service.database.write() as session:
+        session.get_one(RunRow, run_id).state = "completed"
+    for due in unwritten(driven.service):
+        write_journal(driven.service, due)
+
+
+def test_references_are_pinned_once_and_later_changes_change_no_result(
+    database: Database, folder_store: Store
+) -> None:
+    driven = Driven(make_service(database, folder_store, RULES))
+    good, good_id = recorded(driven, folder_store, "good", 1.0)
+    other, other_id = recorded(driven, folder_store, "other", 3.0)
+    assert found(driven, other_id) == ALL_FIRE
+    pinned = other.store.get(references_document("a1"))
+    document = PinnedReferences.decode(pinned, "x")
+    assert (document.attempts, document.problems) == ({"good": "a1"}, {})
+    assert set(document.statistics) == {"good mean", "good rms"}
+    # The reference run records on, and again under a new attempt, which would be equal.
+    driven.announce(good_id, put(good, 1, rows_of(good, 3.0, 10)))
+    driven.settle(good_id)
+    recorded(driven, folder_store, "good", 3.0, "a2")
+    driven.announce(other_id, put(other, 1, rows_of(other, 1.0, 10)))
+    driven.restarted().settle(other_id)
+    # Steps 10 to 19 are not in the pinned statistics; the saved tensors of the pinned attempt are compared.
+    assert driven.alerts(other_id)["elements"][:2] == ("firing", 0)
+    assert other.store.get(references_document("a1")) == pinned
+    end(driven, other, other_id)
+    attempt = judged_again(other)
+    assert attempt.notes == ()
+    assert fired(attempt) == ALL_FIRE
+    live = [
+        json.dumps(finding) for config, _, finding in driven.findings() if finding["step"] >= 0 and config
+    ]
+    again = [
+        json.dumps(json.loads(finding.model_dump_json()))
+        for outcome in attempt.outcomes
+        for finding in outcome.findings
+    ]
+    assert set(again) <= set(live)
+    # A later attempt is compared with the newest attempt of the reference run.
+    recorded(driven, folder_store, "other", 3.0, "a2")
+    assert PinnedReferences.decode(other.store.get(references_document("a2")), "x").attempts == {"good": "a2"}
+    assert health_of(driven, other_id) == {}
+
+
+def test_an_equal_run_fires_nothing(driven: Driven, folder_store: Store) -> None:
+    driven = Driven(make_service(driven.service.database, folder_store, RULES))
+    recorded(driven, folder_store, "good", 1.0)
+    _, equal_id = recorded(driven, folder_store, "equal", 1.0)
+    assert (found(driven, equal_id), health_of(driven, equal_id)) == ([], {})
+
+
+def test_a_missing_run_is_reported_and_stays_missing(sqlite: Database, folder_store: Store) -> None:
+    driven = Driven(make_service(sqlite, folder_store, (*RULES, RuleConfig(rule="non_finite_values"))))
+    other, other_id = recorded(driven, folder_store, "other", float("nan"))
+    assert set(driven.alerts(other_id)) == {"non_finite_values"}
+    problems = health_of(driven, other_id)
+    assert "run 'good': its statistics were not stored when this attempt began" in problems["statistics"]
+    assert "run 'good' had no attempt to compare with when this attempt began" in problems["elements"]
+    document = read_references(other.store, "a1")
+    assert document is not None
+    assert document.problems == {"good": "run 'good' has no attempt in this project"}
+    recorded(driven, folder_store, "good", 1.0)  # too late for this attempt
+    driven.announce(other_id, put(other, 1, rows_of(other, 3.0, 10)))
+    driven.settle(other_id)
+    assert set(driven.alerts(other_id)) == {"non_finite_values"}
+    assert judged_again(other).notes[:1] != ("run good is compared with as it is now",)
+
+
+def test_a_backtest_of_a_new_rule_compares_with_the_run_as_it_is(
+    sqlite: Database, folder_store: Store
+) -> None:
+    driven = Driven(make_service(sqlite, folder_store, ()))
+    recorded(driven, folder_store, "good", 1.0)
+    other, other_id = recorded(driven, folder_store, "other", 3.0)
+    end(driven, other, other_id)
+    assert read_references(other.store, "a1") is None
+    attempt = judged_again(other)
+    assert fired(attempt) == ALL_FIRE
+    assert any("run good is compared with as it is now" in note for note in attempt.notes)
+    pin_references(other.store, "a1", RULES, {"good": "a1"})
+    assert judged_again(other).notes == ()
+    # A statistic that was not pinned is added, and the pinned ones remain.
+    rms = RuleConfig(rule="similar_across_runs", name="largest", params={"run": "good", "figure": "max"})
+    references, notes = references_of(other.store, "a1", [*RULES, rms])
+    assert references is not None
+    assert set(references.statistics) == {"good mean", "good rms", "good max"}
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/good", "..", ".", "/etc", "a/b", "good/../../other/good", "%2e%2e", "a\\b", ""]
+)
+def test_a_run_of_another_project_cannot_be_reached(folder_store: Store, name: str) -> None:
+    for project in (PROJECT, "other"):
+        Recording(folder_store, "good", project=project).begin()
+    mine = Recording(folder_store, "mine").begin()
+    save(mine.store, 10, {OUTPUT: full(1.0)})
+    for run in ("good", name.rpartition("/")[2] or "x"):
+        save(folder_store.child(f"other/{run}/"), 10, {OUTPUT: full(1.0)}) if layout._NAME.fullmatch(
+            run
+        ) else None
+    config = away(reference=name)
+    references = current_references(mine.store, [config])
+    assert references.attempts == {}
+    # Not even if the name and an attempt were pinned by somebody who may write to the run.
+    hostile = PinnedReferences({name: "a1"})
+    reader: SavedTensors = saved_tensors_of(mine.store, "a1", hostile)
+    if not name:
+        assert reader.block(config, block_of([mark(10)]))[0].references == (None,)
+        return
+    with pytest.raises(BadNameError):
+        reader.block(config, block_of([mark(10)]))
+    mine.store.put(references_document("a1"), hostile.encode())
+    with pytest.raises(FormatError, match="does not contain references"):
+        read_references(mine.store, "a1")
+
+
+def test_a_name_in_another_project_is_no_run_of_this_one(sqlite: Database, folder_store: Store) -> None:
+    driven = Driven(make_service(sqlite, folder_store, RULES))
+    Recording(folder_store, "good", project="other").begin()
+    _, other_id = recorded(driven, folder_store, "mine", 3.0)
+    assert found(driven, other_id) == []
+    assert set(health_of(driven, other_id)) == {"statistics", "elements", "sagemaker_similar_across_runs"}
+
+
+def test_of_a_run_with_many_tensors_the_first_are_compared(sqlite: Database, folder_store: Store) -> None:
+    driven = Driven(make_service(sqlite, folder_store, ()))
+    good = Recording(folder_store, "good").begin()
+    infos = [
+        tensor(f"layer{number:04}.weight", "weights", order=number) for number in range(MOST_TENSORS + 100)
+    ]
+    put(good, 0, [Row(0, LOSS, [1.0]), *(Row(0, info, [1.0]) for info in infos)])
+    mine = Recording(folder_store, "mine").begin()
+    pin_references(mine.store, "a1", [STATISTICS], {"good": "a1"})
+    references = read_references(mine.store, "a1")
+    assert references is not None
+    (statistics,) = references.statistics.values()
+    assert len(statistics) == MOST_TENSORS
+    assert "loss" in statistics
+    assert "layer0000.weight" in statistics
+    assert f"layer{MOST_TENSORS + 99:04}.weight" not in statistics
+    assert driven.alerts(driven.register("mine")) == {}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"attempts": [], "statistics": {}, "problems": {}}',
+        b'{"attempts": {"a/b": "a1"}, "statistics": {}, "problems": {}}',
+        b'{"attempts": {"a": "../x"}, "statistics": {}, "problems": {}}',
+        b'{"attempts": {"a": 3}, "statistics": {}, "problems": {}}',
+        b'{"attempts": null, "statistics": null, "problems": null}',
+        b"[" * 100_000,
+    ],
+    ids=range(10),
+)
+def test_a_damaged_document_is_reported_and_other_rules_are_judged(
+    sqlite: Database, folder_store: Store, data: bytes
+) -> None:
+    driven = Driven(make_service(sqlite, folder_store, (*RULES, RuleConfig(rule="non_finite_values"))))
+    recorded(driven, folder_store, "good", 1.0)
+    mine = Recording(folder_store, "mine")
+    mine.store.put(references_document("a1"), data)
+    _, mine_id = recorded(driven, folder_store, "mine", float("nan"))
+    assert set(driven.alerts(mine_id)) == {"non_finite_values"}
+    assert set(health_of(driven, mine_id)) == {"statistics", "elements", "sagemaker_similar_across_runs"}
+    notes = judged_again(mine).notes
+    assert any("does not contain references" in note for note in notes)
+
+
+def test_hostile_statistics_are_the_problem_of_the_rule(sqlite: Database, folder_store: Store) -> None:
+    driven = Driven(make_service(sqlite, folder_store, (*RULES, RuleConfig(rule="non_finite_values"))))
+    statistics: dict[str, Any] = {"good mean": {"loss": [[3, 1.0], [1, 1.0]]}, "good rms": 7}
+    mine = Recording(folder_store, "mine")
+    mine.store.put(references_document("a1"), PinnedReferences({"good": "a1"}, statistics).encode())
+    _, mine_id = recorded(driven, folder_store, "mine", float("nan"))
+    assert set(driven.alerts(mine_id)) == {"non_finite_values"}
+    assert {"statistics", "sagemaker_similar_across_runs"} <= set(health_of(driven, mine_id))
+    assert "evaluation" not in driven.run(mine_id).health
+
+
+def test_a_damaged_object_of_the_reference_run_is_reported_and_the_others_are_compared(
+    folder_store: Store,
+) -> None:
+    mine, good = (Recording(folder_store, run).begin() for run in ("mine", "good"))
+    for step in (10, 20, 30):
+        save(mine.store, step, {WEIGHT: full(3.0)}, collection="weights")
+        save(good.store, step, {WEIGHT: full(1.0)}, collection="weights")
+    good.store.put("tensors/a1/0/20-train-weights.safetensors", b"damaged")
+    reader = saved_tensors_of(mine.store, "a1", PinnedReferences({"good": "a1"}))
+    marks = block_of([mark(step, collection="weights") for step in (10, 20, 30)])
+    block, problem = reader.block(ELEMENTS, marks)
+    assert [reference is not None for reference in block.references] == [True, False, True]
+    assert problem.startswith("run 'good': snapshot tensors/a1/0/20-train-weights.safetensors")
+
+
+def test_a_tensor_is_found_in_the_object_of_another_collection(folder_store: Store) -> None:
+    mine, good = (Recording(folder_store, run).begin() for run in ("mine", "good"))
+    save(mine.store, 10, {WEIGHT: full(3.0)}, collection="mine")
+    save(good.store, 10, {WEIGHT: full(1.0)}, collection="weights")
+    reader = saved_tensors_of(mine.store, "a1", PinnedReferences({"good": "a1"}))
+    block, problem = reader.block(ELEMENTS, block_of([mark(10, collection="mine")]))
+    assert problem == ""
+    assert block.references[0] is not None
+    assert float(block.references[0][0, 0]) == 1.0
+
+
+def test_a_rule_that_is_added_to_a_running_attempt_reports_that_nothing_was_pinned(
+    sqlite: Database, folder_store: Store
+) -> None:
+    driven = Driven(make_service(sqlite, folder_store, ()))
+    recorded(driven, folder_store, "good", 1.0)
+    other, other_id = recorded(driven, folder_store, "other", 3.0)
+    later = Driven(make_service(sqlite, folder_store, RULES))
+    later.register("other")
+    from watchstep_services.runs.rule_configs import apply_owner_rules
+
+    apply_owner_rules(sqlite, RULES)
+    later.announce(other_id, put(other, 1, rows_of(other, 3.0, 10)))
+    later.settle(other_id)
+    assert found(later, other_id) == []
+    assert "or the rule was added later" in health_of(later, other_id)["statistics"]
