@@ -1,6 +1,6 @@
-"""How fast a run of 500 tensors and 10,000 steps is read: before and after compaction.
+"""How fast a run of 500 tensors and 10,000 steps is read, before and after compaction; and full tensors of a step of a gigabyte.
 
-``python -m benchmarks.reading [--quick] [--json FILE]``. The run lies in a local folder whose pages are in memory, so
+``python -m benchmarks.reading [--quick] [--json FILE] [--only statistics|tensors]``. The run lies in a local folder whose pages are in memory, so
 that what is measured is the reader. "First" is in a process that has just started and imported what it needs.
 """
 
@@ -16,13 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.report import Figure, Report, arguments
 from watchstep import open_run
 from watchstep.format import documents
 from watchstep.format.block import Block, Places
-from watchstep.format.layout import RUN_DOCUMENT, SegmentKey, WriterId
+from watchstep.format.layout import RUN_DOCUMENT, SegmentKey, SnapshotKey, WriterId
 from watchstep.format.segment import catalogue_bytes, encode
+from watchstep.format.snapshot import Described, TensorPart, header, parts_metadata
 from watchstep.format.statistics import Histograms, StatisticsBatch
 from watchstep.format.tensors import TensorInfo
 from watchstep.reading.compaction import compact
@@ -33,8 +35,17 @@ STEPS = 10_000
 STEPS_OF_A_SEGMENT = 100  # 50,000 rows, the most that a writer puts into one
 BINS_OF_A_HISTOGRAM = 16
 NAME = "layer.7.weight:gradient"
+SAVED_TENSORS, SHARDS = 25, 5
+SAVED_SHAPE = (10_000, 1_000)  # 40 MB of float32
 TARGETS = {"first series": 0.5, "series": 0.05, "heatmap": 0.2, "latest step": 0.02}
 """Seconds; "first series" before compaction, the others after it."""
+
+ONE_TENSOR = "one 40 MB tensor of a step of 1 GB"
+TENSOR_TARGETS = {ONE_TENSOR: 0.06}
+"""Seconds."""
+
+MOST_READ = 1.1
+"""Bytes read for one tensor, as a multiple of its own."""
 
 _FIRST = """
 import json, sys, time
@@ -128,10 +139,102 @@ def add(report: Report, when: str, measured: dict[str, list[float]], met_here: s
         report.add(f"{name}, {when}", Figure(min(times), "s", target, note=note))
 
 
+def make_saved(folder: Path) -> Path:
+    """A run with one object of 25 tensors, and one tensor in the shards of five workers."""
+    store = Store.open(folder, create=True).child("bench/saved")
+    store.put(RUN_DOCUMENT, documents.encode(documents.RunDocument("bench", "saved", 1)))
+    random = np.random.default_rng(0)
+    names = [f"layer.{place}.weight" for place in range(SAVED_TENSORS)]
+    arrays = [random.standard_normal(SAVED_SHAPE, np.float32) for _ in names]
+    described = [Described(name, "F32", SAVED_SHAPE) for name in names]
+    key = SnapshotKey("a", 0, 0, "train", "weights")
+    _save(store, key, described, {}, arrays)
+    rows = SAVED_SHAPE[0] // SHARDS
+    for worker in range(SHARDS):
+        shard = arrays[0][worker * rows : (worker + 1) * rows]
+        part = TensorPart(SAVED_SHAPE, (worker * rows, 0), is_shard=True)
+        key = SnapshotKey("a", worker, 1, "train", "weights")
+        _save(store, key, [Described(names[0], "F32", shard.shape)], {names[0]: part}, [shard])
+    return folder / "bench" / "saved"
+
+
+def _save(
+    store: Store,
+    key: SnapshotKey,
+    described: list[Described],
+    parts: dict[str, TensorPart],
+    arrays: list[NDArray[np.float32]],
+) -> None:
+    pieces = [
+        memoryview(header(described, parts_metadata(parts))),
+        *(array.data.cast("B") for array in arrays),
+    ]
+    store.create_in_parts(key.path, sum(map(len, pieces)), pieces)
+
+
+def measure_saved(url: Path, rounds: int) -> tuple[dict[str, list[float]], float | None]:
+    """Seconds of each round, by question, each asked of a run opened anew; and the bytes read per byte of one tensor."""
+    name = f"layer.{SAVED_TENSORS // 2}.weight"
+    questions: dict[str, Callable[[], object]] = {
+        ONE_TENSOR: lambda: open_run(url).tensor(name).value(0),
+        "the same, for torch": lambda: open_run(url).tensor(name).value(0, framework="torch"),
+        "100 rows of it": lambda: open_run(url).tensor(name).saved(0)[5000:5100],
+        "one column of it": lambda: open_run(url).tensor(name).saved(0)[:, 7],
+        "40 MB of the shards of 5 workers": lambda: open_run(url).tensor("layer.0.weight").value(1),
+    }
+    found: dict[str, list[float]] = {}
+    for question, ask in questions.items():
+        ask()
+        found[question] = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            ask()
+            found[question].append(time.perf_counter() - start)
+    before = _bytes_read()
+    questions[ONE_TENSOR]()
+    after = _bytes_read()
+    own = SAVED_SHAPE[0] * SAVED_SHAPE[1] * 4
+    return found, None if before is None or after is None else (after - before) / own
+
+
+def _bytes_read() -> int | None:
+    """Bytes that this process has read by system calls; None where the system does not count them."""
+    counters = Path("/proc/self/io")
+    if not counters.exists():
+        return None
+    return int(counters.read_text().split("rchar:")[1].split()[0])
+
+
+def add_saved(report: Report, folder: Path, rounds: int) -> None:
+    found, ratio = measure_saved(make_saved(folder), rounds)
+    for name, times in found.items():
+        note = f"median {statistics.median(times):.4g}, most {max(times):.4g} of {len(times)}"
+        report.add(name, Figure(min(times), "s", TENSOR_TARGETS.get(name), note=note))
+    report.add("bytes read for it, per byte of its own", Figure(ratio, "ratio", MOST_READ))
+
+
 def main() -> None:
-    parsed = arguments("How fast a run is read, before and after compaction.").parse_args()
+    parser = arguments("How fast a run is read, before and after compaction.")
+    parser.add_argument("--only", choices=("statistics", "tensors"), help="measure only these")
+    parsed = parser.parse_args()
     steps, rounds = (2_000, 3) if parsed.quick else (STEPS, 7)
-    report = Report(f"Reading {TENSORS} tensors x {steps} steps", parsed.quick, ("duckdb",))
+    title = (
+        f"Reading {TENSORS} tensors x {steps} steps" if parsed.only != "tensors" else "Reading full tensors"
+    )
+    report = Report(title, parsed.quick, ("duckdb",))
+    if parsed.only != "statistics":
+        with tempfile.TemporaryDirectory() as folder:
+            add_saved(report, Path(folder), rounds)
+    if parsed.only != "tensors":
+        add_statistics(report, steps, rounds)
+    report.remark(
+        "Values are the least of the rounds, and each but 'first series' and 'open' is of a warm process; opening the "
+        "run is part of each. The store is a local folder, in the page cache."
+    )
+    report.finish(parsed.json)
+
+
+def add_statistics(report: Report, steps: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         url = make_run(Path(folder), steps)
         add(report, "before", measure(url, steps, rounds), {"first series"})
@@ -144,11 +247,6 @@ def main() -> None:
         for name in ("stats", "compacted"):
             size = sum(path.stat().st_size for path in (url / name).rglob("*.*"))
             report.add(f"size of {name}", Figure(size / 2**20, "MiB"))
-    report.remark(
-        "Values are the least of the rounds, and each but 'first series' and 'open' is of a warm process; opening the "
-        "run is part of each. The store is a local folder, in the page cache."
-    )
-    report.finish(parsed.json)
 
 
 if __name__ == "__main__":

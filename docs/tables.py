@@ -16,7 +16,9 @@ from fastapi import FastAPI
 from pydantic_core import PydanticUndefined
 
 from docs.default_sources import SOURCES
+from watchstep.capture.document import document as capture_document
 from watchstep.format.system_figures import FIGURES
+from watchstep.wrapper.check_config import parser as check_config_parser
 from watchstep.wrapper.run_command import parser as run_parser
 from watchstep.wrapper.store_commands import migrate_parser, sync_parser
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -48,33 +50,37 @@ _OWN_PARSERS = {
     "watchstep run": run_parser,
     "watchstep sync": sync_parser,
     "watchstep migrate-store": migrate_parser,
+    "watchstep check-config": check_config_parser,
 }
 _VARIABLES = {
-    "WATCHSTEP_STORE": "Where runs lie; `./watchstep-runs` where neither it nor an argument is given.",
-    "WATCHSTEP_PROJECT": "The project; `default` where it is not given.",
-    "WATCHSTEP_RUN": "The run's id; a new one where it is not given.",
-    "WATCHSTEP_ATTEMPT": "What all ranks of one launch share; set by `watchstep run`.",
-    "WATCHSTEP_SERVICE": "URL of the service to announce to.",
-    "WATCHSTEP_TOKEN": "A recorder's token for it.",
-    "WATCHSTEP_CREDENTIALS": "`service`: the service lends AWS credentials that write this attempt and nothing else.",
-    "WATCHSTEP_OVERHEAD_BUDGET": "Share of the program's time that recording may take; `none` for everything always.",
-    "WATCHSTEP_PROBES": "Probes that the rules of a launcher need; `watchstep run --rules` and `Estimator` set it.",
-    "WATCHSTEP_SPILL": "Folder for what waits while the store cannot be reached; in the user's cache where not given.",
-    "WATCHSTEP_JOBS": "Folder for the records and logs of jobs launched from this machine; `~/.watchstep/jobs` where not given.",
-    "WATCHSTEP_RECORDER_TOKEN": "What a launched job shows to the service; where not given, a new one that records its run alone.",
-    "WATCHSTEP_IDLE_SECONDS": "How long a service beside launched jobs waits for another after the last; 300 where not given.",
-    "WATCHSTEP_QUIET": "Where it is set, waiting for a job shows a line for each event, in a terminal and a notebook too.",
-    "WATCHSTEP_PROFILE": "The profile of the command line; the `default` of the file where it is not given.",
-    "WATCHSTEP_PROFILES": "The file of profiles; `~/.config/watchstep/profiles.yaml` where it is not given.",
-    "WATCHSTEP_LAUNCHED": "The attempt that a launcher has settled; `watchstep run` takes it and registers nothing.",
-    "WATCHSTEP_RESTARTS": "How often a cluster has started the same job again; a backend sets it.",
-    "WATCHSTEP_ON_STOP": "What a stop does where `Hook(on_stop=…)` does not say: `ignore`; `raise` or `stop`; `checkpoint`: the "
-    "program's function or its trainer saves one first.",
-    "WATCHSTEP_RESUME_FROM": "The checkpoint to go on from, where a stopped run was launched again; `watchstep.resume_from()`.",
-    "WATCHSTEP_LAUNCH": "Set by `watchstep run`: what the recorder has to do that the launch could not, such as the registration.",
+    "WATCHSTEP_STORE": "Store of the runs. Default, without an argument: `./watchstep-runs`.",
+    "WATCHSTEP_PROJECT": "Project. Default: `default`.",
+    "WATCHSTEP_RUN": "Id of the run. Default: a new one.",
+    "WATCHSTEP_ATTEMPT": "Id of the attempt, which all ranks of one launch share; set by `watchstep run`.",
+    "WATCHSTEP_SERVICE": "URL of the service that gets the announcements.",
+    "WATCHSTEP_TOKEN": "Token of a recorder for that service.",
+    "WATCHSTEP_CREDENTIALS": "`service`: the service issues AWS credentials that can write only this attempt.",
+    "WATCHSTEP_OVERHEAD_BUDGET": "Share of the program's time that recording may take. `none`: everything is recorded at every step.",
+    "WATCHSTEP_CAPTURE": "What is recorded if `Hook(config=…)` does not set it: the path of a capture file, or a capture document in JSON. "
+    "Set by `watchstep run --capture` and `Estimator(capture=…)`.",
+    "WATCHSTEP_NEEDS": "What the rules of a launch need the recorder to capture; set by `watchstep run --rules` and `Estimator`.",
+    "WATCHSTEP_SPILL": "Folder for recorded data that waits while the store is unavailable. Default: a folder in the user's cache.",
+    "WATCHSTEP_JOBS": "Folder for the records and logs of jobs that this machine launches. Default: `~/.watchstep/jobs`.",
+    "WATCHSTEP_RECORDER_TOKEN": "Token of a launched job for the service. Default: a new one that can record only its run.",
+    "WATCHSTEP_IDLE_SECONDS": "Seconds without jobs after which a service that was started for launched jobs ends. Default: 300.",
+    "WATCHSTEP_QUIET": "If set, waiting for a job prints a line for each event, also in a terminal and in a notebook.",
+    "WATCHSTEP_PROFILE": "Profile of the command line. Default: the `default` of the file.",
+    "WATCHSTEP_PROFILES": "File of profiles. Default: `~/.config/watchstep/profiles.yaml`.",
+    "WATCHSTEP_LAUNCHED": "Attempt that a launcher has registered; `watchstep run` uses it and registers nothing.",
+    "WATCHSTEP_RESTARTS": "Number of times a cluster has restarted the same job; set by a backend.",
+    "WATCHSTEP_ON_STOP": "Effect of a stop if `Hook(on_stop=…)` does not set it: `ignore`; `raise` or `stop`; `checkpoint`: the "
+    "program's function or its trainer first saves a checkpoint.",
+    "WATCHSTEP_RESUME_FROM": "Checkpoint to continue from, if a stopped run was launched again; `watchstep.resume_from()` returns it.",
+    "WATCHSTEP_LAUNCH": "Set by `watchstep run`: work that the launch left to the recorder, such as the registration.",
     "WATCHSTEP_STORE_ID": "Set by `watchstep run` and by an `Estimator` whose jobs see this machine's files: the id in the marker of a local store, and the store's URL. The program writes to no other "
     "store at that URL.",
-    "WATCHSTEP_FIRST_STEP": "The number of the first step, where `Hook(first_step=…)` does not say.",
+    "WATCHSTEP_FIRST_STEP": "Number of the first step if `Hook(first_step=…)` does not set it.",
+    "WATCHSTEP_TENSORBOARD": "Folder for TensorBoard event files that are written during the run, if `Hook(tensorboard=…)` does not set it.",
 }
 
 
@@ -99,11 +105,11 @@ def rules() -> str:
             parameters = ", ".join(f"`{key}` {field.default}" for key, field in fields.items())
             yield [f"`{name}`", rule.summary, parameters, state, rule.merge.replace("_", " ")]
 
-    return _table(["rule", "fires when", "parameters", "default", "judges"], rows())
+    return _table(["rule", "fires when", "parameters", "default", "evaluation"], rows())
 
 
 def defaults() -> str:
-    """Parameters of the rules that judge by default: where they come from, and what half and twice of them would do."""
+    """Parameters of the default rules: their sources, and the results at half and twice the default."""
     measured = json.loads((FOLDER / "margins.json").read_text(encoding="utf-8"))
 
     def did(name: str, of: int) -> str:
@@ -124,7 +130,7 @@ def defaults() -> str:
 
 
 def limits() -> str:
-    """What the rules that judge by default cannot distinguish."""
+    """What the default rules cannot distinguish."""
 
     def rows() -> Iterator[list[str]]:
         for config in DEFAULT_RULES:
@@ -134,7 +140,7 @@ def limits() -> str:
 
 
 def sagemaker() -> str:
-    """Amazon's rules, their parameters and defaults, and how near the rules here come to them."""
+    """Amazon's rules, their parameters and defaults, and whether the rules here give the same results."""
 
     def shown(default: object) -> str:
         return ", ".join(map(str, default)) if isinstance(default, tuple) else str(default)
@@ -165,11 +171,11 @@ def settings() -> str:
 def system() -> str:
     """The figures of the process and its machine."""
     rows = ([f"`{figure.name}`", figure.of, figure.unit, figure.meaning] for figure in FIGURES)
-    return _table(["tensor", "of", "unit", "what"], rows)
+    return _table(["tensor", "of", "unit", "meaning"], rows)
 
 
 def metrics() -> str:
-    """The figures for Prometheus: those that processes count, then those of the database."""
+    """The metrics for Prometheus: those of processes, then those of the database."""
 
     def rows() -> Iterator[list[str]]:
         held = [(name, "gauge", labels, text) for name, (labels, text) in DATABASE_FIGURES.items()]
@@ -185,7 +191,7 @@ def recorder_variables() -> tuple[str, ...]:
 
 
 def variables() -> str:
-    """What a training process reads from its environment."""
+    """Environment variables of a training process."""
     return _table(["variable", "meaning"], ([f"`{name}`", text] for name, text in _VARIABLES.items()))
 
 
@@ -204,7 +210,7 @@ def commands() -> str:
             named = [f"`{name if name.startswith('-') else name.upper()}`" for name in names]
             yield [f"`{path}`", _summary(command), ", ".join(named)]
 
-    return _table(["command", "what it does", "takes"], rows())
+    return _table(["command", "what it does", "arguments"], rows())
 
 
 def _summary(command: typer.core.TyperCommand) -> str:
@@ -224,7 +230,7 @@ def routes() -> str:
         for path, method, operation in operations(_api().openapi()):
             yield [f"`{method.upper()} {path}`", operation["summary"], operation.get(PERMISSION, "")]
 
-    return _table(["address", "what it does", "asks for"], rows())
+    return _table(["address", "what it does", "permission"], rows())
 
 
 def problems() -> str:
@@ -252,7 +258,7 @@ def openapi_text() -> str:
 
 
 def receivers() -> str:
-    """The kinds of receivers and what they take."""
+    """The kinds of receivers and their fields."""
 
     def rows() -> Iterator[list[str]]:
         shared = set(Receiver.model_fields) | {"kind"}
@@ -270,13 +276,13 @@ def receivers() -> str:
                 by,
             ]
 
-    return _table(["kind", "what it does", "takes (`?`: need not be given)", "written by"], rows())
+    return _table(["kind", "what it does", "fields (`?`: optional)", "written by"], rows())
 
 
 def message_fields() -> str:
     """The fields of receivers' templates."""
     every = {**TEXT_FIELDS, "label.NAME": "a label"}
-    return _table(["field", "stands for"], ([f"`{name}`", text] for name, text in every.items()))
+    return _table(["field", "value"], ([f"`{name}`", text] for name, text in every.items()))
 
 
 def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.TyperCommand]]:
@@ -296,23 +302,26 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """A page with its tables as they should be."""
+    """A page with its tables generated again."""
     return _PLACE.sub(lambda found: f"<!-- table: {found[1]} -->\n{TABLES[found[1]]()}<!-- /table -->", text)
 
 
 def pages() -> list[Path]:
-    """The pages that hold tables."""
+    """The pages that contain tables."""
     return [page for page in sorted(FOLDER.rglob("*.md")) if _PLACE.search(page.read_text(encoding="utf-8"))]
 
 
 SCHEMA = FOLDER / "rules.schema.json"
 """For editors; `watchstep rules schema` prints the same."""
 
+CAPTURE_SCHEMA = FOLDER / "capture.schema.json"
+"""For editors; `watchstep check-config --schema` prints the same."""
+
 TESTS_SCHEMA = FOLDER / "rule-tests.schema.json"
 """For editors; `watchstep rules test --schema` prints the same."""
 
 OPENAPI = FOLDER / "openapi.json"
-"""The API's document, for who makes a client from it; a running service gives its own at /openapi.json."""
+"""The API's document, for generating a client; a running service serves its own at /openapi.json."""
 
 RECEIVERS = FOLDER / "receivers.schema.json"
 """For editors; `watchstep receivers schema` prints the same."""
@@ -321,6 +330,7 @@ if __name__ == "__main__":
     RECEIVERS.write_text(receiver_file.schema_text(), encoding="utf-8")
     OPENAPI.write_text(openapi_text(), encoding="utf-8")
     SCHEMA.write_text(schema_text(), encoding="utf-8")
+    CAPTURE_SCHEMA.write_text(capture_document.schema_text(), encoding="utf-8")
     TESTS_SCHEMA.write_text(rule_tests.schema_text(), encoding="utf-8")
     for page in pages():
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import watchstep
 from benchmarks.capture.models import Training
-from watchstep import Cadence, CaptureConfig, Snapshots
+from watchstep import Cadence, CaptureConfig, Collection, Snapshots
 
 _TENSORS = ("weights", "biases", "gradients")
 
@@ -97,6 +97,15 @@ class Everything(Watchstep):
         return {"overhead_budget": 1.0}
 
 
+class EverythingInTensorBoard(Watchstep):
+    """The same, and TensorBoard event files during the run."""
+
+    def __init__(self, training: Training, folder: Path) -> None:
+        tensorboard = folder / "tensorboard"
+        self.hook = watchstep.Hook(folder, run="benchmark", overhead_budget=1.0, tensorboard=tensorboard)
+        self.hook.watch(training.model, training.optimizer)
+
+
 class Statistics(Watchstep):
     """All statistics of all weights and gradients, every step."""
 
@@ -111,9 +120,44 @@ class StatisticsAndTensors(Watchstep):
 
     @staticmethod
     def options() -> dict[str, Any]:
-        collections = {name: Cadence() for name in _TENSORS}
-        snapshots = Snapshots(every=10)
-        return {"config": CaptureConfig(collections=collections, overhead_budget=None, snapshots=snapshots)}
+        collections = {name: Collection(Cadence(), tensors=Cadence(10)) for name in _TENSORS}
+        return {"config": CaptureConfig(collections=collections, overhead_budget=None)}
+
+
+class _FullTensors(Watchstep):
+    """Full tensors of every tenth step. Refuses to report a cost if any was left out."""
+
+    def close(self) -> None:
+        super().close()
+        counts = self.hook.health["counts"]
+        if counts.get("dropped_tensors") or counts.get("dropped_snapshots"):
+            raise RuntimeError(f"full tensors were left out, so their cost means nothing: {counts}")
+
+
+ACTIVATIONS_IN_FULL = CaptureConfig(
+    collections={"activations": Collection(None, tensors=Cadence(10))}, overhead_budget=None
+)
+STATE_IN_FULL = CaptureConfig(
+    collections=dict.fromkeys((*_TENSORS, "optimizer_state"), Collection(None, tensors=Cadence(10))),
+    overhead_budget=None,
+    snapshots=Snapshots(memory_bytes=384 * 2**20),  # twice the tensors of a step, and a part of a third
+)
+
+
+class ActivationsInFull(_FullTensors):
+    """All activations in full every tenth step, no statistics, and the gate."""
+
+    @staticmethod
+    def options() -> dict[str, Any]:
+        return {"config": ACTIVATIONS_IN_FULL}
+
+
+class StateInFull(_FullTensors):
+    """Weights, gradients and optimizer state in full every tenth step, no statistics, and the gate."""
+
+    @staticmethod
+    def options() -> dict[str, Any]:
+        return {"config": STATE_IN_FULL}
 
 
 class SeparateOperations(Nothing):

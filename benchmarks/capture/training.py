@@ -12,9 +12,17 @@ from benchmarks.report import Figure, Report
 
 _ROUNDS = {"transformer": 6, "transformer_small": 9, "mlp": 12, "cnn": 9}
 _ROUNDS_QUICK = 2
-_QUICK_VARIANTS = (BASE, AGAIN, "gate", "statistics", "statistics_tensors", "separate_operations", "wandb")
-_LOST = 1.02
-"""At most 2 % of the training thread's time, with full tensors every 10 steps."""
+_QUICK_VARIANTS = (
+    BASE,
+    AGAIN,
+    "gate",
+    "statistics",
+    "statistics_tensors",
+    "activations_tensors",
+    "state_tensors",
+    "separate_operations",
+    "wandb",
+)
 _A_THIRD = 1 / 3
 
 
@@ -23,8 +31,9 @@ def add_training_figures(
 ) -> None:
     """Measure one workload; the report gets what each variant cost on it. All of them where none are named."""
     wanted = variants or (_QUICK_VARIANTS if quick else VARIANTS)
-    chosen = tuple(name for name in VARIANTS if name in wanted or name in {BASE, AGAIN})
-    left_out = [name for name in VARIANTS if name not in chosen]
+    possible = [name for name, kind in VARIANTS.items() if not kind.workloads or workload in kind.workloads]
+    chosen = tuple(name for name in possible if name in wanted or name in {BASE, AGAIN})
+    left_out = [name for name in possible if name not in chosen]
     if left_out:
         report.remark(f"{workload}: left out of this run: {', '.join(left_out)}")
     rounds = _ROUNDS_QUICK if quick else _ROUNDS[workload]
@@ -69,7 +78,7 @@ def _add(report: Report, workload: str, variant: str, series: Series, base: Seri
 def _add_thread(report: Report, workload: str, variant: str, series: Series, base: Series) -> None:
     """The training thread's own time: what is left when all that runs behind it is taken away."""
     pick, period = statistics.fmean if VARIANTS[variant].mean else min, VARIANTS[variant].period
-    target = _LOST if (workload, variant) == ("mlp", "statistics_tensors") else None
+    target = VARIANTS[variant].thread_targets.get(workload)
     ratio = pick(series.threads(period)) / pick(base.threads(period))
     report.add(f"{workload}/{variant}/thread", Figure(ratio, "ratio", target))
 

@@ -24,6 +24,8 @@ class Variant:
         mean: whether the mean over all rounds counts, and not the least: for what is measured at some steps only, a
             round with few of them would tell too little.
         memory_bound: bytes that it says it takes at most; None where nothing is said.
+        thread_targets: workload → the highest ratio of the training thread's CPU time.
+        workloads: where it is measured; empty for everywhere.
         peer: whether it is no part of Watchstep, and gets fewer rounds.
     """
 
@@ -33,6 +35,8 @@ class Variant:
     period: int = 1
     mean: bool = False
     memory_bound: int | None = CaptureConfig().memory_bound
+    thread_targets: Mapping[str, float] = field(default_factory=dict)
+    workloads: tuple[str, ...] = ()
     peer: bool = False
 
 
@@ -55,6 +59,9 @@ VARIANTS = {
         mean=True,
     ),
     "everything": Variant("defaults, all at every step", instruments.Everything),
+    "everything_tensorboard": Variant(
+        "the same, with TensorBoard files during the run", instruments.EverythingInTensorBoard
+    ),
     "statistics": Variant(
         "all statistics of weights and gradients",
         instruments.Statistics,
@@ -65,6 +72,24 @@ VARIANTS = {
         instruments.StatisticsAndTensors,
         {"mlp": 1.15},
         period=10,
+        thread_targets={"mlp": 1.02},
+    ),
+    "activations_tensors": Variant(
+        "all activations in full every 10 steps",
+        instruments.ActivationsInFull,
+        {"cnn": 1.15, "transformer_small": 1.15},
+        period=10,
+        memory_bound=instruments.ACTIVATIONS_IN_FULL.memory_bound,
+        thread_targets={"cnn": 1.05, "transformer_small": 1.05},
+        workloads=("cnn", "transformer_small"),
+    ),
+    "state_tensors": Variant(
+        "weights, gradients, Adam's state in full every 10 steps",
+        instruments.StateInFull,
+        {"mlp": 1.20},
+        period=10,
+        memory_bound=instruments.STATE_IN_FULL.memory_bound,
+        workloads=("mlp",),
     ),
     "separate_operations": Variant(
         "separate torch operations", instruments.SeparateOperations, memory_bound=None, peer=True

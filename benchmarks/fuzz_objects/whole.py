@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from watchstep import CaptureConfig, Hook, Snapshots
+from watchstep import Cadence, CaptureConfig, Collection, Hook
 from watchstep.format.control import ControlDocument, SnapshotRequest, StopRequest
 from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows, encode
 from watchstep.format.layout import SegmentKey, WriterId
@@ -22,7 +22,9 @@ def record(folder: Path) -> dict[str, list[bytes]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters())
-    config = CaptureConfig(overhead_budget=None, snapshots=Snapshots(every=20))
+    saved = {name: Collection(tensors=Cadence(every=20)) for name in ("weights", "gradients", "activations")}
+    collections = {**CaptureConfig().collections, **saved}
+    config = CaptureConfig(overhead_budget=None, collections=collections)
     with Hook(folder, run="whole", config=config) as hook:
         hook.watch(model, optimizer)
         for _ in range(_STEPS):

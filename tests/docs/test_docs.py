@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+import watchstep
 from docs import tables
+from watchstep.capture.document import document as capture_document
 from watchstep_rules.rule_files import rule_file
 from watchstep_rules.rule_files.rule_file import schema_text
 from watchstep_rules.testing import file as rule_tests
 from watchstep_services.channels import receiver_file
+from watchstep_services.channels.webhook import signing_key, webhook_headers
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
+from watchstep_services.stores.role import attempt_policy
 
 ROOT = Path(tables.FOLDER).parent
 DECISIONS = ROOT / "docs" / "decisions"
@@ -36,6 +45,7 @@ def test_tables_are_as_the_code_says(page: Path) -> None:
 def test_the_schemas_are_as_the_code_says() -> None:
     for path, text in (
         (tables.SCHEMA, schema_text()),
+        (tables.CAPTURE_SCHEMA, capture_document.schema_text()),
         (tables.TESTS_SCHEMA, rule_tests.schema_text()),
         (tables.OPENAPI, tables.openapi_text()),
     ):
@@ -89,6 +99,9 @@ def test_rule_files_are_valid(text: str) -> None:
         return
     if "profiles" in yaml.safe_load(text):
         return  # of the command line: tests/services/cli/test_profiles.py reads such a file
+    if "collections" in yaml.safe_load(text):
+        assert capture_document.config_of(yaml.safe_load(text), "docs")
+        return
     assert yaml.safe_load(text)["rules"]
     assert rule_file.parse(text, "docs")
 
@@ -117,3 +130,40 @@ def test_every_variable_of_the_recorder_is_documented() -> None:
     for source in (ROOT / "sdk").rglob("*.py"):
         for name in re.findall(r'"(WATCHSTEP_[A-Z_]+)"', source.read_text(encoding="utf-8")):
             assert f"`{name}`" in held, f"{name} of {source.name}"
+
+
+def test_the_example_of_a_webhook_accepts_what_the_service_sends() -> None:
+    (block,) = blocks(ROOT / "docs" / "service" / "receivers.md", "python")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    accept = names["accept"]
+    secret, other = (f"whsec_{base64.b64encode(secrets.token_bytes(24)).decode()}" for _ in range(2))
+    body, seen, now = b'{"specversion": "1.0"}', set[str](), 1_800_000_000
+    headers = webhook_headers("n-1", now * 10**9, body, [signing_key(secret)])
+    assert not accept([other], headers, body, now + 10, seen)
+    assert not accept([secret], headers, body + b" ", now + 10, seen)
+    assert not accept([secret], headers, body, now + 300, seen)
+    assert accept([other, secret], headers, body, now + 10, seen)
+    assert not accept([secret], headers, body, now + 10, seen)
+
+
+def test_the_session_policy_is_the_one_that_the_service_sends() -> None:
+    page = (ROOT / "docs" / "service" / "tenancy.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"<!-- session policy -->\n```json\n(.*?)```", page, re.DOTALL)
+    role = StoreRegistration(
+        "s3://acme-training/runs", "arn:aws:iam::123456789012:role/watchstep", "acme-7f3a"
+    )
+    policy = json.loads(attempt_policy(StorePlace(1, 1, role, "", "vision"), "run-1", "a1"))
+    assert json.loads(shown) == policy["Statement"][0]
+
+
+def test_the_version_is_the_packages() -> None:
+    version = watchstep.__version__
+    readme, changelog = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CHANGELOG.md"))
+    assert re.findall(r"^Version (\d+\.\d+\.\d+)", readme, re.MULTILINE) == [version]
+    assert re.findall(r"^## (\d+\.\d+\.\d+)", changelog, re.MULTILINE)[0] == version
+    chart = yaml.safe_load((ROOT / "infra/helm/watchstep/Chart.yaml").read_text(encoding="utf-8"))
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+    compose = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    images = re.findall(r"image: watchstep(?:-\w+)?:(\S+)$", compose, re.MULTILINE)
+    assert images == [version] * 2

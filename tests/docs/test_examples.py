@@ -23,6 +23,18 @@ EXAMPLES = ROOT / "examples"
 PYTHON = (sys.executable,)
 # A port that is free, instead of torchrun's fixed one: several tests may run at once.
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2")
+WITHOUT_FRAMEWORKS = (
+    sys.executable,
+    "-c",
+    (
+        "import runpy, sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'triton', 'jax', 'tensorflow', 'sklearn', 'safetensors')))\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    ),
+)
+"""Runs a program as in an environment without the packages that it must not need."""
+
 SECONDS = 300
 
 
@@ -36,6 +48,7 @@ class Example:
         losses: names of the training losses.
         falls: whether the last ten values of each loss are less than half of its first value.
         package: a framework without which the example is skipped.
+        collections: collections that have tensors.
     """
 
     file: str
@@ -46,6 +59,7 @@ class Example:
     launcher: tuple[str, ...] = PYTHON
     workers: tuple[int, ...] = (0,)
     package: str = "torch"
+    collections: frozenset[str] = frozenset({"weights", "gradients", "activations", "updates"})
 
 
 ALL = [
@@ -60,6 +74,14 @@ ALL = [
         # `loss` and `loss_2` are found at the two calls of backward().
         frozenset({"discriminator_loss", "generator_loss", "loss", "loss_2"}),
         falls=False,
+    ),
+    Example(
+        "numpy_training.py",
+        400,
+        [],
+        launcher=WITHOUT_FRAMEWORKS,
+        package="numpy",
+        collections=frozenset({"weights", "gradients"}),
     ),
 ]
 
@@ -97,6 +119,13 @@ FAULTS = [
     ),
     Fault(
         "ddp.py", frozenset({"replica_divergence"}), edit=("model(x)", "model.module(x)"), launcher=TORCHRUN
+    ),
+    Fault(
+        "numpy_training.py",
+        frozenset({"nan_or_inf"}),
+        ("--learning-rate", "3"),
+        launcher=WITHOUT_FRAMEWORKS,
+        package="numpy",
     ),
     Fault("gan.py", frozenset({"missing_zero_grad"}), edit=("        generator_optimizer.zero_grad()\n", "")),
 ]
@@ -151,7 +180,7 @@ def test_an_example_runs_and_is_healthy(example: Example, tmp_path: Path) -> Non
             assert not example.falls or max(values[-10:]) < values[0] / 2
     assert {row["name"] for row in losses if row["mode"] == "train"} == example.losses
     assert [row["step"] for row in losses if row["mode"] == "eval"] == example.evaluations
-    assert {"weights", "gradients", "activations", "updates"} <= set(run.collections)
+    assert example.collections <= set(run.collections)
     assert {name: severity for name, severity in fired(run).items() if severity != "info"} == {}
     assert "rules that fired, with their first step: none" in output
 
@@ -174,6 +203,17 @@ def test_the_fault_of_an_example_fires_its_rule(fault: Fault, tmp_path: Path) ->
     output, run = execute(fault.launcher, faulty, tmp_path, *fault.arguments)
     assert fault.rules <= set(fired(run))
     assert all(f"'{rule}': " in output for rule in fault.rules)
+
+
+def test_the_guard_stops_the_training_in_numpy(tmp_path: Path) -> None:
+    output, run = execute(
+        WITHOUT_FRAMEWORKS, EXAMPLES / "numpy_training.py", tmp_path, "--learning-rate", "3"
+    )
+    assert "stopped: " in output
+    assert "nan_or_inf" in output
+    assert run.state() == "stopped"
+    assert len(run.steps("train")) < 50
+    assert len((EXAMPLES / "numpy_training.py").read_text(encoding="utf-8").splitlines()) <= 40
 
 
 def test_the_notebook_finds_its_nan(tmp_path: Path) -> None:

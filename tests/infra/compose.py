@@ -56,7 +56,7 @@ def command_of(service: str) -> list[str]:
 
 
 def health_of(service: str) -> list[str]:
-    """What tells by its exit code whether a service is healthy."""
+    """The command whose exit code is the health of a service."""
     kind: str
     command: list[str]
     kind, *command = services()[service]["healthcheck"]["test"]

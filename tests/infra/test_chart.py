@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "own rules": ("rules=rules: []", "settings.WATCHSTEP_LOG_LEVEL=WARNING", "nodeSelector.disk=ssd"),
 }  # fmt: skip
 OTHERS_KINDS = {"ScaledObject", "PodMonitor"}
-"""Of KEDA and of Prometheus' operator: no wheel holds their schemas, so that only what is said below is checked."""
+"""Resources of KEDA and of Prometheus' operator: no wheel contains their schemas, so that only the fields below are checked."""
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64",
@@ -102,9 +102,9 @@ def pods(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def container(pod: dict[str, Any]) -> dict[str, Any]:
-    (held,) = pod["containers"]
-    assert isinstance(held, dict)
-    return held
+    (spec,) = pod["containers"]
+    assert isinstance(spec, dict)
+    return spec
 
 
 def test_helm_finds_nothing_to_complain_of(helm: Path) -> None:
@@ -130,12 +130,12 @@ def test_commands_are_those_that_compose_runs_and_tests_start(
     part: str, manifests: dict[str, list[dict[str, Any]]]
 ) -> None:
     for variant in ("plain", "keda", "bare"):
-        held = container(pods(manifests[variant])[part])
-        assert held["args"] == command_of(part)
-        assert "command" not in held  # the image has no entry point
+        spec = container(pods(manifests[variant])[part])
+        assert spec["args"] == command_of(part)
+        assert "command" not in spec  # the image has no entry point
         if part != "api":  # Kubernetes asks the API itself
-            asked = held["livenessProbe"]["exec"]["command"]
-            assert [word.strip() for word in asked] == [
+            command = spec["livenessProbe"]["exec"]["command"]
+            assert [word.strip() for word in command] == [
                 word.replace("$$", "$").strip() for word in health_of(part)
             ]
     assert container(pods(manifests["hpa"])["api"])["args"][-2:] == ["--processes", "2"]
@@ -145,38 +145,38 @@ def test_commands_are_those_that_compose_runs_and_tests_start(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pods_have_little_power(variant: str, manifests: dict[str, list[dict[str, Any]]]) -> None:
     for pod in pods(manifests[variant]).values():
-        held = container(pod)
+        spec = container(pod)
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] == 10001
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
-        assert held["securityContext"] == {
+        assert spec["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
         # Or a service named "watchstep" would set WATCHSTEP_PORT to its address.
         assert pod["enableServiceLinks"] is False
-        assert {"requests", "limits"} <= held["resources"].keys()
-        assert {mount["mountPath"] for mount in held["volumeMounts"]} >= {"/tmp", "/run/watchstep"}
-        assert held["image"] == f"watchstep:{watchstep.__version__}"
+        assert {"requests", "limits"} <= spec["resources"].keys()
+        assert {mount["mountPath"] for mount in spec["volumeMounts"]} >= {"/tmp", "/run/watchstep"}
+        assert spec["image"] == f"watchstep:{watchstep.__version__}"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variable_is_a_setting_and_no_secret_is_written(
     variant: str, manifests: dict[str, list[dict[str, Any]]]
 ) -> None:
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    setting_names = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
     for pod in pods(manifests[variant]).values():
         variables = {each["name"]: each for each in container(pod)["env"]}
         assert len(variables) == len(container(pod)["env"])
-        assert {name for name in variables if name.startswith(PREFIX)} <= known
+        assert {name for name in variables if name.startswith(PREFIX)} <= setting_names
         for name in ("WATCHSTEP_DATABASE_URL", "WATCHSTEP_BROKER_URL"):
             assert variables[name]["valueFrom"]["secretKeyRef"]["key"] == "url"
         values = {
             name.removeprefix(PREFIX).lower(): each["value"]
             for name, each in variables.items()
-            if name in known and "value" in each
+            if name in setting_names and "value" in each
         }
         Settings(**values)
 
@@ -217,7 +217,7 @@ def test_selectors_find_their_pods_and_no_others(manifests: dict[str, list[dict[
     }
 
     def found(selector: dict[str, str]) -> set[str]:
-        return {name for name, held in labels.items() if selector.items() <= held.items()}
+        return {name for name, own in labels.items() if selector.items() <= own.items()}
 
     for document in documents:
         name, spec = document["metadata"]["name"], document.get("spec", {})
@@ -231,7 +231,7 @@ def test_selectors_find_their_pods_and_no_others(manifests: dict[str, list[dict[
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("store=", "/store"),
         ("worker.autoscaling.by=often", "/worker/autoscaling/by"),
@@ -242,11 +242,11 @@ def test_selectors_find_their_pods_and_no_others(manifests: dict[str, list[dict[
         ("extraEnv[0].value=x", "/extraEnv/0"),
     ],
 )
-def test_values_that_cannot_be_are_refused(value: str, said: str, helm: Path) -> None:
+def test_values_that_cannot_be_are_refused(value: str, message: str, helm: Path) -> None:
     options = [word for each in (*NEEDED, value) for word in ("--set", each)]
     done = ran(helm, "template", "watch", str(CHART), *options)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_an_ingress_leads_to_the_api(manifests: dict[str, list[dict[str, Any]]], helm: Path) -> None:
@@ -288,7 +288,7 @@ def test_extra_variables_are_in_every_container(manifests: dict[str, list[dict[s
         assert variables["NODE"]["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
 
 
-def test_helm_test_asks_the_api(manifests: dict[str, list[dict[str, Any]]]) -> None:
+def test_helm_test_requests_the_api(manifests: dict[str, list[dict[str, Any]]]) -> None:
     pod = named(manifests["plain"], "Pod", "watch-test")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     assert pod["spec"]["restartPolicy"] == "Never"

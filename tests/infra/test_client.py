@@ -1,4 +1,4 @@
-"""What `make client` reports of a generated client. A program stands in for openapi-python-client, which has an environment of its own."""
+"""The report of `make client` about a generated client. A program replaces openapi-python-client, which has a separate environment."""
 
 from __future__ import annotations
 

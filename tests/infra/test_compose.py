@@ -36,7 +36,7 @@ ONE_SHOT = "bucket"
 each_service = pytest.mark.parametrize("name", sorted(raw_services()))
 
 
-def test_it_follows_the_compose_specification() -> None:
+def test_the_file_follows_the_compose_specification() -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     Draft202012Validator.check_schema(schema)
     Draft202012Validator(schema).validate(yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8")))
@@ -65,12 +65,14 @@ def test_the_services() -> None:
 
 
 def test_every_variable_of_watchstep_is_a_setting() -> None:
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    setting_names = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
     named = set(re.findall(rf"\b{PREFIX}[A-Z_]+", COMPOSE_FILE.read_text(encoding="utf-8")))
-    assert named <= known
+    assert named <= setting_names
     for name in OURS:
         environment = services()[name]["environment"]
-        values = {key.removeprefix(PREFIX).lower(): environment[key] for key in environment if key in known}
+        values = {
+            key.removeprefix(PREFIX).lower(): environment[key] for key in environment if key in setting_names
+        }
         settings = Settings(**values)
         assert settings.broker_url
         assert settings.database_url
@@ -88,7 +90,7 @@ def test_programs_and_modules_exist(name: str) -> None:
 
 @each_service
 def test_no_secret_is_fixed(name: str) -> None:
-    """A password or key comes from a variable; what stands here is its default for development."""
+    """A password or key comes from a variable; the value here is its default for development."""
 
     def values(value: Any) -> list[str]:
         if isinstance(value, dict | list):
@@ -104,7 +106,7 @@ def test_no_secret_is_fixed(name: str) -> None:
 
 
 @each_service
-def test_it_runs_with_little_power(name: str) -> None:
+def test_the_container_has_few_privileges(name: str) -> None:
     service = services()[name]
     assert str(service["user"]).partition(":")[0] not in {"", "0", "root"}
     assert service["read_only"] is True
@@ -114,7 +116,7 @@ def test_it_runs_with_little_power(name: str) -> None:
 
 
 @each_service
-def test_it_comes_back_and_says_how_it_is(name: str) -> None:
+def test_services_restart_and_report_their_health(name: str) -> None:
     service = services()[name]
     assert service["restart"] == ("on-failure:5" if name == ONE_SHOT else "unless-stopped")
     assert ("healthcheck" in service) == (name != ONE_SHOT)
@@ -153,7 +155,7 @@ def test_the_bucket_is_made_once(s3: S3) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in raw_services() if name != ONE_SHOT])
-def test_health_is_asked_of_a_program(name: str) -> None:
+def test_health_is_checked_by_a_program(name: str) -> None:
     assert health_of(name)[0] in {"python", "sh", "pg_isready", "wget"}
 
 

@@ -106,7 +106,7 @@ def test_the_wheel_is_built_from_what_is_copied(tmp_path: Path) -> None:
     assert "watchstep_services/db/migrations/script.py.mako" in packed
 
 
-def test_it_installs_what_production_and_traces_need_and_no_framework() -> None:
+def test_the_image_installs_what_production_and_traces_need_and_no_framework() -> None:
     (install,) = [rest for instruction, rest in STAGES["build"] if "--constraint" in rest]
     assert "--constraint requirements/lock.txt" in install
     named = re.search(r'"\$\{wheel\}\[([a-z,]+)\]"', install)

@@ -42,7 +42,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """(where it stands, PromQL), with Grafana's variables at some value."""
+    """(location, PromQL), with Grafana's variables at some value."""
     for panel in panels():
         for target in panel["targets"]:
             yield panel["title"], target["expr"].replace("$__rate_interval", "5m")
@@ -61,18 +61,18 @@ def test_queries_are_promql_over_series_that_there_are(place: str, query: str) -
     labels: set[str] = {"le"}
     for name, matchers in named:
         assert name in series(), f"{place}: {name}"
-        asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
-        assert asked <= series()[name], f"{place}: {name} has no label {asked - series()[name]}"
+        label_names = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+        assert label_names <= series()[name], f"{place}: {name} has no label {label_names - series()[name]}"
         labels |= series()[name]
     for grouping in _GROUPING.findall(query):
         assert {label.strip() for label in grouping.split(",") if label.strip()} <= labels, place
 
 
 def test_every_figure_is_on_the_dashboard_or_in_an_alert() -> None:
-    asked = {name for _, query in queries() for name, _ in _METRIC.findall(query)}
-    shown = {re.sub(r"_(sum|count|bucket)$", "", name) for name in asked}
-    known = {name for name, *_ in metrics.described()} | set(FIGURES)
-    assert known - asked - shown == set()
+    queried = {name for _, query in queries() for name, _ in _METRIC.findall(query)}
+    shown = {re.sub(r"_(sum|count|bucket)$", "", name) for name in queried}
+    metric_names = {name for name, *_ in metrics.described()} | set(FIGURES)
+    assert metric_names - queried - shown == set()
 
 
 def test_the_dashboard_is_whole() -> None:
@@ -94,7 +94,7 @@ def test_the_dashboard_is_whole() -> None:
     assert len(taken) == len(set(taken))
 
 
-def test_alerts_say_what_to_do() -> None:
+def test_alerts_state_what_to_do() -> None:
     names = [rule["alert"] for group in ALERTS["groups"] for rule in group["rules"]]
     assert len(names) == len(set(names))
     for group in ALERTS["groups"]:

@@ -1,4 +1,4 @@
-"""A class name means one thing in the whole product, and retired words are gone from public names."""
+"""A class name has one meaning in the whole product, and retired words are not in public names."""
 
 from __future__ import annotations
 
@@ -218,12 +218,12 @@ def test_embedded_programs_import_what_exists() -> None:
             text = path.read_text(encoding="utf-8").replace("\\n", "\n")
             for found in EMBEDDED.finditer(text):
                 if found[1] == "watchstep_rules":
-                    continue  # its names are those of the rules, made when they are asked for
+                    continue  # its names are those of the rules, created on access
                 names = [part.split(" as ")[0].strip(" ()\"',\\") for part in found[2].split(",")]
-                known = defined(found[1])
+                bound = defined(found[1])
                 missing += [
                     f"{path.relative_to(ROOT)}: from {found[1]} import {name}"
                     for name in names
-                    if name.isidentifier() and (known is None or name not in known)
+                    if name.isidentifier() and (bound is None or name not in bound)
                 ]
     assert not missing, "\n".join(missing)

@@ -57,7 +57,7 @@ def test_collection_imports_no_heavy_framework() -> None:
 def small(tmp_path: Path) -> Suite:
     """A suite with one test of each result."""
     (tmp_path / "test_small.py").write_text(
-        "def test_passes():\n    pass\n\n\ndef test_fails():\n    assert 1 == 2, 'told why'\n",
+        "def test_passes():\n    pass\n\n\ndef test_fails():\n    assert 1 == 2, 'because'\n",
         encoding="utf-8",
     )
     return Suite((str(tmp_path / "test_small.py"), "-p", "no:cacheprovider"), workers=0)
@@ -68,7 +68,7 @@ def test_a_failing_suite_ends_with_a_line_for_each_failed_test(small: Suite, tmp
     assert (result.passed, result.flaky) == (False, [])
     last = suite.summary("small", result)[-1]
     assert last.startswith("FAILED ")
-    assert last.endswith("test_fails: AssertionError: told why"), last
+    assert last.endswith("test_fails: AssertionError: because"), last
 
 
 def test_a_suite_that_exceeds_its_budget_fails(

@@ -63,14 +63,14 @@ TRUST = ("service_trust", "store_trust", "recorder_trust")
 
 
 def test_whatever_is_named_is_there() -> None:
-    known = set(resources()) | set(resources("data"))
-    known |= {f"var.{name}" for block in blocks("variable") for name in block}
-    known |= {f"local.{name}" for block in blocks("locals") for name in block}
+    declared_names = set(resources()) | set(resources("data"))
+    declared_names |= {f"var.{name}" for block in blocks("variable") for name in block}
+    declared_names |= {f"local.{name}" for block in blocks("locals") for name in block}
     for file in FILES:
         text = re.sub(r"#.*", "", file.read_text(encoding="utf-8"))
         text = re.sub(r'^(resource|data) "(\w+)" "(\w+)"', "", text, flags=re.MULTILINE)
         for name in _REFERENCE.findall(text):
-            assert name in known, f"{file.name}: {name}"
+            assert name in declared_names, f"{file.name}: {name}"
     used = {name for file in FILES for name in re.findall(r"\bvar\.(\w+)", file.read_text(encoding="utf-8"))}
     assert used == {name for block in blocks("variable") for name in block}
 
@@ -104,7 +104,7 @@ def test_roles_can_do_what_they_need_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("document", TRUST)
-def test_nobody_becomes_a_role_by_chance(document: str) -> None:
+def test_roles_cannot_be_assumed_by_chance(document: str) -> None:
     for statement in statements(document):
         (principal,) = statement["principals"]
         assert principal["type"] in {"AWS", "Federated"}
@@ -118,13 +118,13 @@ def test_nobody_becomes_a_role_by_chance(document: str) -> None:
 
 
 def test_the_bucket_is_closed_kept_and_encrypted() -> None:
-    held = resources()
-    closed = held["aws_s3_bucket_public_access_block.runs"]
+    declared = resources()
+    closed = declared["aws_s3_bucket_public_access_block.runs"]
     assert [closed[name] for name in closed if name.startswith(("block", "ignore", "restrict"))] == [True] * 4
-    (versioning,) = held["aws_s3_bucket_versioning.runs"]["versioning_configuration"]
+    (versioning,) = declared["aws_s3_bucket_versioning.runs"]["versioning_configuration"]
     assert versioning["status"] == "Enabled"
-    assert "aws_s3_bucket_server_side_encryption_configuration.runs" in held
-    rules = held["aws_s3_bucket_lifecycle_configuration.runs"]["rule"]
+    assert "aws_s3_bucket_server_side_encryption_configuration.runs" in declared
+    rules = declared["aws_s3_bucket_lifecycle_configuration.runs"]["rule"]
     assert {rule["id"] for rule in rules} == {"versions", "uploads"}
     (denied,) = statements("bucket")
     assert (denied["effect"], denied["condition"][0]["variable"]) == ("Deny", "aws:SecureTransport")
