@@ -41,6 +41,26 @@ class Series:
         """CPU seconds of a step: the training thread's least so many, and the least round of all that is behind it."""
         return min(self.threads(period)) + min(sample.rest for sample in self.samples)
 
+    def due_steps(self, period: int) -> float:
+        """The training thread's time with one due step in a period over its time without, within one process.
+
+        Two processes differ by more on a shared machine. The due step is the one of a period that takes longest, by the median over all
+        periods; the median of the others is the time without.
+        """
+        by_place = [
+            statistics.median(
+                step
+                for sample in self.samples
+                for number, step in enumerate(sample.thread)
+                if number % period == place
+            )
+            for place in range(period)
+        ]
+        due = max(by_place)
+        by_place.remove(due)
+        without = statistics.median(by_place)
+        return 1 + (due - without) / (period * without)
+
     @property
     def mean(self) -> float:
         """CPU seconds of a step, over all rounds."""

@@ -81,6 +81,11 @@ def _add_thread(report: Report, workload: str, variant: str, series: Series, bas
     target = VARIANTS[variant].thread_targets.get(workload)
     ratio = pick(series.threads(period)) / pick(base.threads(period))
     report.add(f"{workload}/{variant}/thread", Figure(ratio, "ratio", target))
+    if target is not None:
+        note = f"one step in {period} against the others of its process"
+        report.add(
+            f"{workload}/{variant}/due_steps", Figure(series.due_steps(period), "ratio", target, note=note)
+        )
 
 
 def _add_account(report: Report, name: str, told: float, measured: float, noise: float) -> None:

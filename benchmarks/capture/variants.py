@@ -89,6 +89,7 @@ VARIANTS = {
         {"mlp": 1.20},
         period=10,
         memory_bound=instruments.STATE_IN_FULL.memory_bound,
+        thread_targets={"mlp": 1.10},
         workloads=("mlp",),
     ),
     "separate_operations": Variant(

@@ -296,6 +296,11 @@ def _with_reference(config: RuleConfig, references: PinnedReferences) -> RuleCon
     reference: Any = references.statistics.get(f"{compared.run} {compared.figure}")
     if reference is None:
         return config
-    return config.model_copy(
+    compared_config = config.model_copy(
         update={"params": {**config.params, config.implementation.reference_param: reference}}
     )
+    try:
+        _ = compared_config.parameters  # of an object on the store, which may be damaged
+    except ValueError:
+        return config  # the rule reports that it has no reference
+    return compared_config

@@ -21,12 +21,12 @@ from watchstep.capture.given.names import GivenNames
 from watchstep.capture.given.values import GivenValues, TensorRecorder
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_document
-from watchstep.capture.recorder import Guarding, Recorder, StepGuard
 from watchstep.capture.service.client import ServiceClient, lent, open_recorded
 from watchstep.capture.service.registration import LaunchState, RunRegistration
-from watchstep.capture.session import Session, apply_control, start_sampling
 from watchstep.capture.shutdown import ending
 from watchstep.capture.shutdown.ending import Ending
+from watchstep.capture.steps.recorder import Guarding, Recorder, StepGuard
+from watchstep.capture.steps.session import Session, apply_control, start_sampling
 from watchstep.capture.stop import ControlReader, StopExchange
 from watchstep.capture.tensorboard import TensorBoardSink
 from watchstep.capture.upload.access import UploadTarget

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xgboost
 
-from watchstep.capture.record import Group, Probe
+from watchstep.capture.steps.record import Group, Probe
 from watchstep.format import tensors
 from watchstep.format.statistics import Floats, StatisticsBatch, merge_rows, scalars
 from watchstep.format.tensors import Mode, TensorInfo

@@ -117,10 +117,12 @@ def attach(service: EmbeddedService, folder: Path, hook: Hook, collapsed: thread
     while not httpx.put(f"{url}/rules/low_rank", json=rule, headers=headers).is_success:
         assert time.monotonic() < deadline, "the run is not known to the service"
         time.sleep(0.05)
+    deadline = time.monotonic() + WAIT
     while not open_run(hook.run_url).snapshots():
         assert time.monotonic() < deadline, f"no tensors are saved: {hook.health}"
         time.sleep(0.05)
     collapsed.set()
+    deadline = time.monotonic() + WAIT
     while True:
         alerts = httpx.get(f"{url}/alerts", headers=headers).json()["alerts"]
         for alert in alerts:

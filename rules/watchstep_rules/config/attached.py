@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ParamSpec
 
 from pydantic import ValidationError
@@ -26,24 +26,43 @@ def element_probes(configs: Iterable[RuleConfig]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(probe for probe in needed if parsed(probe) is not None))
 
 
+def reads_tensors(config: RuleConfig) -> bool:
+    """Whether a rule config judges full tensors. One whose needs cannot be determined does not."""
+    try:
+        return config.implementation.needed(config.parameters).tensors is not None
+    except Exception:  # noqa: BLE001 - reported by the evaluation
+        return False
+
+
 def capture_needs(configs: Iterable[RuleConfig]) -> tuple[CaptureNeed, ...]:
     """What rule configs need a recorder to capture beyond its default configuration: full tensors, probes with arguments, collections.
 
     A rule whose needs cannot be determined needs nothing here; its evaluation reports why.
     """
-    needs = []
+    needs: list[CaptureNeed] = []
     for config in configs:
         try:
-            needed = config.implementation.needed(config.parameters)
+            needs += _needs_of(config)
         except Exception:  # noqa: BLE001, S112 - reported by the evaluation, and must not keep a run from being registered
             continue
-        collections = (config.tensors.collection,) if config.tensors.collection else needed.collections
-        probes = tuple(probe for probe in needed.probes if parsed(probe) is not None)
-        tensors = needed.tensors
-        if tensors is not None or probes or not set(collections) <= _RECORDED:
-            every, modes = (0, ()) if tensors is None else (tensors.every, tensors.modes)
-            needs.append(CaptureNeed(config.name, tuple(collections), probes, every, modes))
     return tuple(needs)
+
+
+def _needs_of(config: RuleConfig) -> list[CaptureNeed]:
+    """The need of one rule config, if it has one.
+
+    Raises:
+        ValueError: a control document cannot contain it.
+    """
+    needed = config.implementation.needed(config.parameters)
+    collections = (config.tensors.collection,) if config.tensors.collection else needed.collections
+    probes = tuple(probe for probe in needed.probes if parsed(probe) is not None)
+    tensors = needed.tensors
+    if tensors is None and not probes and set(collections) <= _RECORDED:
+        return []
+    every, modes = (0, ()) if tensors is None else (tensors.every, tensors.modes)
+    need = CaptureNeed(config.name, tuple(collections), probes, every, modes)
+    return [CaptureNeed.from_data(asdict(need))]
 
 
 _RECORDED = frozenset(CaptureConfig().collections) | {SYSTEM, FINITE_CHECKS, SAVED}

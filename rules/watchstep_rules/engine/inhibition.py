@@ -32,7 +32,10 @@ class AlertUpdate:
 def can_be_inhibited(config: RuleConfig) -> bool:
     """Whether a rule config waits for the watermark, and therefore for other rule configs."""
     rule = config.implementation
-    return rule.merged(config.parameters) == "watermark" and not rule.clock
+    try:
+        return rule.merged(config.parameters) == "watermark" and not rule.clock
+    except ValueError:
+        return False  # its evaluation reports the invalid parameters
 
 
 def inhibitions(configs: Sequence[RuleConfig]) -> list[tuple[int, int]]:

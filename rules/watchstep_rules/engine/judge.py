@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from watchstep.errors import RuleError
 from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import AlertMemory, Transition, Watermarks, advance
@@ -61,12 +64,16 @@ class RuleMemory(BaseModel):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one evaluation of a rule config, and its duration."""
+    """The result of one evaluation of a rule config, and its duration.
+
+    ``finding_count`` is the number of findings if only the first were kept; otherwise -1.
+    """
 
     memory: RuleMemory
     findings: Sequence[Finding]
     transitions: list[Transition]
     seconds: float = field(default=0.0, compare=False)
+    finding_count: int = field(default=-1, compare=False)
 
 
 def judge(
@@ -213,25 +220,60 @@ def _always() -> None:
     """Continue."""
 
 
+@dataclass(frozen=True)
+class JudgingLimits:
+    """Limits of the evaluation of many rule configs.
+
+    Attributes:
+        seconds: time limit. Rule configs that have not been evaluated when it is exceeded keep their state, with an error.
+        findings: limit of the findings that are kept of each rule config, the first; the others are counted.
+        check_running: is called before each rule config; an exception that it raises ends the evaluation.
+    """
+
+    seconds: float = math.inf
+    findings: int = sys.maxsize
+    check_running: Callable[[], None] = _always
+    _began: float = field(default_factory=time.monotonic)
+
+    def is_over(self) -> bool:
+        """Whether the time limit is exceeded."""
+        return time.monotonic() - self._began > self.seconds
+
+    def error(self) -> RuleError:
+        """The error of a rule config that was not evaluated."""
+        return RuleError(
+            f"the evaluation took more than {self.seconds:g} s before this rule",
+            "record fewer tensors or less often, or use fewer rules for this run",
+        )
+
+
 def judge_set(
     rules: Sequence[tuple[RuleConfig, RuleMemory]],
     rows: RuleInputs,
-    check_running: Callable[[], None] = _always,
+    limits: JudgingLimits | None = None,
 ) -> list[Verdict]:
     """Evaluate all rule configs of a run. A rule config that fails reports it in its health and does not affect the others.
 
     Args:
         rules: each rule config with the state that the last evaluation returned.
         rows: the rows of this evaluation.
-        check_running: is called before each rule config; an exception that it raises ends the evaluation.
+        limits: limits of the evaluation; None for none.
 
     Returns:
         A verdict for each rule config, in the same order.
     """
-    verdicts = []
+    verdicts: list[Verdict] = []
     for config, memory in rules:
-        check_running()
-        verdicts.append(judge_inputs(config, memory, rows))
+        if limits is None:
+            verdicts.append(judge_inputs(config, memory, rows))
+            continue
+        limits.check_running()
+        if limits.is_over():
+            verdicts.append(Verdict(failed(memory, limits.error()), [], []))
+            continue
+        verdict = judge_inputs(config, memory, rows)
+        kept = list(verdict.findings[: limits.findings])
+        verdicts.append(replace(verdict, findings=kept, finding_count=len(verdict.findings)))
     updates = [
         AlertUpdate(config, verdict.memory.alert, verdict.transitions)
         for (config, _), verdict in zip(rules, verdicts, strict=True)

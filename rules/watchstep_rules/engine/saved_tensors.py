@@ -10,6 +10,7 @@ reported in the rule's health. Names, sizes and descriptions in an object come f
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,6 @@ from watchstep.format.block import Block, Places
 from watchstep.format.layout import SnapshotKey
 from watchstep.format.snapshot import (
     DTYPES,
-    NARROW_FLOATS,
     Snapshot,
     TensorLocation,
     infos_of,
@@ -39,10 +39,10 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule import Needs
 from watchstep_rules.saved_block import SavedBlock
 
-STEP_BYTES = 64 * 1024 * 1024
+STEP_BYTES = 128 * 1024 * 1024
 """Limit of the tensors of one object that one rule reads, as they are in memory: bfloat16 and fp8 take four bytes."""
 
-EVALUATION_BYTES = 256 * 1024 * 1024
+EVALUATION_BYTES = 512 * 1024 * 1024
 """Limit of the tensors that one evaluation reads for all rules; they are in memory together."""
 
 EVALUATION_TENSORS = 100_000
@@ -53,6 +53,8 @@ EVALUATION_OBJECTS = 50
 
 EVALUATION_SECONDS = 10.0
 """Limit of the time for reading them, without the time of the rules."""
+
+_WIDE_BYTES = 8
 
 _GAP = 256 * 1024
 """Tensors that are no further apart are read with one request."""
@@ -321,10 +323,8 @@ def _summary(problems: Sequence[str]) -> str:
 
 
 def _memory(stored: TensorLocation) -> int:
-    """Bytes of a tensor's values in memory."""
-    if stored.dtype not in NARROW_FLOATS:
-        return stored.length
-    return stored.length // DTYPES[stored.dtype].itemsize * np.dtype(np.float32).itemsize
+    """Memory of a tensor's elements as float64, to which rules convert them."""
+    return math.prod(stored.shape) * _WIDE_BYTES
 
 
 def _measured(array: NDArray[Any]) -> StatisticsBatch:

@@ -67,7 +67,7 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "WeightUpdateRatio",
         "sagemaker_weight_update_ratio",
-        f"the norm is Euclidean, Amazon's is unstated; {_LARGE_TENSORS}",
+        f"the norm is Euclidean, Amazon's is unstated; {_LARGE_TENSORS}; with `full_tensors` all elements are compared",
     ),
     AmazonsRule(
         "AllZero", "sagemaker_all_zero", f"{_NEITHER}; here weights, gradients, activations and inputs"
@@ -75,7 +75,7 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "UnchangedTensor",
         "sagemaker_unchanged_tensor",
-        f"each record is compared with the previous one; {_LARGE_TENSORS}; {_NEITHER}; here losses",
+        f"each record is compared with the previous one; {_LARGE_TENSORS}; with `full_tensors` all elements are compared; {_NEITHER}; here losses",
     ),
     AmazonsRule(
         "TensorVariance",
@@ -89,8 +89,8 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "SimilarAcrossRuns",
         "sagemaker_similar_across_runs",
-        "Amazon's criterion is unstated; here the root mean square, within 1e-5; `other_trials` takes statistics of the other run "
-        "instead of its URL",
+        "Amazon's criterion is unstated; here the root mean square, within 1e-5, or with `elementwise` each element of saved tensors; "
+        "`other_trials` takes the name of one run of the project, or its statistics, instead of a URL",
         in_preset=False,
     ),
     AmazonsRule(

@@ -30,9 +30,20 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from numpy.typing import NDArray
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
-from watchstep.errors import RuleError
+from watchstep.errors import BadNameError, RuleError
+from watchstep.format.layout import check_name
 from watchstep.format.statistics import Histograms, StatisticsBatch, merge_rows, scalars
 from watchstep.format.tensors import Mode
 from watchstep_rules.rule import Severity
@@ -194,19 +205,11 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Series(_Model):
-    """The values of one tensor, step by step."""
+class _Tensor(_Model):
+    """A tensor as recorders describe it. Missing fields follow from its name."""
 
     tensor: str = Field(
         min_length=1, description="The tensor's name, e.g. fc1.weight:gradient, fc1:output, loss."
-    )
-    values: str | float = Field(description="Values in short notation: 1e-3x100 1e-9x20 _ NaN.")
-    figure: Figure | None = Field(
-        None,
-        description=f"The statistic of the values: {', '.join(FIGURES)}. By default the mean for one element, else the abs_mean.",
-    )
-    probes: dict[str, str | float] = Field(
-        default_factory=dict, description="Further columns, by name, in the same notation."
     )
     role: str | None = Field(
         None, description="The role: gradient, weight, loss, …; by default derived from the name."
@@ -219,13 +222,26 @@ class Series(_Model):
         None, description="The class of the module; Linear by default if there is a module."
     )
     order: int | None = Field(None, ge=0, description="The depth; by default the index in the list.")
+    mode: Mode = "train"
+    worker: int | None = Field(None, ge=0, description="The worker; all workers by default.")
+
+
+class Series(_Tensor):
+    """The values of one tensor, step by step."""
+
+    values: str | float = Field(description="Values in short notation: 1e-3x100 1e-9x20 _ NaN.")
+    figure: Figure | None = Field(
+        None,
+        description=f"The statistic of the values: {', '.join(FIGURES)}. By default the mean for one element, else the abs_mean.",
+    )
+    probes: dict[str, str | float] = Field(
+        default_factory=dict, description="Further columns, by name, in the same notation."
+    )
     shape: tuple[Annotated[int, Field(ge=1, le=2**31)], ...] | None = Field(
         None,
         max_length=8,
         description="The shape; by default [] for losses and metrics, [8] for biases, else [8, 8].",
     )
-    mode: Mode = "train"
-    worker: int | None = Field(None, ge=0, description="The worker; all workers by default.")
     start: int = Field(0, ge=0, description="The step of the first value.")
     every: int = Field(1, ge=1, description="Steps between two values.")
 
@@ -241,6 +257,105 @@ class Series(_Model):
                     f"probe {name!r} has {found} values instead of {length}: give one, or {length}"
                 )
         return self
+
+
+SavedDtype = Literal["float32", "float64", "float16", "int64", "int32", "uint8", "bool"]
+
+
+class Filled(_Model):
+    """Values that are not written out."""
+
+    shape: tuple[Annotated[int, Field(ge=0, le=MOST_VALUES)], ...] = Field(
+        max_length=8, description="The shape."
+    )
+    constant: float = Field(0.0, allow_inf_nan=True, description="The value of all elements.")
+    normal: int | None = Field(
+        None,
+        ge=0,
+        description="Instead of constant: normally distributed elements with mean 0 and variance 1, by this seed.",
+    )
+
+    @model_validator(mode="after")
+    def _is_small(self) -> Filled:
+        if math.prod(self.shape) > MOST_VALUES:
+            raise ValueError(f"{math.prod(self.shape)} elements: at most {MOST_VALUES} are possible")
+        return self
+
+
+def _checked_values(value: Any) -> Any:
+    """Check nested lists: of equal length, of numbers, or NaN, Inf and -Inf as words."""
+    if isinstance(value, dict):
+        return Filled.model_validate(value)
+    if isinstance(value, Filled):
+        return value
+    waiting = [value]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, list):
+            waiting += entry
+        elif not (isinstance(entry, int | float) or entry in _WORDS):
+            raise ValueError(f"{str(entry)[:80]!r} is not a number, NaN, Inf or -Inf")
+    try:
+        array = np.array(value, np.float64)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{str(value)[:80]} is not a number, or lists of equal length") from error
+    if array.size > MOST_VALUES or array.ndim > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"{array.size} elements in {array.ndim} dimensions: at most {MOST_VALUES} in {_MOST_DIMENSIONS} are possible"
+        )
+    return value
+
+
+_MOST_DIMENSIONS = 8
+_WORDS = ("NaN", "Inf", "-Inf")
+SavedValues = Annotated[
+    Any,
+    BeforeValidator(_checked_values),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number"},
+                {"type": "string", "enum": list(_WORDS)},
+                {
+                    "type": "array",
+                    "description": "Numbers, or lists of numbers; one level for each dimension.",
+                },
+                Filled.model_json_schema(),
+            ]
+        }
+    ),
+]
+
+
+class SavedSeries(_Tensor):
+    """A tensor that was saved in full at some steps, for rules over full tensors."""
+
+    values: dict[Step, SavedValues] = Field(
+        min_length=1,
+        description="The values at each step: a number, nested lists, or {shape, constant} or {shape, normal: SEED}.",
+    )
+    reference: dict[Step, SavedValues] = Field(
+        default_factory=dict, description="The values of this tensor in the reference run, by step."
+    )
+    dtype: SavedDtype = Field("float32", description="The element type.")
+
+    @model_validator(mode="after")
+    def _can_be_saved(self) -> SavedSeries:
+        for name in self.collections or ():
+            try:
+                check_name("collection", name)
+            except BadNameError as error:
+                raise ValueError(error.what) from error
+        return self
+
+
+def array_of(values: Any, dtype: str) -> NDArray[Any]:
+    """The array of saved values."""
+    if not isinstance(values, Filled):
+        return np.array(values, np.float64).astype(dtype)
+    if values.normal is None:
+        return np.full(values.shape, values.constant).astype(dtype)
+    return np.random.default_rng(values.normal).standard_normal(values.shape).astype(dtype)
 
 
 class Expectation(_Model):
@@ -278,6 +393,7 @@ class RuleTest(_Model):
 
     name: str = Field(min_length=1, description="The name of the test.")
     series: tuple[Series, ...] = Field((), description="The tensors of a synthetic run.")
+    saved: tuple[SavedSeries, ...] = Field((), description="The full tensors that a synthetic run saved.")
     run: str | None = Field(None, description="A recorded run: path relative to this file, or URL.")
     attempt: str | None = Field(None, description="The attempt of the run; the newest by default.")
     interval: float = Field(1.0, gt=0, le=1e6, description="Seconds between two steps of a synthetic run.")
@@ -289,8 +405,8 @@ class RuleTest(_Model):
 
     @model_validator(mode="after")
     def _has_rows(self) -> RuleTest:
-        if (self.run is None) == (not self.series):
-            raise ValueError("give either 'series' or 'run'")
+        if (self.run is None) == (not self.series and not self.saved):
+            raise ValueError("give either 'series' or 'run'; 'saved' may stand beside or instead of 'series'")
         if self.attempt is not None and self.run is None:
             raise ValueError("'attempt' requires a recorded 'run'")
         return self

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -23,16 +23,20 @@ from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Phase, Transition, coalesce
 from watchstep_rules.engine.judge import RuleHealth
+from watchstep_rules.engine.saved_tensors import SavedTensors
 from watchstep_rules.rule_files import rule_file
 from watchstep_rules.testing.file import (
     Expectation,
     RuleTest,
     RuleTestFile,
+    SavedSeries,
     Series,
     Steps,
+    array_of,
     statistics_with,
     values_of,
 )
+from watchstep_rules.testing.saved import saved_rows
 
 _BEGAN_NS = 1_700_000_000_000_000_000
 _OF_SUFFIX = {"gradient": "gradient", "update": "update", "output": "output", "input": "input"}
@@ -43,11 +47,27 @@ _COLLECTIONS = {
 
 
 def made(test: RuleTest) -> Block:
-    """Build all rows of a test, in canonical order.
+    """Build all rows of a test, in canonical order, without those about saved tensors.
 
     Raises:
         ValueError: a series has a value that is impossible for its shape; the message names the series.
     """
+    return concatenate(_rows_of_series(test)).ordered()
+
+
+def made_with_saved(test: RuleTest) -> tuple[Block, Callable[[], SavedTensors]]:
+    """Build all rows of a test, in canonical order, and a reader of its saved tensors.
+
+    Raises:
+        ValueError: as `made`.
+    """
+    entries = [(saved, info_of(saved, place)) for place, saved in enumerate(test.saved)]
+    interval_ns = round(test.interval * 1e9)
+    marks, reader = saved_rows(entries, test.workers, lambda step: _BEGAN_NS + interval_ns * step)
+    return concatenate([*_rows_of_series(test), *marks]).ordered(), reader
+
+
+def _rows_of_series(test: RuleTest) -> list[Block]:
     parts: list[Block] = []
     for index, series in enumerate(test.series):
         workers = range(test.workers) if series.worker is None else (series.worker,)
@@ -56,10 +76,10 @@ def made(test: RuleTest) -> Block:
         except ValueError as error:
             raise ValueError(f"series {series.tensor!r}: {error}") from error
         parts.extend(_of_worker(rows, worker) for worker in workers)
-    return concatenate(parts).ordered()
+    return parts
 
 
-def info_of(series: Series, place: int) -> TensorInfo:
+def info_of(series: Series | SavedSeries, place: int) -> TensorInfo:
     """Return the catalogue entry of a series. Missing fields follow from its name, by the naming scheme of the SDK."""
     path, _, suffix = series.tensor.partition(":")
     module, _, last = path.rpartition(".")
@@ -68,7 +88,10 @@ def info_of(series: Series, place: int) -> TensorInfo:
         module = series.module
     elif suffix in {"output", "input"}:
         module = path
-    shape = series.shape
+    if isinstance(series, SavedSeries):
+        shape: tuple[int, ...] | None = array_of(next(iter(series.values.values())), series.dtype).shape
+    else:
+        shape = series.shape
     if shape is None:
         shape = () if role in {"loss", "metric"} else (8,) if "bias" in last else (8, 8)
     kind = series.module_type if series.module_type is not None else "Linear" if module else ""
@@ -211,8 +234,8 @@ def _run_test(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> Te
 
 def _evaluate(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> tuple[int, list[ReplayOutcome]]:
     if test.run is None:
-        rows = made(test)
-        return len(rows), backtest(rows, configs)
+        rows, reader = made_with_saved(test)
+        return len(rows), backtest(rows, configs, reader)
     location = test.run if "://" in test.run else str(folder / Path(test.run).expanduser())
     attempts = backtest_run(location, configs).attempts
     chosen = [attempt for attempt in attempts if test.attempt in {None, attempt.attempt}]

@@ -7,7 +7,6 @@ its column is its kind and its arguments: ``inactive_units:1.0``. Equal argument
 from __future__ import annotations
 
 import difflib
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,11 +17,14 @@ from watchstep.errors import BadNameError, ConfigError
 from watchstep.format import tensors
 from watchstep.format.layout import check_name
 from watchstep.format.tensors import MODES, Mode, TensorInfo
+from watchstep.platform.patterns import check_pattern, matches_from_start
 
 
 @dataclass(frozen=True)
 class Cadence:
     """At which steps a collection is measured, or its tensors are saved. In modes other than train, forward passes of that mode are counted.
+
+    Full tensors of a mode without forward passes of a watched model are saved by the number of the step.
 
     Attributes:
         every: number of steps between measurements; None for as often as the overhead budget allows.
@@ -272,8 +274,8 @@ class Collection:
         modes: cadences for other modes; None excludes a mode.
         tensors: when its tensors are saved in full; None for never. With ``every=None`` only at ``steps``.
         tensor_limits: limits of the full tensors.
-        include: only names that this regular expression matches from the start.
-        exclude: excludes names that this regular expression matches from the start.
+        include: only names that this regular expression (RE2 syntax) matches from the start.
+        exclude: excludes names that this regular expression (RE2 syntax) matches from the start.
         modules: only tensors of modules at these paths, or below them.
         module_types: only tensors of modules of these classes, by name, or of subclasses.
         roles: only tensors with these roles: weight, bias, gradient, output, input, update, ….
@@ -303,11 +305,12 @@ class Collection:
             )
         for pattern in (self.include, self.exclude):
             try:
-                re.compile(pattern or "")
-            except re.error as error:
+                if pattern is not None:
+                    check_pattern(pattern)
+            except ValueError as error:
                 raise ConfigError(
                     f"collection: {pattern!r} is not a valid regular expression ({error})",
-                    "see the documentation of the re module",
+                    "use RE2 syntax: https://github.com/google/re2/wiki/Syntax",
                 ) from error
         for mode in self.modes:
             if mode not in MODES:
@@ -331,8 +334,8 @@ class Collection:
             bases: names of the classes of its module, including base classes.
         """
         return (
-            (self.include is None or re.match(self.include, info.name) is not None)
-            and (self.exclude is None or re.match(self.exclude, info.name) is None)
+            (self.include is None or matches_from_start(self.include, info.name))
+            and (self.exclude is None or not matches_from_start(self.exclude, info.name))
             and (not self.roles or info.role in self.roles)
             and (not self.modules or any(_is_below(info.module, path) for path in self.modules))
             and (not self.module_types or not {info.module_type, *bases}.isdisjoint(self.module_types))

@@ -45,10 +45,11 @@ def with_tensors(
 
 
 def _combined(own: Cadence | None, need: CaptureNeed) -> Cadence:
+    own_modes = need.modes if own is None else own.modes
+    in_all = not own_modes or not need.modes
+    modes = () if in_all else tuple(mode for mode in MODES if mode in own_modes or mode in need.modes)
     if own is None:
-        return Cadence(need.every, modes=need.modes)
-    in_all = not own.modes or not need.modes
-    modes = () if in_all else tuple(mode for mode in MODES if mode in own.modes or mode in need.modes)
+        return Cadence(need.every, modes=modes)
     if own.every is None or own.every > need.every:
         return Cadence(need.every, steps=own.steps, modes=modes)
     return replace(own, modes=modes)

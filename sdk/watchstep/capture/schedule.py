@@ -304,10 +304,10 @@ class Schedule:
             passes.on_credit = step >= passes.next_credit
             passes.next_credit = step + _CREDIT_INTERVAL if passes.on_credit else passes.next_credit
 
-    def pass_number(self, mode: Mode) -> int:
-        """Return the number of the current forward pass in a mode other than train, from 0."""
+    def pass_number(self, mode: Mode) -> int | None:
+        """Return the number of the current forward pass in a mode other than train, from 0; None before the first one."""
         passes = self._passes.get(mode)
-        return 0 if passes is None else max(0, passes.number)
+        return None if passes is None else passes.number
 
     def override(self, every: Mapping[str, int]) -> None:
         """Set fixed cadences of collections, as the service requests. Called from another thread."""

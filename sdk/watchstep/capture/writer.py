@@ -16,10 +16,10 @@ from typing import cast
 from watchstep.capture.config import Bounds
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.node.member import Member
-from watchstep.capture.record import BoundedQueue, FinishedStep, Group, Record
-from watchstep.capture.snapshots import SnapshotWriter
+from watchstep.capture.steps.record import BoundedQueue, FinishedStep, Group, Record
 from watchstep.capture.stop import ControlReader
 from watchstep.capture.tensorboard import TensorBoardSink
+from watchstep.capture.tensors.snapshots import SnapshotWriter
 from watchstep.capture.upload.access import Access, UploadTarget
 from watchstep.capture.upload.backlog import Backlog, SegmentEncoder
 from watchstep.capture.upload.spill import Spill, SpillOwner

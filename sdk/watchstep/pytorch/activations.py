@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from watchstep.capture.record import Group, Probe
-from watchstep.capture.recorder import Recorder
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Group, Probe
+from watchstep.capture.steps.recorder import Recorder
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel

@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import (
     _NormBase,
 )  # base of layers with running statistics; not public
 
-from watchstep.capture.record import Group
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Group
+from watchstep.capture.steps.session import Session
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Kernel

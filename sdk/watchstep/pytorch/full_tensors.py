@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from watchstep.capture.config import TensorLimits
-from watchstep.capture.tensor_capture import Copy, DueTensor, TensorCapture
+from watchstep.capture.tensors.collections import Copy, DueTensor, TensorCapture
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.pytorch.names import is_sharding

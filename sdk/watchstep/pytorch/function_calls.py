@@ -23,8 +23,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from watchstep.capture.config import FUNCTION_CALLS, of_kind
-from watchstep.capture.record import Group, Probe
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Group, Probe
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel

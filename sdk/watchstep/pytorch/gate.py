@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.capture.record import Group
+from watchstep.capture.steps.record import Group
 from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import NonfiniteCheck

@@ -19,8 +19,8 @@ from watchstep.capture.given.confusion import (
     restarts,
 )
 from watchstep.capture.given.names import Given, GivenNames
-from watchstep.capture.record import Probe
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Probe
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.pytorch import full_tensors

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from watchstep.capture.record import scalar_info
-from watchstep.capture.recorder import Recorder
+from watchstep.capture.steps.record import scalar_info
+from watchstep.capture.steps.recorder import Recorder
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Measurement
 from watchstep.pytorch import full_tensors

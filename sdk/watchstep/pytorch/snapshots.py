@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from watchstep.capture.snapshots import Occasion, TakenSnapshot, fitting
+from watchstep.capture.tensors.snapshots import Occasion, TakenSnapshot, fitting
 from watchstep.format.snapshot import Described, TensorPart, aligned_order, parts_metadata
 from watchstep.format.tensors import bounded_word
 from watchstep.pytorch.full_tensors import FORMAT_NAMES, shard_of, swap_bytes
 
 if TYPE_CHECKING:
-    from watchstep.capture.session import Session
+    from watchstep.capture.steps.session import Session
     from watchstep.pytorch.names import NamedParameter
 
 

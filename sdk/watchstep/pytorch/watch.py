@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.capture.session import Session
+from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode
@@ -553,7 +553,7 @@ class Watch:
         self._parameters.measure_gradients(updated, step, scaling, measured)
         self._buffers.measure(step)
         self._not_in_optimizer.measure(step)
-        if self._session.full_tensors.active:
+        if self._session.full_tensors.any_due(step):
             self._parameters.save(updated, step, scaling)
             self._buffers.save(step)
         state = "after the update" if updated_already else "before the update"

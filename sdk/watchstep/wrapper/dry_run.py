@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from watchstep.capture.config import BUILT_IN, ROLES, Bounds, Cadence, CaptureConfig, Collection, placed
-from watchstep.capture.session import Session
+from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import TensorInfo

@@ -9,7 +9,7 @@ claim ── collect ──▶ judge ──▶ commit ──▶ committed
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
 from watchstep.format import layout
+from watchstep_rules.config.attached import reads_tensors
 from watchstep_rules.custom.sandbox.pool import on_behalf_of
 from watchstep_rules.engine.rule_inputs import History, JudgingProgress, Lookback, joined, trimmed
 from watchstep_rules.references import saved_tensors_of
@@ -67,6 +68,10 @@ from watchstep_services.service.rule_time import RETRY_SECONDS, charged
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
+_SEVERAL_ROWS = 20_000
+_LARGE_PRODUCT = 3_000_000
+"""Rows times rules from which an evaluation may take some seconds: 100,000 rows for the default rules."""
+
 _MOST_FAILED = 20
 """Limit of failed attempts in a run's health."""
 
@@ -161,10 +166,11 @@ def _evaluate_claimed(
         with _reading(service, claim) as source:
             collected = _collect(service, claim, source)
             failpoint("evaluate.read", claim)
-            in_turn = claim.waits_for_turn or not collected.is_large
-            waits = not in_turn and not _take_large_turn(service, claim, large_turn)
+            is_large = claim.waits_for_turn or _is_large(service, claim, collected)
+            waits = is_large and not claim.waits_for_turn and not _take_large_turn(service, claim, large_turn)
             if collected.attempt and not waits:
-                judgement = _judge(service, claim, source, collected)
+                check_running = service.check_running if is_large else _continue
+                judgement = _judge(service, claim, source, collected, check_running)
         if waits:
             # The thread does not wait for the other evaluation, because that would delay other runs.
             return Evaluation("idle", _wait_for_turn(service, claim))
@@ -312,7 +318,21 @@ def _collect(service: Service, claim: Claim, source: RunSource) -> Collected:
     return collected
 
 
-def _judge(service: Service, claim: Claim, source: RunSource, collected: Collected) -> Judgement:
+def _is_large(service: Service, claim: Claim, collected: Collected) -> bool:
+    """Whether evaluating the segments may take long: many rows, many rows for many rules, or full tensors."""
+    rows = sum(len(block) for _, block in collected.blocks)
+    saved = any(info.role == "saved" for _, block in collected.blocks for info in block.catalogue)
+    if collected.is_large or not (saved or rows >= _SEVERAL_ROWS):
+        return collected.is_large
+    configs = [loaded.config for loaded in ticks.cached_configs(service, claim, collected.attempt)]
+    if rows * len(configs) >= _LARGE_PRODUCT:
+        return True
+    return saved and any(config is not None and reads_tensors(config) for config in configs)
+
+
+def _judge(
+    service: Service, claim: Claim, source: RunSource, collected: Collected, check_running: Callable[[], None]
+) -> Judgement:
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
         attempt = attempts.load(service.database, source.store, claim.run_id, collected.attempt, claim)
@@ -344,7 +364,6 @@ def _judge(service: Service, claim: Claim, source: RunSource, collected: Collect
     )
     watermark = advance.step if advance else progress.watermark
     ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
-    check_running = service.check_running if collected.is_large else _continue
     judging = JudgingProgress(attempt.watermark, watermark, claim.now_ns, ended)
     saved = saved_tensors_of(source.store, collected.attempt)
     judged = judge_all(configs, before.block, arrived, judging, check_running, saved)

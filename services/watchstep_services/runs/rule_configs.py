@@ -8,6 +8,8 @@ from typing import Literal
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from watchstep.format.capture_needs import CaptureNeed
+from watchstep.format.control import ControlDocument
 from watchstep_rules.config.attached import capture_needs
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.engine import Database
@@ -189,10 +191,22 @@ def _retire(row: RuleConfigRow) -> None:
 
 
 def _request_needs(session: Session, run: RunRow, rows: _ConfigRows) -> None:
-    """State in the control document what the evaluated rule configs need the workers to capture."""
-    loaded = [load_config(row, None) for (origin, _), row in rows.items() if not origin.startswith("retired")]
+    """State in the control document what the evaluated rule configs need the workers to capture.
+
+    A config that cannot be read now, because it is of another version or its program cannot be run, keeps its stated needs.
+    """
+    stated = {need.rule: need for need in ControlDocument.from_data(run.control).needs}
+    needs: list[CaptureNeed] = []
+    for (origin, name), row in rows.items():
+        if origin.startswith("retired"):
+            continue
+        config = load_config(row, None).config
+        if config is not None:
+            needs += capture_needs([config])
+        elif name in stated:
+            needs.append(stated[name])
     session.flush()
-    set_needs(session, run.id, capture_needs([entry.config for entry in loaded if entry.config is not None]))
+    set_needs(session, run.id, needs)
 
 
 def _fence(session: Session, run: RunRow) -> None:

@@ -14,7 +14,7 @@ from watchstep.format.block import Block
 from watchstep_rules.baseline import with_baseline
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import Transition
-from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, failed, judge_set
+from watchstep_rules.engine.judge import JudgingLimits, RuleHealth, RuleMemory, Verdict, failed, judge_set
 from watchstep_rules.engine.rule_inputs import JudgingProgress, Lookback, RuleInputs, over_one_catalogue
 from watchstep_rules.engine.saved_tensors import SavedTensors
 from watchstep_rules.rule import Finding
@@ -22,6 +22,9 @@ from watchstep_services.db.models import RuleConfigRow
 
 STATE_CHARACTERS = 32 * 1024 * 1024
 """Limit of the rule states of one attempt together, as JSON. They are stored in one transaction."""
+
+JUDGING_SECONDS = 30.0
+"""Limit of the time in which the rules of one evaluation begin. Rules that a recorder requested are evaluated last."""
 
 FINDINGS_KEPT = 1000
 """Limit of stored findings of one rule config on one attempt; the rest are counted."""
@@ -135,15 +138,21 @@ def judge_all(
         history: earlier rows.
         arrived: new rows.
         progress: the watermarks before and now.
-        check_running: as for `judge_set`.
+        check_running: as in `JudgingLimits`.
         saved: reads full tensors for rules that need them.
     """
     rows = RuleInputs(*over_one_catalogue(history, arrived), progress, saved)
-    readable = [(loaded.config, loaded.memory) for loaded in configs if loaded.config is not None]
-    verdicts = iter(judge_set(readable, rows, check_running))
+    readable = [index for index, loaded in enumerate(configs) if loaded.config is not None]
+    # A recorder may request many rules: the others come first, so that they are within the time limit.
+    order = sorted(readable, key=lambda index: configs[index].row.origin == "recorder")
+    limits = JudgingLimits(JUDGING_SECONDS, FINDINGS_KEPT, check_running)
+    pairs = [
+        (config, configs[index].memory) for index in order if (config := configs[index].config) is not None
+    ]
+    verdicts = dict(zip(order, judge_set(pairs, rows, limits), strict=True))
     judged = [
-        _unreadable(loaded) if loaded.config is None else _judged(loaded, next(verdicts))
-        for loaded in configs
+        _judged(loaded, verdicts[index]) if index in verdicts else _unreadable(loaded)
+        for index, loaded in enumerate(configs)
     ]
     return _limit_states(configs, judged)
 
@@ -184,7 +193,6 @@ def _judged(loaded: Loaded, verdict: Verdict) -> Judged:
         )
     try:
         state = verdict.memory.model_dump_json()
-        findings = list(verdict.findings[:FINDINGS_KEPT])  # built here, outside of the transaction
     except Exception as error:  # noqa: BLE001 - a state that cannot be stored must not affect the other rules
         return _failed(loaded, error)
     return Judged(
@@ -192,9 +200,9 @@ def _judged(loaded: Loaded, verdict: Verdict) -> Judged:
         loaded.config,
         verdict.memory,
         state,
-        findings,
+        list(verdict.findings),
         verdict.transitions,
-        len(verdict.findings),
+        verdict.finding_count,
         verdict.seconds,
         reported_health=loaded.reported_health,
     )

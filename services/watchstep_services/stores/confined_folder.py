@@ -54,11 +54,9 @@ class ConfinedFolder(Store):
         super().__init__(folder.as_uri(), None, prefix, identity=identity)
         self._folder = folder
 
-    def _view(self, prefix: str, gate: WriteGate | None) -> ConfinedFolder:
-        """The same folder with another prefix, for `child`, `sibling` and `gated`."""
-        confined = ConfinedFolder(self._folder, prefix, self._identity)
-        confined._gate = gate
-        return confined
+    def _view(self, prefix: str, gate: WriteGate | None) -> ConfinedFolder:  # noqa: ARG002 - gates are for recordings
+        """The same folder with another prefix, for `child` and `sibling`."""
+        return ConfinedFolder(self._folder, prefix, self._identity)
 
     def put(self, key: str, data: bytes) -> None:
         """As `Store.put`."""

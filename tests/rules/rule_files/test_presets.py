@@ -213,7 +213,11 @@ def test_parameters_are_checked_by_name_and_may_be_text_as_rule_parameters_are(
             "did you mean threshold_tanh_min or threshold_tanh_max",
         ),
         ("sagemaker_stalled_training", {"stop_training_on_fire": "True"}, "give the rule config 'actions:"),
-        ("sagemaker_similar_across_runs", {"other_trials": ["s3://mine/run"]}, "reference_of"),
+        (
+            "sagemaker_similar_across_runs",
+            {"other_trials": ["s3://mine/run"]},
+            "the name of a run of the same project",
+        ),
         ("sagemaker_confusion", {"labels": "truth"}, "hook.record"),
         ("sagemaker_nlp_sequence_ratio", {"token_values": "1,2,3"}, "2 thresholds for 3 token_values"),
         ("sagemaker_step_outlier", {"mode": "modes.EVAL"}, "only training steps"),

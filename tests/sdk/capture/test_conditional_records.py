@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tests.sdk.format.blocks import gradient
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.record import BoundedQueue, Group, join
-from watchstep.capture.recorder import Recorder
+from watchstep.capture.steps.record import BoundedQueue, Group, join
+from watchstep.capture.steps.recorder import Recorder
 from watchstep.format.statistics import scalars
 from watchstep.kernels.measurement import Completed
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from watchstep import CaptureConfig
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.record import LossOnsets, LossRange
 from watchstep.capture.schedule import Schedule
+from watchstep.capture.steps.record import LossOnsets, LossRange
 
 
 def excesses(losses: list[float]) -> list[int]:

@@ -16,8 +16,8 @@ from watchstep import Cadence, CaptureConfig, Collection, Snapshots, TensorLimit
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.needs import with_tensors
 from watchstep.capture.schedule import Schedule
-from watchstep.capture.snapshots import SnapshotWriter
-from watchstep.capture.tensor_capture import CHUNK_BYTES, DueTensor, TensorCapture
+from watchstep.capture.tensors.collections import CHUNK_BYTES, DueTensor, TensorCapture
+from watchstep.capture.tensors.snapshots import SnapshotWriter
 from watchstep.errors import ConfigError
 from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.layout import SnapshotKey
@@ -163,6 +163,14 @@ def test_in_other_modes_passes_are_counted(folder_store: Store) -> None:
         (20, "eval", "mine"): [4],
         (30, "eval", "mine"): [6],
     }
+
+
+def test_in_a_mode_without_passes_steps_are_counted(folder_store: Store) -> None:
+    capturing = Capturing({"mine": Collection(None, tensors=Cadence(10))})
+    for step in range(25):
+        capturing.add("a", [step], step, mode="global")
+        capturing.capture.hand_over()
+    assert [step for step, _, _ in sorted(capturing.finish(folder_store))] == [0, 10, 20]
 
 
 def test_of_micro_batches_the_first_is_saved(folder_store: Store) -> None:

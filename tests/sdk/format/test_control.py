@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -8,9 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.errors import FormatError
+from watchstep.format.capture_needs import MAX_NEEDS, CaptureNeed
 from watchstep.format.control import MAX_SNAPSHOTS, ControlDocument, SnapshotRequest, StopRequest
+from watchstep.format.tensors import MODES
 
 whole = st.integers(0, 2**63 - 1)
+needs = st.builds(
+    CaptureNeed,
+    st.text(max_size=8),
+    st.lists(st.text(max_size=8), max_size=3).map(tuple),
+    st.lists(st.text(max_size=8), max_size=3).map(tuple),
+    st.integers(0, 2**31 - 1),
+    st.lists(st.sampled_from(MODES), max_size=4).map(tuple),
+)
 stops = st.builds(StopRequest, st.text(max_size=8), whole, st.text(max_size=8), st.text(max_size=8))
 documents = st.builds(
     ControlDocument,
@@ -21,6 +32,8 @@ documents = st.builds(
     ),
     st.lists(st.tuples(st.text(max_size=8), st.integers(1, 10**6)), max_size=3).map(tuple),
     st.text(max_size=8),
+    st.text(max_size=8),
+    st.lists(needs, max_size=3).map(tuple),
 )
 
 
@@ -89,6 +102,22 @@ def test_what_is_omitted_asks_nothing() -> None:
                 {"snapshots": 3},
                 {"cadence": [["weights"]]},
                 {"cadence": [["weights", 0]]},
+                {"needs": "all"},
+                {"needs": {"rule": "a"}},
+                {"needs": [3]},
+                {"needs": [{"rule": 3}]},
+                {"needs": [{"rule": ["a"]}]},
+                {"needs": [{"rule": "a" * 1001}]},
+                {"needs": [{"rule": "a", "collections": [3]}]},
+                {"needs": [{"rule": "a", "collections": ["a"] * 101}]},
+                {"needs": [{"rule": "a", "probes": ["p" * 1001]}]},
+                {"needs": [{"rule": "a", "every": -1}]},
+                {"needs": [{"rule": "a", "every": 2**31}]},
+                {"needs": [{"rule": "a", "every": True}]},
+                {"needs": [{"rule": "a", "every": "5"}]},
+                {"needs": [{"rule": "a", "every": 1.0}]},
+                {"needs": [{"rule": "a", "modes": ["test"]}]},
+                {"needs": [{"rule": "a", "modes": [["train"]]}]},
             )
         ),
     ],
@@ -101,7 +130,10 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(vars(ControlDocument()))), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from([*vars(ControlDocument()), *CaptureNeed.__dataclass_fields__]), inner
+        )
     ),
     max_leaves=6,
 )
@@ -114,6 +146,26 @@ def test_any_json_is_read_or_refused(data: dict[str, Any]) -> None:
     except FormatError:
         return
     assert ControlDocument.decode(document.encode()) == document
+
+
+def test_needs_that_change_nothing_are_no_new_version() -> None:
+    need = CaptureNeed("a", ("weights",), (), 10, ("train",))
+    document = ControlDocument(version=4).with_needs([need])
+    assert (document.version, document.needs) == (5, (need,))
+    assert document.with_needs((need,)) is document
+    again = ControlDocument.decode(document.encode())
+    assert again.with_needs([need]) is again
+    assert document.with_needs([]) == ControlDocument(version=6)
+    assert document.with_stop(StopRequest("a1", 3, "NaN")).needs == (need,)
+
+
+def test_the_first_needs_count_if_there_are_too_many() -> None:
+    many = [CaptureNeed(f"r{number}", ("weights",), (), 10) for number in range(MAX_NEEDS + 5)]
+    document = ControlDocument().with_needs(many)
+    assert document.needs == tuple(many[:MAX_NEEDS])
+    assert document.with_needs(many) is document
+    data = {"version": 1, "needs": [asdict(need) for need in many]}
+    assert ControlDocument.from_data(data).needs == document.needs
 
 
 def test_a_tombstone_lets_one_attempt_pass_until_it_is_stopped_itself() -> None:

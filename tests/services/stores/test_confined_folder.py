@@ -193,3 +193,15 @@ def test_of_many_that_create_one_wins(folder: Path) -> None:
         thread.join()
     assert [store.get("a/claim")] == [str(number).encode() for number in won]
     assert names(folder / "a") == ["claim"]
+
+
+def test_a_sibling_and_a_child_are_confined_too(folder: Path, outside: Path) -> None:
+    store = ConfinedFolder(folder).child("vision/mine/")
+    store.sibling("good").put("at/object", b"own")
+    (folder / "vision" / "good" / "way").symlink_to(outside)
+    for other in (store.sibling("good"), ConfinedFolder(folder).child("vision").child("good")):
+        assert isinstance(other, ConfinedFolder)
+        assert [entry.key for entry in other.entries()] == ["at/object"]
+        assert other.get_range("at/object", 0, 3) == b"own"
+        assert comparable(lambda: other.get_range("way/secret", 0, 5)) in ("missing", "refused")  # noqa: B023
+    assert [entry.key for entry in store.entries()] == []

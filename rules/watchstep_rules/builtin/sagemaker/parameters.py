@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats
@@ -46,7 +46,7 @@ def _patterns(value: tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 
 Words = Annotated[
-    tuple[str, ...],
+    tuple[Annotated[str, StringConstraints(max_length=256)], ...],
     BeforeValidator(_words, json_schema_input_type=str | list[str]),
     Field(max_length=_MOST_WORDS),
 ]

@@ -55,8 +55,8 @@ from watchstep.format.tensors import MODES
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-SMALLEST_TENSOR_MEMORY = 4 * 1024 * 1024
-"""The recorder takes memory for small tensors in pieces of this size: with less, no tensor of a collection is saved."""
+SMALLEST_TENSOR_MEMORY = 64
+"""Memory that the smallest tensor takes: it is aligned to this size."""
 
 _LONGEST_SECONDS = 1e9
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from watchstep.errors import ConfigError
+from watchstep.platform.patterns import check_pattern
 
 _MOST_SHOWN = 80
 _MOST_NAMES = 12
@@ -244,11 +245,11 @@ class Pattern(Text):
         """See `Kind.read`."""
         pattern = super().read(value, place)
         try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
+            check_pattern(pattern)
+        except ValueError as error:
             raise place.reject(
                 f"{shown(pattern)} is not a valid regular expression ({error})",
-                "use the syntax of Python's re module; put a backslash before a literal '.', '*', '[' or '('",
+                "use RE2 syntax; put a backslash before a literal '.', '*', '[' or '('",
             ) from None
         return pattern
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.capture.config import CHANNEL_SUM, MAX_CHANNELS, UNCHANGED, of_kind
-from watchstep.capture.record import Probe
+from watchstep.capture.steps.record import Probe
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Mode, TensorInfo
 

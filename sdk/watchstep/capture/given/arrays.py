@@ -16,8 +16,8 @@ from watchstep.capture.config import TensorLimits
 from watchstep.capture.given.array_probes import ArrayProbes
 from watchstep.capture.given.confusion import ArrayConfusion
 from watchstep.capture.given.names import Given, GivenNames
-from watchstep.capture.session import Session
-from watchstep.capture.tensor_capture import DueTensor, TensorCapture
+from watchstep.capture.steps.session import Session
+from watchstep.capture.tensors.collections import DueTensor, TensorCapture
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels import native_kernel

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.capture.record import Group
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Group
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.statistics import Floats, StatisticsBatch, merge_rows, scalars
 from watchstep.format.tensors import Mode, TensorInfo

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from watchstep.capture.record import Group
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Group
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import MODES, Mode, TensorInfo
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from watchstep.capture.given.arrays import GivenArrays
 from watchstep.capture.given.names import Given, GivenNames
-from watchstep.capture.session import Session
+from watchstep.capture.steps.session import Session
 from watchstep.format.tensors import Mode
 
 

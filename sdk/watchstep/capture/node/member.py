@@ -13,7 +13,7 @@ from watchstep.capture.config import Bounds
 from watchstep.capture.node import protocol
 from watchstep.capture.node.leader import ApartError, Leader
 from watchstep.capture.node.protocol import Connection, Handing, Meeting, Message, MessageQueue
-from watchstep.capture.record import BoundedQueue
+from watchstep.capture.steps.record import BoundedQueue
 from watchstep.capture.upload.outgoing import Doubt, settle
 from watchstep.capture.upload.uploader import UploadContext, Uploader, put_end
 from watchstep.errors import FormatError, StoreError

@@ -32,8 +32,8 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.recorder import Recorder
 from watchstep.capture.shutdown.termination import Termination, deferred_sigterm
+from watchstep.capture.steps.recorder import Recorder
 from watchstep.capture.writer import Writer
 from watchstep.format.documents import TERMINATED, EndDocument, EndState
 from watchstep.store.store import WriteGate

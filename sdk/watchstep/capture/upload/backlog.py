@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.record import FinishedStep, join, merge_repeats
+from watchstep.capture.steps.record import FinishedStep, join, merge_repeats
 from watchstep.capture.upload.outgoing import Doubt, Outgoing, SegmentPlace
 from watchstep.capture.upload.spill import Spill
 from watchstep.format.block import Block, concatenate

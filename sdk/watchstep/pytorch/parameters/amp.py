@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.capture.record import Condition
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Condition
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.statistics import scalars
 from watchstep.kernels.measurement import Completed, Kernel, Measurement, Merged, Rescaled

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from watchstep.capture.record import Condition
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Condition
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.kernels.measurement import Measurement
 from watchstep.pytorch.kernel import TorchKernel

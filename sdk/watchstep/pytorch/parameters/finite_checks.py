@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import (
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.capture.record import Group
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Group
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.capture.record import Group, scalar_info
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Group, scalar_info
+from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.pytorch.kernel import TorchKernel
 

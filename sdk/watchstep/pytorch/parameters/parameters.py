@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.capture.record import Condition, Group, Probe
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import Condition, Group, Probe
+from watchstep.capture.steps.session import Session
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel, Measurement
 from watchstep.pytorch import full_tensors
@@ -271,15 +271,15 @@ class Parameters:
 
     def _save_state(self, optimizer: Optimizer, step: int) -> None:
         """Save the full optimizer state that is due, as it is after the update."""
-        for named in self.of(optimizer).parameters if self._keeps_state else ():
+        since = self._schedule.now()
+        for named in self.of(optimizer).parameters:
             if not named.placement.records:
                 continue
             for key, state in optimizer.state.get(named.parameter, {}).items():
                 if isinstance(state, Tensor) and state.dim() > 0:
                     info = self._state(named, str(key), state)
-                    since = self._schedule.now()
                     full_tensors.save(self._capture, info.collections, step, "train", [(info, state)])
-                    self._schedule.report_extra(since)
+        self._schedule.report_extra(since)
 
     def watched(self, parameters: Iterable[Tensor]) -> frozenset[int]:
         """Return the ids of the parameters that belong to this model."""
@@ -369,7 +369,7 @@ class Parameters:
             self._recorder.add(group, update, probes=probes, condition=before.condition)
             self._schedule.spent(before.charged, since)
         self._measure_state(optimizer, step)
-        if self._capture.active:
+        if self._keeps_state and self._capture.any_due(step):
             self._save_state(optimizer, step)
 
     def _measure_state(self, optimizer: Optimizer, step: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from watchstep import Snapshots
-from watchstep.capture.snapshots import Occasion, SnapshotMemory, SnapshotPlan, SnapshotRing, fitting
+from watchstep.capture.tensors.snapshots import Occasion, SnapshotMemory, SnapshotPlan, SnapshotRing, fitting
 from watchstep.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from watchstep import Snapshots
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.snapshots import Occasion, Reason, SnapshotWriter, TakenSnapshot
+from watchstep.capture.tensors.snapshots import Occasion, Reason, SnapshotWriter, TakenSnapshot
 from watchstep.errors import StoreError
 from watchstep.format.snapshot import Described, open_snapshot
 from watchstep.store.store import Store

@@ -11,7 +11,7 @@ import torch
 
 from tests.sdk.training import Training, recorded
 from watchstep import Bounds, CaptureConfig, Hook
-from watchstep.capture.record import Group, Record
+from watchstep.capture.steps.record import Group, Record
 from watchstep.format.tensors import TensorInfo
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.kernels.measurement import Completed

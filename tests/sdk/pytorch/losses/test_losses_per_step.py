@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
 from watchstep import Hook, Run
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.record import DeviceScalar, join
-from watchstep.capture.recorder import Recorder
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import DeviceScalar, join
+from watchstep.capture.steps.recorder import Recorder
+from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format.statistics import scalars
 from watchstep.kernels.measurement import Completed, Measurement

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.sdk.pytorch.losses.test_losses_per_step import Elsewhere
 from tests.sdk.training import EVERY_STEP, recorded
 from watchstep import Hook
-from watchstep.capture.record import join
-from watchstep.capture.session import Session
+from watchstep.capture.steps.record import join
+from watchstep.capture.steps.session import Session
 from watchstep.format.block import Block
 from watchstep.format.statistics import COUNT_COLUMNS
 

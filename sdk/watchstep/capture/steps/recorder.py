@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.record import (
+from watchstep.capture.steps.record import (
     BoundedQueue,
     Condition,
     DeviceScalar,
@@ -29,7 +29,7 @@ from watchstep.capture.record import (
 )
 from watchstep.capture.stop import BarrierStop
 from watchstep.capture.system.sampler import Alongside, Sampled
-from watchstep.capture.tensor_capture import TensorCapture
+from watchstep.capture.tensors.collections import TensorCapture
 from watchstep.format.block import Block
 from watchstep.format.control import StopRequest
 from watchstep.format.statistics import Floats

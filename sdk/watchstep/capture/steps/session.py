@@ -9,13 +9,13 @@ from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
 from watchstep.capture.needs import not_provided, with_tensors
-from watchstep.capture.record import BoundedQueue, LossOnsets
-from watchstep.capture.recorder import Recorder
 from watchstep.capture.schedule import Schedule
-from watchstep.capture.snapshots import SnapshotPlan, SnapshotWriter
+from watchstep.capture.steps.record import BoundedQueue, LossOnsets
+from watchstep.capture.steps.recorder import Recorder
 from watchstep.capture.stop import StopExchange
 from watchstep.capture.system.sampler import Alongside, Sampler
-from watchstep.capture.tensor_capture import TensorCapture
+from watchstep.capture.tensors.collections import TensorCapture
+from watchstep.capture.tensors.snapshots import SnapshotPlan, SnapshotWriter
 from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.tensors import Mode

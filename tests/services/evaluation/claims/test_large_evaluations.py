@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.services.driving import Driven
-from tests.services.evaluation.test_rule_time import due_since
+from tests.services.evaluation.claims.test_rule_time import due_since
 from tests.services.recording import Recording, nan_from
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from watchstep.capture.config import CaptureConfig, Collection, TensorLimits
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.schedule import Schedule
-from watchstep.capture.snapshots import Occasion, SnapshotWriter, TakenSnapshot
+from watchstep.capture.tensors.snapshots import Occasion, SnapshotWriter, TakenSnapshot
 from watchstep.format.snapshot import Described, TensorPart, aligned_order, infos_metadata, parts_metadata
 from watchstep.format.tensors import Mode, TensorInfo, bounded_word
 
@@ -184,13 +184,21 @@ class TensorCapture:
         self._collections = chosen  # assigned at once, because the training thread reads it
         self.active = bool(chosen)
 
+    def any_due(self, step: int) -> bool:
+        """Whether tensors of any collection are saved at a step in mode train."""
+        return self.active and self.due(self._collections, step) is not None
+
     def due(self, collections: Iterable[str], step: int, mode: Mode = "train") -> str | None:
-        """Return the first of some collections whose tensors are saved at a step; None if those of none are."""
+        """Return the first of some collections whose tensors are saved at a step; None if those of none are.
+
+        In modes other than train the number of the forward pass counts, or the step if there was no pass in this mode.
+        """
         for name in collections:
             collection = self._collections.get(name)
             if collection is None or collection.tensors is None or not collection.tensors.applies_in(mode):
                 continue
-            number = step if mode == "train" else self._schedule.pass_number(mode)
+            passes = None if mode == "train" else self._schedule.pass_number(mode)
+            number = step if passes is None else passes
             if collection.tensors.every is None:
                 if number in collection.tensors.steps:
                     return name
