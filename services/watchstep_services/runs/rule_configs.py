@@ -12,6 +12,7 @@ from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import ControlDocument
 from watchstep_rules.config.attached import capture_needs
 from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.sql.rule import Sql
 from watchstep_services.db.engine import Database
 from watchstep_services.db.lease import RUN_LEASE
 from watchstep_services.db.models import ProjectRule, RuleConfigRow, RuleStateRow, RunRow
@@ -198,8 +199,8 @@ def _request_needs(session: Session, run: RunRow, rows: _ConfigRows) -> None:
     stated = {need.rule: need for need in ControlDocument.from_data(run.control).needs}
     needs: list[CaptureNeed] = []
     for (origin, name), row in rows.items():
-        if origin.startswith("retired"):
-            continue
+        if origin.startswith("retired") or row.rule == Sql.name:
+            continue  # a query needs no more than what is recorded by default, and checking it takes a process
         config = load_config(row, None).config
         if config is not None:
             needs += capture_needs([config])

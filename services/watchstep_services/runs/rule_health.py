@@ -90,21 +90,24 @@ def no_data_reason(run_health: Mapping[str, Any], config: RuleConfig | None) -> 
         return ""
     recorders = run_health.get("recorders", {})
     reports = recorders.values() if isinstance(recorders, dict) else ()
-    notes = [report.get("notes") for report in reports if isinstance(report, dict)]
+    notes = [
+        report["notes"]
+        for report in reports
+        if isinstance(report, dict) and isinstance(report.get("notes"), dict)
+    ]
     reasons: dict[str, None] = {}
-    collections = {config.tensors.collection} if config.tensors.collection else set(_collections_of(config))
     for note in notes:
-        if not isinstance(note, dict):
-            continue
         for part in str(note.get("capture", "")).split("; "):
             if part.startswith(f"rule {config.name}: "):
                 reasons[part.partition(": ")[2]] = None
-        if ACTIVATIONS in collections and note.get(ACTIVATIONS):
+        if note.get(ACTIVATIONS) and ACTIVATIONS in _collections_of(config):
             reasons[f"{ACTIVATIONS} {note[ACTIVATIONS]}"] = None
     return "; ".join(reasons)[:500]
 
 
 def _collections_of(config: RuleConfig) -> tuple[str, ...]:
+    if config.tensors.collection:
+        return (config.tensors.collection,)
     try:
         return config.implementation.needed(config.parameters).collections
     except Exception:  # noqa: BLE001 - reported by the evaluation

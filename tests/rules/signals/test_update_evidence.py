@@ -80,14 +80,21 @@ def test_weights_are_not_stated_to_be_finite_where_a_finite_check_is_not() -> No
     )
 
 
-def test_the_metrics_are_evidence_whatever_the_scope_and_metrics_of_the_program_are_judged_if_requested() -> (
-    None
-):
+def test_the_metrics_of_the_recorder_are_evidence_and_those_of_the_program_are_judged() -> None:
+    before = [
+        Row(step, metric("f1"), [1.0]) for step in range(10)
+    ]  # a metric that was never finite is not judged
     rows = block_of(
-        [Row(3, GRADIENT, [NAN]), Row(3, LOSS, [NAN]), Row(3, metric("f1"), [NAN]), Row(3, SKIPPED, [1.0])]
+        [
+            *before,
+            Row(13, GRADIENT, [NAN]),
+            Row(13, LOSS, [NAN]),
+            Row(13, metric("f1"), [NAN]),
+            Row(13, SKIPPED, [1.0]),
+        ]
     )
-    for scope, names in (("losses", {"loss"}), ("metrics", {"f1"}), (None, {"loss", GRADIENT.name})):
+    for scope, names in (("losses", {"loss"}), ("metrics", {"f1"}), (None, {"loss", "f1", GRADIENT.name})):
         config = RuleConfig.model_validate({"rule": "non_finite_values", "tensors": {"collection": scope}})
         found = all_at_once(config, rows)
         assert {finding.tensor for finding in found.findings} == names
-        assert found.memory.evaluated_rows == len(names)
+        assert found.memory.evaluated_rows == len(names) + (10 if "f1" in names else 0)

@@ -12,9 +12,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    with op.batch_alter_table("runs", schema=None) as table:
+    # SQLite would otherwise copy the table of runs, and its numbers of deleted runs would come again.
+    with op.batch_alter_table("runs", recreate="never") as table:
         table.add_column(sa.Column("waits_for_turn", sa.Boolean(), server_default=sa.false(), nullable=False))
-    with op.batch_alter_table("projects", schema=None) as table:
+    with op.batch_alter_table("projects", recreate="never") as table:
         table.add_column(sa.Column("turn_run_id", sa.BigInteger(), server_default="0", nullable=False))
         table.add_column(sa.Column("turn_epoch", sa.BigInteger(), server_default="0", nullable=False))
 
