@@ -131,10 +131,12 @@ COLLECTION = Section(
             Reference("TensorLimits", TENSOR_LIMITS), "Limits of the full tensors of the collection."
         ),
         "include": Field(
-            OrNull(Pattern()), "Only tensors with names that this regular expression matches from the start."
+            OrNull(Pattern()),
+            "Only tensors with names that this regular expression (RE2 syntax) matches from the start.",
         ),
         "exclude": Field(
-            OrNull(Pattern()), "Excludes names that this regular expression matches from the start."
+            OrNull(Pattern()),
+            "Excludes names that this regular expression (RE2 syntax) matches from the start.",
         ),
         "modules": Field(
             ListOf(Text(), "[encoder, head.0]"), "Only tensors of modules at these paths, or below them."

@@ -13,6 +13,7 @@ from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.evaluation import collect as collecting
+from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.runs.claim import Claim, claim, claim_longest_due, release, take_turn, wait_for_turn
 from watchstep_services.service import rule_time
 from watchstep_services.service.judging import Judged, judge_all
@@ -171,3 +172,20 @@ def test_a_usual_evaluation_is_finished_while_the_process_ends(driven: Driven, f
     driven.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
     driven.service.stopping.set()
     assert driven.evaluate(run_id).outcome == "committed"
+
+
+def test_many_rows_for_many_rules_take_the_turn(
+    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven_sqlite.register()
+    driven_sqlite.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
+    in_turn = claimed(driven_sqlite, due_since(driven_sqlite, "vision", "other", 1.0))
+    assert take_turn(driven_sqlite.service.database, in_turn)
+    monkeypatch.setattr(evaluating, "_SEVERAL_ROWS", 1)
+    assert driven_sqlite.evaluate(run_id).outcome == "committed"
+    driven_sqlite.announce(run_id, recording.write(1, 5, 9, nan_from(0)))
+    monkeypatch.setattr(evaluating, "_LARGE_PRODUCT", 10)
+    assert driven_sqlite.evaluate(run_id).outcome == "idle"
+    release(driven_sqlite.service.database, in_turn, None)
+    assert driven_sqlite.evaluate(run_id).outcome == "committed"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+from sqlalchemy import select
 
 from tests.sdk.format.blocks import Row, block_of, gradient
-from tests.services.driving import Driven
+from tests.services.driving import RULES, Driven
 from tests.services.recording import NAN, Recording, damage_from
 from watchstep.format import segment
-from watchstep.format.layout import SegmentKey
+from watchstep.format.layout import SegmentKey, references_document
 from watchstep.store.store import Store
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.judge import JudgingLimits
+from watchstep_services.db.models import RuleConfigRow, RuleStateRow
 from watchstep_services.evaluation import collect as collecting
 from watchstep_services.service import judging
 
@@ -86,3 +90,42 @@ def test_the_largest_rule_states_over_the_limit_are_discarded_and_their_rules_re
     driven_sqlite.settle(run_id)
     assert driven_sqlite.run(run_id).last_step == 6
     assert driven_sqlite.alerts(run_id)["non_finite_values"][:2] == ("firing", 6)
+
+
+def test_rules_that_a_recorder_requested_are_evaluated_last(
+    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested = RuleConfig(rule="non_finite_values", name="requested")
+    recording = Recording(folder_store).begin()
+    run_id = driven_sqlite.register(rules=(requested,))
+    driven_sqlite.announce(run_id, recording.write(0, 0, 4, damage_from(3)))
+    begun: list[int] = []
+
+    def is_over(_: JudgingLimits) -> bool:
+        begun.append(1)
+        return len(begun) > len(RULES)
+
+    monkeypatch.setattr(JudgingLimits, "is_over", is_over)
+    driven_sqlite.settle(run_id)
+    with driven_sqlite.service.database.read() as session:
+        rows = session.execute(select(RuleConfigRow.name, RuleStateRow.state).join(RuleStateRow)).all()
+    health = {name: json.loads(state)["health"] for name, state in rows}
+    assert health["requested"] == "error"
+    assert {name: state for name, state in health.items() if name != "requested"} == {
+        config.name: "ok" for config in RULES
+    }
+
+
+@pytest.mark.parametrize("statistics", [5, [], {"loss": [[0, float("nan")], [0, 1.0]]}, {"loss": 5}])
+def test_damaged_references_affect_the_rule_that_compares_only(
+    driven_sqlite: Driven, folder_store: Store, statistics: object
+) -> None:
+    compares = RuleConfig(rule="similar_across_runs", params={"run": "other", "figure": "rms"})
+    recording = Recording(folder_store).begin()
+    run_id = driven_sqlite.register(rules=(compares,))
+    document = {"attempts": {"other": "a1"}, "statistics": {"other rms": statistics}, "problems": {}}
+    recording.store.put(references_document("a1"), json.dumps(document).encode())
+    driven_sqlite.announce(run_id, recording.write(0, 0, 4, damage_from(3)))
+    driven_sqlite.settle(run_id)
+    assert driven_sqlite.run(run_id).last_step == 4
+    assert driven_sqlite.alerts(run_id)["non_finite_values"][:2] == ("firing", 3)
