@@ -429,7 +429,8 @@ class SnapshotWriter:
         if not self._upload(store, object_):
             self._health.count("dropped_snapshots")
             return
-        self._saved.append(key)
+        if taken.collection:  # snapshots are no input of rules
+            self._saved.append(key)
         self._health.count("snapshots")
         self._health.count("objects")
         self._health.count("bytes", object_.size)
