@@ -69,7 +69,7 @@ def train(hook: Hook, collapsed: threading.Event, ended: threading.Event) -> Non
     last = list(model.parameters())[2]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     hook.watch(model, optimizer)
-    while not ended.is_set():
+    while not ended.wait(0.01):  # a hundred steps a second leave the processor to the service
         if collapsed.is_set():
             with torch.no_grad():
                 last.zero_()
