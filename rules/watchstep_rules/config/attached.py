@@ -1,6 +1,6 @@
 """Rule configs as Python code: ``vanishing_gradient(threshold=1e-7).lasting(steps=3).notify("ml-oncall")``.
 
-`AttachedRule` is a rule config with methods. `element_probes` lists the probes that a recorder must add for rule configs.
+`AttachedRule` is a rule config with methods. `capture_needs` lists what a recorder must capture for rule configs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,6 @@ from watchstep.format.tensors import FINITE_CHECKS, SAVED, SYSTEM
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule import Params, Severity
-
-
-def element_probes(configs: Iterable[RuleConfig]) -> tuple[str, ...]:
-    """Distinct names of the probes with arguments that rule configs need, as for `CaptureConfig.probes`."""
-    needed = (probe for config in configs for probe in config.implementation.needed(config.parameters).probes)
-    return tuple(dict.fromkeys(probe for probe in needed if parsed(probe) is not None))
 
 
 def reads_tensors(config: RuleConfig) -> bool:

@@ -224,7 +224,7 @@ class SavedName:
 
     Attributes:
         mode: mode of the object.
-        collection: its collection; empty for a snapshot.
+        collection: its collection.
     """
 
     mode: Mode

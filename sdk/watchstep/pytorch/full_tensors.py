@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from watchstep.capture.config import TensorLimits
-from watchstep.capture.tensors.collections import Copy, DueTensor, TensorCapture
+from watchstep.capture.tensors.collections import SELECTABLE, Copy, DueTensor, TensorCapture
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.pytorch.names import is_sharding
@@ -41,9 +41,6 @@ FORMAT_NAMES = {
     torch.bool: "BOOL",
 }
 """Names of PyTorch's dtypes in a safetensors header."""
-
-SELECTABLE = frozenset({"output", "input", "label", "custom"})
-"""Roles of tensors of which a part may be selected."""
 
 
 def save(

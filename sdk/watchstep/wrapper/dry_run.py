@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from watchstep.capture.config import BUILT_IN, ROLES, Bounds, Cadence, CaptureConfig, Collection, placed
 from watchstep.capture.steps.session import Session
+from watchstep.capture.tensors.collections import SELECTABLE
 from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import TensorInfo
-from watchstep.pytorch.full_tensors import FORMAT_NAMES, SELECTABLE
+from watchstep.pytorch.full_tensors import FORMAT_NAMES
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import Names, bases_of
 from watchstep.pytorch.watch import Watch

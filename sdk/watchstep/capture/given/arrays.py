@@ -17,7 +17,7 @@ from watchstep.capture.given.array_probes import ArrayProbes
 from watchstep.capture.given.confusion import ArrayConfusion
 from watchstep.capture.given.names import Given, GivenNames
 from watchstep.capture.steps.session import Session
-from watchstep.capture.tensors.collections import DueTensor, TensorCapture
+from watchstep.capture.tensors.collections import SELECTABLE, DueTensor, TensorCapture
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels import native_kernel
@@ -45,9 +45,6 @@ FORMAT_NAMES = {
     "bool": "BOOL",
 }
 """Names of NumPy's dtypes in a safetensors header."""
-
-SELECTABLE = frozenset({"output", "input", "label", "custom"})
-"""Roles of tensors of which a part may be selected."""
 
 _NUMERIC_KINDS = "biufc"
 

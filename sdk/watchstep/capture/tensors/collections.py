@@ -28,6 +28,9 @@ from watchstep.format.tensors import Mode, TensorInfo, bounded_word
 CHUNK_BYTES = 4 * 1024 * 1024
 """Size of the memory that small tensors of a collection share, as long as the size of the collection is not known from an earlier step."""
 
+SELECTABLE = frozenset({"output", "input", "label", "custom"})
+"""Roles of tensors of which a part may be selected."""
+
 _ALIGNMENT = 64
 _PAGE_BYTES = 4096
 _HOUR_SECONDS = 3600.0
