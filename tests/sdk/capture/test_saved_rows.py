@@ -96,6 +96,7 @@ def test_objects_that_are_pending_at_the_end_belong_to_its_last_step(
         hook.record({name: np.ones(2)}, collection="mine")
     hook.log(loss=8.0)
     assert waiting_store.wait(DEADLINE)
+    wait_until(lambda: hook.health["counts"].get("rows", 0) == 8)
     closing = threading.Thread(target=hook.close)
     closing.start()
     wait_until(hook._ending._writer._closing.is_set)

@@ -145,9 +145,11 @@ def sql(api: Api, query: str, limit: int = 1000) -> httpx.Response:
 
 
 def test_sql(recorded: Api) -> None:
-    answer = sql(
+    response = sql(
         recorded, "SELECT tensor, count(*) AS n FROM statistics GROUP BY tensor ORDER BY tensor"
-    ).json()
+    )
+    assert response.status_code == 200, response.text
+    answer = response.json()
     assert [column["name"] for column in answer["columns"]] == ["tensor", "n"]
     assert [row[1] for row in answer["rows"]] == [STEPS] * 3
     assert answer["more"] is False
