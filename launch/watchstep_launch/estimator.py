@@ -123,7 +123,7 @@ class Estimator:
         service = locate_service(self.service, store)
         address = service.address()
         registration = LaunchRegistration(address.operator, project, name)
-        project_capture = registration.register([config_of(rule) for rule in self.rules], "who launched it")
+        registered = registration.register([config_of(rule) for rule in self.rules], "who launched it")
         if self.backend_name and service.url:
             registration.check_backend(self.backend_name)
         bound_as = registered_name(self.backend, service, self.backend_name)
@@ -134,10 +134,11 @@ class Estimator:
             LAUNCHED: attempt,
             ON_STOP: self._on_stop_word,
         }
-        if needs := encoded(capture_needs(map(config_of, self.rules))):
+        own_needs = capture_needs(map(config_of, self.rules))
+        if needs := encoded(dict.fromkeys((*own_needs, *registered.needs))):
             variables[NEEDS] = needs
         if not capture and CAPTURE not in self.environment:
-            capture = self._project_capture(project_capture)
+            capture = self._project_capture(registered.capture)
         if capture:
             variables[CAPTURE] = capture
         variables |= self._identity_of(store).variables(store)

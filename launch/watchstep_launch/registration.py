@@ -10,6 +10,7 @@ from typing import Any
 
 from watchstep.capture.service.location import FoundService
 from watchstep.errors import ConfigError, WatchstepError
+from watchstep.format.capture_needs import CaptureNeed, needs_from_data
 from watchstep.platform.transport import MissingError, ServiceAddress, ServiceRefusedError, Transport, segment
 from watchstep_launch.backend import BACKENDS_FILE, JobHandle, put
 from watchstep_launch.service_location import ServiceReference
@@ -19,6 +20,19 @@ from watchstep_rules.config.rule_config import RuleConfig
 _REQUEST_SECONDS = 30.0
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RegisteredLaunch:
+    """What a service says about a run when it is registered.
+
+    Attributes:
+        capture: the capture document of the project, as data; None if it has none.
+        needs: what the rules of the run need its recorder to capture, those of the service's owner and of the project included.
+    """
+
+    capture: Any
+    needs: tuple[CaptureNeed, ...]
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class LaunchRegistration:
     project: str
     run: str
 
-    def register(self, rules: Sequence[RuleConfig], who: str) -> Any:
+    def register(self, rules: Sequence[RuleConfig], who: str) -> RegisteredLaunch:
         """Register the run with rules. Rules with the action "stop" may stop jobs of the project from now on.
 
         Requests of a rule that the service cannot fulfil, such as an unknown receiver, are logged.
@@ -43,9 +57,6 @@ class LaunchRegistration:
         Args:
             rules: rules to evaluate in addition to the service's own.
             who: who permits stops, for the audit record: "who launched it".
-
-        Returns:
-            The capture document of the project, as data; None if it has none.
 
         Raises:
             ServiceError: the service refuses a rule or the token, or does not answer.
@@ -57,7 +68,15 @@ class LaunchRegistration:
         for rule in answer.get("rules", ()):
             for warning in rule.get("warnings", ()):
                 _log.warning("run %s: rule %s: %s", self.run, rule["name"], warning)
-        return answer.get("capture")
+        control = answer.get("control")
+        try:
+            needs = needs_from_data(control.get("needs", ()) if isinstance(control, dict) else ())
+        except ValueError as error:  # of a later version
+            _log.warning(
+                "run %s: what its rules need the recorder to capture is not known: %s", self.run, error
+            )
+            needs = ()
+        return RegisteredLaunch(answer.get("capture"), needs)
 
     def bind(self, attempt: str, job: JobHandle) -> None:
         """Bind an attempt to its job. The job's backend has the name that the service knows.

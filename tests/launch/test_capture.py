@@ -172,3 +172,25 @@ def test_a_document_of_a_later_version_is_left_out(
     assert "records with the built-in configuration" in done.stderr
     assert output(estimate) == "none"
     assert "of a later version" in caplog.text
+
+
+OWNERS: dict[str, Any] = {
+    "rule": "similar_across_runs",
+    "name": "elements",
+    "params": {"run": "good", "elementwise": True, "every": 50},
+}
+NEEDS = "import os, sys; sys.stdout.write(os.environ.get('WATCHSTEP_NEEDS', ''))\n"
+
+
+def test_a_launch_captures_what_the_rules_of_the_project_need(
+    estimate: Estimator, url: str, tmp_path: Path
+) -> None:
+    transport = Transport(ServiceAddress(url, os.environ["WATCHSTEP_TOKEN"]), 30.0)
+    transport.call("POST", "/v1/projects/vision/runs", body={"run": "known", "rules": [OWNERS]})
+    transport.call("POST", "/v1/projects/vision/runs", body={"run": "other"})
+    need = {"rule": "elements", "collections": ["weights", "biases"], "every": 50, "modes": ["train"]}
+    (tmp_path / "train.py").write_text(NEEDS)
+    assert json.loads(wrapped(tmp_path, NEEDS, "--run", "known").stdout) == [need]
+    assert wrapped(tmp_path, NEEDS, "--run", "other").stdout == ""
+    job = estimate.fit(run="known", wait=False)
+    assert json.loads(b"".join(job.logs(follow=True))) == [need]

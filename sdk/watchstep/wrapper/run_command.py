@@ -29,6 +29,7 @@ from watchstep.errors import (
     WatchstepError,
 )
 from watchstep.format import documents
+from watchstep.format.capture_needs import CaptureNeed
 from watchstep.format.control import MAX_BYTES, ControlDocument
 from watchstep.format.layout import CONTROL_DOCUMENT, RUN_DOCUMENT, check_name, launch_document, run_prefix
 from watchstep.hook import STORE
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     rule_file = (
         hook_arguments.load_rule_file(options.rules) if options.rules else hook_arguments.RequestedRules()
     )
-    rules = rule_file.configs
+    rules, needs = rule_file.configs, rule_file.needs
     capture = inline_file(options.capture) if options.capture else inline_from_environment()
     state = LaunchState(None if location.url else location)
     service = _find(location, required=options.require_service)
@@ -133,8 +134,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
         state = replace(state, verified=False, rules=rules)
     operator = service.operator if service else None
     if not os.environ.get(LAUNCHED):  # otherwise its launcher has registered it and bound its job
-        pending, project_capture = _register(launch, operator, rules, required=options.require_service)
+        pending, project_capture, stated = _register(
+            launch, operator, rules, required=options.require_service
+        )
         capture = capture or _project_capture(project_capture, launch.project)
+        needs = (*needs, *(need for need in stated if need not in needs))
         if pending is not None:
             warned = operator is not None
             state = replace(pending, location=location, verified=state.verified, warned=warned)
@@ -148,9 +152,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{suffix}\n")
     _warn_if_isolated(program)
     sys.stderr.flush()
-    launch = replace(
-        launch, state=_encoded(state), store_id=identity.id, needs=rule_file.needs, capture=capture
-    )
+    launch = replace(launch, state=_encoded(state), store_id=identity.id, needs=needs, capture=capture)
     os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - this is the command's purpose
 
 
@@ -316,8 +318,12 @@ def _register(
     rules: tuple[dict[str, Any], ...],
     *,
     required: bool,
-) -> tuple[LaunchState | None, Any]:
-    """Register the run. Returns what is left for the recorder to register, None for nothing; and the project's capture document.
+) -> tuple[LaunchState | None, Any, tuple[CaptureNeed, ...]]:
+    """Register the run.
+
+    Returns:
+        What is left for the recorder to register, None for nothing; the project's capture document; and what the rules of the run need,
+        those of the service's owner and of the project included.
 
     Raises:
         ServiceRefusedError: the request is invalid, or the service is required and refuses.
@@ -331,7 +337,7 @@ def _register(
                 "watchstep: no service: the rules are saved with the run, and evaluated when one watches this store"
                 f" (watchstep serve --store {launch.store_url})\n"
             )
-        return pending, None
+        return pending, None, ()
 
     def registered() -> tuple[Registered, ControlDocument]:
         answer = register(operator, launch.project, launch.run, launch.attempt, rules, job)
@@ -353,7 +359,7 @@ def _register(
             if denied
             else "The program starts. The recorder registers the run when the service answers",
         )
-        return pending, None
+        return pending, None, ()
     _refuse_stopped(launch, control)
     if answer.job_refusal is not None:
         refusal = answer.job_refusal
@@ -361,7 +367,7 @@ def _register(
             f"watchstep: {printable(refusal.what)}: the run is evaluated, but a stop only requests the program's end, and cannot end its job\n"
             f"  hint: {printable(refusal.hint)}; 'watchstep attach --job local:{os.getpid()}' binds the job now\n"
         )
-    return None, answer.data.get("capture")
+    return None, answer.data.get("capture"), control.needs
 
 
 def _project_capture(document: Any, project: str) -> str:

@@ -106,6 +106,16 @@ class SnapshotData(BaseModel):
     attempt: str = ""
 
 
+class NeedData(BaseModel):
+    """What a rule config needs the run's workers to capture."""
+
+    rule: str
+    collections: list[str]
+    probes: list[str] = Field(default_factory=list, description="Additional figures.")
+    every: int = Field(0, description="Number of steps between full tensors of the collections; 0: none.")
+    modes: list[str] = Field(default_factory=list, description="Modes of the full tensors; empty: all.")
+
+
 class ControlData(BaseModel):
     """The control document: what the run's workers are requested to do."""
 
@@ -116,6 +126,9 @@ class ControlData(BaseModel):
     tombstone: str
     admitted: str = Field(
         "", description="The only attempt that may start despite the tombstone; empty: none."
+    )
+    needs: list[NeedData] = Field(
+        default_factory=list, description="What the rules of the run need the workers to capture."
     )
 
 

@@ -78,6 +78,24 @@ def test_a_rule_that_is_put_and_removed_changes_the_document_once(api: Api, reco
     assert on_store(recording.store) == ControlDocument(version=3)
 
 
+def test_answers_to_recorders_have_the_whole_document(api: Api, recording: Recording) -> None:
+    """Recorders that announce their segments read the document from the answers, and not from the store."""
+    api.call("PUT", f"{RUN}/rules/elements", ELEMENTS)
+    assert api.call("POST", f"{RUN}/control/snapshots", {}).status_code == 202
+    key = recording.write(1, 10, 19)
+    announced = {
+        "attempt": key.writer.attempt, "node": key.writer.node, "writer": key.writer.writer, "seq": 1, "first": 10, "last": 19
+    }  # fmt: skip
+    answers = [
+        api.call("GET", f"{RUN}/control").json(),
+        api.call("POST", f"{RUN}/announcements", announced, role="recorder").json()["control"],
+        api.call("GET", RUN).json()["control"],
+    ]
+    for answer in answers:
+        assert ControlDocument.from_data(answer) == document(api.driven)
+    assert document(api.driven).needs == (NEED,)
+
+
 def test_a_stop_keeps_the_needs_and_a_put_keeps_the_stop(api: Api, recording: Recording) -> None:
     api.call("PUT", f"{RUN}/rules/elements", ELEMENTS)
     api.call("POST", f"{RUN}/stop", {"reason": "no progress"})

@@ -145,9 +145,7 @@ def sql(api: Api, query: str, limit: int = 1000) -> httpx.Response:
 
 
 def test_sql(recorded: Api) -> None:
-    response = sql(
-        recorded, "SELECT tensor, count(*) AS n FROM statistics GROUP BY tensor ORDER BY tensor"
-    )
+    response = sql(recorded, "SELECT tensor, count(*) AS n FROM statistics GROUP BY tensor ORDER BY tensor")
     assert response.status_code == 200, response.text
     answer = response.json()
     assert [column["name"] for column in answer["columns"]] == ["tensor", "n"]
