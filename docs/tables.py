@@ -21,6 +21,7 @@ from watchstep.format.system_figures import FIGURES
 from watchstep.wrapper.check_config import parser as check_config_parser
 from watchstep.wrapper.run_command import parser as run_parser
 from watchstep.wrapper.store_commands import migrate_parser, sync_parser
+from watchstep.wrapper.trace_command import parser as trace_parser
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.custom.sql.guard import FUNCTIONS
 from watchstep_rules.registry import RULES
@@ -51,6 +52,7 @@ _OWN_PARSERS = {
     "watchstep sync": sync_parser,
     "watchstep migrate-store": migrate_parser,
     "watchstep check-config": check_config_parser,
+    "watchstep trace": trace_parser,
 }
 _VARIABLES = {
     "WATCHSTEP_STORE": "Store of the runs. Default, without an argument: `./watchstep-runs`.",

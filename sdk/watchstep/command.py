@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store``, ``check-config FILE`` and ``--version`` belong to the SDK; other packages provide the other commands."""
+"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store``, ``check-config FILE``, ``trace`` and ``--version`` belong to the SDK; other packages provide the other commands."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def main() -> None:
             from watchstep.wrapper.check_config import main as check_config
 
             check_config(arguments[1:])  # returns without a file: the service's configuration is checked
+        if arguments[:1] == ["trace"]:
+            from watchstep.wrapper.trace_command import main as trace
+
+            trace(arguments[1:])
         _application()(arguments)
     except WatchstepError as error:
         sys.stderr.write(f"watchstep: {printable_lines(error)}\n")

@@ -30,7 +30,14 @@ DEEPER = frozenset(
 )
 """Modules below the second level that examples may import from."""
 
-PACKAGES = ("watchstep", "watchstep.client", "watchstep.reading", "watchstep_launch", "watchstep_rules")
+PACKAGES = (
+    "watchstep",
+    "watchstep.client",
+    "watchstep.reading",
+    "watchstep.trace",
+    "watchstep_launch",
+    "watchstep_rules",
+)
 REFERENCE = ROOT / "docs" / "reference" / "python"
 _IMPORT = re.compile(
     r"^[ \t]*(?:from (watchstep[\w.]*) import |import (watchstep[\w.]*)(?:$| as ))", re.MULTILINE

@@ -116,6 +116,12 @@ class NativeKernel:
         start, stride = columns.ctypes.data, 8 * len(tensors)
         return bool(self._nonfinite(len(tensors), start, start + stride, start + 2 * stride, turn, slices))
 
+    def is_nonfinite(self, tensor: MemoryRange) -> bool:
+        """Return whether a tensor contains NaN or infinity. Faster than `has_nonfinite` for a single one."""
+        columns = (ctypes.c_int64 * 3)(*tensor)
+        start = ctypes.addressof(columns)
+        return bool(self._nonfinite(1, start, start + 8, start + 16, 0, 1))
+
     def measure(self, tensors: Sequence[MemoryRange], *, histogram: bool = True) -> NativeMeasurement:
         """Measure tensors, one row each.
 

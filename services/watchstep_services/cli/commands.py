@@ -209,6 +209,11 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
         "migrate_store",
         "Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat.",
     ),
+    "trace": CommandEntry(
+        "jobs",
+        "trace",
+        "Name the first bad operation of a trace, with its source line. Exit code 1 if there is one.",
+    ),
     "database": CommandEntry(
         "database",
         "app",

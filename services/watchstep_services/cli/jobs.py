@@ -1,6 +1,6 @@
 """``watchstep attach`` and ``watchstep watch``, which run without the service's packages, and the commands of the SDK.
 
-The SDK itself executes ``run``, ``sync`` and ``migrate-store``. Their definitions here provide help and shell completion.
+The SDK itself executes ``run``, ``sync``, ``migrate-store`` and ``trace``. Their definitions here provide help and shell completion.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from watchstep.platform.terminal_text import printable
 from watchstep.store.store import checked_scheme
 from watchstep.wrapper.run_command import parser as run_options
 from watchstep.wrapper.store_commands import migrate_parser, sync_parser
+from watchstep.wrapper.trace_command import parser as trace_parser
 from watchstep_launch.backend import Backend, open_backend
 from watchstep_launch.job import ENDED, Job
 from watchstep_launch.view.run_status import RunWatcher
@@ -173,6 +174,7 @@ def _options() -> None:
 run = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 sync = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 migrate_store = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+trace = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @run.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -210,3 +212,16 @@ def _migrate_store(
         watchstep migrate-store s3://bucket/runs
     """
     migrate_parser().parse_args(arguments or ["--help"])
+
+
+@trace.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _trace(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] FILE")] = None,
+) -> None:
+    """Name the first bad operation of a trace, with its source line. Exit code 1 if there is one.
+
+    Examples:
+        watchstep trace step-100.trace
+        watchstep trace --operations 100:120 step-100.trace
+    """
+    trace_parser().parse_args(arguments or ["--help"])

@@ -27,6 +27,7 @@ WITHOUT_JSON = {
     "prints a schema, which is JSON, or a single key": (
         "receivers new-key", "receivers new-secret", "receivers schema", "rules schema",
     ),
+    "has a parser of its own, with --json": ("trace",),
 }  # fmt: skip
 """Commands without --json, by reason. Every other command shows something, and programs read it."""
 
@@ -138,5 +139,5 @@ def test_every_command_has_examples_with_options_that_exist(group: str, name: st
             assert words.removeprefix("watchstep ") in line
             own, _, _ = line.removeprefix("watchstep --profile lab").partition(" -- ")
             for word in own.split():
-                if word.startswith("--") and name not in ("run", "sync", "migrate-store"):
+                if word.startswith("--") and name not in ("run", "sync", "migrate-store", "trace"):
                     assert word.split("=")[0] in options, f"{line}: {word}"

@@ -1,0 +1,90 @@
+"""Counts, statistics and values of single tensors for a trace."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from watchstep.pytorch.kernel import TorchKernel
+from watchstep.pytorch.observable import dense_values
+from watchstep.trace.operations import TensorHealth
+
+_kernel = TorchKernel()
+
+
+def is_checkable(tensor: Tensor) -> bool:
+    """Return whether a tensor has values that can be NaN or infinite."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta and tensor.numel() > 0
+
+
+def health_of(tensor: Tensor, *, counts: bool = True, statistics: bool = False) -> TensorHealth | None:
+    """Count a tensor's elements. Waits for a device.
+
+    Args:
+        tensor: Any tensor. A complex one counts as its real and imaginary parts.
+        counts: Whether negative, zero and positive elements are returned.
+        statistics: Whether statistics of the finite elements are returned.
+
+    Returns:
+        The counts; None for a tensor without values.
+    """
+    values = dense_values(tensor.detach())
+    if values is None or not is_checkable(values):
+        return None
+    row = _kernel.measure([values]).collect()
+    nan, positive, negative, elements = (
+        int(column[0]) for column in (row.nan, row.pos_inf, row.neg_inf, row.count)
+    )
+    finite = elements - nan - positive - negative
+    below, zero = int(row.negative[0]), int(row.zero[0])
+    health = TensorHealth(
+        elements, nan, positive, negative, first_bad=() if finite == elements else _first_bad(values)
+    )
+    if counts:
+        health = replace(health, negative=below, zero=zero, positive=finite - zero - below)
+    if statistics and finite:
+        health = replace(
+            health,
+            minimum=float(row.min[0]),
+            maximum=float(row.max[0]),
+            mean=float(row.mean[0]),
+            std=math.sqrt(float(row.m2[0]) / finite),
+            norm=math.sqrt(float(row.square_sum[0])),
+        )
+    return health
+
+
+def extremes(tensor: Tensor) -> Tensor:
+    """Return the smallest and largest element, of shape (2,); NaN or infinite if any element is. Does not wait for a device."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if values.element_size() == 1:  # operations do not support fp8
+        values = values.float()
+    return torch.stack(torch.aminmax(values)).double()
+
+
+def values_of(tensor: Tensor) -> NDArray[Any] | None:
+    """Return a copy of a tensor's elements in host memory; None for a tensor without values. Waits for a device."""
+    values = dense_values(tensor.detach())
+    if values is None or values.layout is not torch.strided:
+        return None
+    host = values.cpu()
+    if host.is_floating_point() and host.dtype not in {torch.float16, torch.float32, torch.float64}:
+        host = host.float()
+    return np.array(host.resolve_conj().resolve_neg().numpy())
+
+
+def _first_bad(values: Tensor) -> tuple[int, ...]:
+    if values.layout is not torch.strided or values.is_quantized:
+        return ()
+    comparable = values.float() if values.element_size() == 1 else values
+    flat = (~torch.isfinite(comparable)).reshape(-1)
+    if not flat.numel():
+        return ()
+    position = int(flat.to(torch.uint8).argmax())
+    return tuple(int(index) for index in np.unravel_index(position, tuple(values.shape)))

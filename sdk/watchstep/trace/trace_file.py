@@ -1,0 +1,291 @@
+"""A trace as one file: a zip archive of JSON and raw values, which can be read without PyTorch and executes no code.
+
+``trace.json`` has the stacks, sources and notes. ``operations.jsonl`` has one operation per line. ``values/<operation>-<output>`` has the
+elements of a full tensor, little-endian and in the order of its shape. Sizes are checked before and while a member is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import IO, Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.trace.operations import (
+    CallSite,
+    Operation,
+    Phase,
+    TensorHealth,
+    Trace,
+    TracedTensor,
+    TraceMode,
+)
+
+VERSION = 1
+_HEAD, _OPERATIONS = "trace.json", "operations.jsonl"
+_MAX_HEAD_BYTES = 128 * 2**20
+_MAX_OPERATIONS_BYTES = 1024 * 2**20
+_MAX_TENSOR_BYTES = 8 * 2**30
+_DTYPES = frozenset(
+    {"|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"}
+)
+_MAX_OPERATION_BYTES = 16 * 2**20
+_MAX_INDEX = 2**53
+_HINT = "record the trace again; it may be incomplete if its writer was killed"
+
+
+def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace. A file that exists is replaced once the new one is complete.
+
+    Args:
+        trace: The trace.
+        path: The file; its folder must exist.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            lines = []
+            for operation in trace.operations:
+                lines.append(json.dumps(operation_data(operation), separators=(",", ":")))
+                for place, output in enumerate(operation.outputs):
+                    if output.values is not None:
+                        archive.writestr(
+                            _values_member(operation.index, place), _little_endian(output.values).tobytes()
+                        )
+            archive.writestr(_OPERATIONS, "".join(f"{line}\n" for line in lines))
+            archive.writestr(_HEAD, json.dumps(_head_data(trace)))
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_trace(path: str | os.PathLike[str] | IO[bytes]) -> Trace:
+    """Read a trace.
+
+    Args:
+        path: The file, or its content.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        FormatError: the file is no trace, is damaged, or is too large.
+    """
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else "(content)"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            head = _json(_member(archive, name, _HEAD, _MAX_HEAD_BYTES))
+            if not isinstance(head, dict) or head.get("version") != VERSION:
+                raise FormatError(
+                    f"trace {name}: version {head.get('version') if isinstance(head, dict) else head!r:.40}",
+                    f"this program reads version {VERSION}; install the version that wrote it",
+                )
+            lines = _lines(archive, name)
+            values = _Values(archive, name)
+            operations = tuple(_operation(_json(line), values) for line in lines)
+            return _trace(head, operations)
+    except FileNotFoundError:
+        raise NotFoundError(f"trace {name} does not exist", "check the path") from None
+    except (OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise FormatError(f"trace {name}: {error}", _HINT) from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise FormatError(f"trace {name}: {type(error).__name__}: {str(error)[:200]}", _HINT) from error
+
+
+def _member(archive: zipfile.ZipFile, name: str, member: str, limit: int) -> bytes:
+    info = archive.getinfo(member)
+    if info.file_size > limit:
+        raise FormatError(f"trace {name}: {member} has {info.file_size} bytes; the limit is {limit}", _HINT)
+    with archive.open(info) as file:
+        content = file.read(limit + 1)  # a member may be longer than it claims
+    if len(content) > limit:
+        raise FormatError(f"trace {name}: {member} is longer than {limit} bytes", _HINT)
+    return content
+
+
+def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[bytes]:
+    info = archive.getinfo(_OPERATIONS)
+    if info.file_size > _MAX_OPERATIONS_BYTES:
+        raise FormatError(
+            f"trace {name}: {_OPERATIONS} has {info.file_size} bytes; the limit is {_MAX_OPERATIONS_BYTES}",
+            _HINT,
+        )
+    read = 0
+    with archive.open(info) as member:
+        while line := member.readline(_MAX_OPERATION_BYTES):
+            read += len(line)
+            if read > _MAX_OPERATIONS_BYTES or not line.endswith(b"\n"):
+                raise FormatError(f"trace {name}: {_OPERATIONS} is truncated or too long", _HINT)
+            yield line
+
+
+class _Values:
+    """The full tensors of an archive, up to `_MAX_TENSOR_BYTES` in all."""
+
+    def __init__(self, archive: zipfile.ZipFile, name: str) -> None:
+        self._archive = archive
+        self._name = name
+        self._left = _MAX_TENSOR_BYTES
+
+    def read(self, operation: int, output: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """Read one tensor.
+
+        Raises:
+            ValueError: the dtype is unknown, or the member has another size than the shape.
+            FormatError: the members are too large.
+        """
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype {dtype[:20]!r}")
+        content = _member(self._archive, self._name, _values_member(operation, output), self._left)
+        self._left -= len(content)
+        return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _values_member(operation: int, output: int) -> str:
+    return f"values/{operation}-{output}"
+
+
+def _little_endian(values: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+
+
+def _json(content: bytes) -> Any:
+    return json.loads(content)
+
+
+def _head_data(trace: Trace) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "mode": trace.mode.value,
+        "program": trace.program,
+        "left_out": trace.left_out,
+        "losses": trace.losses,
+        "notes": trace.notes,
+        "stacks": [
+            [[site.file, site.line, site.function, site.is_library] for site in stack]
+            for stack in trace.stacks
+        ],
+        "sources": trace.sources,
+    }
+
+
+def _trace(head: dict[str, Any], operations: Sequence[Operation]) -> Trace:
+    stacks = tuple(
+        tuple(
+            CallSite(str(file), int(line), str(function), bool(library))
+            for file, line, function, library in stack
+        )
+        for stack in head["stacks"]
+    )
+    return Trace(
+        operations,
+        stacks,
+        {str(file): str(text) for file, text in head["sources"].items()},
+        TraceMode(head["mode"]),
+        tuple((int(tensor), int(index)) for tensor, index in head["losses"]),
+        int(head["left_out"]),
+        str(head["program"]),
+        tuple(map(str, head["notes"])),
+    )
+
+
+_OPERATION_FIELDS = [field.name for field in fields(Operation)]
+_PHASES = frozenset(get_args(Phase))
+
+
+def operation_data(operation: Operation) -> dict[str, Any]:
+    """Return an operation as JSON data; empty and false entries are left out."""
+    data = {name: getattr(operation, name) for name in _OPERATION_FIELDS}
+    data["inputs"] = [_tensor_data(tensor) for tensor in operation.inputs]
+    data["outputs"] = [_tensor_data(tensor) for tensor in operation.outputs]
+    return {
+        name: value
+        for name, value in data.items()
+        if value is not None and value is not False and value != ""
+    }
+
+
+def _tensor_data(tensor: TracedTensor) -> list[Any]:
+    health = None
+    if tensor.health is not None:
+        health = {name: value for name, value in asdict(tensor.health).items() if value not in (None, ())}
+    data = [tensor.id, tensor.shape, tensor.dtype, tensor.device, tensor.name, tensor.nonfinite, health]
+    return data if tensor.values is None else [*data, tensor.values.dtype.newbyteorder("<").str]
+
+
+def _operation(data: Any, values: _Values) -> Operation:
+    if data["phase"] not in _PHASES:
+        raise ValueError(f"phase {str(data['phase'])[:40]!r}")
+    index = int(data["index"])
+    if not 0 <= index < _MAX_INDEX:
+        raise ValueError("an index is out of range")
+    outputs = []
+    for place, (*tensor_data, last) in enumerate(data["outputs"]):
+        if len(tensor_data) == _TENSOR_WORDS:
+            shape = tuple(map(int, tensor_data[1]))
+            outputs.append(_tensor(tensor_data, values.read(index, place, shape, str(last))))
+        else:
+            outputs.append(_tensor([*tensor_data, last]))
+    return Operation(
+        index,
+        int(data["step"]),
+        str(data["name"]),
+        data["phase"],
+        str(data.get("module", "")),
+        tuple(_tensor(tensor) for tensor in data["inputs"]),
+        tuple(outputs),
+        int(data.get("stack", 0)),
+        str(data.get("node", "")),
+        None if data.get("forward") is None else int(data["forward"]),
+        is_view=bool(data.get("is_view")),
+        infinite_argument=bool(data.get("infinite_argument")),
+        is_constant=bool(data.get("is_constant")),
+        error=str(data.get("error", "")),
+    )
+
+
+_HEALTH_FIELDS = {field.name: field for field in fields(TensorHealth)}
+
+
+_TENSOR_WORDS = 7
+
+
+def _tensor(data: Any, values: NDArray[Any] | None = None) -> TracedTensor:
+    number, shape, dtype, device, name, nonfinite, health = data
+    if nonfinite not in {None, True, False}:
+        raise ValueError(f"nonfinite {str(nonfinite)[:40]!r}")
+    return TracedTensor(
+        int(number),
+        tuple(map(int, shape)),
+        str(dtype),
+        str(device),
+        str(name),
+        nonfinite,
+        None if health is None else _health(health),
+        values,
+    )
+
+
+def _health(data: Any) -> TensorHealth:
+    unknown = set(data) - set(_HEALTH_FIELDS)
+    if unknown:
+        raise ValueError(f"unknown counts {sorted(unknown)[:3]}")
+    values: dict[str, Any] = {
+        name: float(value) if _is_statistic(name) else value for name, value in data.items()
+    }
+    counts = [value for name, value in values.items() if not _is_statistic(name) and name != "first_bad"]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("a count is no number from 0")
+    values["first_bad"] = tuple(map(int, values.get("first_bad", ())))
+    return TensorHealth(**values)
+
+
+def _is_statistic(name: str) -> bool:
+    return name in {"minimum", "maximum", "mean", "std", "norm"}

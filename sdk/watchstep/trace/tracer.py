@@ -1,0 +1,700 @@
+"""Records every PyTorch operation of chosen steps, forward, backward and in the optimizer.
+
+Operations are observed below autograd, by a dispatch mode. A backward function is attributed to the forward operation that created it by
+autograd's sequence numbers, so a backward operation has the module and source line of the forward one. Activation checkpointing runs
+forward passes within a backward pass; these have the phase ``recomputation``.
+
+In host memory the compiled kernel checks each output at once and exactly. Where an output is not finite, the elements of the outputs and
+inputs are counted. On other devices the smallest and largest element of each output is computed on the device, and read once at the end
+of the step, so that tracing adds no synchronization.
+
+Compiled regions run eagerly while a step is traced, because their operations cannot be observed otherwise. A step that is not traced
+costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from watchstep.errors import ConfigError
+from watchstep.kernels import native_kernel
+from watchstep.pytorch.kernel import native_memory
+from watchstep.trace.call_stacks import CallStacks
+from watchstep.trace.operations import Operation, Phase, TensorHealth, Trace, TracedTensor, TraceMode
+from watchstep.trace.tensor_health import extremes, health_of, is_checkable, values_of
+
+_OPERATION_BYTES = 400
+"""Approximate memory of an operation's record."""
+_TENSOR_BYTES = 200
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """What a tracer records.
+
+    Attributes:
+        mode: what is recorded of each output.
+        steps: numbers of the steps to trace; None for all.
+        operations: regular expression that must match at the start of an operation's name, as ``aten.(log|sqrt)``; empty for all.
+        modules: regular expression that must match at the start of a module's path; empty for all, and for operations outside of the model.
+        dtypes: only operations with an output of one of these, as ``float16``; empty for all.
+        ring_steps: number of traced steps that are kept; older ones are dropped.
+        ring_bytes: approximate memory of the steps that are kept; older ones are dropped, and the operations of one step beyond it.
+    """
+
+    mode: TraceMode = TraceMode.CURT_HEALTH
+    steps: Collection[int] | None = None
+    operations: str = ""
+    modules: str = ""
+    dtypes: tuple[str, ...] = ()
+    ring_steps: int = 2
+    ring_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is invalid.
+        """
+        for name in ("operations", "modules"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                raise ConfigError(
+                    f"TraceConfig({name}={getattr(self, name)!r}): {error}", "use a valid regular expression"
+                ) from None
+        for name in ("ring_steps", "ring_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"TraceConfig({name}={getattr(self, name)})", "use a number from 1")
+        unknown = [name for name in self.dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]
+        if unknown:
+            raise ConfigError(f"TraceConfig(dtypes={unknown!r})", "use names of torch dtypes, as float16")
+
+
+class Tracer:
+    """Traces steps of a training.
+
+    Example::
+
+        tracer = Tracer(model)
+        for batch in batches:
+            with tracer.step():
+                train(batch)
+        print(report(tracer.trace()))
+    """
+
+    def __init__(self, model: nn.Module | None = None, config: TraceConfig | None = None) -> None:
+        """Create a tracer; nothing is observed until a step begins.
+
+        Args:
+            model: Its modules and parameters are named in the trace. None: operations have no module.
+            config: What to record.
+        """
+        self.config = config or TraceConfig()
+        self._model = model
+        self._next_step = 0
+        self._steps: deque[_StepTrace] = deque()
+        self._stacks = CallStacks()
+        self._operations = 0
+        self._left_out = 0
+        self._notes: dict[str, None] = {}
+
+    @contextmanager
+    def step(self, number: int | None = None) -> Iterator[None]:
+        """Trace what runs in this block, if the step is chosen.
+
+        Args:
+            number: Number of the step. Default: one more than the last one, from 0.
+        """
+        step = self._next_step if number is None else number
+        self._next_step = step + 1
+        if self.config.steps is not None and step not in self.config.steps:
+            yield
+            return
+        recording = _StepTrace(step, self.config, self._stacks, self._operations, _NamedTensors(self._model))
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(recording.modules(self._model))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(recording)
+                yield
+        finally:
+            recording.finish()
+            self._operations = recording.next_index
+            self._left_out += recording.left_out
+            self._notes.update(dict.fromkeys(recording.notes))
+            self._steps.append(recording)
+            self._drop_old()
+
+    def trace(self) -> Trace:
+        """Return the steps that are kept."""
+        operations = [operation for step in self._steps for operation in step.operations]
+        return Trace(
+            operations,
+            self._stacks.resolved(),
+            self._stacks.sources(),
+            self.config.mode,
+            tuple(loss for step in self._steps for loss in step.losses),
+            self._left_out,
+            f"torch {torch.__version__}",
+            tuple(self._notes),
+        )
+
+    def _drop_old(self) -> None:
+        while len(self._steps) > 1 and (
+            len(self._steps) > self.config.ring_steps
+            or sum(step.bytes for step in self._steps) > self.config.ring_bytes
+        ):
+            self._left_out += self._steps.popleft().count
+
+
+class _NamedTensors:
+    """Names of parameters, buffers and the model's arguments by their memory."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.parameters: dict[int, str] = {}
+        self.by_storage: dict[int, str] = {}
+        if model is None:
+            return
+        for name, parameter in model.named_parameters():
+            self.parameters[id(parameter)] = name
+            self._add(name, parameter)
+        for name, buffer in model.named_buffers():
+            self._add(name, buffer)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        if (key := _storage_key(tensor)) is not None:
+            self.by_storage.setdefault(key, name)
+
+    def add_nested(self, name: str, value: Any) -> None:
+        """Name the tensors in an argument or result of the model."""
+        if isinstance(value, Tensor):
+            self._add(name, value)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self.add_nested(f"{name}[{key}]", item)
+        elif isinstance(value, (list, tuple)):
+            for place, item in enumerate(value):
+                self.add_nested(f"{name}[{place}]", item)
+
+
+def _storage_key(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the identity of memory has no public name
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse and other tensors without one memory
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """What the schema of an operation says about its arguments and results.
+
+    Attributes:
+        name: e.g. ``aten.log.default``.
+        written: positions of arguments that it changes.
+        written_names: names of keyword arguments that it changes.
+        is_view: whether its results only show memory of arguments.
+        is_uninitialized: whether its results have no values yet.
+        is_constant: whether it makes a tensor of numbers of the program.
+        is_ignored: whether it computes nothing.
+    """
+
+    name: str
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    is_view: bool
+    is_uninitialized: bool
+    is_constant: bool
+    is_ignored: bool
+
+    @classmethod
+    def of(cls, function: Any) -> _Schema:
+        schema = function._schema  # noqa: SLF001 - has no public name
+        arguments = schema.arguments
+        written = [
+            (place, argument)
+            for place, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        returns = schema.returns
+        base = function._schema.name.rpartition("::")[2]  # noqa: SLF001 - as above
+        return cls(
+            str(function),
+            tuple(place for place, argument in written if not argument.kwarg_only),
+            tuple(argument.name for _, argument in written),
+            bool(returns) and not written and all(each.alias_info is not None for each in returns),
+            base.startswith(("empty", "new_empty")) or base in {"resize_", "set_"},
+            base == "lift_fresh",
+            str(function).startswith(("profiler.", "prim.", "prims.device")),
+        )
+
+
+_schemas: dict[Any, _Schema] = {}
+_RawTensor: TypeAlias = "tuple[int, torch.Size, torch.dtype, torch.device]"
+
+
+def _written(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[Tensor]:
+    if not schema.written and not schema.written_names:
+        if isinstance(result, Tensor):
+            return [result]
+        return _tensors_in(result) if isinstance(result, (list, tuple)) else []
+    values = [args[place] for place in schema.written if place < len(args)]
+    values.extend(kwargs[name] for name in schema.written_names if name in kwargs)
+    return _tensors_in(values)
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found
+
+
+def _has_infinite_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
+
+
+def _text_of(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:500] if lines else ''}"
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(slots=True)
+class _Raw:
+    """An operation as it is recorded. Conversion to an `Operation` takes longer, and waits until the trace is read.
+
+    Attributes:
+        index: its position among all operations.
+        schema: of the operation.
+        phase, module, node: as in `Operation`.
+        forward: place of the forward operation; None if unknown.
+        stack: number of its stack.
+        inputs: (id, shape, dtype, device) of each.
+        outputs: the same of each.
+        flags: whether each output is not finite; None if not checked.
+        infinite_argument: as in `Operation`.
+        error: as in `Operation`.
+        names: (place, name) of outputs with a name of their own.
+        input_health: of each input, where an output is not finite.
+        output_health: of each output, where it was counted.
+        values: of each output, in the mode with full tensors.
+    """
+
+    index: int
+    schema: _Schema
+    phase: Phase
+    module: str
+    node: str
+    forward: int | None
+    stack: int
+    inputs: list[_RawTensor]
+    outputs: list[_RawTensor]
+    flags: list[bool | None]
+    infinite_argument: bool
+    error: str
+    names: dict[int, str] | None = None
+    input_health: list[TensorHealth | None] | None = None
+    output_health: list[TensorHealth | None] | None = None
+    values: list[Any] | None = None
+
+
+class _StepTrace(TorchDispatchMode):
+    """The operations of one step while it runs."""
+
+    def __init__(
+        self, step: int, config: TraceConfig, stacks: CallStacks, first_index: int, names: _NamedTensors
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.next_index = first_index
+        self.left_out = 0
+        self.bytes = 0
+        self.notes: list[str] = []
+        self._step = step
+        self._config = config
+        self._mode = config.mode
+        self._stacks = stacks
+        self._names = names
+        self._records: list[_Raw] = []
+        self._loss_records: list[tuple[int, int]] = []
+        self._modules: list[str] = []
+        self._optimizers = 0
+        self._optimizer_stack: int | None = None
+        self._updated: dict[
+            int, tuple[Tensor, int, int]
+        ] = {}  # id → parameter, place of its last writer, place of its output
+        self._flags: dict[int, bool | None] = {}  # id → whether the last checked values are not finite
+        self._last_sequence = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
+        self._forward_of: dict[int, int] = {}  # autograd's sequence number → place in records
+        self._ids: dict[int, int] = {}
+        self._id_names: dict[int, str] = {}
+        self._weak_storages: list[Any] = []
+        self._without_storage: list[Tensor] = []
+        self._was_backward = False
+        self._matches_operation = re.compile(config.operations).match if config.operations else None
+        self._matches_module = re.compile(config.modules).match if config.modules else None
+        self._native = native_kernel.load()
+        self._pending: list[
+            tuple[int, int, Tensor]
+        ] = []  # place of the operation, place of its output, extremes
+        self._lock = threading.RLock()  # backward passes on several devices run in several threads
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The operations, once the step has ended."""
+        return [self._converted(record) for record in self._records]
+
+    @property
+    def count(self) -> int:
+        """Number of operations."""
+        return len(self._records)
+
+    @property
+    def losses(self) -> list[tuple[int, int]]:
+        """Tensors whose backward pass began, as in `Trace`."""
+        return self._loss_records
+
+    @contextmanager
+    def modules(self, model: nn.Module | None) -> Iterator[None]:
+        """Follow which module runs, and whether an optimizer does."""
+        handles: list[Any] = []
+        if model is not None:
+            for path, module in model.named_modules():
+                enter, leave = self._enter(path), self._leave(path)
+                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+        handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
+        handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._modules and not path:
+                for place, argument in enumerate(args):
+                    self._names.add_nested(f"input[{place}]", argument)
+                for name, argument in kwargs.items():
+                    self._names.add_nested(f"input[{name}]", argument)
+            self._modules.append(path)
+
+        return enter
+
+    def _leave(self, path: str) -> Callable[..., None]:
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+            # A forward pass that raised leaves the paths of inner modules whose hooks were not called.
+            while self._modules and self._modules.pop() != path:
+                pass
+            if not self._modules and not path:
+                self._name_outputs(output)
+
+        return leave
+
+    def _name_outputs(self, output: Any) -> None:
+        names = _NamedTensors(None)
+        names.add_nested("output", output)
+        named = {self._ids[key]: name for key, name in names.by_storage.items() if key in self._ids}
+        for record in reversed(self._records):
+            if not named:
+                break
+            if record.schema.is_view:
+                continue
+            for place, (number, *_) in enumerate(record.outputs):
+                if (name := named.pop(number, None)) is not None:
+                    record.names = {**(record.names or {}), place: name}
+
+    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+        self._optimizers += 1
+        if type(optimizer).__module__.startswith("torch."):
+            # All frames within it are hidden, so its operations have one stack.
+            self._optimizer_stack = self._stacks.current(sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
+
+    def _optimizer_ends(self, *_: Any) -> None:
+        self._optimizers -= 1
+        self._optimizer_stack = None
+        self._check_updates()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and record it."""
+        named = kwargs or {}
+        try:
+            result = func(*args, **named)
+        except Exception as error:
+            self._observe(func, args, named, None, error)
+            raise
+        self._observe(func, args, named, result, None)
+        return result
+
+    def _observe(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, error: Exception | None
+    ) -> None:
+        try:
+            with self._lock:
+                self._record(func, args, kwargs, result, error)
+        except Exception as fault:  # noqa: BLE001 - the recorder's faults never reach training
+            self.notes.append(f"{func}: not recorded: {type(fault).__name__}: {fault}")
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, error: Exception | None
+    ) -> None:
+        schema = _schemas.get(func)
+        if schema is None:
+            schema = _schemas[func] = _Schema.of(func)
+        if schema.is_ignored:
+            return
+        phase, module, node, forward, gradient = self._where()
+        index = self.next_index
+        self.next_index += 1
+        written = _written(schema, args, kwargs, result)
+        if self._is_left_out(schema, module, written):
+            self.left_out += 1
+            return
+        read = _tensors_in(args)
+        if kwargs:
+            read += _tensors_in(kwargs.values())
+        place = len(self._records)
+        inputs, outputs = [self._raw(tensor) for tensor in read], [self._raw(tensor) for tensor in written]
+        if phase == "optimizer":
+            flags: list[bool | None] = [None] * len(written)
+            self._note_updates(written, outputs, place)
+        elif schema.is_view:
+            flags = [self._flags.get(output[0]) if gradient else None for output in outputs]
+        else:
+            flags = self._checked(schema, written, place)
+            for output, flag in zip(outputs, flags, strict=True):
+                self._flags[output[0]] = flag
+        record = _Raw(
+            index,
+            schema,
+            phase,
+            module,
+            node,
+            forward,
+            self._stack(phase, forward),
+            inputs,
+            outputs,
+            flags,
+            _has_infinite_number(args, kwargs),
+            "" if error is None else _text_of(error),
+            dict.fromkeys(range(len(written)), gradient) if gradient else None,
+        )
+        if True in flags or error is not None:
+            record.input_health = [health_of(tensor, counts=False) for tensor in read]
+        self._add_details(record, written)
+        self._records.append(record)
+        if phase == "backward":
+            if not self._was_backward and place:
+                # Autograd begins with the gradient of the loss, of ones.
+                before = self._records[place - 1]
+                if before.schema.name == "aten.ones_like.default" and before.inputs:
+                    self._loss_records.append((before.inputs[0][0], before.index))
+        elif phase != "optimizer":
+            self._note_sequence(place)
+        self._was_backward = phase in {"backward", "recomputation"}
+        self.bytes += _OPERATION_BYTES + _TENSOR_BYTES * (len(read) + len(written))
+
+    def _is_left_out(self, schema: _Schema, module: str, written: list[Tensor]) -> bool:
+        if self._matches_operation is not None and not self._matches_operation(schema.name):
+            return True
+        if self._matches_module is not None and module and not self._matches_module(module):
+            return True
+        if self._config.dtypes and not any(_name_of(each.dtype) in self._config.dtypes for each in written):
+            return True
+        return self.bytes > self._config.ring_bytes
+
+    def _where(self) -> tuple[Phase, str, str, int | None, str]:
+        """Phase, module, backward function, place of its forward operation, and the name of a gradient that is being accumulated."""
+        node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
+        module = self._modules[-1] if self._modules else ""
+        if node is None:
+            return "optimizer" if self._optimizers else "forward", module, "", None, ""
+        if self._modules:
+            return "recomputation", module, "", None, ""
+        name = str(node.name())
+        if name.endswith("AccumulateGrad"):
+            parameter = self._names.parameters.get(id(getattr(node, "variable", None)), "")
+            gradient = parameter and f"{parameter}:gradient"
+            return "backward", parameter.rpartition(".")[0], "AccumulateGrad", None, gradient
+        forward = self._forward_of.get(node._sequence_nr())  # noqa: SLF001 - as above
+        return "backward", "" if forward is None else self._records[forward].module, name, forward, ""
+
+    def _note_sequence(self, place: int) -> None:
+        """Attribute the backward functions that were created since the last operation to this one."""
+        sequence = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
+        for number in range(self._last_sequence, sequence):
+            self._forward_of[number] = place
+        self._last_sequence = sequence
+
+    def _raw(self, tensor: Tensor) -> _RawTensor:
+        key = _storage_key(tensor)
+        number = self._ids.get(key) if key is not None else None
+        if number is None:
+            number = self._number(tensor, key)
+        return number, tensor.shape, tensor.dtype, tensor.device
+
+    def _number(self, tensor: Tensor, key: int | None) -> int:
+        if key is None:
+            self._without_storage.append(tensor)
+            return -len(self._without_storage)
+        # A weak reference keeps the address from being reused within the step, and no memory.
+        self._weak_storages.append(tensor.untyped_storage()._weak_ref())  # noqa: SLF001 - has no public name
+        number = self._ids[key] = len(self._ids)
+        if name := self._names.by_storage.get(key):
+            self._id_names[number] = name
+        return number
+
+    def _stack(self, phase: Phase, forward: int | None) -> int:
+        if forward is not None:
+            return self._records[forward].stack
+        if phase == "optimizer" and self._optimizer_stack is not None:
+            return self._optimizer_stack
+        return self._stacks.current(sys._getframe(4))  # noqa: SLF001 - as above
+
+    def _note_updates(self, written: list[Tensor], outputs: list[_RawTensor], place: int) -> None:
+        for position, (tensor, output) in enumerate(zip(written, outputs, strict=True)):
+            if output[0] in self._id_names:
+                self._updated[output[0]] = (tensor, place, position)
+
+    def _check_updates(self) -> None:
+        """Check each parameter once after its optimizer's step: the arithmetic before it is several times as large."""
+        if self._mode.has_health:
+            for tensor, place, position in self._updated.values():
+                record = self._records[place]
+                record.flags[position] = self._checked(record.schema, [tensor], place)[0]
+                if record.flags[position]:
+                    record.output_health = record.output_health or [None] * len(record.outputs)
+                    record.output_health[position] = health_of(tensor, counts=False)
+        self._updated = {}
+
+    def _checked(self, schema: _Schema, written: list[Tensor], place: int) -> list[bool | None]:
+        """Whether each written tensor is not finite; None if it is not checked or the result is pending."""
+        if not self._mode.has_health or schema.is_uninitialized:
+            return [None] * len(written)
+        flags: list[bool | None] = []
+        for position, tensor in enumerate(written):
+            if not is_checkable(tensor):
+                flags.append(None)
+                continue
+            if tensor.is_cpu:
+                memory = native_memory([tensor]) if self._native is not None else None
+                if memory is not None and self._native is not None:
+                    flags.append(self._native.is_nonfinite(memory[0]))
+                else:
+                    health = health_of(tensor, counts=False)
+                    flags.append(None if health is None else not health.is_finite)
+            else:
+                flags.append(None)
+                self._pending.append((place, position, extremes(tensor)))
+        return flags
+
+    def _add_details(self, record: _Raw, written: list[Tensor]) -> None:
+        mode = self._mode
+        if (mode is TraceMode.CURT_HEALTH and True not in record.flags) or not mode.has_health:
+            return
+        counts = mode not in {TraceMode.CURT_HEALTH, TraceMode.CONCISE_HEALTH}
+        record.output_health = [
+            None
+            if flag is None or (mode is TraceMode.CURT_HEALTH and not flag)
+            else health_of(tensor, counts=counts, statistics=mode is TraceMode.STATISTICS)
+            for tensor, flag in zip(written, record.flags, strict=True)
+        ]
+        if mode is TraceMode.FULL_TENSOR and not record.schema.is_view:
+            record.values = [values_of(tensor) for tensor in written]
+            self.bytes += sum(values.nbytes for values in record.values if values is not None)
+
+    def _converted(self, record: _Raw) -> Operation:
+        forward = record.forward
+        return Operation(
+            record.index,
+            self._step,
+            record.schema.name,
+            record.phase,
+            record.module,
+            tuple(
+                self._converted_tensor(
+                    raw, None, health=health, nonfinite=None if health is None else not health.is_finite
+                )
+                for raw, health in zip(
+                    record.inputs, record.input_health or [None] * len(record.inputs), strict=True
+                )
+            ),
+            tuple(
+                self._converted_tensor(
+                    raw,
+                    (record.names or {}).get(place),
+                    nonfinite=record.flags[place],
+                    health=record.output_health[place] if record.output_health else None,
+                    values=record.values[place] if record.values else None,
+                )
+                for place, raw in enumerate(record.outputs)
+            ),
+            record.stack,
+            record.node,
+            None if forward is None else self._records[forward].index,
+            is_view=record.schema.is_view,
+            infinite_argument=record.infinite_argument,
+            is_constant=record.schema.is_constant,
+            error=record.error,
+        )
+
+    def _converted_tensor(
+        self,
+        raw: _RawTensor,
+        name: str | None,
+        *,
+        nonfinite: bool | None,
+        health: TensorHealth | None,
+        values: Any = None,
+    ) -> TracedTensor:
+        number, shape, dtype, device = raw
+        return TracedTensor(
+            number,
+            tuple(shape),
+            _name_of(dtype),
+            str(device),
+            name if name is not None else self._id_names.get(number, ""),
+            nonfinite,
+            health,
+            values,
+        )
+
+    def finish(self) -> None:
+        """Read the results of devices, and release the identities of memory."""
+        for pointer in self._weak_storages:
+            torch.UntypedStorage._free_weak_ref(pointer)  # noqa: SLF001 - has no public name
+        self._weak_storages, self._without_storage, self._ids = [], [], {}
+        self._forward_of, self._flags, self._updated = {}, {}, {}
+        self._names = _NamedTensors(None)
+        by_device: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
+        for entry in self._pending:
+            by_device.setdefault(entry[2].device, []).append(entry)
+        self._pending = []
+        for entries in by_device.values():
+            bad = ~torch.isfinite(torch.stack([flag for _, _, flag in entries])).all(dim=1)
+            for (place, position, _), nonfinite in zip(entries, bad.tolist(), strict=True):
+                self._records[place].flags[position] = nonfinite
