@@ -22,8 +22,10 @@ from watchstep.reading.run import Run, open_run
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.saved_tensors import OpenReference, ReferenceRun, SavedTensors
-from watchstep_rules.signals.reference import MOST_TENSORS, Reference, reference_of
+from watchstep_rules.signals.reference import MOST_POINTS, MOST_TENSORS, Reference, reference_of
 
+_POINTS, _MIN_POINTS = 50_000, 100
+"""Steps that are stored of a reference run: in all, and at least of each tensor."""
 _MAX_BYTES = 16 * 1024 * 1024
 _MAX_MEMORY = 256 * 1024 * 1024
 _SECONDS = 20.0
@@ -273,7 +275,11 @@ def _statistics(run_store: Store, figure: str) -> Reference:
     run = Run(run_store, opened.document, ReadBudget(_SECONDS, _MEGABYTES))
     run.refresh()
     rows = run.rows()
-    return reference_of(rows.where(rows.mask_of_tensors(_first(rows))), figure)
+    chosen = _first(rows)
+    points = _POINTS // max(1, sum(chosen))
+    return reference_of(
+        rows.where(rows.mask_of_tensors(chosen)), figure, points=max(_MIN_POINTS, min(MOST_POINTS, points))
+    )
 
 
 def _first(rows: Block) -> list[bool]:

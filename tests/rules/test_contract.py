@@ -62,7 +62,7 @@ def eager(params: type[Params]) -> dict[str, Any]:
             }
         },
         "reference": {"loss": [(0, 1.0), (LAST, 2.0)], "first.weight": [(2, 0.5)]},
-        "other_trials": {"loss": [(0, 1.0), (LAST, 2.0, 0.5, 3.0)]},
+        "other_trials": {"loss": [(0, 1.0), (LAST, 2.0)]},
     }
     return {name: value for name, value in wanted.items() if name in params.model_fields}
 

@@ -12,7 +12,6 @@ closeness out; statistics within the bounds do not prove it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -80,8 +79,8 @@ FIGURES = (*VALUE_COLUMNS, *DERIVED)
 MOST_TENSORS = 500
 MOST_POINTS = 1000
 
-Point = tuple[int, float] | tuple[int, float, float, float]
-"""A step and its value; if steps before it were left out, also their lowest and highest value."""
+Point = tuple[int, float]
+"""A step and its value."""
 
 Reference = dict[str, list[Point]]
 """For each tensor, points in ascending order of their steps."""
@@ -133,26 +132,15 @@ def reference_of(rows: Block, figure: str = "rms", include: str = ".*", points: 
         chosen_points = np.unique(
             np.linspace(0, len(tensor_rows) - 1, min(points, len(tensor_rows))).astype(np.intp)
         )
-        reference[chosen.catalogue[tensor].name] = _points(
-            chosen.step[tensor_rows], values[tensor_rows], chosen_points
-        )
+        kept = tensor_rows[chosen_points]
+        points_of_tensor = zip(chosen.step[kept].tolist(), values[kept].tolist(), strict=True)
+        reference[chosen.catalogue[tensor].name] = list(points_of_tensor)
     if len(reference) > MOST_TENSORS:
         raise RuleError(
             f"{len(reference)} tensors are too many for the parameters of a rule",
             f"choose at most {MOST_TENSORS} by 'include'",
         )
     return reference
-
-
-def _points(steps: NDArray[np.int64], values: Floats, chosen: NDArray[np.intp]) -> list[Point]:
-    """Return the chosen steps with their values, and the range of the values left out before each."""
-    points: list[Point] = [(int(steps[0]), float(values[0]))]
-    for before, at in pairwise(chosen.tolist()):
-        step, value, between = int(steps[at]), float(values[at]), values[before + 1 : at]
-        points.append(
-            (step, value, float(between.min()), float(between.max())) if len(between) else (step, value)
-        )
-    return points
 
 
 def lowest_workers(block: Block) -> NDArray[np.bool_]:

@@ -34,6 +34,7 @@ from watchstep_rules.builtin.tensors.similar_across_runs import (
     compare_elements,
     has_counterpart,
     saved_in_both_runs,
+    statistics_of_reference,
 )
 from watchstep_rules.builtin.tensors.tensor_variance import TensorVariance
 from watchstep_rules.builtin.tensors.unchanged_tensor import UnchangedTensor
@@ -248,8 +249,10 @@ class SagemakerSimilarAcrossRuns(Rule[SagemakerSimilarAcrossRunsParams, SimilarA
         return state.problem
 
     def conclusive(self, params: SagemakerSimilarAcrossRunsParams, block: Block) -> NDArray[np.bool_]:
-        """Rows with finite elements, or that have a counterpart in the other run."""
-        return has_counterpart(block) if isinstance(block, SavedBlock) else super().conclusive(params, block)
+        """Rows that have a counterpart in the other run."""
+        if isinstance(block, SavedBlock):
+            return has_counterpart(block)
+        return np.isfinite(statistics_of_reference(params.statistics, block))
 
     def evaluate(
         self,

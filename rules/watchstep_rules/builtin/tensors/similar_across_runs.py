@@ -97,28 +97,35 @@ def ascending(reference: References) -> References:
 
 
 class SimilarAcrossRunsState(State):
-    """For elementwise: whether a tensor was compared, and the first one that could not be."""
+    """Whether a tensor was compared, and the first one that could not be."""
 
     compared: bool = False
     alone: str = ""
+    saved: bool = False
 
     @property
     def problem(self) -> str:
         """Why nothing was compared; empty if something was, or nothing was saved yet."""
         if self.compared or not self.alone:
             return ""
+        if self.saved:
+            return (
+                f"no saved tensor could be compared: the other run did not save {self.alone}, or another part of it; record both runs with this "
+                "rule, with the same number of workers"
+            )
         return (
-            f"no saved tensor could be compared: the other run did not save {self.alone}, or another part of it; record both runs with this "
-            "rule, with the same number of workers"
+            f"no statistic could be compared: the other run did not measure {self.alone}; give the collection the same fixed cadence in both "
+            "runs"
         )
 
 
 class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
     """Fires when ``|figure - reference(step)| > atol + tolerance * |reference(step)|``.
 
-    ``reference(step)`` is the statistic of the other run, linearly interpolated between its steps; any value that the other run had
-    between them is accepted too. Nothing is judged before the first and after the last step. A run that equals the other therefore never
-    fires, whatever the tolerance. The statistics of the other run do not change while an attempt is evaluated, or the same rows could later be judged
+    ``reference(step)`` is the statistic of the other run at the same step. Steps that the other run did not measure, or that its record
+    leaves out, are not judged, so a run that equals the other never fires, whatever the tolerance. By default each recorder chooses by
+    itself at which steps it measures, and two runs share few of them: a fixed cadence of the compared collections, the same in both runs,
+    makes all of them comparable. That no step was shared is reported in the rule's health. The statistics of the other run do not change while an attempt is evaluated, or the same rows could later be judged
     differently: they are stored when the attempt begins (``run``), or are parameters (``reference``), as computed by
     `watchstep_rules.signals.reference.reference_of`. Rows of the modes train and global are
     judged: shards as a whole tensor, and of several workers the lowest that has the tensor at the step.
@@ -171,8 +178,10 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
         return state.problem
 
     def conclusive(self, params: SimilarAcrossRunsParams, block: Block) -> NDArray[np.bool_]:
-        """Rows with finite elements, or that have a counterpart in the other run."""
-        return has_counterpart(block) if isinstance(block, SavedBlock) else super().conclusive(params, block)
+        """Rows that have a counterpart in the other run."""
+        if isinstance(block, SavedBlock):
+            return has_counterpart(block)
+        return np.isfinite(statistics_of_reference(params.reference, block))
 
     def evaluate(
         self,
@@ -190,16 +199,20 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
         if params.elementwise:
             return compare_elements(self.name, params.run, (params.rtol, params.atol), state, block)
         check_reference(params.run, params.reference)
-        known = block.mask_of_tensors([info.name in params.reference for info in block.catalogue])
-        if not known.any():  # without a reference, or in a block of other tensors
+        in_reference = block.mask_of_tensors([info.name in params.reference for info in block.catalogue])
+        if not in_reference.any():  # without a reference, or in a block of other tensors
             return state, []
-        rows = np.flatnonzero(known & is_training(block) & lowest_workers(block))
+        rows = np.flatnonzero(in_reference & is_training(block) & lowest_workers(block))
         if not len(rows):
             return state, []
         seen = figure_of(block.statistics, params.figure)[rows]
-        wanted, lowest, highest = (column[rows] for column in _reference(params, block))
-        apart = np.maximum(np.maximum(lowest - seen, seen - highest), 0.0)
+        wanted = statistics_of_reference(params.reference, block)[rows]
         limit = params.atol + params.tolerance * np.abs(wanted)
+        if np.isfinite(wanted).any():
+            state = SimilarAcrossRunsState(compared=True)
+        elif not state.compared and not state.alone:
+            step, name = min((int(block.step[row]), block.info(row).name) for row in rows.tolist())
+            state = SimilarAcrossRunsState(alone=f"{name} at step {step}"[:200])
         return state, [
             finding_at(
                 self.name,
@@ -212,7 +225,7 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
                     f"{wanted[place]:.4g}: {limit[place]:.3g} apart are tolerated"
                 ),
             )
-            for place in np.flatnonzero(apart > limit)
+            for place in np.flatnonzero(np.abs(seen - wanted) > limit)
         ]
 
 
@@ -259,7 +272,8 @@ def compare_elements(
         else:
             message = f"{name} has the shape {list(values.shape)}, in run {run} {list(reference.shape)}"
         findings.append(finding_at(rule, block, row, value=float(apart), threshold=0.0, message=message))
-    return SimilarAcrossRunsState(compared=compared, alone="" if compared else alone[:200]), findings
+    state = SimilarAcrossRunsState(compared=compared, alone="" if compared else alone[:200], saved=True)
+    return state, findings
 
 
 def _apart(values: NDArray[Any], reference: NDArray[Any], rtol: float, atol: float) -> tuple[int, float]:
@@ -294,24 +308,16 @@ def check_reference(run: str, reference: References) -> None:
         )
 
 
-def _reference(params: SimilarAcrossRunsParams, block: Block) -> tuple[Floats, Floats, Floats]:
-    """The statistic of the other run at each row, and its lowest and highest possible value; NaN if it has none."""
-    wanted, lowest, highest = np.full((3, len(block)), np.nan)
+def statistics_of_reference(reference: References, block: Block) -> Floats:
+    """Return the statistic of the other run at the step of each row, float64 of shape (n,); NaN if it is not known."""
+    values = np.full(len(block), np.nan)
     order = np.argsort(block.tensor, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(block.tensor[order])) + 1):
-        name = block.info(int(rows[0])).name
-        if name not in params.reference:
+        points = reference.get(block.info(int(rows[0])).name) if len(rows) else None
+        if points is None:
             continue
-        points, step = params.reference[name], block.step[rows]
-        steps = np.array([point[0] for point in points])
-        figures = np.array([point[1] for point in points])
-        line = np.interp(step, steps, figures, left=np.nan, right=np.nan)
-        # For a step between two points, the later point has the range of the omitted steps before it.
-        after = np.minimum(np.searchsorted(steps, step), len(steps) - 1)
-        low = np.array([point[2] if len(point) > 2 else np.inf for point in points])[after]
-        high = np.array([point[3] if len(point) > 2 else -np.inf for point in points])[after]
-        between = steps[after] != step
-        wanted[rows] = line
-        lowest[rows] = np.where(between, np.minimum(line, low), line)
-        highest[rows] = np.where(between, np.maximum(line, high), line)
-    return wanted, lowest, highest
+        steps = np.array([step for step, _ in points])
+        figures = np.array([value for _, value in points])
+        place = np.minimum(np.searchsorted(steps, block.step[rows]), len(steps) - 1)
+        values[rows] = np.where(steps[place] == block.step[rows], figures[place], np.nan)
+    return values

@@ -12,6 +12,11 @@ from tests.rules.runs import all_at_once
 from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.errors import RuleError
 from watchstep.format.block import Block
+from watchstep_rules.builtin.tensors.similar_across_runs import (
+    SimilarAcrossRuns,
+    SimilarAcrossRunsParams,
+    SimilarAcrossRunsState,
+)
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.signals.reference import reference_of
 
@@ -34,11 +39,6 @@ def test_the_same_run_is_similar_and_another_is_not() -> None:
     assert found(run([4.0, 2.9, 1.6]), reference) == [2]
 
 
-def test_between_its_steps_the_reference_is_on_straight_lines() -> None:
-    reference = reference_of(run([0.0, 10.0], every=10))
-    assert found(run([float(step) for step in range(11)]), reference, tolerance=0.0) == []
-
-
 def test_outside_its_steps_nothing_is_judged() -> None:
     assert found(run([9.0, 1.0, 1.0, 9.0]), {"loss": [(1, 1.0), (2, 1.0)]}) == []
 
@@ -57,31 +57,50 @@ def test_a_reference_holds_few_points_of_the_lowest_worker_and_is_ready_for_json
         Row(step, LOSS, [float(step + 10 * worker)], worker=worker) for step in range(50) for worker in (0, 1)
     ]
     (points,) = reference_of(block_of(rows), "mean", points=5).values()
-    assert points[:2] == [(0, 0.0), (12, 12.0, 1.0, 11.0)]
-    assert [point[:2] for point in points[2:]] == [(24, 24.0), (36, 36.0), (49, 49.0)]
-    assert [type(number) for number in points[1]] == [int, float, float, float]
+    assert points == [(0, 0.0), (12, 12.0), (24, 24.0), (36, 36.0), (49, 49.0)]
+    assert [type(number) for number in points[1]] == [int, float]
 
 
 @given(
     losses=st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=60),
     points=st.integers(2, 8),
-    recorded=st.integers(1, 3),
+    measured=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3)),
 )
-def test_a_run_that_is_equal_never_fires_however_few_points_the_reference_has(
-    losses: list[float], points: int, recorded: int
+def test_a_run_that_is_equal_never_fires_whichever_steps_were_measured(
+    losses: list[float], points: int, measured: tuple[int, int, int]
 ) -> None:
-    reference = reference_of(run(losses), "mean", points=points)
-    assert found(run(losses), reference, figure="mean", tolerance=0.0, atol=0.0) == []
-    rows = [Row(step, LOSS, [losses[step]]) for step in range(0, len(losses), recorded)]
+    of_other, of_run, offset = measured
+    rows = [Row(step, LOSS, [losses[step]]) for step in range(0, len(losses), of_other)]
+    reference = reference_of(block_of(rows), "mean", points=points)
+    rows = [Row(step, LOSS, [losses[step]]) for step in range(offset, len(losses), of_run)]
     assert found(block_of(rows), reference, figure="mean", tolerance=0.0, atol=0.0) == []
     assert found(run([loss + 1e10 for loss in losses]), reference, figure="mean", tolerance=1e-9) != []
 
 
-def test_a_figure_between_two_points_may_be_any_that_the_other_run_had_there() -> None:
-    reference = reference_of(run([0.0, 5.0, 1.0, 9.0, 0.0]), "mean", points=2)
-    assert reference == {"loss": [(0, 0.0), (4, 0.0, 1.0, 9.0)]}
-    assert found(run([0.0, 9.0, 9.0, 5.0, 0.0]), reference, figure="mean", tolerance=0.0) == []
-    assert found(run([0.0, 9.1, 9.0, -0.1, 0.1]), reference, figure="mean", tolerance=0.0) == [1, 3, 4]
+def test_steps_that_the_other_run_did_not_measure_are_not_judged() -> None:
+    reference: dict[str, Any] = {"loss": [(0, 0.0), (2, 1.0), (4, 0.0)]}
+    assert found(run([0.0, 9.0, 1.0, 9.0, 0.0]), reference, figure="mean", tolerance=0.0) == []
+    assert found(run([0.0, 0.0, 1.1, 0.0, 0.1]), reference, figure="mean", tolerance=0.0) == [2, 4]
+
+
+def test_that_no_step_was_shared_is_reported_and_no_row_is_conclusive() -> None:
+    rule = SimilarAcrossRuns()
+    params = SimilarAcrossRunsParams.model_validate(
+        {"reference": {"loss": [(1, 0.0), (3, 0.0)]}, "figure": "mean"}
+    )
+    block = block_of([Row(step, LOSS, [0.0]) for step in (0, 2, 4)])
+    state, findings = rule.evaluate(
+        params, SimilarAcrossRunsState(), block.where(np.zeros(3, bool)), block, 4
+    )
+    assert findings == []
+    assert rule.problem(state).startswith(
+        "no statistic could be compared: the other run did not measure loss at step 0;"
+    )
+    assert not rule.conclusive(params, block).any()
+    shared = block_of([Row(3, LOSS, [0.0])])
+    state, _ = rule.evaluate(params, state, block, shared, 4)
+    assert rule.problem(state) == ""
+    assert rule.conclusive(params, shared).all()
 
 
 def test_a_reference_is_of_the_tensors_that_are_requested() -> None:
