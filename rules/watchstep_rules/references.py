@@ -186,17 +186,29 @@ def references_of(
     pinned = pinned or PinnedReferences()
     if all(pinned.has(entry) for entry in compared):
         return pinned, notes
-    missing = [entry for entry in compared if not pinned.has(entry)]
-    names = ", ".join(sorted({entry.run for entry in missing}))
-    notes.append(
-        f"run {names} is compared with as it is now, because no references to it were stored when the attempt began"
-    )
+    missing = {entry.run for entry in compared if not pinned.has(entry)}
     current = current_references(run_store, configs)
+    if found := sorted(missing & current.attempts.keys()):
+        notes.append(
+            f"run {', '.join(found)} is compared with as it is now, because no references to it were stored when the attempt began"
+        )
+    notes.extend(_why_absent(run_store, run) for run in sorted(missing - current.attempts.keys()))
     return PinnedReferences(
         {**current.attempts, **pinned.attempts},
         {**current.statistics, **pinned.statistics},
         {**current.problems, **pinned.problems},
     ), notes
+
+
+def _why_absent(run_store: Store, run: str) -> str:
+    """Return why a run has no attempt to compare with."""
+    try:
+        open_run(_store_of(run_store, run))
+    except NotFoundError:
+        return f"no run {run} in this project"
+    except (FormatError, BadNameError) as error:
+        return f"run {run} cannot be compared with: {error.what}"
+    return f"run {run} has no attempt to compare with"
 
 
 def with_references(configs: Sequence[RuleConfig], references: PinnedReferences | None) -> list[RuleConfig]:

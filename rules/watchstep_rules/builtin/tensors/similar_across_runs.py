@@ -25,6 +25,8 @@ from watchstep_rules.signals.reference import (
     lowest_workers,
 )
 
+_MIN_ROWS = 1000
+"""Number of rows without a counterpart after which it is reported that no step was shared."""
 RUN_PATTERN = r"^$|^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Points = Annotated[list[Point], Field(min_length=1, max_length=MOST_POINTS)]
@@ -97,16 +99,18 @@ def ascending(reference: References) -> References:
 
 
 class SimilarAcrossRunsState(State):
-    """Whether a tensor was compared, and the first one that could not be."""
+    """Whether a tensor was compared; else the first one that could not be, and the number of rows that could not be."""
 
     compared: bool = False
     alone: str = ""
+    step: int = -1
+    rows: int = 0
     saved: bool = False
 
     @property
     def problem(self) -> str:
         """Why nothing was compared; empty if something was, or nothing was saved yet."""
-        if self.compared or not self.alone:
+        if self.compared or not self.alone or (not self.saved and self.rows < _MIN_ROWS):
             return ""
         if self.saved:
             return (
@@ -114,7 +118,7 @@ class SimilarAcrossRunsState(State):
                 "rule, with the same number of workers"
             )
         return (
-            f"no statistic could be compared: the other run did not measure {self.alone}; give the collection the same fixed cadence in both "
+            f"no statistic could be compared: the other run did not measure {self.alone} at step {self.step}; give the collection the same fixed cadence in both "
             "runs"
         )
 
@@ -210,9 +214,10 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
         limit = params.atol + params.tolerance * np.abs(wanted)
         if np.isfinite(wanted).any():
             state = SimilarAcrossRunsState(compared=True)
-        elif not state.compared and not state.alone:
-            step, name = min((int(block.step[row]), block.info(row).name) for row in rows.tolist())
-            state = SimilarAcrossRunsState(alone=f"{name} at step {step}"[:200])
+        elif not state.compared:
+            first = min((int(block.step[row]), block.info(row).name[:200]) for row in rows.tolist())
+            step, name = min(first, (state.step, state.alone)) if state.alone else first
+            state = SimilarAcrossRunsState(alone=name, step=step, rows=state.rows + len(rows))
         return state, [
             finding_at(
                 self.name,
