@@ -1,7 +1,7 @@
 """Which collections are due at a step: by a fixed cadence, or as the overhead budget allows.
 
 The recorder measures its own time. Every step adds an allowance, a share of the time of the program's own work; the cost
-of measuring, of writing and of the empty hooks is subtracted from it. A collection is measured when the saved allowance
+of measuring, of writing (up to four fifths of the allowance) and of the empty hooks is subtracted from it. A collection is measured when the saved allowance
 pays for it, starting with the one that has waited longest. In the first hundred steps the allowance is ten times as large, because
 most faults show there. If steps are so short that their share pays for nothing, each step adds a fixed allowance,
 and the cost of the empty hooks is not subtracted.
@@ -32,6 +32,9 @@ _SPIKE = (
 _LONG = (
     0.5  # seconds in one step after which a collection's measuring is limited by its share within the step
 )
+_WRITER_SHARE = 0.8
+"""Maximum share of the allowance that pays for the writer. Its cost hardly depends on what is measured: of short steps, whose segments are
+written every second, it takes more than the whole budget in the first minute, and nothing would be measured then."""
 _MAX_SAVED = 1.5  # maximum saved allowance, as a multiple of the most expensive collection's cost
 
 Clock = Callable[[], float]
@@ -88,6 +91,7 @@ class Budget:
         self._step = -1
         self._due: frozenset[str] = frozenset()
         self._saved = 0.0
+        self._owed = 0.0  # seconds of the writer that are not subtracted from the allowance yet
         self._spent = 0.0
         self._program = 0.0
         self._steps = 0
@@ -191,7 +195,10 @@ class Budget:
         self._step = step
         if self._step_time is not None:
             factor = DENSE_FACTOR if self._steps < DENSE_STEPS else 1.0
-            self._saved += max(factor * self.share * self._step_time, self.allowance + self._floor)
+            added = max(factor * self.share * self._step_time, self.allowance + self._floor)
+            paid = min(self._owed, _WRITER_SHARE * added)
+            self._owed -= paid
+            self._saved += added - paid
         highest_cost = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
         self._saved = min(self._saved, _MAX_SAVED * highest_cost)
         remaining, due = self._saved, set()
@@ -206,7 +213,8 @@ class Budget:
         """Record the duration of the last step, without the recorder's own time."""
         with self._lock:
             written, self._written = self._written, 0.0
-        self._take(written)
+        self.report_extra(written)
+        self._owed += written
         now = self._clock()
         program_time = max(0.0, now - self._began - (self._spent_in_step - written))
         self._began, self._spent_in_step = now, 0.0
@@ -271,6 +279,11 @@ class Schedule:
             if collection is not None and self._is_due(name, collection, step, mode):
                 return name
         return None
+
+    def records(self, collection: str, mode: Mode) -> bool:
+        """Whether statistics of a collection are recorded in a mode, at some steps."""
+        chosen = self._collections.get(collection)
+        return chosen is not None and chosen.in_mode(mode) is not None
 
     def _is_due(self, name: str, collection: Collection, step: int, mode: Mode) -> bool:
         cadence = collection.in_mode(mode)

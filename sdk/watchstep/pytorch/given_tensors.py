@@ -18,13 +18,15 @@ from watchstep.capture.given.confusion import (
     record_confusion,
     restarts,
 )
+from watchstep.capture.given.gate import GivenGate
 from watchstep.capture.given.names import Given, GivenNames
 from watchstep.capture.steps.record import Probe
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
+from watchstep.kernels.native_kernel import MemoryRange
 from watchstep.pytorch import full_tensors
-from watchstep.pytorch.kernel import TorchKernel
+from watchstep.pytorch.kernel import TorchKernel, native_memory
 from watchstep.pytorch.names import dtype_name
 from watchstep.pytorch.probes.activations import ChannelSums, ClassCounts
 from watchstep.pytorch.probes.staging import HostCopy
@@ -153,6 +155,7 @@ class GivenTensors:
         self._classes: dict[tuple[str, Mode], ClassCounts] = {}
         self._unchanged = Unchanged(session.config.probes)
         self._sums = ChannelSums(session.config.probes)
+        self._gate = GivenGate(session)
 
     def record(self, given: Given, value: Tensor) -> None:
         """Record one tensor if its collection is due.
@@ -164,6 +167,8 @@ class GivenTensors:
         session, mode = self._session, given.mode
         self._confusion.give(given.name, value, mode)
         due = self._names.due(given)
+        if due.measured is None and self._gate.is_onset(given, _host_memory(value)):
+            due = due._replace(measured=given.collection)
         if due.measured is None and due.saved is None:
             return
         since = session.schedule.now()
@@ -196,3 +201,8 @@ class GivenTensors:
             return ()
         counts = self._classes.setdefault((name, mode), ClassCounts()).measure(labels)
         return () if counts is None else (counts,)
+
+
+def _host_memory(value: Tensor) -> list[MemoryRange] | None:
+    """Return the memory of a dense floating-point tensor on the host; None for any other tensor."""
+    return native_memory([value]) if value.is_cpu and value.is_floating_point() and value.numel() else None

@@ -107,6 +107,17 @@ def test_writing_is_paid_for_too() -> None:
     assert before > 400
 
 
+def test_a_writer_that_costs_more_than_the_budget_does_not_end_measuring() -> None:
+    clock = Clock()
+    budget = Budget(["a"], 0.01, clock=clock)
+    simulate(budget, clock, {"a": 1e-4}, 0, DENSE_STEPS)
+    measured = 0
+    for step in range(1000):
+        budget.written(1e-3)
+        measured += simulate(budget, clock, {"a": 1e-4}, DENSE_STEPS + step, 1)["a"]
+    assert 150 < measured < 250  # a fifth of the allowance
+
+
 def test_a_floor_over_the_budget_is_reported() -> None:
     clock = Clock()
     health = RecorderHealth()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from watchstep.capture.config import TensorLimits
 from watchstep.capture.given.array_probes import ArrayProbes
 from watchstep.capture.given.confusion import ArrayConfusion
+from watchstep.capture.given.gate import GivenGate
 from watchstep.capture.given.names import Given, GivenNames
 from watchstep.capture.steps.session import Session
 from watchstep.capture.tensors.collections import SELECTABLE, DueTensor, TensorCapture
@@ -57,6 +58,7 @@ class GivenArrays:
         self._names = names
         self._confusion = ArrayConfusion(session)
         self._probes = ArrayProbes(session.config.probes)
+        self._gate = GivenGate(session)
 
     def record(self, given: Given, value: Any) -> None:
         """Record one value if its collection is due.
@@ -71,6 +73,8 @@ class GivenArrays:
         session, step, mode = self._session, self._session.recorder.step, given.mode
         due = self._names.due(given)
         takes_part = self._confusion.takes_part(given.name, mode)
+        if due.measured is None and self._gate.is_onset(given, memory_of(value)):
+            due = due._replace(measured=given.collection)
         if due.measured is None and due.saved is None and not takes_part:
             return
         since = session.schedule.now()
@@ -88,6 +92,16 @@ class GivenArrays:
             session.schedule.spent(due.measured, since)
         if takes_part:
             self._confusion.give(given.name, elements, mode)
+
+
+def memory_of(value: Any) -> list[MemoryRange] | None:
+    """Return the memory of an array of NumPy that the compiled kernel can read without conversion; None for any other value."""
+    if type(value) is not np.ndarray or not value.size:
+        return None
+    kind = KINDS.get(value.dtype.name)
+    if kind is None or not (value.flags.forc and value.flags.aligned and value.dtype.isnative):
+        return None
+    return [MemoryRange(value.ctypes.data, value.size, kind)]
 
 
 def as_array(value: Any) -> NDArray[Any]:

@@ -469,3 +469,47 @@ def test_recording_an_array_does_not_load_torch(tmp_path: Path) -> None:
 def test_a_copied_hook_accepts_roles() -> None:
     copied = pickle.loads(pickle.dumps(watchstep.Hook.__new__(watchstep.Hook)))
     copied.record({"x": np.ones(3)}, role="weight")
+
+
+RARE = CaptureConfig(collections={"custom": Cadence(every=1000), "losses": Cadence()}, system=None)
+
+
+@pytest.mark.parametrize(
+    "convert", [np.asarray, torch.tensor, lambda values: torch.tensor(values, requires_grad=True)]
+)
+def test_a_value_that_becomes_nonfinite_is_measured_at_that_step(tmp_path: Path, convert: Any) -> None:
+    with Hook(tmp_path, run="r", config=RARE) as hook:
+        for step in range(60):
+            values = np.zeros(5, np.float32)
+            values[0] = np.nan if step in {20, 21, 22, 40} else step
+            hook.record(a=convert(values), b=convert(np.zeros(5, np.float32)))
+            hook.step()
+    run = recorded(hook)
+    assert run.tensor("a").steps() == [0, 20, 40]
+    assert run.tensor("b").steps() == [0]
+    assert run.tensor("a").statistics()["nan"].to_pylist() == [0, 1, 1]
+
+
+def test_an_infinity_in_a_large_array_is_found_within_eight_steps(tmp_path: Path) -> None:
+    with Hook(tmp_path, run="r", config=RARE) as hook:
+        for step in range(100):
+            values = np.ones((400, 400), np.float32)
+            values[300, 7] = np.inf if step >= 30 else 1.0
+            hook.record(a=values)
+            hook.step()
+    first, found = recorded(hook).tensor("a").steps()
+    assert (first, 30 <= found < 38) == (0, True)
+
+
+def test_without_the_gate_and_in_collections_that_are_not_recorded_nothing_is_checked(tmp_path: Path) -> None:
+    off = CaptureConfig(collections={"custom": Cadence(every=1000)}, gate=False, system=None)
+    none = CaptureConfig(collections={"losses": Cadence()}, system=None)
+    for name, config in (("off", off), ("none", none)):
+        with Hook(tmp_path, run=name, config=config) as hook:
+            for step in range(30):
+                hook.record(a=np.full(3, np.nan if step >= 10 else 1.0))
+                hook.step()
+        run = recorded(hook)
+        assert [step for name in run.tensors("custom") for step in run.tensor(name).steps()] == (
+            [0] if name == "off" else []
+        )

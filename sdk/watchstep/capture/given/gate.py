@@ -1,0 +1,56 @@
+"""The gate of values that a program records itself: NaN and infinity are found between measurements, too.
+
+At every step that a value is not due, its elements are checked in host memory: all of small values, another eighth of large ones. A value
+that has become non-finite is measured at that step. While it stays non-finite, it is measured at its own cadence only, because some
+programs mark missing elements by NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from watchstep.capture.given.names import Given
+from watchstep.capture.steps.session import Session
+from watchstep.kernels import native_kernel
+from watchstep.kernels.native_kernel import MemoryRange
+
+_SLICES = 8
+_MAX_NAMES = 10_000
+
+
+class GivenGate:
+    """Finds the steps at which values become non-finite."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._native = native_kernel.load() if session.config.gate else None
+        self._turn = 0
+        self._clean: dict[
+            str, int
+        ] = {}  # names of values that are non-finite → clean checks since the last bad one
+
+    def is_onset(self, given: Given, memory: Sequence[MemoryRange] | None) -> bool:
+        """Return whether a value that is not due has become non-finite since it was last checked.
+
+        Args:
+            given: The value's checked arguments.
+            memory: Where its elements are; None if they are not in host memory, or in a format that the kernel cannot read.
+        """
+        if (
+            self._native is None
+            or not memory
+            or not self._session.schedule.records(given.collection, given.mode)
+        ):
+            return False
+        self._turn = (self._turn + 1) % _SLICES
+        clean = self._clean.get(given.name)
+        if not self._native.has_nonfinite(memory, self._turn, _SLICES):
+            if clean is not None:
+                self._clean[given.name] = clean + 1
+                if clean + 1 >= _SLICES:  # each part of a large value was checked since
+                    del self._clean[given.name]
+            return False
+        if len(self._clean) >= _MAX_NAMES:
+            self._clean.clear()
+        self._clean[given.name] = 0
+        return clean is None
