@@ -36,6 +36,8 @@ from numpy.typing import NDArray
 from watchstep.format.statistics import Histograms, StatisticsBatch, merge_rows
 
 _CHUNK = 1 << 16
+MAX_OVERLAPPING_BYTES = 64 * 2**20
+"""Size up to which a view with overlapping elements is measured as it is; of a larger one its distinct memory is measured."""
 _LAYOUT = {
     np.dtype(np.float32): (np.uint32, 23, 127, 8),
     np.dtype(np.float64): (np.uint64, 52, 1023, 11),

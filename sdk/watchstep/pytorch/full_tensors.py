@@ -19,6 +19,7 @@ from watchstep.capture.config import TensorLimits
 from watchstep.capture.tensors.collections import SELECTABLE, Copy, DueTensor, TensorCapture
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
+from watchstep.pytorch.kernel import has_all_memory
 from watchstep.pytorch.names import is_sharding
 from watchstep.pytorch.observable import dense_values
 
@@ -146,6 +147,8 @@ def _saved(
     dtype = None if dense is None else FORMAT_NAMES.get(dense.dtype)
     if dense is None or dtype is None or dense.layout is not torch.strided:
         return f"have a dtype or layout that is not saved ({local.dtype})"
+    if not has_all_memory(dense):
+        return "had no memory when they were due, because the program had freed it"
     values = dense.detach()
     if change is not None:
         values = change(values)

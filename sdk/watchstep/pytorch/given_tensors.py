@@ -167,8 +167,8 @@ class GivenTensors:
         session, mode = self._session, given.mode
         self._confusion.give(given.name, value, mode)
         due = self._names.due(given)
-        if due.measured is None and self._gate.is_onset(given, _host_memory(value)):
-            due = due._replace(measured=given.collection)
+        if due.measured is None:
+            due = due._replace(measured=self._gate.onset(given, _host_memory(value)))
         if due.measured is None and due.saved is None:
             return
         since = session.schedule.now()

@@ -23,6 +23,7 @@ from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import (
     BLOCK,
     DROPPED,
+    MAX_OVERLAPPING_BYTES,
     MULTIPLIERS,
     SHIFTS,
     STEP,
@@ -136,8 +137,10 @@ def _collapsed(tensor: Tensor) -> tuple[Tensor, int]:
 
     A copy of an expanded tensor of a few bytes may take gigabytes.
     """
-    if type(tensor) is not Tensor or 0 not in tensor.stride():
+    if type(tensor) is not Tensor or tensor.is_contiguous():
         return tensor, 1
+    if 0 not in tensor.stride():
+        return _distinct_memory(tensor), 1
     factor = 1
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -146,9 +149,32 @@ def _collapsed(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, factor
 
 
+def _distinct_memory(tensor: Tensor) -> Tensor:
+    """Return a large tensor with elements that overlap, as those of ``unfold``, as the memory that it shows; any other tensor unchanged.
+
+    A copy of overlapping windows of a few megabytes may take gigabytes.
+    """
+    elements = tensor.numel()
+    if elements * tensor.element_size() <= MAX_OVERLAPPING_BYTES:
+        return tensor
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((extent,), (1,)) if elements > 2 * extent else tensor
+
+
 def _has_memory(tensor: Tensor) -> bool:
     """Return whether a tensor has storage: programs free the storage of a tensor that they will recompute, and keep its shape."""
     return tensor.layout is not torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+
+
+def has_all_memory(tensor: Tensor) -> bool:
+    """Return whether all elements of a tensor lie in its storage. A copy of a tensor whose storage was freed ends the process."""
+    if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
+        return True  # its values are in inner tensors
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+        return True
+    end = tensor.storage_offset() + 1
+    end += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -186,6 +212,10 @@ def _plain(tensor: Tensor) -> Tensor:
 def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     if tensor.dtype.is_floating_point and tensor.dtype not in {torch.float32, torch.float64}:
         tensor = tensor.float()
+    else:
+        tensor = (
+            tensor.clone()
+        )  # the storage of a tensor that shares it with an array can no longer be freed by the program
     array: np.ndarray[Any, Any] = tensor.numpy()
     return array
 
@@ -222,7 +252,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     contiguous = [tensor.contiguous() for tensor in plain]
     native = native_kernel.load()
     if native is None:
-        sums = [checksum_array(_words(tensor).numpy()) for tensor in contiguous]
+        sums = [checksum_array(_words(tensor).clone().numpy()) for tensor in contiguous]
         return torch.tensor(sums, dtype=torch.int64)
     memories = [
         MemoryRange(tensor.data_ptr(), tensor.numel(), KIND_OF_WIDTH[tensor.element_size()])

@@ -16,6 +16,7 @@ from watchstep.capture.tensors.snapshots import Occasion, TakenSnapshot, fitting
 from watchstep.format.snapshot import Described, TensorPart, aligned_order, parts_metadata
 from watchstep.format.tensors import bounded_word
 from watchstep.pytorch.full_tensors import FORMAT_NAMES, shard_of, swap_bytes
+from watchstep.pytorch.kernel import has_all_memory
 
 if TYPE_CHECKING:
     from watchstep.capture.steps.session import Session
@@ -101,10 +102,10 @@ def _copies_of(parameters: Sequence[NamedParameter]) -> list[_TensorCopy]:
 
 
 def _copy_of(name: str, tensor: Any) -> _TensorCopy | None:
-    """Return None for a dtype or layout that a snapshot does not support."""
+    """Return None for a dtype or layout that a snapshot does not support, and for a tensor whose storage the program has freed."""
     local, part = shard_of(tensor)
     dtype = None if local is None else FORMAT_NAMES.get(local.dtype)
-    if local is None or dtype is None or local.layout is not torch.strided:
+    if local is None or dtype is None or local.layout is not torch.strided or not has_all_memory(local):
         return None
     return _TensorCopy(Described(bounded_word(name), dtype, tuple(local.shape)), local.detach(), part)
 

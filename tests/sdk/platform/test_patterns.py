@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep import Collection
+from watchstep import CaptureConfig, Collection, Hook
 from watchstep.errors import ConfigError
 from watchstep.format.tensors import TensorInfo
-from watchstep.platform.patterns import check_pattern, matches_from_start
+from watchstep.platform import patterns
+from watchstep.platform.patterns import check_pattern, expect, matches_from_start
 
 NAME = "encoder_layers_self_attention_output_dense" * 100
 
@@ -26,6 +30,45 @@ def test_patterns_match_as_those_of_python(pattern: str, text: str) -> None:
 
 def test_a_pattern_that_takes_python_years_takes_no_time() -> None:
     assert not matches_from_start(r"(\w+\.?)+weight$", NAME)
+
+
+@given(
+    pattern=st.sampled_from(["a.*b", "(a|b)+c", "", "layer[0-9]{1,2}"]),
+    texts=st.lists(st.text("abclyer0", max_size=8), max_size=8),
+    more=st.lists(st.text("abclyer0", max_size=8), max_size=8),
+)
+def test_expected_texts_match_like_others(pattern: str, texts: list[str], more: list[str]) -> None:
+    expected = [re.match(pattern, text) is not None for text in (*texts, *more)]
+    expect(texts)
+    found = [matches_from_start(pattern, text) for text in texts]
+    expect(more)
+    assert [*found, *(matches_from_start(pattern, text) for text in more)] == expected
+
+
+def test_each_pattern_is_compiled_once_for_all_names_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+    match = patterns._match
+
+    def counting(pattern: str, texts: Sequence[str]) -> list[bool]:
+        calls.append(pattern)
+        return match(pattern, texts)
+
+    monkeypatch.setattr(patterns, "_match", counting)
+    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(40)])
+    collections = {f"c{number}": Collection(include=f"{number}[.]once[.]") for number in range(30)}
+    with Hook(tmp_path, run="r", config=CaptureConfig(collections=collections, system=None)) as hook:
+        calls.clear()
+        hook.watch(model, torch.optim.Adam(model.parameters()))
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+    assert len(calls) <= 2 * len(collections)
+
+
+def test_a_long_pattern_is_refused() -> None:
+    with pytest.raises(ConfigError, match="4097 characters"):
+        Collection(include="a" * 4097)
 
 
 @pytest.mark.parametrize("pattern", ["(", "a(?=b)", r"(a)\1", "*"])

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sdk.training import EVERY_STEP, Training, recorded, small_model
-from watchstep import Hook, open_run
+from watchstep import Cadence, CaptureConfig, Collection, Hook, open_run
 from watchstep.errors import ConfigError
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
@@ -276,6 +277,65 @@ def test_freed_and_expanded_outputs_do_not_end_the_program(tmp_path: Path) -> No
             optimizer.zero_grad()
             model.second.weight.grad = None
     assert open_run(tmp_path / "default" / "r").tensor("mask:output").rows.statistics.count[0] == 1 << 32
+
+
+def test_freed_tensors_are_not_copied(tmp_path: Path) -> None:
+    """A copy of a tensor whose storage was freed would end the process."""
+    saved = Collection(Cadence(), tensors=Cadence())
+    names = ("weights", "gradients", "activations", "inputs", "custom", "optimizer_state")
+    config = CaptureConfig(collections=dict.fromkeys(names, saved), system=None, overhead_budget=None)
+    unused, head = nn.Linear(8, 4), nn.Linear(8, 4)
+    model = nn.Sequential(nn.Linear(8, 8), Freed(), unused)
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], 0.1)
+    with Hook(tmp_path, run="r", config=config) as hook:
+        hook.watch(nn.ModuleDict({"model": model, "head": head}), optimizer)
+        for step in range(3):
+            model[:2](X)
+            head(X).sum().backward()
+            hook.record(freed=Freed()(X), shrunk=shrunk(X), whole=X)
+            if step == 1:
+                hook.snapshot()
+                assert head.weight.grad is not None
+                unused.weight.data.untyped_storage().resize_(0)
+            optimizer.step()
+    run = open_run(tmp_path / "default" / "r")
+    assert run.tensor("whole").saved_steps() == [0, 1, 2]
+    assert run.tensor("freed").saved_steps() == run.tensor("shrunk").saved_steps() == []
+    assert set(hook.health["faults"]) <= {
+        "measuring"
+    }  # the update of a weight without memory cannot be sampled
+
+
+def shrunk(x: Tensor) -> Tensor:
+    """A tensor whose storage is smaller than its elements."""
+    y = x.clone()
+    y.untyped_storage().resize_(4)
+    return y
+
+
+def test_overlapping_windows_are_measured_without_a_copy_of_each(tmp_path: Path) -> None:
+    base = torch.arange(200_000, dtype=torch.float32)
+    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
+        hook.record(
+            torch=base.unfold(0, 500, 1), numpy=np.lib.stride_tricks.sliding_window_view(base.numpy(), 500)
+        )
+        hook.record(small=base[:100].unfold(0, 5, 1))
+        hook.step()
+    run = open_run(tmp_path / "default" / "r")
+    for name in ("torch", "numpy"):
+        rows = run.tensor(name).rows.statistics
+        assert (rows.count[0], rows.max[0]) == (200_000, 199_999.0)
+    assert run.tensor("small").rows.statistics.count[0] == 96 * 5
+
+
+def test_a_reserved_name_does_not_lose_the_others(tmp_path: Path) -> None:
+    config = CaptureConfig(collections={"custom": Collection(Cadence(), tensors=Cadence())}, system=None)
+    with Hook(tmp_path, run="r", config=config) as hook:
+        hook.record({"__metadata__": torch.ones(2), "other": torch.ones(3)})
+        hook.step()
+    run = open_run(tmp_path / "default" / "r")
+    assert run.tensor("other").value(0).tolist() == [1.0, 1.0, 1.0]
+    assert "a name that the format reserves" in str(hook.health["notes"])
 
 
 def test_parameters_can_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

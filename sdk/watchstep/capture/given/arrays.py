@@ -22,7 +22,7 @@ from watchstep.capture.tensors.collections import SELECTABLE, DueTensor, TensorC
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels import native_kernel
-from watchstep.kernels.array_kernel import measure_array
+from watchstep.kernels.array_kernel import MAX_OVERLAPPING_BYTES, measure_array
 from watchstep.kernels.measurement import Completed, Measurement, Repeated
 from watchstep.kernels.native_kernel import KINDS, MemoryRange
 
@@ -73,8 +73,8 @@ class GivenArrays:
         session, step, mode = self._session, self._session.recorder.step, given.mode
         due = self._names.due(given)
         takes_part = self._confusion.takes_part(given.name, mode)
-        if due.measured is None and self._gate.is_onset(given, memory_of(value)):
-            due = due._replace(measured=given.collection)
+        if due.measured is None:
+            due = due._replace(measured=self._gate.onset(given, memory_of(value)))
         if due.measured is None and due.saved is None and not takes_part:
             return
         since = session.schedule.now()
@@ -163,10 +163,24 @@ def _collapsed(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
 
     A copy of a broadcast array of a few bytes may take gigabytes.
     """
-    if not array.size or 0 not in array.strides:
+    if not array.size or array.flags.forc:
         return array, 1
+    if 0 not in array.strides:
+        return _distinct_memory(array), 1
     distinct = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
     return distinct, array.size // distinct.size
+
+
+def _distinct_memory(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a large array with elements that overlap, as a sliding window, as the memory that it shows; any other array unchanged."""
+    if array.nbytes <= MAX_OVERLAPPING_BYTES or min(array.strides) < 0:
+        return array
+    span = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
+    if span % array.itemsize or array.size <= 2 * (span // array.itemsize + 1):
+        return array
+    return np.lib.stride_tricks.as_strided(
+        array, (span // array.itemsize + 1,), (array.itemsize,), writeable=False
+    )
 
 
 def _real(array: NDArray[Any]) -> NDArray[Any]:

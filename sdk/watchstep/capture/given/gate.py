@@ -29,19 +29,19 @@ class GivenGate:
             str, int
         ] = {}  # names of values that are non-finite → clean checks since the last bad one
 
-    def is_onset(self, given: Given, memory: Sequence[MemoryRange] | None) -> bool:
-        """Return whether a value that is not due has become non-finite since it was last checked.
+    def onset(self, given: Given, memory: Sequence[MemoryRange] | None) -> str | None:
+        """Return the collection of a value that is not due and has become non-finite since it was last checked; None if it has not.
 
         Args:
             given: The value's checked arguments.
             memory: Where its elements are; None if they are not in host memory, or in a format that the kernel cannot read.
         """
-        if (
-            self._native is None
-            or not memory
-            or not self._session.schedule.records(given.collection, given.mode)
-        ):
-            return False
+        if self._native is None or not memory:
+            return None
+        records = self._session.schedule.records
+        recorded = next((name for name in given.collections if records(name, given.mode)), None)
+        if recorded is None:
+            return None
         self._turn = (self._turn + 1) % _SLICES
         clean = self._clean.get(given.name)
         if not self._native.has_nonfinite(memory, self._turn, _SLICES):
@@ -49,8 +49,8 @@ class GivenGate:
                 self._clean[given.name] = clean + 1
                 if clean + 1 >= _SLICES:  # each part of a large value was checked since
                     del self._clean[given.name]
-            return False
+            return None
         if len(self._clean) >= _MAX_NAMES:
             self._clean.clear()
         self._clean[given.name] = 0
-        return clean is None
+        return recorded if clean is None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from watchstep.capture.config import placed
 from watchstep.capture.steps.record import Group
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
@@ -38,13 +39,13 @@ class Given:
     Attributes:
         name: name of the tensor.
         role: as in `TensorInfo.role`.
-        collection: name of its collection.
+        collections: names of its collections, sorted; empty if the selectors of each leave it out.
         mode: mode of the row.
     """
 
     name: str
     role: str
-    collection: str
+    collections: tuple[str, ...]
     mode: Mode
 
 
@@ -62,6 +63,7 @@ class GivenNames:
         self._session = session
         self._last_steps: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
+        self._collections: dict[tuple[str, str | None, str | None], tuple[str, tuple[str, ...]]] = {}
 
     def check(self, name: Any, collection: str | None, role: str | None, mode: Mode) -> Given:
         """Check the arguments of a value, and begin the step that it belongs to.
@@ -85,7 +87,11 @@ class GivenNames:
             raise ValueError(f"role {role!r}: use one of {', '.join(COLLECTIONS)}")
         if collection is not None and collection not in self._session.config.collections:
             raise ValueError(f"collection {collection!r}: name it in CaptureConfig.collections")
-        given = _given(name, collection, role, mode)
+        key = (name, role, collection)
+        found = self._collections.get(key)
+        if found is None:
+            found = self._placed(*key)
+        given = Given(name, *found, mode)
         group = self._groups.get(name)
         if group is not None and group.tensors[0].role != given.role:
             raise ValueError(
@@ -96,13 +102,22 @@ class GivenNames:
             self._begin_if_repeated(name)
         return given
 
+    def _placed(self, name: str, role: str | None, collection: str | None) -> tuple[str, tuple[str, ...]]:
+        """Return the role of a value, and its collections: its own, and those of the user with selectors that match."""
+        chosen_role, own = _role_and_collection(name, role, collection)
+        info = placed(TensorInfo(name, (), chosen_role), (own,), self._session.config.chosen, ())
+        if len(self._collections) >= _MAX_NAMES:
+            self._collections.clear()
+        placement = self._collections[name, role, collection] = (chosen_role, info.collections)
+        return placement
+
     def due(self, given: Given) -> DueCollections:
         """Return what is due of a value at the current step."""
         session = self._session
-        collections, step = (given.collection,), session.recorder.step
+        step = session.recorder.step
         return DueCollections(
-            session.schedule.due(collections, step, given.mode),
-            session.full_tensors.due(collections, step, given.mode),
+            session.schedule.due(given.collections, step, given.mode),
+            session.full_tensors.due(given.collections, step, given.mode),
         )
 
     def group(self, given: Given, shape: tuple[int, ...], dtype: str) -> Group:
@@ -112,7 +127,7 @@ class GivenNames:
         if (
             before is not None
             and info is not None
-            and (info.shape, info.dtype, info.collections) == (shape, dtype, (given.collection,))
+            and (info.shape, info.dtype, info.collections) == (shape, dtype, given.collections)
         ):
             return before
         if info is not None and info.dtype != dtype:
@@ -122,7 +137,7 @@ class GivenNames:
                 f"{given.name[:80]!r} changed from {info.dtype} to {dtype} at step {self._session.recorder.step}",
             )
         described = TensorInfo(
-            name=given.name, collections=(given.collection,), role=given.role, shape=shape, dtype=dtype
+            name=given.name, collections=given.collections, role=given.role, shape=shape, dtype=dtype
         )
         group = Group.of((described,))
         if len(self._groups) < _MAX_NAMES or before is not None:
@@ -139,9 +154,9 @@ class GivenNames:
         self._last_steps[name] = recorder.step
 
 
-def _given(name: str, collection: str | None, role: str | None, mode: Mode) -> Given:
+def _role_and_collection(name: str, role: str | None, collection: str | None) -> tuple[str, str]:
     if role is not None:
-        return Given(name, role, collection or COLLECTIONS[role], mode)
+        return role, collection or COLLECTIONS[role]
     of_name = _BY_NAME.get(name)
     chosen = collection or (name if of_name else tensors.CUSTOM)
-    return Given(name, of_name or _BY_NAME.get(chosen, "custom"), chosen, mode)
+    return of_name or _BY_NAME.get(chosen, "custom"), chosen

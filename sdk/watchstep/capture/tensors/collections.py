@@ -22,7 +22,14 @@ from watchstep.capture.config import CaptureConfig, Collection, TensorLimits
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.schedule import Schedule
 from watchstep.capture.tensors.snapshots import Occasion, SnapshotWriter, TakenSnapshot
-from watchstep.format.snapshot import Described, TensorPart, aligned_order, infos_metadata, parts_metadata
+from watchstep.format.snapshot import (
+    HEADER_METADATA,
+    Described,
+    TensorPart,
+    aligned_order,
+    infos_metadata,
+    parts_metadata,
+)
 from watchstep.format.tensors import Mode, TensorInfo, bounded_word
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -229,6 +236,9 @@ class TensorCapture:
         """
         info = tensor.info.bounded()
         name, described = info.name, Described(info.name, tensor.dtype, tensor.shape)
+        if name == HEADER_METADATA:
+            self.unsupported(collection, name, "have a name that the format reserves")
+            return False
         if not self._makes_room(name, step, mode, collection, tensor):
             return False
         staged = self._staged.get((mode, collection))

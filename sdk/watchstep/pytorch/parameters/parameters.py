@@ -21,7 +21,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel, Measurement
 from watchstep.pytorch import full_tensors
-from watchstep.pytorch.kernel import Checksums
+from watchstep.pytorch.kernel import Checksums, has_all_memory
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled, unscaled
 from watchstep.pytorch.probes.staging import elements_of_each, views
@@ -213,6 +213,8 @@ class Parameters:
 
     def _probes_of_weights(self, part: _Part, weights: list[Tensor], step: int) -> tuple[Probe, ...]:
         among = len(self._named)
+        if not all(map(has_all_memory, weights)):
+            return ()  # the program has freed the storage of a weight
         probes = (
             None if self._spread is None else self._spread.measure(weights),
             self._unchanged_weights.measure(part.ids, weights, among)

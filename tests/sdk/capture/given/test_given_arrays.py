@@ -513,3 +513,29 @@ def test_without_the_gate_and_in_collections_that_are_not_recorded_nothing_is_ch
         assert [step for name in run.tensors("custom") for step in run.tensor(name).steps()] == (
             [0] if name == "off" else []
         )
+
+
+def test_selectors_choose_among_the_values_that_a_program_passes(tmp_path: Path) -> None:
+    config = CaptureConfig(
+        collections={
+            "weights": Collection(Cadence(), include="w1", tensors=Cadence()),
+            "picked": Collection(
+                None, include="w", roles=("weight", "custom"), exclude="w3", tensors=Cadence()
+            ),
+            "mine": Collection(None, tensors=Cadence()),
+        },
+        system=None,
+    )
+    with Hook(tmp_path, run="r", config=config) as hook:
+        hook.record({"w1": np.ones(2), "w2": np.ones(2), "w3": torch.ones(2)}, role="weight")
+        hook.record({"w4": np.ones(2)}, collection="mine")
+        hook.step()
+    run = recorded(hook)
+    assert run.tensors("weights") == ["w1"]
+    saved = {key.collection: run.store.get(key.path) for key in run.snapshots()}
+    assert {name for name in ("w1", "w2", "w3", "w4") if f'"{name}"'.encode() in saved["picked"]} == {
+        "w1",
+        "w2",
+    }
+    assert set(saved) == {"picked", "mine"}  # a tensor of several collections is saved once
+    assert b'"w4"' in saved["mine"]
