@@ -55,6 +55,7 @@ def test_it_explains_with_a_picture(shown: tuple[str, Path]) -> None:
 def test_the_three_lines_fetch_the_evidence(shown: tuple[str, Path]) -> None:
     lines = [line.strip() for line in shown[0].splitlines() if re.match(r"    (import|run =|print)", line)]
     assert len(lines) == 3
+    assert "(it needs pandas: pip install -e '.[pandas]' in the clone):" in shown[0]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True, timeout=60
     )

@@ -122,7 +122,10 @@ def test_a_healthy_job_is_left_alone_by_rules_of_a_file(
     done = CliRunner().invoke(app, [*words, "--rules", str(rules)], catch_exceptions=False)
     assert done.output.splitlines() == [
         f"default/healthy: attempt {Job.reattach('healthy').record.attempt} is job {foreign.job}",
-        "  rule non_finite_values may stop it",
+        (
+            "  rule non_finite_values may stop it, and other jobs of project default, until revoked with "
+            "'watchstep rules revoke-stop non_finite_values --project default --reason WHY'"
+        ),
         "  rule loss_spike",
     ]
     job = Job.reattach("healthy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from watchstep.errors import RuleError
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
+from watchstep_rules.custom.python_rule import PythonParams
 from watchstep_rules.rule_files.rule_file import data_of
 
 MOST_VARIATIONS = 200
@@ -30,7 +31,7 @@ class Setting:
 
     Attributes:
         config: name of the rule config.
-        parameter: parameter of its rule, or ``for``: the number of steps that a finding must last.
+        parameter: parameter of its rule, of the class of a Python rule, or ``for``: the number of steps that a finding must last.
         value: the value.
     """
 
@@ -149,11 +150,20 @@ def _find(name: str, configs: Sequence[RuleConfig]) -> tuple[RuleConfig, str]:
 
 
 def _parameters(config: RuleConfig) -> list[str]:
-    return [*config.implementation.params_type.model_fields, _HOLD]
+    own = _of_class(config)
+    return [*(config.implementation.params_type.model_fields if own is None else own), _HOLD]
+
+
+def _of_class(config: RuleConfig) -> Mapping[str, Any] | None:
+    """The parameters of the class of a Python rule, by their current values; None for other rules."""
+    return config.parameters.about.params if isinstance(config.parameters, PythonParams) else None
 
 
 def _current(config: RuleConfig, parameter: str) -> Any:
-    return config.hold.steps if parameter == _HOLD else getattr(config.parameters, parameter)
+    if parameter == _HOLD:
+        return config.hold.steps
+    own = _of_class(config)
+    return getattr(config.parameters, parameter) if own is None else own[parameter]
 
 
 def _range(text: str, values: str) -> list[Any]:
@@ -218,7 +228,11 @@ def _set(config: RuleConfig, setting: Setting) -> RuleConfig:
         if setting.parameter == _HOLD:
             hold = MinimumDuration.model_validate({**config.hold.model_dump(), "steps": setting.value})
             return config.model_copy(update={"hold": hold})
-        params = {**config.params, setting.parameter: setting.value}
+        if _of_class(config) is None:
+            params = {**config.params, setting.parameter: setting.value}
+        else:
+            of_class = {**config.params.get("params", {}), setting.parameter: setting.value}
+            params = {**config.params, "params": of_class}
         config.implementation.params_type.model_validate(params)
         return config.model_copy(update={"params": params})
     except ValidationError as error:

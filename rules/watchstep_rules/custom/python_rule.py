@@ -33,7 +33,13 @@ from watchstep.format.tensors import Mode
 from watchstep_rules.custom.sandbox.confinement import Isolation, why_not
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import SandboxedRule
-from watchstep_rules.custom.sandbox.program import out_of_time, rule_time_charged, rule_time_left
+from watchstep_rules.custom.sandbox.program import (
+    MAX_DESCRIBED_PARAMS,
+    MAX_DESCRIBED_TEXT,
+    out_of_time,
+    rule_time_charged,
+    rule_time_left,
+)
 from watchstep_rules.custom.sandbox.protocol import (
     MAX_FINDINGS,
     SHORT,
@@ -118,6 +124,8 @@ _MAX_MESSAGE = 500
 _MEBIBYTE = 1024 * 1024
 _DESCRIBE_SECONDS = 10.0
 _MOST_DESCRIBED = 10_000
+_Name = Annotated[str, StringConstraints(max_length=200)]
+_Text = Annotated[str, StringConstraints(max_length=MAX_DESCRIBED_TEXT)]
 _Words = tuple[Annotated[str, StringConstraints(min_length=1, max_length=1000)], ...]
 
 
@@ -150,6 +158,9 @@ class RuleDescription(BaseModel):
     probes: _Words = Field(max_length=64)
     histograms: bool = False
     tensors: TensorDescription | None = None
+    params: dict[_Name, bool | int | float | _Text] = Field(
+        default_factory=dict, max_length=MAX_DESCRIBED_PARAMS
+    )
 
 
 _DESCRIBED: dict[str, tuple[RuleDescription, Isolation]] = {}

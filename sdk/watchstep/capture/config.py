@@ -220,24 +220,7 @@ def _converted(to: type, value: str | float) -> str | float | int | bool:
 FIGURES_ONLY = frozenset({tensors.UPDATES, tensors.CHECKSUMS, tensors.CONFUSION, tensors.NOT_IN_OPTIMIZER})
 """Collections of tensors that exist for statistics only, as samples or as single numbers."""
 
-BUILT_IN = (
-    tensors.WEIGHTS,
-    tensors.BIASES,
-    tensors.GRADIENTS,
-    tensors.ACTIVATIONS,
-    tensors.OPTIMIZER_STATE,
-    tensors.UPDATES,
-    tensors.LOSSES,
-    tensors.METRICS,
-    tensors.INPUTS,
-    tensors.OUTPUTS,
-    tensors.LABELS,
-    tensors.CUSTOM,
-    tensors.CHECKSUMS,
-    tensors.BUFFERS,
-    tensors.NOT_IN_OPTIMIZER,
-    tensors.CONFUSION,
-)
+BUILT_IN = tensors.BUILT_IN
 """Collections with predefined tensors; selectors restrict them."""
 
 ROLES = (
@@ -253,8 +236,11 @@ ROLES = (
     "checksum",
     "buffer",
     "not_in_optimizer",
+    "label",
+    "loss",
+    "custom",
 )
-"""Roles that can be selected."""
+"""Roles that can be selected. The last three are of values that the program passes to `Hook.record`."""
 
 STATE_ROLES = frozenset({"momentum", "second_moment", "state"})
 _EXPLICIT_ROLES = STATE_ROLES | {"input", "buffer", "not_in_optimizer"}
@@ -333,12 +319,13 @@ class Collection:
             info: the tensor.
             bases: names of the classes of its module, including base classes.
         """
+        # Patterns come last, because they take longest.
         return (
-            (self.include is None or matches_from_start(self.include, info.name))
-            and (self.exclude is None or not matches_from_start(self.exclude, info.name))
-            and (not self.roles or info.role in self.roles)
+            (not self.roles or info.role in self.roles)
             and (not self.modules or any(_is_below(info.module, path) for path in self.modules))
             and (not self.module_types or not {info.module_type, *bases}.isdisjoint(self.module_types))
+            and (self.include is None or matches_from_start(self.include, info.name))
+            and (self.exclude is None or not matches_from_start(self.exclude, info.name))
         )
 
     def in_mode(self, mode: Mode) -> Cadence | None:
@@ -411,7 +398,7 @@ def placed(
     names = sorted(
         name
         for name, collection in collections.items()
-        if collection.matches(info, bases) and (name in built_in or _may_take(name, collection, info.role))
+        if (name in built_in or _may_take(name, collection, info.role)) and collection.matches(info, bases)
     )
     return replace(info, collections=tuple(names))
 

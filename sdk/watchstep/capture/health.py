@@ -12,6 +12,8 @@ from watchstep.platform.terminal_text import printable
 
 _log = logging.getLogger("watchstep")
 _MAX_KINDS = 32
+_LOGGED_NOTES = frozenset({"collections"})
+"""Notes about a faulty configuration. They are also logged, once each, because nobody looks for them in health."""
 
 
 class RecorderHealth:
@@ -24,6 +26,7 @@ class RecorderHealth:
         self._logged: set[str] = set()
         self._expected: dict[str, Callable[[BaseException], bool]] = {}
         self._notes: dict[str, str] = {}
+        self._logged_notes: set[str] = set()
         self._accounts: dict[str, Callable[[], dict[str, Any]]] = {}
 
     def count(self, name: str, by: int = 1) -> None:
@@ -66,9 +69,14 @@ class RecorderHealth:
             self._expected.pop(where, None)
 
     def note(self, name: str, text: str) -> None:
-        """Add a note about the recording, e.g. that activations are not observed, and why."""
+        """Add a note about the recording, e.g. that activations are not observed, and why. A note about the configuration is logged once."""
         with self._lock:
             self._notes[name] = text
+            is_logged = name in _LOGGED_NOTES and name not in self._logged_notes
+            if is_logged:
+                self._logged_notes.add(name)
+        if is_logged:
+            _log.warning("watchstep: %s: %s", name, printable(text))
 
     def withdraw(self, name: str) -> None:
         """Remove a note that no longer applies."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from watchstep.errors import ConfigError
+
 Stage = Literal["local", "reduced"]
 Mode = Literal["train", "eval", "predict", "global"]
 MODES: tuple[Mode, ...] = ("train", "eval", "predict", "global")
@@ -35,12 +37,71 @@ FINITE_CHECKS = "finite_checks"
 SAVED = "saved"
 """Collection of rows about objects with full tensors: one for each object, once it is on the store (`SavedName`)."""
 
+BUILT_IN = (
+    WEIGHTS,
+    BIASES,
+    GRADIENTS,
+    ACTIVATIONS,
+    OPTIMIZER_STATE,
+    UPDATES,
+    LOSSES,
+    METRICS,
+    INPUTS,
+    OUTPUTS,
+    LABELS,
+    CUSTOM,
+    CHECKSUMS,
+    BUFFERS,
+    NOT_IN_OPTIMIZER,
+    CONFUSION,
+)
+"""Collections that a configuration has by default."""
+
+ROLES = (
+    "weight",
+    "bias",
+    "gradient",
+    "update",
+    "momentum",
+    "second_moment",
+    "state",
+    "buffer",
+    "input",
+    "output",
+    "label",
+    "loss",
+    "metric",
+    "custom",
+    "confusion",
+    "checksum",
+    "finite_check",
+    "buffer_check",
+    "not_in_optimizer",
+    "feature_importance",
+    "tree_depth",
+    "system",
+    "saved",
+)
+"""Values of `TensorInfo.role`."""
+
 MAX_WORD_BYTES = 4096
 """Maximum length of a tensor's name or other word in UTF-8 bytes. Readers refuse segments with longer ones."""
 
 _MAX_SIZE = 2**63
 _INFO_BYTES = 700
 _MARK_BYTES = 16
+
+
+def mode_index(mode: str) -> int:
+    """Return the position of a mode in `MODES`, by which rows state it.
+
+    Raises:
+        ConfigError: the mode is unknown.
+    """
+    for index, known in enumerate(MODES):
+        if mode == known:
+            return index
+    raise ConfigError(f"unknown mode {mode!r}", f"use one of {', '.join(MODES)}")
 
 
 @dataclass(frozen=True)
@@ -69,8 +130,7 @@ class TensorInfo:
         collections: Collections of the tensor, sorted.
         module: Path of the module that owns it; empty for losses and metrics.
         module_type: Name of the class, e.g. ``Conv2d``; for a loss, the function that computed it, e.g. ``NllLoss``, if known.
-        role: ``weight``, ``bias``, ``gradient``, ``output``, ``input``, ``update``, ``momentum``, ``second_moment``,
-            ``state``, ``checksum``, ``finite_check``, ``label``, ``custom``, ``loss``, ``metric``, ``system`` or ``saved``.
+        role: what the tensor is, one of `ROLES`: ``weight``, ``gradient``, ``output``, ….
         order: Rank of the module in the order of registration. Rules use it as the depth.
         shape: Shape of the whole logical tensor at its first record.
         dtype: e.g. ``float32``.

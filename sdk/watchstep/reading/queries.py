@@ -20,7 +20,7 @@ from watchstep.format.statistics import (
     merge_rows,
     sum_rows,
 )
-from watchstep.format.tensors import LOSSES, MODES, Mode
+from watchstep.format.tensors import LOSSES, MODES, Mode, mode_index
 from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Selection, batch_of, figure_of, needs_of
 from watchstep.reading.index import RunIndex
 
@@ -151,6 +151,8 @@ def heatmap(
     if bins < 1:
         raise ConfigError(f"invalid number of bins {bins}", "use 1 or more")
     mode, reduce = mode_and_reduce
+    if mode is not None:
+        mode_index(mode)  # raises if it is unknown
     if reduce not in {"mean", "min", "max"}:
         raise ConfigError(f"unknown reduce {reduce!r}", "use mean, min or max")
     needs = needs_of(figure, index.probes())
@@ -189,7 +191,7 @@ class _Cells:
         values = figure_of(columns, figure)
         chosen = np.isfinite(values)
         if mode is not None:
-            chosen &= columns["mode"] == MODES.index(mode)
+            chosen &= columns["mode"] == mode_index(mode)
         step, tensor = columns["step"], columns["tensor"]
         if not chosen.all():
             values, step, tensor = values[chosen], step[chosen], tensor[chosen]
@@ -280,7 +282,7 @@ class _Lead:
 
     @classmethod
     def of(cls, columns: Columns, worker: int | None, mode: Mode | None) -> _Lead:
-        lead = cls({} if mode is None else {"mode": MODES.index(mode)})
+        lead = cls({} if mode is None else {"mode": mode_index(mode)})
         if worker is not None:
             return cls({**lead.values, "worker": worker})
         for name in ("stage", "replica"):

@@ -17,7 +17,16 @@ from watchstep.format import documents
 from watchstep.format.block import Block, concatenate
 from watchstep.format.layout import ENDS, RUN_DOCUMENT, SnapshotKey, check_name
 from watchstep.format.snapshot import Snapshot
-from watchstep.format.tensors import MODES, SAVED, Mode, TensorInfo
+from watchstep.format.tensors import (
+    BUILT_IN,
+    FINITE_CHECKS,
+    ROLES,
+    SAVED,
+    SYSTEM,
+    Mode,
+    TensorInfo,
+    mode_index,
+)
 from watchstep.platform.folders import absolute_path
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
@@ -30,6 +39,7 @@ from watchstep.reading.sql import query
 from watchstep.reading.steps import (
     StepRecords,
     StepState,
+    checked_step,
     global_step,
     last_steps,
     mode_step,
@@ -41,6 +51,9 @@ from watchstep.store.store import Store
 if TYPE_CHECKING:
     import pyarrow as pa
 
+
+_PREDEFINED = frozenset({*BUILT_IN, FINITE_CHECKS, SAVED, SYSTEM})
+"""Collections that a run may have without configuring them."""
 
 _FIRST_PAUSE = 0.05
 _MAX_PAUSE = 2.0
@@ -261,10 +274,11 @@ class Run:
             incomplete: include steps that only some of the workers have recorded (`step_state`).
 
         Raises:
+            ConfigError: the mode is unknown.
             StoreError: the store cannot be read.
         """
         seen = self._steps_seen()
-        chosen = seen if mode is None else seen[seen[:, 1] == MODES.index(mode)]
+        chosen = seen if mode is None else seen[seen[:, 1] == mode_index(mode)]
         steps = [int(step) for step in np.unique(chosen[:, 0])]
         if incomplete or not steps:
             return steps
@@ -284,7 +298,7 @@ class Run:
             this mode in the attempt of the step; one that has ended is not expected at later steps.
 
         Raises:
-            ConfigError: the step is outside of the run's ``range_steps``.
+            ConfigError: the step is outside of the run's ``range_steps``, or the mode is unknown.
             StoreError: the store cannot be read.
         """
         self._check_step(step)
@@ -300,7 +314,7 @@ class Run:
             mode: only records of this mode count at the step itself.
 
         Raises:
-            ConfigError: the step is outside of the run's ``range_steps``.
+            ConfigError: the step is outside of the run's ``range_steps``, or the mode is unknown.
             StoreError: the store cannot be read.
         """
         self._check_step(step)
@@ -316,9 +330,10 @@ class Run:
             mode: the mode. In modes train and global, the number is the step itself.
 
         Raises:
+            ConfigError: the mode is unknown.
             NotFoundError: nothing was recorded at this step in this mode.
         """
-        return mode_step(self._step_records(), step, mode)
+        return mode_step(self._step_records(), checked_step(step), mode)
 
     def global_step(self, mode_step: int, mode: Mode) -> int:
         """Return the step of the run at which an evaluation of a mode was recorded; the inverse of `mode_step`.
@@ -328,12 +343,13 @@ class Run:
             mode: the mode.
 
         Raises:
+            ConfigError: the mode is unknown.
             NotFoundError: fewer were recorded.
         """
         return global_step(self._step_records(), mode_step, mode)
 
     def _check_step(self, step: int) -> None:
-        if not self._index.is_within(step):
+        if not self._index.is_within(checked_step(step)):
             first, end = self._index.range_steps
             raise ConfigError(
                 f"step {step} is outside of the run's range_steps",
@@ -362,7 +378,8 @@ class Run:
             mode: only those that were measured or saved in this mode.
 
         Raises:
-            ConfigError: the pattern is not a valid regular expression, or the step is outside of the run's ``range_steps``.
+            ConfigError: the pattern is not a valid regular expression; the step is outside of the run's ``range_steps``; the mode or the
+                role is unknown; or the collection is not built in, and the run has no tensor of it.
             StoreError: the store cannot be read.
         """
         try:
@@ -373,13 +390,33 @@ class Run:
             ) from error
         if step is not None:
             self._check_step(step)
-        return [
+        if mode is not None:
+            mode_index(mode)  # raises if it is unknown
+        names = [
             info.name
             for info in self._infos(step, mode)
             if (collection is None or collection in info.collections)
             and (role is None or role == info.role)
             and pattern.search(info.name)
         ]
+        if not names:
+            self._check_words(collection, role)
+        return names
+
+    def _check_words(self, collection: str | None, role: str | None) -> None:
+        """Check a collection and a role of which no tensor was found.
+
+        Raises:
+            ConfigError: this version and the run do not know one of them.
+        """
+        if role is not None and role not in ROLES and all(info.role != role for info in self._infos()):
+            raise ConfigError(f"unknown role {role!r}", f"use one of {', '.join(ROLES)}")
+        if collection is not None and collection not in _PREDEFINED and collection not in self.collections:
+            recorded = ", ".join(sorted(self.collections))
+            raise ConfigError(
+                f"collection {collection!r} has no tensor in run {self.id}",
+                f"use one of {recorded}" if recorded else "nothing was recorded yet",
+            )
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, with statistics, saved values, or both.
@@ -435,7 +472,7 @@ class Run:
             it does not exist.
 
         Raises:
-            ConfigError: the figure does not exist.
+            ConfigError: the figure does not exist, or the mode is unknown.
             NotFoundError: the tensor does not exist.
         """
         self.check_tensors([tensor])
@@ -444,7 +481,7 @@ class Run:
         columns = self._columns([figure], selection, merge=merge)
         chosen = np.ones(len(columns["step"]), np.bool_) if worker is None else columns["worker"] == worker
         if mode is not None:
-            chosen &= columns["mode"] == MODES.index(mode)
+            chosen &= columns["mode"] == mode_index(mode)
         return queries.as_table(self._index, columns, [figure], chosen)
 
     def at_step(
@@ -453,14 +490,14 @@ class Run:
         """Return figures of all tensors at one step, by default the newest, with columns as for `series`.
 
         Raises:
-            ConfigError: a figure does not exist.
+            ConfigError: a figure does not exist, or the mode is unknown.
         """
         if step is None:
             is_exact = mode is None and not self._index.is_restricted
             step = self._index.step_range()[1] if is_exact else max(self.steps(mode), default=-1)
         columns = self._columns(figures, Selection((), None, step, step), merge=merge)
         chosen = (
-            np.ones(len(columns["step"]), np.bool_) if mode is None else columns["mode"] == MODES.index(mode)
+            np.ones(len(columns["step"]), np.bool_) if mode is None else columns["mode"] == mode_index(mode)
         )
         return queries.as_table(self._index, columns, figures, chosen)
 
@@ -482,7 +519,7 @@ class Run:
             reduce: how the finite values of a bin (its steps, and workers with whole tensors) are combined.
 
         Raises:
-            ConfigError: the figure or collection does not exist.
+            ConfigError: the figure or collection does not exist, or the mode is unknown.
             NotFoundError: a tensor does not exist.
         """
         if isinstance(tensors, str):
@@ -511,6 +548,7 @@ class Run:
             mode: only steps of this mode.
 
         Raises:
+            ConfigError: the mode is unknown.
             NotFoundError: the tensor does not exist, or has no such rows.
         """
         self.check_tensors([tensor])
@@ -591,6 +629,9 @@ class Run:
         Returns:
             The recorded steps; fewer than requested if the run ended or the time limit is exceeded. A step counts as recorded
             as soon as one worker recorded it.
+
+        Raises:
+            ConfigError: the mode is unknown.
         """
         return wait_for_steps(self, steps, mode, timeout)
 
@@ -612,7 +653,7 @@ class Run:
             for columns in self._index.scan(selection):
                 tensor = columns["tensor"]
                 if mode is not None:
-                    tensor = tensor[columns["mode"] == MODES.index(mode)]
+                    tensor = tensor[columns["mode"] == mode_index(mode)]
                 found |= {int(code) for code in np.unique(tensor)}
             return found
 

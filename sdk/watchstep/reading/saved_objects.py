@@ -19,7 +19,7 @@ from watchstep.errors import BadNameError, FormatError, NotFoundError, StoreErro
 from watchstep.format import documents
 from watchstep.format.layout import SNAPSHOTS, SnapshotKey, attempt_document
 from watchstep.format.snapshot import Snapshot, open_snapshot
-from watchstep.format.tensors import MODES, Mode, TensorInfo
+from watchstep.format.tensors import MODES, Mode, TensorInfo, mode_index
 from watchstep.reading.columns import NO_CUT
 from watchstep.reading.index import RunIndex, prefetch, readers_of
 from watchstep.reading.run_documents import ATTEMPT, get_document, read_documents
@@ -30,6 +30,10 @@ _CACHED_TENSORS = 200_000
 """Tensors in cached headers, about 100 MB."""
 
 _SHOWN = 5
+_MOST_READ = 50
+"""Steps of a mode that are searched for a tensor, to name in an error where it was saved."""
+
+_HOW_TO_SAVE = "save them with Collection(tensors=Cadence(every=…)), or take snapshots"
 _MAX_REMAINDERS = 1_000
 _MAX_WORKERS = 65_536
 
@@ -144,10 +148,12 @@ class SavedObjects:
         """Return a saved tensor, with merged shards.
 
         Raises:
+            ConfigError: the mode is unknown.
             NotFoundError: it was not saved, or a shard is missing.
             FormatError: an object that would contain it is damaged, or its shards contradict each other.
             StoreError: the store cannot be read.
         """
+        mode_index(request.mode)  # raises if it is unknown
         is_cached = self._sizes is not None
         try:
             return self._find(request)
@@ -177,10 +183,17 @@ class SavedObjects:
         """Return the steps at which a tensor was saved, ascending. Reads the headers of objects until it is found at each step.
 
         Raises:
+            ConfigError: the mode is unknown.
             StoreError: the store cannot be read.
         """
+        if mode is not None:
+            mode_index(mode)
+        groups = [group for group in self._visible() if mode is None or group[1] == mode]
+        return self._steps_in(groups, name, preferred)
+
+    def _steps_in(self, groups: Sequence[Group], name: str, preferred: Collection[str]) -> list[int]:
+        """Return the steps of the groups that contain a tensor, ascending."""
         visible = self._visible()
-        groups = [group for group in visible if mode is None or group[1] == mode]
 
         def contains(group: Group) -> bool:
             keys = sorted(visible[group], key=lambda key: (key.collection not in preferred, key))
@@ -188,6 +201,26 @@ class SavedObjects:
 
         kept = prefetch(contains, groups, readers_of(self._store))
         return sorted({step for (step, _), is_saved in zip(groups, kept, strict=True) if is_saved})
+
+    def without_steps(self, request: SavedRequest) -> NotFoundError:
+        """Return the error for a tensor that was saved at no step in the request's mode."""
+        return NotFoundError(
+            f"tensor {request.name!r} was saved at no step in mode {request.mode}",
+            self._where_saved(request)
+            or ("some objects cannot be read: see Run.damaged" if self.damaged else _HOW_TO_SAVE),
+        )
+
+    def _where_saved(self, request: SavedRequest) -> str:
+        """Return a hint that names the modes and steps at which a tensor was saved; empty if no object near the step contains it."""
+        groups = sorted(self._visible(), key=lambda group: abs(group[0] - request.step))
+        places = []
+        for mode in sorted(MODES, key=lambda mode: mode != request.mode):
+            near = [group for group in groups if group[1] == mode][:_MOST_READ]
+            if steps := self._steps_in(near, request.name, request.preferred):
+                nearest = sorted(sorted(steps, key=lambda step: abs(step - request.step))[: 2 * _SHOWN])
+                more = ", …" if len(steps) > len(nearest) or len(near) == _MOST_READ else ""
+                places.append(f"{', '.join(map(str, nearest))}{more} in mode {mode}")
+        return f"it was saved at steps {' and '.join(places)}; see Tensor.saved_steps()" if places else ""
 
     def infos(self, step: int | None = None, mode: Mode | None = None) -> dict[str, TensorInfo]:
         """Return descriptions of saved tensors by name, as far as their objects show them.
@@ -436,16 +469,15 @@ class SavedObjects:
                 f"{_described(request)}: nothing was saved at this step in collection {request.collection!r}",
                 f"use one of {', '.join(names)}, or leave it out",
             )
-        steps = sorted({step for step, mode in self._visible() if mode == request.mode})
-        if not steps:
-            return NotFoundError(
-                f"{_described(request)}: no full tensors were saved in this mode",
-                "save them with Collection(tensors=Cadence(every=…)), or take snapshots",
-            )
-        near = sorted(sorted(steps, key=lambda step: abs(step - request.step))[: 2 * _SHOWN])
+        is_mode_saved = any(mode == request.mode for _, mode in self._visible())
         return NotFoundError(
-            f"{_described(request)}: nothing was saved at this step",
-            f"use a step with saved tensors, such as {', '.join(map(str, near))}; see Tensor.saved_steps()",
+            f"{_described(request)}: "
+            + (
+                "nothing was saved at this step"
+                if is_mode_saved
+                else "no full tensors were saved in this mode"
+            ),
+            self._where_saved(request) or _HOW_TO_SAVE,
         )
 
     def _absent(self, keys: Sequence[SnapshotKey], request: SavedRequest) -> NotFoundError | FormatError:
@@ -465,7 +497,8 @@ class SavedObjects:
         names = ", ".join(sorted({key.collection or "snapshot" for key in keys}))
         return NotFoundError(
             f"{_described(request)} is in no object of this step ({names})",
-            "see Tensor.saved_steps() for its steps, or Run.tensors(step=…) for the names at this step",
+            self._where_saved(request)
+            or "see Tensor.saved_steps() for its steps, or Run.tensors(step=…) for the names at this step",
         )
 
 

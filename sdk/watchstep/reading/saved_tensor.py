@@ -55,6 +55,11 @@ _CHUNK = 8 * 1024 * 1024
 _GAP = 64 * 1024
 """A gap of fewer bytes is read along, because another request takes longer."""
 
+_INDICES = (
+    "a saved tensor is indexed by integers, slices and '...'; read it with numpy() to index the array in other ways, "
+    "such as saved.numpy()[[0, 1]]"
+)
+
 _FOLDER_READERS, _BUCKET_READERS = 2, 8
 
 
@@ -388,11 +393,11 @@ def _selected(index: Index, shape: tuple[int, ...]) -> _Selection:
 
 def _within(entry: Any, size: int, axis: int) -> int:
     if isinstance(entry, bool | np.bool_):
-        raise TypeError("a saved tensor is indexed by integers, slices and '...'")
+        raise TypeError(_INDICES)
     try:
         position = operator.index(entry)
     except TypeError:
-        raise TypeError("a saved tensor is indexed by integers, slices and '...'") from None
+        raise TypeError(_INDICES) from None
     if not -size <= position < size:
         raise IndexError(f"index {position} is out of bounds for axis {axis} with size {size}")
     return position % size

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from typing import Literal
+from operator import index as whole
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.errors import NotFoundError
+from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import ENDS
-from watchstep.format.tensors import MODES, Mode
+from watchstep.format.tensors import Mode, mode_index
 from watchstep.reading.columns import NO_CUT, Selection
 from watchstep.reading.index import RunIndex
 from watchstep.reading.run_documents import END, read_documents
 from watchstep.store.store import Store
 
 StepState = Literal["complete", "incomplete", "missing", "pending"]
+
+
+def checked_step(step: Any) -> int:
+    """Return a step that a caller passes.
+
+    Raises:
+        ConfigError: it is not a whole number.
+    """
+    try:
+        return whole(step)
+    except TypeError:
+        raise ConfigError(
+            f"step {step!r} is not a whole number", "use a step of Run.steps() or Tensor.saved_steps()"
+        ) from None
 
 
 def recorded_steps(index: RunIndex) -> NDArray[np.int64]:
@@ -104,6 +119,7 @@ class StepRecords:
 
     def has_passed(self, step: int, mode: Mode | None) -> bool:
         """Implement `watchstep.Run.has_passed_step`."""
+        of_mode = self._of_mode(mode)
         if not self._starts:
             return False
         first, attempt = self._starts[-1]
@@ -111,7 +127,7 @@ class StepRecords:
             return True
         newest = self._seen[self._seen[:, 0] >= first]
         workers = {int(worker) for worker in np.unique(newest[:, 2])}
-        of_mode = newest if mode is None else newest[newest[:, 1] == MODES.index(mode)]
+        of_mode = of_mode[of_mode[:, 0] >= first]
         passed = newest[newest[:, 0] > step, 2].tolist() + of_mode[of_mode[:, 0] == step, 2].tolist()
         behind = workers - set(passed)
         if mode is not None and self.workers_at(step, mode):
@@ -152,11 +168,12 @@ class StepRecords:
         return max(0, bisect_right([first for first, _ in self._starts], step) - 1)
 
     def _of_mode(self, mode: Mode | None) -> NDArray[np.int64]:
-        return self._seen if mode is None else self._seen[self._seen[:, 1] == MODES.index(mode)]
+        return self._seen if mode is None else self._seen[self._seen[:, 1] == mode_index(mode)]
 
 
 def mode_step(records: StepRecords, step: int, mode: Mode) -> int:
     """Implement `watchstep.Run.mode_step`."""
+    mode_index(mode)  # raises if it is unknown
     if mode in {"train", "global"}:
         return step
     steps = records.steps(mode)
@@ -171,6 +188,7 @@ def mode_step(records: StepRecords, step: int, mode: Mode) -> int:
 
 def global_step(records: StepRecords, number: int, mode: Mode) -> int:
     """Implement `watchstep.Run.global_step`."""
+    mode_index(mode)
     if mode in {"train", "global"}:
         return number
     steps = records.steps(mode)

@@ -12,9 +12,10 @@ from watchstep.errors import NotFoundError
 from watchstep.format.block import Block
 from watchstep.format.segment import to_table
 from watchstep.format.statistics import DERIVED
-from watchstep.format.tensors import MODES, Mode, TensorInfo
+from watchstep.format.tensors import Mode, TensorInfo, mode_index
 from watchstep.reading.saved_objects import SavedObjects, SavedRequest
 from watchstep.reading.saved_tensor import Framework, SavedTensor
+from watchstep.reading.steps import checked_step
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,7 +44,11 @@ class Tensor:
         return self._read_rows()
 
     def steps(self, mode: Mode | None = None) -> list[int]:
-        """Return the steps with statistics, ascending."""
+        """Return the steps with statistics, ascending.
+
+        Raises:
+            ConfigError: the mode is unknown.
+        """
         return [int(step) for step in np.unique(self._of_mode(mode).step)]
 
     @property
@@ -61,6 +66,9 @@ class Tensor:
         Returns:
             A table with the columns of a segment, and the derived figures (`watchstep.format.statistics.DERIVED`). A probe
             without any value in these rows has a column of nulls, or none.
+
+        Raises:
+            ConfigError: the mode is unknown.
         """
         import pyarrow as pa
 
@@ -82,6 +90,7 @@ class Tensor:
             mode: only passes of this mode.
 
         Raises:
+            ConfigError: the mode is unknown.
             StoreError: the store cannot be read.
         """
         return self._saved.steps(self.name, mode, self.info.collections)
@@ -108,12 +117,15 @@ class Tensor:
                 other, else a snapshot.
 
         Raises:
+            ConfigError: the step is not a whole number, or the mode is unknown.
             NotFoundError: it was not saved at this step, or a shard is missing; the message names its worker and elements.
             FormatError: an object that would contain it is damaged.
             StoreError: the store cannot be read.
         """
         return self._saved.find(
-            SavedRequest(self.name, step, mode, worker, attempt, collection, self.info.collections)
+            SavedRequest(
+                self.name, checked_step(step), mode, worker, attempt, collection, self.info.collections
+            )
         )
 
     def value(
@@ -131,7 +143,7 @@ class Tensor:
             An array of the framework; that of numpy may be read-only.
 
         Raises:
-            ConfigError: the framework is unknown, or not installed.
+            ConfigError: the framework is unknown, or not installed; or as for `saved`.
             NotFoundError, FormatError, StoreError: as for `saved`.
         """
         return self.saved(step, mode=mode, worker=worker).read(framework)
@@ -157,12 +169,16 @@ class Tensor:
             Step → array.
 
         Raises:
-            ConfigError, NotFoundError, FormatError, StoreError: as for `value`.
+            NotFoundError: as for `value`; without ``steps``, also if the tensor was saved at no step in this mode.
+            ConfigError, FormatError, StoreError: as for `value`.
         """
         if steps is not None:
             return {step: self.value(step, mode=mode, worker=worker, framework=framework) for step in steps}
         values = {}
-        for step in self.saved_steps(mode):
+        saved_steps = self.saved_steps(mode)
+        if not saved_steps:
+            raise self._saved.without_steps(SavedRequest(self.name, 0, mode, preferred=self.info.collections))
+        for step in saved_steps:
             try:
                 values[step] = self.value(step, mode=mode, worker=worker, framework=framework)
             except NotFoundError:
@@ -175,12 +191,12 @@ class Tensor:
         """Return the shape of the saved tensor at a step, from headers only.
 
         Raises:
-            NotFoundError, FormatError, StoreError: as for `saved`.
+            ConfigError, NotFoundError, FormatError, StoreError: as for `saved`.
         """
         return self.saved(step, mode=mode, worker=worker).shape
 
     def _of_mode(self, mode: Mode | None) -> Block:
-        return self.rows if mode is None else self.rows.where(self.rows.mode == MODES.index(mode))
+        return self.rows if mode is None else self.rows.where(self.rows.mode == mode_index(mode))
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r})"

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from watchstep.capture.config import BUILT_IN, Cadence, CaptureConfig, Collection
@@ -97,8 +97,9 @@ def _check(options: argparse.Namespace) -> NoReturn:
         config, problems = validated(data)
     planned = _planned(options, config) if config is not None and options.dry_run else None
     faults = planned.faults if planned is not None else []
+    warnings = [] if config is None else list(_warnings(config))
     if options.json:
-        _write_json(options.file, config, problems, planned)
+        _write_json(options.file, config, problems, planned, warnings)
     else:
         for problem in problems:
             _write(f"{options.file}: error: {problem}")
@@ -108,7 +109,7 @@ def _check(options: argparse.Namespace) -> NoReturn:
             _write_lines(_summary(config))
         if config is not None and planned is not None:
             _write_lines(_plan_lines(planned, options.step_seconds, config))
-        for fault in faults:
+        for fault in (*warnings, *faults):
             _write(f"{options.file}: warning: {fault}")
     raise SystemExit(0 if config is not None else 1)
 
@@ -123,12 +124,17 @@ def _write_lines(lines: Iterable[str]) -> None:
 
 
 def _write_json(
-    file: str, config: CaptureConfig | None, problems: list[CaptureProblem], planned: DryRun | None
+    file: str,
+    config: CaptureConfig | None,
+    problems: list[CaptureProblem],
+    planned: DryRun | None,
+    warnings: list[str],
 ) -> None:
     data: dict[str, Any] = {
         "file": file,
         "ok": config is not None,
         "problems": [problem._asdict() for problem in problems],
+        "warnings": warnings,
         "document": None if config is None else changes_of(config),
     }
     if planned is not None:
@@ -161,10 +167,43 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
+_ADAPTIVE = "as the budget allows"
+
+
+def _warnings(config: CaptureConfig) -> Iterable[str]:
+    """Return steps of cadences that are due without being listed."""
+    for name, collection in config.chosen.items():
+        path = f"collections.{name}"
+        cadences = {
+            f"{path}.cadence": collection.cadence,
+            **{f"{path}.modes.{mode}": cadence for mode, cadence in collection.modes.items()},
+        }
+        for place, cadence in cadences.items():
+            if cadence is not None and _adds_no_step(cadence):
+                yield _no_effect(f"{place}.steps", cadence, "'stop: 0'")
+        if collection.tensors is not None and _adds_no_step(collection.tensors):
+            yield _no_effect(f"{path}.tensors.steps", collection.tensors, "'every: null'")
+
+
+def _adds_no_step(cadence: Cadence) -> bool:
+    """Whether a cadence lists steps of which each is due without the list."""
+    without = replace(cadence, steps=())
+    return cadence.every is not None and bool(cadence.steps) and all(map(without.due, cadence.steps))
+
+
+def _no_effect(path: str, cadence: Cadence, only: str) -> str:
+    return (
+        f"{path}: no effect, because 'every' is {cadence.every} and these steps are due anyway; "
+        f"add {only} for these steps only"
+    )
+
+
 def _statistics(collection: Collection) -> str:
-    texts = ["never" if collection.cadence is None else _cadence(collection.cadence, "as the budget allows")]
+    texts = ["never" if collection.cadence is None else _cadence(collection.cadence)]
     for mode, cadence in collection.modes.items():
-        texts.append(f"{mode}: {'never' if cadence is None else _cadence(cadence, 'as the budget allows')}")
+        texts.append(
+            f"{mode}: {'never' if cadence is None else _cadence(cadence, counts_steps=mode == 'train')}"
+        )
     return "; ".join(texts)
 
 
@@ -175,18 +214,31 @@ def _full_tensors(collection: Collection) -> str:
     shown = [
         f"{name} {_size(value) if isinstance(value, int) else list(value)}" for name, value in limits.items()
     ]
-    return "; ".join([_cadence(collection.tensors, ""), *shown])
+    modes = collection.tensors.modes
+    counts_steps = not modes or "train" in modes
+    one = [] if counts_steps else ["at most one pass between two steps"]
+    return "; ".join([_cadence(collection.tensors, "", counts_steps=counts_steps), *one, *shown])
 
 
-def _cadence(cadence: Cadence, adaptive: str) -> str:
-    every = (
-        adaptive if cadence.every is None else f"every {cadence.every}" if cadence.every > 1 else "every step"
-    )
+def _cadence(cadence: Cadence, adaptive: str = _ADAPTIVE, *, counts_steps: bool = True) -> str:
+    noun = "step" if counts_steps else "pass"
+    if cadence.every is None:
+        every = adaptive
+    elif cadence.every == 1:
+        every = f"every {noun}"
+    else:
+        every = f"every {cadence.every}" if counts_steps else f"every {cadence.every} passes"
     start = f"from {cadence.start}" if cadence.start else ""
     stop = f"before {cadence.stop}" if cadence.stop is not None else ""
-    steps = f"at {', '.join(map(str, cadence.steps))}" if cadence.steps else ""
     modes = f"in {', '.join(cadence.modes)}" if cadence.modes else ""
-    return " ".join(filter(None, (every, start, stop, steps, modes)))
+    steps = ", ".join(map(str, cadence.steps))
+    if cadence.steps and (not every or (cadence.stop is not None and cadence.stop <= cadence.start)):
+        every, start, stop, steps = "", "", "", f"only at {steps}"  # no other step is due
+    elif cadence.steps:
+        steps = f"and at {steps}"
+    span = " ".join(filter(None, (every, start, stop)))
+    listed = ", ".join(filter(None, (span, steps)))
+    return " ".join(filter(None, (listed, modes)))
 
 
 def _selectors(name: str, collection: Collection) -> str:
@@ -240,8 +292,18 @@ def _plan_lines(planned: DryRun, step_seconds: float | None, config: CaptureConf
     yield ""
     head = ("COLLECTION", "TENSORS", "ROWS PER STEP", "BYTES PER OBJECT", "BYTES PER HOUR", "NAMES")
     rows: list[tuple[str, ...]] = [head]
-    rows += [_plan_row(plan, config.chosen[plan.name]) for plan in planned.collections]
+    rows += [_plan_row(plan, config.chosen[plan.name], step_seconds) for plan in planned.collections]
     yield from _table(rows)
+    in_other_modes = [
+        plan.name
+        for plan in planned.collections
+        if (tensors := config.chosen[plan.name].tensors) is not None and not tensors.applies_in("train")
+    ]
+    if step_seconds is not None and in_other_modes:
+        yield (
+            f"bytes per hour of {', '.join(in_other_modes)} are unknown: they depend on how often the program makes passes in"
+            " these modes"
+        )
     if planned.by_program:
         yield f"recorded as the program passes them: {', '.join(planned.by_program)}"
     yield (
@@ -249,7 +311,7 @@ def _plan_lines(planned: DryRun, step_seconds: float | None, config: CaptureConf
         f" about {_milliseconds(planned.full_seconds)} of CPU time"
     )
     yield (
-        f"collections with a number of steps: {planned.fixed_rows_per_step:.4g} rows per step on average, about"
+        f"collections with a fixed cadence ('every: N'): {planned.fixed_rows_per_step:.4g} rows of statistics per step on average, about"
         f" {_milliseconds(planned.fixed_seconds_per_step)} of CPU time per step{_share(planned, step_seconds)}"
     )
     if step_seconds is not None and config.overhead_budget is not None and planned.full_seconds:
@@ -273,7 +335,7 @@ def _share(planned: DryRun, step_seconds: float | None) -> str:
     return "" if step_seconds is None else f" ({planned.fixed_seconds_per_step / step_seconds:.2%} of a step)"
 
 
-def _plan_row(plan: CollectionPlan, collection: Collection) -> tuple[str, ...]:
+def _plan_row(plan: CollectionPlan, collection: Collection, step_seconds: float | None) -> tuple[str, ...]:
     names = [name if len(name) <= _SHORTENED else f"…{name[1 - _SHORTENED :]}" for name in plan.tensors]
     more = f", … ({len(names) - _MOST_NAMES} more)" if len(names) > _MOST_NAMES else ""
     rows = "as the budget allows" if plan.rows_per_step is None else f"{plan.rows_per_step:.4g}"
@@ -281,7 +343,12 @@ def _plan_row(plan: CollectionPlan, collection: Collection) -> tuple[str, ...]:
         sizes = ("", "")
     else:
         unknown = f" + {plan.unknown} unknown" if plan.unknown else ""
-        per_hour = "" if plan.hour_bytes is None or plan.unknown else _size(round(plan.hour_bytes))
+        if step_seconds is None:
+            per_hour = ""
+        elif plan.hour_bytes is None or plan.unknown:
+            per_hour = "unknown"
+        else:
+            per_hour = _size(round(plan.hour_bytes))
         sizes = (f"{_size(plan.object_bytes)}{unknown}", per_hour)
     return (plan.name, str(len(names)), rows, *sizes, ", ".join(names[:_MOST_NAMES]) + more)
 

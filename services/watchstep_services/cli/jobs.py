@@ -70,7 +70,11 @@ def attach(  # noqa: PLR0917 - the options of a command
     record = attached.record
     typer.echo(printable(f"{record.project}/{record.run}: attempt {record.attempt} is job {job}"))
     for config in configs:
-        typer.echo(printable(f"  rule {config.name}{' may stop it' if config.stops else ''}"))
+        granted = (
+            f" may stop it, and other jobs of project {record.project}, until revoked with "
+            f"'watchstep rules revoke-stop {config.name} --project {record.project} --reason WHY'"
+        )
+        typer.echo(printable(f"  rule {config.name}{granted if config.stops else ''}"))
     if watch:
         attached.wait()
 

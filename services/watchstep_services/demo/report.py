@@ -295,9 +295,14 @@ def explain(
     for name, text in _lines(alert, outcome, healthy, picture):
         console.print(Text.assemble((f"{name:9}", "bold"), f" {text}"), soft_wrap=True)
     console.print()
-    console.print("Code that reads the same evidence later:")
+    console.print(Text(_CODE_FOLLOWS), soft_wrap=True)
     console.print()
     console.print(Text(evidence_lines(faulty.run.location, finding["tensor"])), soft_wrap=True)
+
+
+_CODE_FOLLOWS = (
+    "Code that reads the same evidence later (it needs pandas: pip install -e '.[pandas]' in the clone):"
+)
 
 
 def evidence_lines(run: str, tensor: str) -> str:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rules.custom.programs import HEAD, LOUD
+from tests.rules.runs import all_at_once, in_steps, norms
 from watchstep.errors import RuleError
 from watchstep_rules.backtest.sweep import parse_sweep, variations
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
@@ -71,6 +73,62 @@ def test_what_cannot_be_swept_is_reported(text: str, message: str) -> None:
     with pytest.raises(RuleError) as caught:
         parse_sweep(text, CONFIGS)
     assert message in str(caught.value)
+
+
+def test_the_parameters_of_a_python_rules_class_are_swept() -> None:
+    configs = [
+        RuleConfig(
+            rule="python",
+            name="loud",
+            params={"source": LOUD, "class": "Loud", "params": {"threshold": 5.0}, "seconds": 7.0},
+            hold=MinimumDuration(steps=2),
+        ),
+        RuleConfig(rule="vanishing_gradient"),
+    ]
+    for text, found in (
+        ("loud.over=2,4", [2, 3, 4]),  # the class's default is 3
+        ("over=1:5:3", [1, 3, 5]),
+        ("loud.threshold=0.5", [0.5, 5.0]),
+        ("loud.for=1", [1, 2]),
+    ):
+        assert [setting.value for setting in parse_sweep(text, configs).settings] == found
+    with pytest.raises(RuleError, match="several rules have this parameter") as caught:
+        parse_sweep("threshold=1,2", configs)
+    assert "loud.threshold, vanishing_gradient.threshold" in caught.value.hint
+    with pytest.raises(RuleError, match="no rule has a parameter 'share'") as caught:
+        parse_sweep("loud.share=0.5", configs)
+    assert caught.value.hint == "use one of for, over, threshold"
+    with pytest.raises(RuleError, match=r"params\.over: Input should be a valid integer"):
+        parse_sweep("loud.over=much", configs)
+    sweeps = [parse_sweep("loud.over=2", configs), parse_sweep("loud.threshold=1", configs)]
+    grid = variations(configs, sweeps)
+    assert [variation.configs[0].params["params"] for variation in grid] == [
+        {"threshold": threshold, "over": over} for over in (2, 3) for threshold in (1, 5.0)
+    ]
+    assert [variation.current for variation in grid] == [False, False, False, True]
+    assert all(variation.configs[0].params["seconds"] == 7.0 for variation in grid)
+    rows = in_steps(norms("first", [1.0, 3.0, 9.0, 9.0, 9.0]))
+    by_threshold = variations(configs, [parse_sweep("loud.threshold=1,20", configs)])
+    found_at = {
+        variation.settings[0].value: bool(all_at_once(variation.configs[0], rows).findings)
+        for variation in by_threshold
+    }
+    assert (found_at[1], found_at[20]) == (True, False)
+
+
+def test_long_and_nested_parameters_of_a_class_are_not_swept() -> None:
+    source = HEAD + (
+        "class P(Params):\n    text: str = 'x' * 2000\n    names: tuple[str, ...] = ()\n    word: str = 'a'\n"
+        "    large: int = 2**80\n    endless: float = float('inf')\n"
+        "    model_config = {'allow_inf_nan': True}\n\n\n"
+        "class Many(Rule[P, State]):\n    name = 'many'\n    summary = 'many'\n    merge = 'watermark'\n    needs = Needs(collections=())\n\n"
+        "    def evaluate(self, params, state, context, block, now):\n        return state, []\n"
+    )
+    config = RuleConfig(rule="python", name="many", params={"source": source, "class": "Many"})
+    assert [setting.value for setting in parse_sweep("many.word=b", [config]).settings] == ["b", "a"]
+    with pytest.raises(RuleError, match="no rule has a parameter 'large'") as caught:
+        parse_sweep("many.large=3", [config])
+    assert caught.value.hint == "use one of for, word"
 
 
 def test_several_sweeps_make_a_grid_of_what_is_needed() -> None:

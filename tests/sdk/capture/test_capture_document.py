@@ -134,6 +134,22 @@ def test_a_configuration_survives_its_document_as_json_and_as_yaml(config: Captu
     jsonschema.Draft202012Validator(document_schema()).validate(document)
 
 
+def test_the_schema_describes_each_key() -> None:
+    def undescribed(schema: dict[str, Any], path: str) -> list[str]:
+        found = []
+        for branch in [schema, *schema.get("anyOf", [])]:
+            for key, entry in branch.get("properties", {}).items():
+                found += [] if entry.get("description") else [f"{path}.{key}"]
+                found += undescribed(entry, f"{path}.{key}")
+        return found
+
+    schema = document_schema()
+    assert undescribed(schema, "") == []
+    assert [found for name, entry in schema["$defs"].items() for found in undescribed(entry, name)] == []
+    modes = schema["$defs"]["Collection"]["properties"]["modes"]["properties"]
+    assert modes["eval"]["description"].startswith("Cadence in mode eval, in forward passes of this mode.")
+
+
 def test_the_built_in_configuration_is_an_empty_document() -> None:
     assert document_of(CaptureConfig()) == {}
     assert config_of({}, "document") == config_of(None, "document") == CaptureConfig()
@@ -192,6 +208,26 @@ WRONG: dict[str, tuple[Any, str, str]] = {
         {"collections": {"a": {"cadence": {"evry": 1}}}},
         "collections.a.cadence.evry: unknown key",
         "did you mean every?",
+    ),
+    "number instead of a collection": (
+        {"collections": {"gradients": 10}},
+        "collections.gradients: 10 is not a mapping",
+        "use {cadence: 10}",
+    ),
+    "text instead of a collection": (
+        {"collections": {"gradients": "often"}},
+        'collections.gradients: "often" is not a mapping',
+        "use a mapping: keys with values",
+    ),
+    "cadence instead of a collection": (
+        {"collections": {"weights": {"every": 5}}},
+        "collections.weights.every: unknown key",
+        "use {cadence: {every: 5}}",
+    ),
+    "steps instead of a collection": (
+        {"collections": {"weights": {"steps": [0, 5]}}},
+        "collections.weights.steps: unknown key",
+        "use {cadence: {steps: [0, 5]}}",
     ),
     "unknown built-in collection": (
         {"collections": {"activation": None}},

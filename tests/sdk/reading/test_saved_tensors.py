@@ -6,7 +6,7 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -445,8 +445,11 @@ def test_what_is_not_there_is_named() -> None:
     save(store, key(5), {"w": WEIGHT, "large": WEIGHT})
     run = opened(store)
     for request, says in (
-        (lambda: run.tensor("w").value(4), r"step 4 .*nothing was saved.*\n.*such as 3, 5"),
-        (lambda: run.tensor("w").value(3, mode="eval"), "no full tensors were saved in this mode"),
+        (lambda: run.tensor("w").value(4), r"step 4 .*nothing was saved.*\n.*at steps 3, 5 in mode train;"),
+        (
+            lambda: run.tensor("w").value(3, mode="eval"),
+            r"no full tensors were saved in this mode\n.*at steps 3, 5 in mode train;",
+        ),
         (lambda: run.tensor("w").value(3, worker=9), r"worker 9 saved nothing.*\n.*workers 0"),
         (lambda: run.tensor("large").value(3), "exceeded a limit"),
         (lambda: run.tensor("w").shape(4), "nothing was saved"),
@@ -454,6 +457,77 @@ def test_what_is_not_there_is_named() -> None:
         with pytest.raises(NotFoundError, match=says) as caught:
             request()
         assert caught.value.hint
+
+
+def test_an_error_names_the_modes_and_steps_of_the_tensor() -> None:
+    store = MemoryStore()
+    for step in range(0, 30, 10):
+        save(store, key(step), {"other": WEIGHT})
+    for step in range(9, 159, 10):
+        save(store, key(step, mode="eval", collection="outputs"), {"model:output": WEIGHT})
+    tensor = opened(store).tensor("model:output")
+    in_eval = "it was saved at steps 9, 19, 29, 39, 49, 59, 69, 79, 89, 99, … in mode eval; see Tensor.saved_steps()"
+    for request, what in (
+        (lambda: tensor.value(14), "'model:output' at step 14 in mode train: nothing was saved at this step"),
+        (lambda: tensor.value(10), "'model:output' at step 10 in mode train is in no object of this step"),
+        (lambda: tensor.value(14, mode="eval"), "step 14 in mode eval: nothing was saved at this step"),
+        (tensor.values, "tensor 'model:output' was saved at no step in mode train"),
+        (lambda: tensor.values(mode="predict"), "was saved at no step in mode predict"),
+    ):
+        with pytest.raises(NotFoundError, match=what) as caught:
+            request()
+        assert caught.value.hint == in_eval
+    assert len(tensor.values(mode="eval")) == 15
+    save(store, key(10), {"other": WEIGHT, "model:output": WEIGHT})
+    with pytest.raises(NotFoundError) as caught:
+        opened(store).tensor("model:output").value(14)
+    assert "at steps 10 in mode train and 9, 19" in caught.value.hint
+
+
+def test_a_tensor_that_was_never_saved_has_no_values(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    write(store, [block_of(some_rows(range(3)))])
+    with pytest.raises(NotFoundError, match=r"saved at no step in mode train\n.*Collection\(tensors="):
+        open_run(tmp_path / "default" / "r").tensor(FIRST.name).values()
+
+
+def test_arguments_of_other_kinds_are_refused_with_a_hint(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    write(store, [block_of(some_rows(range(3)))])
+    save(store, key(2, collection="mine"), {"act:output": WEIGHT})
+    run = open_run(tmp_path / "default" / "r")
+    tensor = run.tensor("act:output")
+    assert tensor.value(np.int64(2))[0, 0] == 0
+    with pytest.raises(TypeError, match=r"saved.numpy\(\)\[\[0, 1\]\]"):
+        tensor.saved(2)[[0, 1]]  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"role 'weights'\n.*use one of weight, bias, "):
+        run.tensors(role="weights")
+    with pytest.raises(ConfigError, match=r"collection 'nope' .*\n.*use one of .*gradients, losses, mine$"):
+        run.tensors("nope")
+    assert run.tensors("updates") == run.tensors("system") == run.tensors(role="momentum") == []
+    assert run.tensors("mine", step=1) == []
+    steps: list[Callable[[Any], object]] = [
+        tensor.value, tensor.saved, tensor.shape, run.step_state, run.has_passed_step,
+        lambda step: run.tensors(step=step), lambda step: run.mode_step(step, "eval"),
+    ]  # fmt: skip
+    for request in steps:
+        with pytest.raises(ConfigError, match="step '2' is not a whole number"):
+            request("2")
+    modes: list[Callable[[Any], object]] = [
+        run.steps, lambda mode: run.steps(mode, incomplete=False), lambda mode: run.tensors(mode=mode),
+        lambda mode: run.step_state(0, mode), lambda mode: run.has_passed_step(0, mode),
+        lambda mode: run.mode_step(0, mode), lambda mode: run.global_step(0, mode),
+        lambda mode: run.wait_for_steps([0], mode), lambda mode: run.at_step(["mean"], mode=mode),
+        lambda mode: run.at_step(["mean"], 0, mode), lambda mode: run.series(FIRST.name, "mean", mode=mode),
+        lambda mode: run.heatmap("gradients", "mean", mode=mode), lambda mode: run.histogram(FIRST.name, mode=mode),
+        tensor.steps, tensor.statistics, tensor.saved_steps, lambda mode: tensor.values(mode=mode),
+        lambda mode: tensor.value(2, mode=mode), lambda mode: tensor.shape(2, mode=mode),
+    ]  # fmt: skip
+    for request in modes:
+        with pytest.raises(
+            ConfigError, match=r"unknown mode 'evaluation'\n.*use one of train, eval, predict, global"
+        ):
+            request("evaluation")
 
 
 _READ_SLICES = """

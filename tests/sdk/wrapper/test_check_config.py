@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from tests.services.cli.command_line import run_command
-from watchstep.capture.document.document import document_schema
+from watchstep import Hook, open_run
+from watchstep.capture.document.document import config_of, document_schema
 
 MODEL = """
 import torch
@@ -116,6 +121,98 @@ def test_a_valid_file_is_summarized(folder: Path) -> None:
     }
 
 
+CADENCES = """
+collections:
+  weights: {tensors: {steps: [0, 5]}}
+  gradients: {cadence: {every: 10, steps: [3]}, tensors: {every: null, steps: [0, 5]}}
+  activations: {cadence: {stop: 0, steps: [0, 5]}, modes: {eval: 5, predict: {every: 3, steps: [0, 6]}}}
+  losses: {cadence: {every: 5, start: 10, stop: 100, steps: [7], modes: [train, eval]}}
+  evaluation: {roles: [output], tensors: {every: 1, modes: [eval]}}
+  seldom: {roles: [output], tensors: {every: 2, modes: [eval]}, tensor_limits: {rows: [0, 4]}}
+"""
+
+
+def test_cadences_are_stated_as_they_apply(folder: Path) -> None:
+    (folder / "capture.yaml").write_text(CADENCES)
+    done = check("capture.yaml")
+    rows = {line.split()[0]: re.split(" {2,}", line)[1:3] for line in done.stdout.splitlines()}
+    budget = "as the budget allows"
+    assert rows["weights"] == [budget, "every step, and at 0, 5"]
+    assert rows["gradients"] == ["every 10, and at 3", "only at 0, 5"]
+    assert rows["activations"] == [
+        "only at 0, 5; eval: every 5 passes; predict: every 3 passes, and at 0, 6",
+        "never",
+    ]
+    assert rows["losses"] == ["every 5 from 10 before 100, and at 7 in train, eval", "never"]
+    assert rows["evaluation"] == [budget, "every pass in eval; at most one pass between two steps"]
+    assert rows["seldom"] == [
+        budget,
+        "every 2 passes in eval; at most one pass between two steps; rows [0, 4]",
+    ]
+    warnings = [
+        f"collections.{path}.steps: no effect, because 'every' is {every} and these steps are due anyway; "
+        f"add '{only}' for these steps only"
+        for path, every, only in (
+            ("weights.tensors", 1, "every: null"),
+            ("activations.modes.predict", 3, "stop: 0"),
+        )
+    ]
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-2:] == [f"capture.yaml: warning: {warning}" for warning in warnings]
+    assert json.loads(check("capture.yaml", "--json").stdout)["warnings"] == warnings
+
+
+def test_the_suggested_cadences_are_due_at_the_listed_steps_only(tmp_path: Path) -> None:
+    document = {
+        "collections": {
+            "weights": {"cadence": {"stop": 0, "steps": [0, 5]}},
+            "gradients": {"tensors": {"every": None, "steps": [0, 5]}},
+            "losses": {"tensors": {"steps": [0, 5]}},
+        }
+    }
+    config = config_of(document, "document")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path, run="r", config=config) as hook:
+        hook.watch(model, optimizer)
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(4, 2)).mean().backward()
+            optimizer.step()
+    run = open_run(tmp_path / "default" / "r")
+    assert run.tensor("weight").steps() == [0, 5]
+    assert run.tensor("weight:gradient").saved_steps() == [0, 5]
+    assert run.tensor("loss").saved_steps() == list(range(8))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_of_the_batches_of_an_evaluation_the_first_due_one_is_saved(tmp_path: Path, every: int) -> None:
+    document = {
+        "collections": {"evaluation": {"roles": ["output"], "tensors": {"every": every, "modes": ["eval"]}}}
+    }
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Hook(tmp_path, run="r", config=config_of(document, "document")) as hook:
+        hook.watch(model, optimizer)
+        for step in range(4):
+            model.train()
+            optimizer.zero_grad()
+            model(torch.ones(4, 2)).mean().backward()
+            optimizer.step()
+            if step % 2:
+                model.eval()
+                with torch.no_grad():
+                    for batch in range(3):  # passes 0 to 2, and 3 to 5
+                        model(torch.full((4, 2), float(3 * (step // 2) + batch)))
+    tensor = open_run(tmp_path / "default" / "r").tensor("model:output")
+    first = {1: [0, 3], 2: [0, 4]}[every]
+    with torch.no_grad():
+        expected = [model(torch.full((4, 2), float(batch))).numpy() for batch in first]
+    assert tensor.saved_steps() == [1, 3]
+    for array, wanted in zip(tensor.values(mode="eval").values(), expected, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
 def test_all_errors_are_shown_and_the_exit_code_is_1(folder: Path) -> None:
     (folder / "capture.yaml").write_text("gate: 1\ncollections: {a: {tensor: 3}}\n")
     done = check("capture.yaml")
@@ -192,6 +289,26 @@ def test_without_an_input_the_shapes_of_activations_are_unknown(folder: Path) ->
     assert "without --input the shapes of activations, inputs and outputs are unknown" in text
     assert "sizes per hour require --step-seconds" in text
     assert "0 B + 4 unknown" in text
+
+
+def test_a_dry_run_names_what_it_cannot_know(folder: Path) -> None:
+    (folder / "capture.yaml").write_text(
+        "collections:\n"
+        "  weights: {cadence: 2, tensors: 100}\n"
+        "  evaluation: {roles: [output], cadence: null, tensors: {every: 1, modes: [eval]}}\n"
+    )
+    words = ("--dry-run", "--model", "dry_run_net:model", "--input", "dry_run_net:tensor")
+    done = check("capture.yaml", *words, "--step-seconds", "0.5")
+    lines = done.stdout.splitlines()
+    (planned_row,) = [line for line in lines if re.match("evaluation +[0-9]", line)]
+    assert re.split(" {2,}", planned_row)[4] == "unknown"
+    assert (
+        "bytes per hour of evaluation are unknown: they depend on how often the program makes passes in these modes"
+        in lines
+    )
+    (fixed,) = [line for line in lines if line.startswith("collections with a fixed cadence ('every: N'): ")]
+    assert "rows of statistics per step on average" in fixed
+    assert "unknown" not in check("capture.yaml", *words).stdout
 
 
 def test_an_input_may_be_a_mapping_of_keywords(folder: Path) -> None:

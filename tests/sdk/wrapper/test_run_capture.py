@@ -69,6 +69,16 @@ def test_a_file_configures_an_unchanged_program(tmp_path: Path, file: Path) -> N
     }
 
 
+def test_a_selector_that_matches_nothing_is_logged_once(tmp_path: Path, file: Path) -> None:
+    file.write_text(
+        "collections:\n  typo: {include: 'bdoy.*', tensors: 10}\n  other: {modules: [bdoy], tensors: 10}\n"
+    )
+    done = run(tmp_path, PROGRAM, "--capture", str(file))
+    assert done.returncode == 0, done.stderr
+    warning = "watchstep: collections: nothing belongs to: other, typo; see their selectors"
+    assert [line for line in done.stderr.splitlines() if "nothing belongs" in line] == [warning]
+
+
 def test_the_environment_is_the_same_and_the_option_precedes_it(tmp_path: Path, file: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"gate": false}')

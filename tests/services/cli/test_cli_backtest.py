@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules.custom.programs import LOUD
 from tests.services.cli.command_line import run_command
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
 from watchstep.store.store import Store
@@ -157,3 +158,22 @@ def test_a_malicious_folder_name_is_skipped_and_damaged_runs_are_an_error(store:
     done = run_command("rules", "backtest", "late", "--store", store, "--rules", rules)
     assert done.returncode == 1
     assert "none of its 3 segments can be read" in done.stderr
+
+
+def test_a_sweep_of_a_parameter_of_a_python_rules_class(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    rules = tmp_path / "python.yaml"
+    rules.write_text("rules:\n  - {rule: python, name: loud, params: {file: loud.py, class: Loud}}\n")
+    found = tmp_path / "found.json"
+    sweep = ["--sweep", "loud.threshold=1e-9,1e30"]
+    done = run_command(
+        "rules", "backtest", "late", "--store", store, "--rules", rules, *sweep, "--json", found
+    )
+    assert done.returncode == 0, done.stderr
+    variations = json.loads(found.read_text())["sweep"]
+    assert [variation["settings"] for variation in variations] == [
+        {"loud.threshold": value} for value in (1e-9, 2.0, 1e30)
+    ]
+    assert [variation["current"] for variation in variations] == [False, True, False]
+    assert variations[0]["fired"]
+    assert not variations[2]["fired"]

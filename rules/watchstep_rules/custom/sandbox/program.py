@@ -34,6 +34,14 @@ from watchstep_rules.custom.sandbox.protocol import (
 from watchstep_rules.rule import AnyRule, Rule, State, TensorNeeds
 from watchstep_rules.saved_block import SavedBlock, empty_like
 
+MAX_DESCRIBED_PARAMS = 100
+"""Limit of described parameters of a class."""
+
+MAX_DESCRIBED_TEXT = 1000
+"""Longest described value, in characters."""
+
+_MAX_DESCRIBED_NUMBER = 2**63
+
 _now = time.monotonic
 
 
@@ -201,7 +209,25 @@ def _described(rule: AnyRule, params: Any) -> dict[str, Any]:
         "probes": list(needs.probes),
         "histograms": needs.histograms,
         "tensors": None if needs.tensors is None else _described_tensors(rule, params, needs.tensors),
+        "params": _described_params(rule, params),
     }
+
+
+def _described_params(rule: AnyRule, params: Any) -> dict[str, bool | int | float | str]:
+    """Return the parameters that are numbers, truth values or short texts, with their values; also those that are not set."""
+    described: dict[str, bool | int | float | str] = {}
+    for name, declared in rule.params_type.model_fields.items():
+        value = getattr(params, name)
+        if (
+            isinstance(value, bool)
+            or (isinstance(value, int) and abs(value) < _MAX_DESCRIBED_NUMBER)
+            or (isinstance(value, float) and math.isfinite(value))
+            or (isinstance(value, str) and len(value) <= MAX_DESCRIBED_TEXT)
+        ):
+            described[declared.alias or name] = value
+        if len(described) == MAX_DESCRIBED_PARAMS:
+            break
+    return described
 
 
 def _described_tensors(rule: AnyRule, params: Any, tensors: TensorNeeds) -> dict[str, Any]:

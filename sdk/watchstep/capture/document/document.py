@@ -99,6 +99,11 @@ CADENCE = Section(
 )
 _CADENCE = Reference("Cadence", CADENCE)
 
+_MODE_CADENCES: dict[str, str] = {
+    mode: f"Cadence in mode {mode}, in {'steps' if mode == 'train' else 'forward passes of this mode'}. Default: that of 'cadence'."
+    for mode in MODES
+}
+
 TENSOR_LIMITS = Section(
     TensorLimits,
     {
@@ -123,7 +128,7 @@ COLLECTION = Section(
             "When its tensors are measured. null: never, for full tensors only. Default of a custom collection: as often as the overhead budget allows.",
         ),
         "modes": Field(
-            MapOf(MODES, "mode", OrNull(_CADENCE)),
+            MapOf(_MODE_CADENCES, "mode", OrNull(_CADENCE)),
             "Cadences for other modes. null: not measured in that mode.",
         ),
         "tensors": Field(OrNull(_CADENCE), "When its tensors are saved in full. null: never."),
@@ -148,6 +153,8 @@ COLLECTION = Section(
         "roles": Field(ListOf(Word(ROLES, "role"), "[weight, gradient]"), "Only tensors with these roles."),
     },
     check=_check_collection,
+    nested="cadence",
+    nested_keys=tuple(key for key in CADENCE.fields if key != "modes"),
 )
 
 

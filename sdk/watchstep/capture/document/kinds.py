@@ -382,9 +382,15 @@ class Reference:
 
 @dataclass(frozen=True)
 class MapOf:
-    """A mapping with some keys."""
+    """A mapping with some keys.
 
-    keys: tuple[str, ...]
+    Attributes:
+        keys: the keys, and what the entry of each means.
+        noun: what a key is.
+        entries: the kind of the entries.
+    """
+
+    keys: Mapping[str, str]
     noun: str
     entries: Kind
 
@@ -412,7 +418,9 @@ class MapOf:
 
     def schema(self) -> dict[str, Any]:
         """See `Kind.schema`."""
-        properties = {key: self.entries.schema() for key in self.keys}
+        properties = {
+            key: {**self.entries.schema(), "description": meaning} for key, meaning in self.keys.items()
+        }
         return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
@@ -432,6 +440,8 @@ class Section:
         fields: the keys, which are names of the dataclass's fields.
         check: rejects combinations of valid values, by field.
         short: name of the field that a bare value sets, instead of a mapping; empty for none.
+        nested: name of the field that hints suggest for a bare number, and for a key of its own mapping; empty for none.
+        nested_keys: the keys of its mapping.
         always: names of fields that are written also with their default values.
     """
 
@@ -439,6 +449,8 @@ class Section:
     fields: Mapping[str, Field]
     check: Callable[[Mapping[str, Any], Place], None] = lambda *_: None
     short: str = ""
+    nested: str = ""
+    nested_keys: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
 
     def read(self, value: Any, place: Place) -> Any:
@@ -466,19 +478,27 @@ class Section:
         Raises:
             InvalidValueError: the data is invalid.
         """
+        if self.nested and type(value) is int:
+            raise place.reject(f"{value} is not a mapping", f"use {{{self.nested}: {value}}}")
         check_mapping(value, place, self.short)
         given: dict[str, Any] = {}
         valid = True
         for key, entry in value.items():
             try:
                 if not isinstance(key, str) or key not in self.fields:
-                    raise place.child(key).reject("unknown key", matches_of(key, tuple(self.fields)))
+                    raise place.child(key).reject("unknown key", self._hint_of(key, entry))
                 given[key] = self.fields[key].kind.read(entry, place.child(key))
             except InvalidValueError:
                 valid = False
         if not valid:
             raise InvalidValueError
         return given
+
+    def _hint_of(self, key: object, entry: Any) -> str:
+        """Return a hint for an unknown key."""
+        if key in self.nested_keys:
+            return f"use {{{self.nested}: {{{key}: {shown(entry)}}}}}"
+        return matches_of(key, tuple(self.fields))
 
     def write(self, value: Any) -> Any:
         """See `Kind.write`."""

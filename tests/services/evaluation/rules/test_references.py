@@ -353,3 +353,22 @@ def test_a_rule_that_is_added_to_a_running_attempt_reports_that_nothing_was_pinn
     later.settle(other_id)
     assert found(later, other_id) == []
     assert "or the rule was added later" in health_of(later, other_id)["statistics"]
+
+
+def test_a_backtest_states_that_a_reference_run_does_not_exist(sqlite: Database, folder_store: Store) -> None:
+    driven = Driven(make_service(sqlite, folder_store, ()))
+    recorded(driven, folder_store, "good", 1.0)
+    other, other_id = recorded(driven, folder_store, "other", 3.0)
+    end(driven, other, other_id)
+    Recording(folder_store, run="empty").begin()  # nothing is recorded
+    configs = [
+        RuleConfig(rule="similar_across_runs", name=run, params={"run": run})
+        for run in ("nosuch", "good", "empty")
+    ]
+    attempt = judged_again(other, configs)
+    assert attempt.notes == (
+        "run good is compared with as it is now, because no references to it were stored when the attempt began",
+        "run empty has no attempt to compare with",
+        "no run nosuch in this project",
+    )
+    assert {outcome.config.name: outcome.health.value for outcome in attempt.outcomes}["nosuch"] == "error"
