@@ -296,7 +296,8 @@ class SavedTensor:
             ]
             if any(within.size == 0 for _, within in cut):
                 continue
-            target = result[tuple(slice(first, first + within.size) for first, within in cut)]
+            # The ellipsis keeps the result of a tensor without dimensions an array.
+            target = result[(*(slice(first, first + within.size) for first, within in cut), ...)]
             ranges = tuple(within for _, within in cut)
             for part in _reads(_strides(piece.shape, result.itemsize), ranges, result.itemsize):
                 yield piece, target, part

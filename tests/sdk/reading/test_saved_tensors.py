@@ -253,6 +253,10 @@ def test_numpy_takes_a_saved_tensor_as_an_array() -> None:
     assert (len(tensor), tensor.ndim, run.tensor("loss").value(0)) == (4, 2, 2.5)
     assert run.tensor("none").value(0).shape == (0, 3)
     assert run.tensor("none").value(0, framework="torch").shape == (0, 3)
+    assert (
+        run.tensor("loss").value(0, framework="torch").item(),
+        run.tensor("loss").value(0, framework="torch").shape,
+    ) == (2.5, ())
     whole = run.tensor("w").value(0, framework="torch")
     whole += 1  # writable, without a warning
     for wrong, error in (
