@@ -296,8 +296,8 @@ class SavedTensor:
             ]
             if any(within.size == 0 for _, within in cut):
                 continue
-            # The ellipsis keeps the result of a tensor without dimensions an array.
-            target = result[(*(slice(first, first + within.size) for first, within in cut), ...)]
+            place = tuple(slice(first, first + within.size) for first, within in cut)
+            target = result[place] if place else result  # an index without dimensions would copy the element
             ranges = tuple(within for _, within in cut)
             for part in _reads(_strides(piece.shape, result.itemsize), ranges, result.itemsize):
                 yield piece, target, part

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from watchstep.pytorch.kernel import TorchKernel
+from watchstep.kernels.native_kernel import MemoryRange
+from watchstep.pytorch.kernel import TorchKernel, native_memory
 from watchstep.pytorch.observable import dense_values
 from watchstep.trace.operations import TensorHealth
 
@@ -58,6 +59,18 @@ def health_of(tensor: Tensor, *, counts: bool = True, statistics: bool = False) 
             norm=math.sqrt(float(row.square_sum[0])),
         )
     return health
+
+
+def host_memory(tensor: Tensor) -> MemoryRange | None:
+    """Return the memory of a tensor on the host that the compiled kernel can read; None if there are gaps between its elements."""
+    ranges = native_memory([tensor])
+    if ranges is not None:
+        return ranges[0]
+    # Attention has outputs whose dimensions are in another order.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    permuted = tensor.permute(order) if tensor.layout is torch.strided and type(tensor) is Tensor else None
+    ranges = native_memory([permuted]) if permuted is not None and permuted.is_contiguous() else None
+    return ranges[0] if ranges is not None else None
 
 
 def extremes(tensor: Tensor) -> Tensor:

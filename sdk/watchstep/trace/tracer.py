@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from watchstep.errors import ConfigError
 from watchstep.kernels import native_kernel
-from watchstep.pytorch.kernel import native_memory
 from watchstep.trace.call_stacks import CallStacks
 from watchstep.trace.operations import Operation, Phase, TensorHealth, Trace, TracedTensor, TraceMode
-from watchstep.trace.tensor_health import extremes, health_of, is_checkable, values_of
+from watchstep.trace.tensor_health import extremes, health_of, host_memory, is_checkable, values_of
 
 _OPERATION_BYTES = 400
 """Approximate memory of an operation's record."""
@@ -194,7 +193,8 @@ class _NamedTensors:
 
 def _storage_key(tensor: Tensor) -> int | None:
     try:
-        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the identity of memory has no public name
+        key: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - the identity of memory has no public name
+        return key
     except (NotImplementedError, RuntimeError):
         return None  # sparse and other tensors without one memory
 
@@ -244,7 +244,6 @@ class _Schema:
 
 
 _schemas: dict[Any, _Schema] = {}
-_RawTensor: TypeAlias = "tuple[int, torch.Size, torch.dtype, torch.device]"
 
 
 def _written(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[Tensor]:
@@ -291,12 +290,12 @@ class _Raw:
         phase, module, node: as in `Operation`.
         forward: place of the forward operation; None if unknown.
         stack: number of its stack.
-        inputs: (id, shape, dtype, device) of each.
-        outputs: the same of each.
-        flags: whether each output is not finite; None if not checked.
+        first: place of its first tensor in `_TensorTable`; inputs come first.
+        inputs: number of inputs.
+        outputs: number of outputs.
         infinite_argument: as in `Operation`.
         error: as in `Operation`.
-        names: (place, name) of outputs with a name of their own.
+        names: names of outputs with a name of their own, by position.
         input_health: of each input, where an output is not finite.
         output_health: of each output, where it was counted.
         values: of each output, in the mode with full tensors.
@@ -309,15 +308,51 @@ class _Raw:
     node: str
     forward: int | None
     stack: int
-    inputs: list[_RawTensor]
-    outputs: list[_RawTensor]
-    flags: list[bool | None]
+    first: int
+    inputs: int
+    outputs: int
     infinite_argument: bool
     error: str
     names: dict[int, str] | None = None
     input_health: list[TensorHealth | None] | None = None
     output_health: list[TensorHealth | None] | None = None
     values: list[Any] | None = None
+
+    @property
+    def first_output(self) -> int:
+        """Place of its first output in `_TensorTable`."""
+        return self.first + self.inputs
+
+
+class _TensorTable:
+    """Tensors that operations read and wrote, in order. One object for each would make Python collect garbage several times in a step.
+
+    Attributes:
+        ids, shapes, dtypes, devices: of each.
+        flags: whether each is not finite; None if not checked.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.shapes: list[torch.Size] = []
+        self.dtypes: list[torch.dtype] = []
+        self.devices: list[torch.device] = []
+        self.flags: list[bool | None] = []
+        self._known_shapes: dict[torch.Size, torch.Size] = {}
+
+    def add(self, number: int, tensor: Tensor) -> None:
+        """Add a tensor.
+
+        Args:
+            number: its id.
+            tensor: the tensor.
+        """
+        shape = tensor.shape
+        self.ids.append(number)
+        self.shapes.append(self._known_shapes.setdefault(shape, shape))
+        self.dtypes.append(tensor.dtype)
+        self.devices.append(tensor.device)
+        self.flags.append(None)
 
 
 class _StepTrace(TorchDispatchMode):
@@ -337,6 +372,7 @@ class _StepTrace(TorchDispatchMode):
         self._stacks = stacks
         self._names = names
         self._records: list[_Raw] = []
+        self._tensors = _TensorTable()
         self._loss_records: list[tuple[int, int]] = []
         self._modules: list[str] = []
         self._optimizers = 0
@@ -349,16 +385,19 @@ class _StepTrace(TorchDispatchMode):
         self._forward_of: dict[int, int] = {}  # autograd's sequence number → place in records
         self._ids: dict[int, int] = {}
         self._id_names: dict[int, str] = {}
-        self._weak_storages: list[Any] = []
+        self._next_id = 0
         self._without_storage: list[Tensor] = []
         self._was_backward = False
         self._matches_operation = re.compile(config.operations).match if config.operations else None
         self._matches_module = re.compile(config.modules).match if config.modules else None
         self._native = native_kernel.load()
-        self._pending: list[
-            tuple[int, int, Tensor]
-        ] = []  # place of the operation, place of its output, extremes
+        self._pending: list[tuple[int, Tensor]] = []  # place in the table, extremes
         self._lock = threading.RLock()  # backward passes on several devices run in several threads
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while a step is traced, so PyTorch need not wrap the handler, which costs more than the handler's own work.
+        return False
 
     @property
     def operations(self) -> list[Operation]:
@@ -422,9 +461,9 @@ class _StepTrace(TorchDispatchMode):
                 break
             if record.schema.is_view:
                 continue
-            for place, (number, *_) in enumerate(record.outputs):
-                if (name := named.pop(number, None)) is not None:
-                    record.names = {**(record.names or {}), place: name}
+            for position in range(record.outputs):
+                if (name := named.pop(self._tensors.ids[record.first_output + position], None)) is not None:
+                    record.names = {**(record.names or {}), position: name}
 
     def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
         self._optimizers += 1
@@ -478,16 +517,29 @@ class _StepTrace(TorchDispatchMode):
         if kwargs:
             read += _tensors_in(kwargs.values())
         place = len(self._records)
-        inputs, outputs = [self._raw(tensor) for tensor in read], [self._raw(tensor) for tensor in written]
-        if phase == "optimizer":
-            flags: list[bool | None] = [None] * len(written)
-            self._note_updates(written, outputs, place)
-        elif schema.is_view:
-            flags = [self._flags.get(output[0]) if gradient else None for output in outputs]
-        else:
-            flags = self._checked(schema, written, place)
-            for output, flag in zip(outputs, flags, strict=True):
-                self._flags[output[0]] = flag
+        table, first = self._tensors, len(self._tensors.ids)
+        keys = [_storage_key(tensor) for tensor in read]
+        for tensor, key in zip(read, keys, strict=True):
+            table.add(self._id_of_input(tensor, key), tensor)
+        first_output = first + len(read)
+        is_bad = False
+        for position, tensor in enumerate(written):
+            key = _storage_key(tensor)
+            # An operation allocates what it returns, unless that shares memory with an input.
+            number = self._ids[key] if key is not None and key in keys else self._new_id(tensor, key)
+            table.add(number, tensor)
+            if phase == "optimizer":
+                if number in self._id_names:
+                    self._updated[number] = (tensor, place, position)
+                continue
+            if schema.is_view:
+                flag = self._flags.get(number) if gradient else None
+            else:
+                flag = self._flags[number] = (
+                    None if schema.is_uninitialized else self._is_bad(tensor, first_output + position)
+                )
+            table.flags[-1] = flag
+            is_bad = is_bad or flag is True
         record = _Raw(
             index,
             schema,
@@ -496,23 +548,24 @@ class _StepTrace(TorchDispatchMode):
             node,
             forward,
             self._stack(phase, forward),
-            inputs,
-            outputs,
-            flags,
+            first,
+            len(read),
+            len(written),
             _has_infinite_number(args, kwargs),
             "" if error is None else _text_of(error),
             dict.fromkeys(range(len(written)), gradient) if gradient else None,
         )
-        if True in flags or error is not None:
+        if is_bad or error is not None:
             record.input_health = [health_of(tensor, counts=False) for tensor in read]
-        self._add_details(record, written)
+        if is_bad or (self._mode.has_health and self._mode is not TraceMode.CURT_HEALTH):
+            self._add_details(record, written)
         self._records.append(record)
         if phase == "backward":
             if not self._was_backward and place:
                 # Autograd begins with the gradient of the loss, of ones.
                 before = self._records[place - 1]
                 if before.schema.name == "aten.ones_like.default" and before.inputs:
-                    self._loss_records.append((before.inputs[0][0], before.index))
+                    self._loss_records.append((table.ids[before.first], before.index))
         elif phase != "optimizer":
             self._note_sequence(place)
         self._was_backward = phase in {"backward", "recomputation"}
@@ -550,20 +603,17 @@ class _StepTrace(TorchDispatchMode):
             self._forward_of[number] = place
         self._last_sequence = sequence
 
-    def _raw(self, tensor: Tensor) -> _RawTensor:
-        key = _storage_key(tensor)
+    def _id_of_input(self, tensor: Tensor, key: int | None) -> int:
         number = self._ids.get(key) if key is not None else None
-        if number is None:
-            number = self._number(tensor, key)
-        return number, tensor.shape, tensor.dtype, tensor.device
+        return self._new_id(tensor, key) if number is None else number
 
-    def _number(self, tensor: Tensor, key: int | None) -> int:
+    def _new_id(self, tensor: Tensor, key: int | None) -> int:
+        """Return an id for memory that is seen for the first time, or was allocated at an address that was used before."""
         if key is None:
             self._without_storage.append(tensor)
             return -len(self._without_storage)
-        # A weak reference keeps the address from being reused within the step, and no memory.
-        self._weak_storages.append(tensor.untyped_storage()._weak_ref())  # noqa: SLF001 - has no public name
-        number = self._ids[key] = len(self._ids)
+        number = self._ids[key] = self._next_id
+        self._next_id += 1
         if name := self._names.by_storage.get(key):
             self._id_names[number] = name
         return number
@@ -575,53 +625,45 @@ class _StepTrace(TorchDispatchMode):
             return self._optimizer_stack
         return self._stacks.current(sys._getframe(4))  # noqa: SLF001 - as above
 
-    def _note_updates(self, written: list[Tensor], outputs: list[_RawTensor], place: int) -> None:
-        for position, (tensor, output) in enumerate(zip(written, outputs, strict=True)):
-            if output[0] in self._id_names:
-                self._updated[output[0]] = (tensor, place, position)
-
     def _check_updates(self) -> None:
         """Check each parameter once after its optimizer's step: the arithmetic before it is several times as large."""
-        if self._mode.has_health:
-            for tensor, place, position in self._updated.values():
-                record = self._records[place]
-                record.flags[position] = self._checked(record.schema, [tensor], place)[0]
-                if record.flags[position]:
-                    record.output_health = record.output_health or [None] * len(record.outputs)
-                    record.output_health[position] = health_of(tensor, counts=False)
+        for tensor, place, position in self._updated.values():
+            record = self._records[place]
+            flag = self._tensors.flags[record.first_output + position] = self._is_bad(
+                tensor, record.first_output + position
+            )
+            if flag:
+                record.output_health = record.output_health or [None] * record.outputs
+                record.output_health[position] = health_of(tensor, counts=False)
         self._updated = {}
 
-    def _checked(self, schema: _Schema, written: list[Tensor], place: int) -> list[bool | None]:
-        """Whether each written tensor is not finite; None if it is not checked or the result is pending."""
-        if not self._mode.has_health or schema.is_uninitialized:
-            return [None] * len(written)
-        flags: list[bool | None] = []
-        for position, tensor in enumerate(written):
-            if not is_checkable(tensor):
-                flags.append(None)
-                continue
-            if tensor.is_cpu:
-                memory = native_memory([tensor]) if self._native is not None else None
-                if memory is not None and self._native is not None:
-                    flags.append(self._native.is_nonfinite(memory[0]))
-                else:
-                    health = health_of(tensor, counts=False)
-                    flags.append(None if health is None else not health.is_finite)
-            else:
-                flags.append(None)
-                self._pending.append((place, position, extremes(tensor)))
-        return flags
+    def _is_bad(self, tensor: Tensor, entry: int) -> bool | None:
+        """Whether a tensor is not finite; None if it is not checked, or a device's result is pending.
+
+        Args:
+            tensor: The tensor.
+            entry: Its place in the table.
+        """
+        if not self._mode.has_health or not is_checkable(tensor):
+            return None
+        if not tensor.is_cpu:
+            self._pending.append((entry, extremes(tensor)))
+            return None
+        memory = host_memory(tensor) if self._native is not None else None
+        if memory is not None and self._native is not None:
+            return self._native.is_nonfinite(memory)
+        health = health_of(tensor, counts=False)
+        return None if health is None else not health.is_finite
 
     def _add_details(self, record: _Raw, written: list[Tensor]) -> None:
         mode = self._mode
-        if (mode is TraceMode.CURT_HEALTH and True not in record.flags) or not mode.has_health:
-            return
         counts = mode not in {TraceMode.CURT_HEALTH, TraceMode.CONCISE_HEALTH}
+        flags = self._tensors.flags[record.first_output : record.first_output + record.outputs]
         record.output_health = [
             None
             if flag is None or (mode is TraceMode.CURT_HEALTH and not flag)
             else health_of(tensor, counts=counts, statistics=mode is TraceMode.STATISTICS)
-            for tensor, flag in zip(written, record.flags, strict=True)
+            for tensor, flag in zip(written, flags, strict=True)
         ]
         if mode is TraceMode.FULL_TENSOR and not record.schema.is_view:
             record.values = [values_of(tensor) for tensor in written]
@@ -636,22 +678,17 @@ class _StepTrace(TorchDispatchMode):
             record.phase,
             record.module,
             tuple(
-                self._converted_tensor(
-                    raw, None, health=health, nonfinite=None if health is None else not health.is_finite
-                )
-                for raw, health in zip(
-                    record.inputs, record.input_health or [None] * len(record.inputs), strict=True
-                )
+                self._converted_tensor(record.first + position, None, _item(record.input_health, position))
+                for position in range(record.inputs)
             ),
             tuple(
                 self._converted_tensor(
-                    raw,
-                    (record.names or {}).get(place),
-                    nonfinite=record.flags[place],
-                    health=record.output_health[place] if record.output_health else None,
-                    values=record.values[place] if record.values else None,
+                    record.first_output + position,
+                    (record.names or {}).get(position),
+                    _item(record.output_health, position),
+                    _item(record.values, position),
                 )
-                for place, raw in enumerate(record.outputs)
+                for position in range(record.outputs)
             ),
             record.stack,
             record.node,
@@ -663,38 +700,35 @@ class _StepTrace(TorchDispatchMode):
         )
 
     def _converted_tensor(
-        self,
-        raw: _RawTensor,
-        name: str | None,
-        *,
-        nonfinite: bool | None,
-        health: TensorHealth | None,
-        values: Any = None,
+        self, entry: int, name: str | None, health: TensorHealth | None, values: Any = None
     ) -> TracedTensor:
-        number, shape, dtype, device = raw
+        table = self._tensors
+        number, flag = table.ids[entry], table.flags[entry]
         return TracedTensor(
             number,
-            tuple(shape),
-            _name_of(dtype),
-            str(device),
+            tuple(table.shapes[entry]),
+            _name_of(table.dtypes[entry]),
+            str(table.devices[entry]),
             name if name is not None else self._id_names.get(number, ""),
-            nonfinite,
+            not health.is_finite if flag is None and health is not None else flag,
             health,
             values,
         )
 
     def finish(self) -> None:
-        """Read the results of devices, and release the identities of memory."""
-        for pointer in self._weak_storages:
-            torch.UntypedStorage._free_weak_ref(pointer)  # noqa: SLF001 - has no public name
-        self._weak_storages, self._without_storage, self._ids = [], [], {}
+        """Read the results of devices, and release what is needed only while the step runs."""
+        self._without_storage, self._ids = [], {}
         self._forward_of, self._flags, self._updated = {}, {}, {}
         self._names = _NamedTensors(None)
-        by_device: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for entry in self._pending:
-            by_device.setdefault(entry[2].device, []).append(entry)
+            by_device.setdefault(entry[1].device, []).append(entry)
         self._pending = []
         for entries in by_device.values():
-            bad = ~torch.isfinite(torch.stack([flag for _, _, flag in entries])).all(dim=1)
-            for (place, position, _), nonfinite in zip(entries, bad.tolist(), strict=True):
-                self._records[place].flags[position] = nonfinite
+            bad = ~torch.isfinite(torch.stack([flag for _, flag in entries])).all(dim=1)
+            for (place, _), nonfinite in zip(entries, bad.tolist(), strict=True):
+                self._tensors.flags[place] = nonfinite
+
+
+def _item(items: list[Any] | None, position: int) -> Any:
+    return None if items is None else items[position]

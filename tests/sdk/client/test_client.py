@@ -126,6 +126,23 @@ def test_queries_give_arrays_and_tables(client: Client, driven: Driven) -> None:
         np.testing.assert_array_equal(downloaded.values, np.arange(6.0).reshape(2, 3) + first)
 
 
+def test_all_tensors_of_a_snapshot_are_listed(
+    client: Client, driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.numpy import save
+
+    values = {f"t{n}": np.full(2, n, np.float32) for n in range(7)}
+    key = SnapshotKey("a1", 3, 9, "train", "inputs")
+    store = Store.open(driven.service.settings.store)
+    Recording(store, "run-1").store.put(key.path, save(values))
+    (info,) = client.snapshots("run-1", "inputs")
+    monkeypatch.setattr("watchstep.client.client._LARGE_PAGE", 3)
+    listed = list(client.snapshot_tensors("run-1", info))
+    assert sorted((entry["name"], *entry["shape"]) for entry in listed) == [
+        (name, 2) for name in sorted(values)
+    ]
+
+
 def test_rules_are_put_and_removed(client: Client) -> None:
     assert client.put_rule("spike", {"rule": "loss_spike"}, "run-2")["rule"] == "loss_spike"
     assert "spike" in {rule.name for rule in client.rules("run-2")}
