@@ -9,6 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from watchstep.trace.frames import (
+        FramesConfig,
+        ModuleFrame,
+        OverflowDetectedError,
+        OverflowFrames,
+        detect_overflow,
+        frames_of,
+        render_frames,
+    )
     from watchstep.trace.operations import CallSite, Operation, TensorHealth, Trace, TracedTensor, TraceMode
     from watchstep.trace.origins import BadOrigin, Diagnosis, diagnose
     from watchstep.trace.report import render_diagnosis
@@ -19,20 +28,34 @@ __all__ = [
     "BadOrigin",
     "CallSite",
     "Diagnosis",
+    "FramesConfig",
+    "ModuleFrame",
     "Operation",
+    "OverflowDetectedError",
+    "OverflowFrames",
     "TensorHealth",
     "Trace",
     "TraceConfig",
     "TraceMode",
     "TracedTensor",
     "Tracer",
+    "detect_overflow",
     "diagnose",
+    "frames_of",
     "read_trace",
     "render_diagnosis",
+    "render_frames",
     "write_trace",
 ]
 
 _MODULES = {
+    "FramesConfig": "frames",
+    "ModuleFrame": "frames",
+    "OverflowDetectedError": "frames",
+    "OverflowFrames": "frames",
+    "detect_overflow": "frames",
+    "frames_of": "frames",
+    "render_frames": "frames",
     "BadOrigin": "origins",
     "CallSite": "operations",
     "Diagnosis": "origins",

@@ -27,7 +27,7 @@ class TraceMode(str, Enum):
         CONCISE_HEALTH: numbers of NaN, +inf and -inf.
         FULL_HEALTH: also numbers of negative, zero and positive elements.
         SHAPE: nothing of the values; every output, also of integers and booleans, which the modes of health leave out.
-        STATISTICS: `FULL_HEALTH` and the minimum, maximum, mean, standard deviation and L2 norm of the finite elements.
+        STATISTICS: `FULL_HEALTH` and the minimum, maximum, smallest magnitude, mean, standard deviation and L2 norm of the finite elements.
         FULL_TENSOR: `FULL_HEALTH` and the values.
     """
 
@@ -62,6 +62,7 @@ class TensorHealth:
         mean: of the finite elements; None if not recorded.
         std: standard deviation of the finite elements; None if not recorded.
         norm: L2 norm of the finite elements; None if not recorded.
+        smallest: smallest magnitude of the finite elements that are not zero; None if there is none, or it was not recorded.
         first_bad: index of the first element that is NaN or infinite; empty if there is none, or it is not known.
     """
 
@@ -77,6 +78,7 @@ class TensorHealth:
     mean: float | None = None
     std: float | None = None
     norm: float | None = None
+    smallest: float | None = None
     first_bad: tuple[int, ...] = ()
 
     @property
@@ -88,6 +90,18 @@ class TensorHealth:
     def is_finite(self) -> bool:
         """Whether all elements are finite."""
         return not self.nan and not self.infinite
+
+    @property
+    def abs_minimum(self) -> float | None:
+        """Smallest magnitude of the finite elements; None if there is none, or it was not recorded."""
+        if self.minimum is None:
+            return None
+        return 0.0 if self.zero else self.smallest
+
+    @property
+    def abs_maximum(self) -> float | None:
+        """Largest magnitude of the finite elements; None if there is none, or it was not recorded."""
+        return None if self.minimum is None or self.maximum is None else max(-self.minimum, self.maximum)
 
     def __str__(self) -> str:
         """The counts that are not zero, as ``3 of 32 -inf``."""

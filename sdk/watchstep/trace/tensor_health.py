@@ -57,6 +57,7 @@ def health_of(tensor: Tensor, *, counts: bool = True, statistics: bool = False) 
             mean=float(row.mean[0]),
             std=math.sqrt(float(row.m2[0]) / finite),
             norm=math.sqrt(float(row.square_sum[0])),
+            smallest=float(row.abs_min[0]) if finite > zero else None,
         )
     return health
 

@@ -288,4 +288,4 @@ def _health(data: Any) -> TensorHealth:
 
 
 def _is_statistic(name: str) -> bool:
-    return name in {"minimum", "maximum", "mean", "std", "norm"}
+    return name in {"minimum", "maximum", "mean", "std", "norm", "smallest"}

@@ -193,10 +193,11 @@ class _NamedTensors:
 
 def _storage_key(tensor: Tensor) -> int | None:
     try:
-        key: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - the identity of memory has no public name
-        return key
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None  # sparse and other tensors without one memory
+    key: int = storage._cdata  # noqa: SLF001 - the identity of memory has no public name
+    return key
 
 
 @dataclass(frozen=True)
