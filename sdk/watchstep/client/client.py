@@ -123,6 +123,8 @@ def _event(text: str, place: int) -> Event:
 
 Document = TypeVar("Document")
 _PAGE = 500
+_LARGE_PAGE = 1000
+"""Items of a page of tensors: the service reads the whole header of a snapshot for each."""
 
 
 class Client:
@@ -404,13 +406,18 @@ class Client:
         query = {} if collection is None else {"collection": collection}
         return self._pages(SnapshotInfo, f"{self._part(run)}/snapshots", "snapshots", query)
 
+    def snapshot_tensors(self, run: str, snapshot: SnapshotInfo) -> Iterator[Mapping[str, Any]]:
+        """All tensors of a snapshot or of a collection's object: name, dtype, shape, bytes, part."""
+        path = f"{self._part(run)}{_path_of(snapshot)}"
+        query = {"collection": snapshot.collection} if snapshot.collection else {}
+        return self._raw_pages(path, "tensors", query, _LARGE_PAGE)
+
     def snapshot_tensor(self, run: str, snapshot: SnapshotInfo, name: str) -> TensorBytes:
         """A tensor of a snapshot or of a collection's object. WATCHSTEP_TENSOR_MB of the service limits its size."""
         from watchstep.client import queries  # imports numpy
 
-        place = f"{segment(snapshot.attempt)}/{snapshot.worker}/{snapshot.step}/{snapshot.mode}"
         query = {"name": name} | ({"collection": snapshot.collection} if snapshot.collection else {})
-        content, headers = self._transport.fetch("GET", f"{self._of(run)}/snapshots/{place}/tensor", query)
+        content, headers = self._transport.fetch("GET", f"{self._of(run)}{_path_of(snapshot)}/tensor", query)
         return queries.tensor(
             content, headers.get("x-watchstep-dtype", ""), headers.get("x-watchstep-shape", "")
         )
@@ -426,12 +433,19 @@ class Client:
     ) -> Iterator[Document]:
         return (read(kind, item) for item in self._raw_pages(path, name, query))
 
-    def _raw_pages(self, path: str, name: str, query: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    def _raw_pages(
+        self, path: str, name: str, query: Mapping[str, Any], limit: int = _PAGE
+    ) -> Iterator[Mapping[str, Any]]:
         token = None
         while True:
-            parameters = {**query, "limit": _PAGE, "page_token": token}
+            parameters = {**query, "limit": limit, "page_token": token}
             response = self._transport.call("GET", f"{self._root}{path}", parameters)
             yield from response[name]
             token = response.get("next_page_token")
             if token is None:
                 return
+
+
+def _path_of(snapshot: SnapshotInfo) -> str:
+    """Path of a snapshot below its run."""
+    return f"/snapshots/{segment(snapshot.attempt)}/{snapshot.worker}/{snapshot.step}/{snapshot.mode}"

@@ -262,3 +262,8 @@ def test_an_unknown_query_parameter_is_refused(api: Api) -> None:
     assert api.call("GET", "/v1/tokens?active=true", role="admin").status_code == 200
     for path in ("/healthz?probe=1", "/docs?x=1", "/metrics?x=1"):
         assert api.call("GET", path, role="admin").status_code == 200, path
+
+
+def test_a_problem_with_an_unpaired_surrogate_is_encoded() -> None:
+    detail = json.loads(bytes(problems.problem(422, "Invalid", "key 'a\ud800'", "\udfff").body))
+    assert (detail["detail"], detail["hint"]) == (r"key 'a\ud800'", r"\udfff")

@@ -74,7 +74,7 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - the handlers of the application do not cover this
             await answer_to(Request(scope), error)(scope, receive, send)
             return
-        await self._app(scope, limited(receive, policy.most_bytes), send)
+        await self._app(scope, limited(receive, policy.most_bytes, any_text=policy.any_text), send)
 
     async def _admit(self, scope: Scope) -> RoutePolicy:
         """Check a request's head, and return the policy of its route."""

@@ -39,6 +39,7 @@ class RoutePolicy:
         most_bytes: maximum size of a body.
         run_in_body: whether the endpoint itself restricts tokens of one run, because its path contains no ``{run}``.
         counted: whether requests without a token are counted by address.
+        any_text: whether a body may have unpaired surrogates, which the endpoint replaces.
     """
 
     permission: Permission | None
@@ -46,6 +47,7 @@ class RoutePolicy:
     most_bytes: int = MOST_BODY
     run_in_body: bool = False
     counted: bool = False
+    any_text: bool = False
 
 
 def permits(
@@ -54,6 +56,7 @@ def permits(
     all_projects: bool | None = None,
     most_bytes: int = MOST_BODY,
     run_in_body: bool = False,
+    any_text: bool = False,
 ) -> Callable[[Endpoint], Endpoint]:
     """Set the policy of an endpoint. Place the decorator below that of the route.
 
@@ -68,9 +71,10 @@ def permits(
         most_bytes: maximum size of a body; a larger one gets the status 413.
         run_in_body: whether to accept tokens of one run although the path contains no ``{run}``; the endpoint then checks
             `Caller` itself.
+        any_text: whether a body may have unpaired surrogates; the endpoint then replaces them.
     """
     needs_all = permission != "read" if all_projects is None else all_projects
-    return _mark(RoutePolicy(permission, needs_all, most_bytes, run_in_body))
+    return _mark(RoutePolicy(permission, needs_all, most_bytes, run_in_body, any_text=any_text))
 
 
 def open_to_all(*, counted: bool) -> Callable[[Endpoint], Endpoint]:

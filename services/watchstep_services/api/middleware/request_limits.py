@@ -1,6 +1,8 @@
-"""Limits of the size of requests, and of concurrent requests that wait for other systems.
+"""Limits of the size of requests, the text of their bodies, and limits of concurrent requests that wait for other systems.
 
 Size: address, headers, body, and nesting depth of the body's JSON. Servers have different limits of their own, and some have none.
+
+Text: UTF-8 without unpaired surrogates. Python's JSON parser accepts others, but neither databases nor responses can contain them.
 
 Concurrency: requests that wait for a checking process, a receiver or a store occupy a thread of the pool that all requests share.
 If no slot is free, such a request is refused with 429 at once.
@@ -38,6 +40,12 @@ MOST_CONTAINERS = 50_000
 """Lists and objects in a body. A rule file of a thousand rules has some thousands. Parsing them blocks all other requests."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+
+_SURROGATES = (b"\\ud", b"\\uD")
+_PAIRED = re.compile(
+    rb"\\(?:[^u]|u(?![dD][89a-fA-F])|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})", re.DOTALL
+)
+"""An escape that is not half of a surrogate pair, or both halves of one."""
 
 _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[[ord("["), ord("{")]] = 1
@@ -79,10 +87,15 @@ def check_length(scope: Scope, most: int) -> None:
         raise RequestRefusedError(413, *_too_large(most))
 
 
-def limited(receive: Receive, most: int) -> Receive:
-    """Return a receiver that limits size and depth of a body, independent of its Content-Length.
+def limited(receive: Receive, most: int, *, any_text: bool = False) -> Receive:
+    """Return a receiver that limits size and depth of a body, independent of its Content-Length, and checks its text.
 
     The receiver raises an `HTTPException`, which all readers of a body propagate.
+
+    Args:
+        receive: the receiver of the body.
+        most: maximum size in bytes.
+        any_text: whether the body may have unpaired surrogates.
     """
     body = bytearray()
 
@@ -103,6 +116,10 @@ def limited(receive: Receive, most: int) -> Receive:
                 raise HTTPException(
                     422, f"body: more than {MOST_CONTAINERS} lists and objects: split the request"
                 )
+            if not any_text and not is_text(bytes(body)):
+                raise HTTPException(
+                    422, "body: not UTF-8, or a text has an unpaired surrogate: remove that character"
+                )
         return message
 
     return receive_limited
@@ -114,6 +131,20 @@ def depth_of(body: bytes) -> int:
         return 0  # within the limit, whatever the depth
     signs = np.frombuffer(_STRING.sub(b"", body), dtype=np.uint8)
     return max(0, int(np.cumsum(_STEPS[signs], dtype=np.int32).max(initial=0)))
+
+
+def is_text(body: bytes) -> bool:
+    """Return whether JSON is in UTF-8 and has no unpaired surrogates, written as bytes or as escapes."""
+    if b"\0" in body:
+        return False  # UTF-16 or UTF-32
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    if not any(escape in body for escape in _SURROGATES):
+        return True
+    rest = _PAIRED.sub(b"", body)
+    return not any(escape in rest for escape in _SURROGATES)
 
 
 def _too_large(most: int) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,16 +19,26 @@ from pydantic import BaseModel, Field
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.layout import SNAPSHOTS, SnapshotKey, check_name
-from watchstep.format.snapshot import Snapshot, TensorLocation, open_snapshot, widened
+from watchstep.format.snapshot import (
+    DTYPES,
+    INFOS,
+    MISSING,
+    MISSING_NAMES,
+    PARTS,
+    Snapshot,
+    TensorLocation,
+    widened,
+)
 from watchstep.format.statistics import StatisticsBatch, merge_rows
 from watchstep.format.tensors import Mode
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.store.store import Store
 from watchstep_services.api.middleware.access import permits
 from watchstep_services.api.queries.answers import FIGURES, FiguresOutput, Numbers, numbers
+from watchstep_services.api.queries.snapshot_headers import read_snapshot
 from watchstep_services.api.queries.state import Querying
 from watchstep_services.api.schemas.filters import Word
-from watchstep_services.api.schemas.paging import Paged, PageOutput
+from watchstep_services.api.schemas.paging import Paged, PageOutput, Paging
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
 
 router = APIRouter(
@@ -37,6 +48,11 @@ router = APIRouter(
 MEDIA_TYPE = "application/octet-stream"
 _MEGABYTE = 1024 * 1024
 _SAMPLE = 32
+_DESCRIPTIONS = frozenset((INFOS, MISSING, MISSING_NAMES, PARTS))
+"""Metadata about the tensors, which can be as large as the header."""
+
+_MOST_METADATA = 64
+_MOST_CHARACTERS = 4096
 _PART = 4 * _MEGABYTE
 """Bytes of a streamed tensor that are read at once: the memory that a slow client occupies."""
 
@@ -140,11 +156,13 @@ class StoredTensor(BaseModel):
     part: PartOutput | None = Field(description="Its place, if it is a part of a larger tensor.")
 
 
-class SnapshotOutput(SnapshotEntry):
-    """A snapshot with its tensors."""
+class SnapshotOutput(SnapshotEntry, PageOutput):
+    """A snapshot with a page of its tensors."""
 
-    metadata: dict[str, str]
-    tensors: list[StoredTensor]
+    metadata: dict[str, str] = Field(
+        description=f"What the writer noted about the snapshot; at most {_MOST_METADATA} entries, and none of more than {_MOST_CHARACTERS:,} characters."
+    )
+    tensors: list[StoredTensor] = Field(description="Tensors in the order of their bytes.")
     missing: int = Field(description="Number of tensors that exceeded a limit of the writer.")
 
 
@@ -172,28 +190,20 @@ def list_snapshots(
 ) -> SnapshotList:
     """Return the snapshots and saved tensors of a run, by attempt, worker, step, mode and collection."""
     with queries.open_store(project, run) as store:
-        listed = sorted(_list_keys(store, queries.budget().check))
-    keys = [(key, size) for key, size in listed if collection is None or key.collection == collection]
-    entries = [_entry(key, size) for key, size in keys]
-    positions = [(key.attempt, key.worker, key.step, key.mode, key.collection) for key, _ in keys]
-    page, token = paging.fetch_sorted(positions, entries)
-    return SnapshotList(snapshots=page, next_page_token=token)
+        page, token = paging.fetch_streamed(
+            ((key.attempt, key.worker, key.step, key.mode, key.collection), (key, size))
+            for key, size in _list_keys(store, queries.budget().check)
+            if collection is None or key.collection == collection
+        )
+    return SnapshotList(snapshots=[_entry(key, size) for key, size in page], next_page_token=token)
 
 
 @router.get("/{attempt}/{worker}/{step}/{mode}", summary="Get a snapshot")
 @permits("read")
-def get_snapshot(place: Placed, queries: Querying) -> SnapshotOutput:
-    """Return the tensors of a snapshot with their data types and shapes."""
-    key = place.key
+def get_snapshot(place: Placed, queries: Querying, paging: Paged) -> SnapshotOutput:
+    """Return a snapshot, and a page of its tensors with their data types and shapes."""
     with queries.open_store(place.project, place.run) as store:
-        snapshot = open_snapshot(store, key.path)
-        size = store.size(key.path)
-    return SnapshotOutput(
-        **_entry(key, size).model_dump(),
-        metadata=snapshot.metadata,
-        tensors=[_stored(name, snapshot) for name in snapshot.tensors],
-        missing=snapshot.missing,
-    )
+        return read_snapshot(store, place.key.path, queries.budget(), partial(_output, place.key, paging))
 
 
 @router.get(
@@ -214,13 +224,12 @@ def get_tensor(
     """Return the elements as recorded, little-endian and row-major, or the part that a Range selects."""
     key = place.key
     with queries.open_store(place.project, place.run) as store:
-        snapshot = open_snapshot(store, key.path)
-        stored = _of(snapshot, name)
+        stored, _ = read_snapshot(store, key.path, queries.budget(), partial(_find, name))
         size = stored.length
         start, end = _byte_range(range_, size)
         _bounded(end - start, queries.service.settings.tensor_mb, "a smaller Range")
         first = min(end, start + _PART)
-        content = _plain(store, snapshot.key, stored, (start, first))
+        content = _plain(store, key.path, stored, (start, first))
     headers = {
         "x-watchstep-dtype": stored.dtype,
         "x-watchstep-shape": ",".join(map(str, stored.shape)),
@@ -234,7 +243,7 @@ def get_tensor(
     if first == end:
         return Response(content, status, headers, MEDIA_TYPE)
     headers["content-length"] = str(end - start)
-    parts = _parts(content, partial(_plain, store, snapshot.key, stored), (first, end), queries.part_threads)
+    parts = _parts(content, partial(_plain, store, key.path, stored), (first, end), queries.part_threads)
     return StreamingResponse(parts, status, headers, MEDIA_TYPE)
 
 
@@ -244,14 +253,13 @@ def get_tensor_summary(place: Placed, name: Name, queries: Querying) -> TensorSu
     """Return figures over all elements of a tensor, and its first elements."""
     key = place.key
     with queries.open_store(place.project, place.run) as store:
-        snapshot = open_snapshot(store, key.path)
-        stored = _of(snapshot, name)
+        stored, described = read_snapshot(store, key.path, queries.budget(), partial(_find, name))
         _bounded(stored.length, queries.service.settings.tensor_mb, "its bytes in pieces, by Range")
-        elements = snapshot.read(name).reshape(-1)
+        elements = np.frombuffer(_plain(store, key.path, stored, (0, stored.length)), DTYPES[stored.dtype])
         figures = _measure(elements, stored.dtype)
         first = _real(elements[:_SAMPLE], stored.dtype)
     return TensorSummary(
-        **_stored(name, snapshot).model_dump(),
+        **described.model_dump(),
         figures=FiguresOutput(**{key: figure(figures) for key, figure in FIGURES.items()}),
         first=numbers(first.astype(float)),
     )
@@ -289,6 +297,22 @@ def _entry(key: SnapshotKey, size: int) -> SnapshotEntry:
     )
 
 
+def _output(key: SnapshotKey, paging: Paging, snapshot: Snapshot, size: int) -> SnapshotOutput:
+    names, token = paging.fetch_fixed(snapshot.tensors)
+    metadata = (
+        (name, text)
+        for name, text in snapshot.metadata.items()
+        if name not in _DESCRIPTIONS and len(name) + len(text) <= _MOST_CHARACTERS
+    )
+    return SnapshotOutput(
+        **_entry(key, size).model_dump(),
+        metadata=dict(islice(metadata, _MOST_METADATA)),
+        tensors=[_stored(name, snapshot) for name in names],
+        missing=snapshot.missing,
+        next_page_token=token,
+    )
+
+
 def _stored(name: str, snapshot: Snapshot) -> StoredTensor:
     stored, part = snapshot.tensors[name], snapshot.parts.get(name)
     return StoredTensor(
@@ -300,12 +324,12 @@ def _stored(name: str, snapshot: Snapshot) -> StoredTensor:
     )
 
 
-def _of(snapshot: Snapshot, name: str) -> TensorLocation:
+def _find(name: str, snapshot: Snapshot, _size: int) -> tuple[TensorLocation, StoredTensor]:
     stored = snapshot.tensors.get(name)
     if stored is None:
         snapshot.read(name)  # raises an error with the reason
         raise NotFoundError(f"tensor {name!r}: not in the snapshot", "list its tensors")
-    return stored
+    return stored, _stored(name, snapshot)
 
 
 def _bounded(size: int, most_mb: int, instead: str) -> None:

@@ -81,6 +81,8 @@ class AnnouncementInput(_Input):
         text = json.dumps(value)
         if len(text) > _HEALTH_BYTES:
             raise ValueError(f"{len(text)} bytes of health: more than the limit of {_HEALTH_BYTES}")
+        if "\\ud" in text:  # a surrogate; unpaired ones become question marks
+            text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
         health: dict[str, Any] = json.loads(text, parse_constant=str)
         return health
 

@@ -6,9 +6,12 @@ A page starts after the position of the previous page's last item, so that concu
 from __future__ import annotations
 
 import base64
+import heapq
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query, Request, Response
@@ -89,15 +92,35 @@ class Paging:
         self, positions: Sequence[tuple[Any, ...]], items: Sequence[Item]
     ) -> tuple[list[Item], str | None]:
         """Return a page of items in memory, which are sorted by ascending unique positions; like `fetch`."""
+        return self.fetch_streamed(zip(positions, items, strict=True))
+
+    def fetch_streamed(self, placed: Iterable[tuple[tuple[Any, ...], Item]]) -> tuple[list[Item], str | None]:
+        """Return a page of items in any order, each with its unique position; like `fetch`. Keeps only the page in memory."""
+        rest = iter(placed)
+        after = self.after
+        if after is not None and (first := next(rest, None)) is not None:
+            if [type(part) for part in after] != [type(part) for part in first[0]]:
+                raise _invalid_token()
+            rest = (entry for entry in chain((first,), rest) if entry[0] > after)
+        page = heapq.nsmallest(self.limit + 1, rest, key=itemgetter(0))
+        items = [item for _, item in page[: self.limit]]
+        return items, None if len(page) <= self.limit else self.next_token(*page[self.limit - 1][0])
+
+    def fetch_fixed(self, items: Collection[Item]) -> tuple[list[Item], str | None]:
+        """Return a page of items in memory whose order never changes, by their index; like `fetch`.
+
+        Raises:
+            ConfigError: the token does not belong to this list.
+        """
         start = 0
         if self.after is not None:
-            kinds = tuple(type(part) for part in positions[0]) if positions else tuple(map(type, self.after))
-            if tuple(type(part) for part in self.after) != kinds:
+            last, *more = self.after
+            if more or not isinstance(last, int) or not 0 <= last < len(items):
                 raise _invalid_token()
-            start = sum(position <= self.after for position in positions)
+            start = last + 1
         end = start + self.limit
-        page = list(items[start:end])
-        return page, None if end >= len(items) else self.next_token(*positions[end - 1])
+        page = list(islice(items, start, end))
+        return page, None if end >= len(items) else self.next_token(end - 1)
 
     def next_token(self, *position: int | str) -> str:
         """Return the token of the page after an item, and set the ``Link`` header."""

@@ -151,7 +151,8 @@ def problem(
     status: int, title: str, what: str, hint: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """Return an error response."""
-    body = Problem(type=type_of(status), title=title, status=status, detail=redact(what), hint=redact(hint))
+    detail, help_text = (redact(text).encode("utf-8", "backslashreplace").decode() for text in (what, hint))
+    body = Problem(type=type_of(status), title=title, status=status, detail=detail, hint=help_text)
     content = body.model_dump()
     return JSONResponse(content, status, headers=headers or _HEADERS.get(status), media_type=MEDIA_TYPE)
 

@@ -21,6 +21,7 @@ from watchstep_services.api.middleware.request_limits import (
     MOST_PATH,
     MOST_QUERY,
     depth_of,
+    is_text,
 )
 
 RUNS = "/v1/projects/vision/runs"
@@ -122,6 +123,44 @@ def test_a_body_of_the_maximum_depth_is_parsed(api: Api) -> None:
 )
 def test_an_invalid_body_is_a_client_error(api: Api, content: bytes) -> None:
     assert 400 <= send(api, content).status_code < 500
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"run": "\\ud800"}',
+        b'{"\\uDFFF": 1}',
+        b'{"run": "\\ud800\\ud800\\udc00"}',
+        b'{"run": "\\\\ud83d\\ude00"}',
+        b'{"run": "\xed\xa0\x80"}',
+        '{"run": "run-1"}'.encode("utf-16"),
+        '{"run": "run-1"}'.encode("utf-32-le"),
+    ],
+)
+def test_a_body_that_is_not_text_is_refused_by_every_route(api: Api, content: bytes) -> None:
+    is_problem(send(api, content), 422, "unpaired surrogate")
+    is_problem(send(api, content, path="/v1/projects/vision/silences"), 422, "unpaired surrogate")
+
+
+@given(st.text(), st.booleans())
+def test_text_is_what_utf_8_encodes(text: str, ascii_only: bool) -> None:
+    data = json.dumps([text], ensure_ascii=ascii_only).encode()
+    assert is_text(data)
+    assert is_text(data.replace(b"\\u", b"\\\\u"))
+
+
+escapes = st.sampled_from(["\\\\", "\\n", "\\ud83d", "\\uDE00", "\\u0041", "u", "d83d", '\\"', "\xe9"])
+
+
+@given(st.lists(escapes, max_size=8))
+def test_a_surrogate_without_its_other_half_is_not_text(parts: list[str]) -> None:
+    data = f'"{"".join(parts)}"'.encode()
+    try:
+        json.loads(data).encode()
+    except UnicodeEncodeError:
+        assert not is_text(data)
+    else:
+        assert is_text(data)
 
 
 def test_an_address_and_headers_over_the_limit(api: Api) -> None:

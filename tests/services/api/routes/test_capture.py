@@ -101,3 +101,19 @@ def test_an_archived_project_keeps_its_document(api: Api) -> None:
     api.call("PATCH", PROJECT, {"archived": True}, role="admin")
     assert api.call("PUT", CAPTURE, {}).status_code == 409
     assert api.call("GET", CAPTURE).json()["document"] == DOCUMENT
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"\ud800": 1},
+        {"collections": {"e": {"include": "\ud800", "tensors": {"every": 1}}}},
+        {"collections": {"e": {"modules": ["\udfff"], "tensors": {"every": 1}}}},
+    ],
+)
+def test_an_unpaired_surrogate_is_refused(api: Api, document: dict[str, Any]) -> None:
+    refused = api.call("PUT", CAPTURE, document)
+    assert (refused.status_code, "unpaired surrogate" in refused.json()["detail"]) == (422, True)
+    assert api.call("GET", CAPTURE).json() == NONE
+    emoji = {"collections": {"e": {"modules": ["\U0001f600"], "tensors": {"every": 1}}}}
+    assert api.call("PUT", CAPTURE, emoji).json()["document"] == emoji

@@ -8,13 +8,19 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.sdk.format.test_snapshot import MemoryStore
 from tests.sdk.reading.saved import save as save_tensors
 from tests.services.api.conftest import Api, Client
 from tests.services.recording import Recording
+from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.layout import SnapshotKey
-from watchstep.format.snapshot import TensorPart
+from watchstep.format.snapshot import MISSING_NAMES, Snapshot, TensorPart
+from watchstep.reading.budget import DecodingMemory, ReadBudget
 from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
+from watchstep_services.api.queries import snapshot_headers
+from watchstep_services.api.queries.snapshot_headers import read_snapshot
+from watchstep_services.api.routes import snapshots
 
 PLACE = "/v1/projects/vision/runs/run-1/snapshots"
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -56,6 +62,105 @@ def test_a_snapshot_lists_its_tensors(recorded: Api) -> None:
     }
     assert tensors == {"conv/1.weight": ("F32", [4, 6], 96), "bias": ("F16", [4], 8)}
     assert snapshot["bytes"] > 104
+
+
+def test_a_page_of_snapshots_builds_no_other_entries(recorded: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    entry = snapshots._entry
+
+    def counted(key: SnapshotKey, size: int) -> snapshots.SnapshotEntry:
+        built.append(key.step)
+        return entry(key, size)
+
+    monkeypatch.setattr(snapshots, "_entry", counted)
+    token = ask(recorded, "?limit=1").json()["next_page_token"]
+    assert built == [5]
+    assert [row["step"] for row in ask(recorded, f"?limit=1&page_token={token}").json()["snapshots"]] == [10]
+    assert built == [5, 10]
+
+
+def test_the_tensors_of_a_snapshot_are_listed_in_pages(recorded: Api, folder_store: Store) -> None:
+    from safetensors.numpy import save
+
+    tensors = {f"t{n:03}": np.full(n % 3, n, np.float32) for n in range(205)}
+    Recording(folder_store).store.put(key(20).path, save(tensors))
+    first = ask(recorded, "/a1/0/20/train")
+    assert (len(first.json()["tensors"]), "page_token" in first.headers["link"]) == (100, True)
+    names, token = [], ""
+    for size in (90, 90, 25):
+        page = ask(recorded, f"/a1/0/20/train?limit=90{token}").json()
+        assert (len(page["tensors"]), page["step"], page["missing"]) == (size, 20, 0)
+        names += [tensor["name"] for tensor in page["tensors"]]
+        token = f"&page_token={page['next_page_token']}"
+    assert page["next_page_token"] is None
+    assert sorted(names) == sorted(tensors)
+    assert ask(recorded, "/a1/0/20/train?limit=1001").status_code == 422
+    other = ask(recorded, "?limit=1").json()["next_page_token"]
+    for invalid in (other, "WzIwNV0", "Wy0xXQ", "WyJhIl0", "WzAsMF0"):  # [205], [-1], ["a"], [0,0]
+        assert ask(recorded, f"/a1/0/20/train?page_token={invalid}").status_code == 422, invalid
+
+
+def test_a_snapshot_has_the_metadata_of_its_writer_only(recorded: Api, folder_store: Store) -> None:
+    from safetensors.numpy import save
+
+    described = {
+        "watchstep.missing": "1",
+        MISSING_NAMES: '["lost"]',
+        "watchstep.tensors": "{}",
+        "watchstep.parts": "{}",
+    }
+    metadata = {"reason": "gate", "large": "x" * 10_000, **described}
+    Recording(folder_store).store.put(key(20).path, save({"w": WEIGHT}, metadata))
+    snapshot = ask(recorded, "/a1/0/20/train").json()
+    assert (snapshot["metadata"], snapshot["missing"]) == ({"reason": "gate"}, 1)
+    many = {f"k{n}": "v" for n in range(1000)}
+    Recording(folder_store).store.put(key(25).path, save({"w": WEIGHT}, many))
+    assert len(ask(recorded, "/a1/0/25/train").json()["metadata"]) == 64
+
+
+def test_headers_are_parsed_within_the_memory_for_decoding(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = recorded.driven.with_settings(query_seconds=1)
+    hasty = Api(Client(create_app(driven.service)), driven)
+    memory = DecodingMemory(1)
+    monkeypatch.setattr(snapshot_headers, "PROCESS", memory)
+    paths = ("", "/tensor?name=bias", "/summary?name=bias")
+    with memory.reserve(1):
+        for path in paths:
+            refused = ask(hasty, f"/a1/0/5/train{path}")
+            assert (refused.status_code, "memory for reading" in refused.json()["detail"]) == (413, True), (
+                path
+            )
+    for path in paths:
+        assert ask(hasty, f"/a1/0/5/train{path}").status_code == 200, path
+
+
+def test_an_error_does_not_keep_a_header_in_memory() -> None:
+    from safetensors.numpy import save
+
+    def missing(snapshot: Snapshot, _size: int) -> None:
+        snapshot.read("nothing")
+
+    content = save({f"t{n}": BIAS for n in range(2000)})
+    for data, kind in ((content, NotFoundError), (content + b"x", FormatError)):
+        with pytest.raises(kind) as caught:
+            read_snapshot(MemoryStore(data), "snap", ReadBudget(10, 10), missing)
+        assert (caught.value.__context__, caught.value.__cause__) == (None, None)
+        assert "missing" not in [entry.name for entry in caught.traceback]
+
+
+def test_a_long_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.numpy import save
+
+    store = MemoryStore(save({f"tensor/{n}": BIAS for n in range(2000)}))
+    budget = ReadBudget(10, 10)
+    length = 8 + int.from_bytes(store.data[:8], "little")
+    assert read_snapshot(store, "snap", budget, lambda snapshot, size: (len(snapshot.tensors), size)) == (
+        2000,
+        len(store.data),
+    )
+    assert store.requests == [("size", 0), ("range", 64 * 1024), ("range", length - 64 * 1024)]
 
 
 def test_tensors_of_a_collection_are_listed_and_read(recorded: Api, folder_store: Store) -> None:
