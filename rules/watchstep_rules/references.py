@@ -9,28 +9,71 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from watchstep.errors import BadNameError, FormatError, NotFoundError, WatchstepError
-from watchstep.format.block import Block
-from watchstep.format.documents import parse_json
-from watchstep.format.layout import check_name, references_document
-from watchstep.reading.budget import ReadBudget
-from watchstep.reading.run import Run, open_run
+import numpy as np
+
+from watchstep.errors import BadNameError, FormatError, NotFoundError, RuleError, WatchstepError
+from watchstep.format.block import Block, Places
+from watchstep.format.documents import MAX_BYTES, RunDocument, decode, parse_json
+from watchstep.format.layout import RUN_DOCUMENT, check_name, references_document
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import TensorInfo
+from watchstep.reading.budget import OverBudgetError, ReadBudget
+from watchstep.reading.columns import IDENTITY, Columns, Selection, batch_of, joined, needs_of
+from watchstep.reading.index import RunIndex
+from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.saved_tensors import OpenReference, ReferenceRun, SavedTensors
-from watchstep_rules.signals.reference import MOST_POINTS, MOST_TENSORS, Reference, reference_of
+from watchstep_rules.signals.reference import (
+    MOST_POINTS,
+    MOST_TENSORS,
+    TRAINING_MODES,
+    CheckedReference,
+    ComparedRows,
+    figure_of,
+    with_merged_shards,
+)
 
 _POINTS, _MIN_POINTS = 50_000, 100
-"""Steps that are stored of a reference run: in all, and at least of each tensor."""
+"""Points that are stored of one statistic of a reference run: in all, and at least of each tensor."""
+
+MAX_POINTS = 10 * _POINTS
+"""Limit of the points of all references of an attempt."""
+
 _MAX_BYTES = 16 * 1024 * 1024
+_MAX_STATISTICS_BYTES = 15 * 1024 * 1024
+"""Limits of a stored object, and of the statistics in it."""
+
 _MAX_MEMORY = 256 * 1024 * 1024
+_MAX_COMPARED = 1000
+"""Limit of the runs and statistics in a stored object; an attempt has at most as many rule configs."""
+
 _SECONDS = 20.0
-_MEGABYTES = 1024.0
-"""Limits of reading the statistics of one reference run."""
+"""Limit of the time in which the statistics of all reference runs of an attempt are read and computed."""
+
+_MEGABYTES = 256.0
+"""Limit of the memory for the rows of one reference run."""
+
+_ROW_BYTES = 64
+"""Memory of a row while rows are grouped by tensor: keys, their order, and the identity columns in that order."""
+
+_TYPES: Mapping[str, type] = {
+    "mode": np.int8,
+    "worker": np.int32,
+    "tensor": np.int32,
+    "shard_count": np.int32,
+    "replica": np.int32,
+    "stage": np.int8,
+}
+"""Types of columns in memory."""
+
+_MERGED = ("count", "nan", "pos_inf", "neg_inf", "mean")
+"""Columns from which the other columns of shards are merged."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +82,33 @@ class PinnedReferences:
 
     Attributes:
         attempts: run → its pinned attempt.
-        statistics: "run figure" → for each tensor its points, as `reference_of` computes them.
+        statistics: "run figure" → for each tensor its points, as `reference_of` computes them; or why the stored ones are not valid.
         problems: run → why it cannot be compared with.
+        damage: why the stored object could not be decoded; empty if it could.
     """
 
     attempts: Mapping[str, str] = field(default_factory=dict)
-    statistics: Mapping[str, Reference] = field(default_factory=dict)
+    statistics: Mapping[str, CheckedReference] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
+    damage: str = ""
 
     def has(self, compared: Compared) -> bool:
         """Whether a comparison was pinned, even if the run could not be read."""
         if compared.run in self.problems:
             return True
-        return compared.run in self.attempts and (
-            not compared.figure or f"{compared.run} {compared.figure}" in self.statistics
-        )
+        return compared.run in self.attempts and (not compared.figure or compared.key in self.statistics)
+
+    def statistic(self, compared: Compared) -> CheckedReference:
+        """The points that a rule config compares with, or the problem for which there are none."""
+        if self.damage:
+            return CheckedReference(problem=self.damage)
+        found = self.statistics.get(compared.key)
+        return CheckedReference(problem=self.problems.get(compared.run, "")) if found is None else found
+
+    @property
+    def points(self) -> int:
+        """The number of points of all statistics."""
+        return sum(reference.points for reference in self.statistics.values())
 
     def encode(self) -> bytes:
         """Encode as the object's content."""
@@ -62,24 +117,41 @@ class PinnedReferences:
 
     @classmethod
     def decode(cls, data: bytes, key: str) -> PinnedReferences:
-        """Decode the object's content. The statistics are validated with the parameters of the rules.
+        """Decode the object's content. The writer may be anybody who may write to the run, so its limits are checked here.
+
+        A statistic that is not valid is a problem of the rules that compare with it.
 
         Raises:
-            FormatError: it is not valid.
+            FormatError: the object is not valid.
         """
         try:
             parsed = parse_json(data, _MAX_MEMORY)
             attempts, statistics, problems = (parsed[name] for name in ("attempts", "statistics", "problems"))
             if not all(isinstance(part, dict) for part in (attempts, statistics, problems)):
                 raise TypeError("a part is not a mapping")  # noqa: TRY301 - reported like other damage
+            if max(len(attempts), len(statistics), len(problems)) > _MAX_COMPARED:
+                raise ValueError(f"more than {_MAX_COMPARED} runs")  # noqa: TRY301 - reported like other damage
             for run, attempt in attempts.items():
                 check_name("run", run)
                 check_name("attempt", attempt)
-            return cls(attempts, statistics, {str(run): str(problem) for run, problem in problems.items()})
+            checked, left = {}, MAX_POINTS
+            for name, reference in statistics.items():
+                checked[name] = _checked(name, reference, min(left, _POINTS), key)
+                left -= checked[name].points
         except (ValueError, TypeError, KeyError, AttributeError, BadNameError, RecursionError) as error:
             raise FormatError(
                 f"object {key} does not contain references ({error})"[:300], "it was damaged; delete it"
             ) from error
+        return cls(attempts, checked, {str(run): str(problem)[:300] for run, problem in problems.items()})
+
+
+def _checked(name: str, data: Any, most_points: int, key: str) -> CheckedReference:
+    try:
+        return CheckedReference.from_data(data, most_points)
+    except ValueError as error:
+        return CheckedReference(
+            problem=f"object {key} does not contain the statistics {name[:200]!r}: {error}"[:400]
+        )
 
 
 @dataclass(frozen=True)
@@ -88,6 +160,11 @@ class Compared:
 
     run: str
     figure: str
+
+    @property
+    def key(self) -> str:
+        """The key of its statistics."""
+        return f"{self.run} {self.figure}"
 
 
 def compared_by(config: RuleConfig) -> Compared | None:
@@ -105,30 +182,35 @@ def compared_by(config: RuleConfig) -> Compared | None:
         return None
 
 
+def _continue() -> None:
+    """Continue."""
+
+
 def pin_references(
-    run_store: Store, attempt: str, configs: Iterable[RuleConfig], attempts: Mapping[str, str]
+    run_store: Store,
+    attempt: str,
+    configs: Iterable[RuleConfig],
+    attempts: Mapping[str, str],
+    check_running: Callable[[], None] = _continue,
 ) -> None:
     """Store the references of an attempt, unless they were stored before; does nothing if no rule config compares runs.
+
+    Reads the reference runs, which may take `_SECONDS`.
 
     Args:
         run_store: the store of the judged run.
         attempt: its attempt.
         configs: the rule configs.
         attempts: the newest attempt of each run that has one.
+        check_running: is called before each run; an exception that it raises ends the function.
 
     Raises:
         StoreError: the store did not answer.
     """
     compared = _compared(configs)
     if compared:
-        references = _read(run_store, compared, attempts)
-        encoded = references.encode()
-        if len(encoded) > _MAX_BYTES:
-            problem = f"the statistics of the reference runs have {len(encoded)} bytes, at most {_MAX_BYTES} are stored"
-            encoded = replace(
-                references, statistics={}, problems={entry.run: problem for entry in compared if entry.figure}
-            ).encode()
-        run_store.create(references_document(attempt), encoded)
+        references = _read(run_store, compared, attempts, check_running)
+        run_store.create(references_document(attempt), references.encode())
 
 
 def read_references(run_store: Store, attempt: str) -> PinnedReferences | None:
@@ -143,6 +225,18 @@ def read_references(run_store: Store, attempt: str) -> PinnedReferences | None:
         return PinnedReferences.decode(run_store.get(key, limit=_MAX_BYTES), key)
     except NotFoundError:
         return None
+
+
+def readable_references(run_store: Store, attempt: str) -> PinnedReferences | None:
+    """As `read_references`, with the problem in ``damage`` if the object is not valid.
+
+    Raises:
+        StoreError: the store did not answer.
+    """
+    try:
+        return read_references(run_store, attempt)
+    except FormatError as error:
+        return PinnedReferences(damage=error.what)
 
 
 def current_references(run_store: Store, configs: Iterable[RuleConfig]) -> PinnedReferences:
@@ -174,20 +268,17 @@ def references_of(
     Raises:
         StoreError: the store did not answer.
     """
-    compared = _compared(configs)
-    if not compared:
+    if not _compared(configs):
         return None, []
-    notes: list[str] = []
-    pinned = None
-    try:
-        pinned = read_references(run_store, attempt)
-    except FormatError as error:
-        notes.append(error.what)
-    pinned = pinned or PinnedReferences()
-    if all(pinned.has(entry) for entry in compared):
+    pinned = readable_references(run_store, attempt) or PinnedReferences()
+    notes = [pinned.damage] if pinned.damage else []
+    not_pinned = [
+        config for config in configs if (entry := compared_by(config)) is not None and not pinned.has(entry)
+    ]
+    if not not_pinned:
         return pinned, notes
-    missing = {entry.run for entry in compared if not pinned.has(entry)}
-    current = current_references(run_store, configs)
+    missing = {entry.run for entry in _compared(not_pinned)}
+    current = current_references(run_store, not_pinned)
     if found := sorted(missing & current.attempts.keys()):
         notes.append(
             f"run {', '.join(found)} is compared with as it is now, because no references to it were stored when the attempt began"
@@ -232,9 +323,11 @@ def saved_tensors_of(
 def _opener(run_store: Store, attempt: str, given: PinnedReferences | None) -> OpenReference:
     @functools.cache
     def references() -> PinnedReferences:
-        return given or read_references(run_store, attempt) or PinnedReferences()
+        return given or readable_references(run_store, attempt) or PinnedReferences()
 
     def open_reference(run: str) -> ReferenceRun | None:
+        if damage := references().damage:
+            raise RuleError(damage, "delete the object, and start another attempt")
         pinned = references().attempts.get(run)
         return None if pinned is None else ReferenceRun(run, pinned, _store_of(run_store, run))
 
@@ -248,22 +341,50 @@ def _compared(configs: Iterable[RuleConfig]) -> list[Compared]:
     )
 
 
-def _read(run_store: Store, compared: Sequence[Compared], attempts: Mapping[str, str]) -> PinnedReferences:
-    statistics: dict[str, Reference] = {}
+def _read(
+    run_store: Store,
+    compared: Sequence[Compared],
+    attempts: Mapping[str, str],
+    check_running: Callable[[], None] = _continue,
+) -> PinnedReferences:
+    """Read each reference run once, within one time limit for all of them."""
+    statistics: dict[str, CheckedReference] = {}
     problems: dict[str, str] = {}
+    deadline = time.monotonic() + _SECONDS
+    encoded_bytes = points = 0
+    too_large = (
+        f"the statistics of the reference runs of an attempt have more than {MAX_POINTS} points or {_MAX_STATISTICS_BYTES} bytes; compare fewer "
+        "runs or statistics"
+    )
+    figures: dict[str, list[str]] = {}
     for entry in compared:
-        if entry.run not in attempts:
-            problems[entry.run] = f"run {entry.run!r} has no attempt in this project"
-        elif entry.figure:
-            try:
-                statistics[f"{entry.run} {entry.figure}"] = _statistics(
-                    _store_of(run_store, entry.run), entry.figure
-                )
-            except WatchstepError as error:
-                problems[entry.run] = error.what
-    names = {entry.run for entry in compared}
+        figures.setdefault(entry.run, []).extend([entry.figure] if entry.figure else [])
+    for run, names in figures.items():
+        check_running()
+        if run not in attempts:
+            problems[run] = f"run {run!r} has no attempt in this project"
+            continue
+        if too_large in problems.values() and names:
+            problems[run] = too_large  # without reading it
+            continue
+        try:
+            # A generator, so that no more than the statistics within the limits are computed.
+            for figure, reference in _statistics(_store_of(run_store, run), names, deadline) if names else ():
+                encoded_bytes += len(json.dumps(reference))
+                points += reference.points
+                if encoded_bytes > _MAX_STATISTICS_BYTES or points > MAX_POINTS:
+                    problems[run] = too_large
+                    break
+                statistics[Compared(run, figure).key] = reference
+        except OverBudgetError:
+            problems[run] = (
+                f"reading the statistics takes more than {_SECONDS:g} s for all reference runs of an attempt, or more than {_MEGABYTES:g} MiB for "
+                "this one; compare with a shorter run, or with fewer runs"
+            )
+        except WatchstepError as error:
+            problems[run] = error.what
     return PinnedReferences(
-        {run: attempt for run, attempt in attempts.items() if run in names}, statistics, problems
+        {run: attempt for run, attempt in attempts.items() if run in figures}, statistics, problems
     )
 
 
@@ -276,49 +397,120 @@ def _store_of(run_store: Store, run: str) -> Store:
     return run_store.sibling(check_name("run", run))
 
 
-def _statistics(run_store: Store, figure: str) -> Reference:
-    """A statistic of the first tensors of a run in the model's order, losses and metrics first.
+def _statistics(
+    run_store: Store, figures: Sequence[str], deadline: float
+) -> Iterator[tuple[str, CheckedReference]]:
+    """Statistics of the first tensors of a run in the model's order, losses and metrics first.
+
+    The run is read once, with the columns of these statistics only.
+
+    Args:
+        run_store: the run's store.
+        figures: names of the statistics.
+        deadline: time of `time.monotonic` until which they are read and computed.
 
     Raises:
-        NotFoundError, FormatError, OverBudgetError, RuleError: it cannot be read within the limits.
+        NotFoundError, FormatError, OverBudgetError: they cannot be read within the limits.
         StoreError: the store did not answer.
     """
-    opened = open_run(run_store)
-    run = Run(run_store, opened.document, ReadBudget(_SECONDS, _MEGABYTES))
-    run.refresh()
-    rows = run.rows()
-    chosen = _first(rows)
-    points = _POINTS // max(1, sum(chosen))
-    return reference_of(
-        rows.where(rows.mask_of_tensors(chosen)), figure, points=max(_MIN_POINTS, min(MOST_POINTS, points))
+    data = run_store.get(RUN_DOCUMENT, limit=MAX_BYTES)
+    decode(RunDocument, data, f"{run_store.location}/{RUN_DOCUMENT}")  # of a later version, it is not read
+    budget = ReadBudget(max(0.0, deadline - time.monotonic()), _MEGABYTES)
+    budget.check()
+    index = RunIndex(run_store, budget)
+    index.refresh()
+    block, values = index.consistently(lambda: _rows_of_run(index, figures, budget))
+    budget = index.budget or budget
+    budget.keep(_ROW_BYTES * len(block))
+    compared = ComparedRows(block)
+    points = max(_MIN_POINTS, min(MOST_POINTS, _POINTS // max(1, sum(_first(block.catalogue)))))
+    for figure in figures:
+        budget.check()
+        yield figure, CheckedReference(compared.reference(values[figure], points))
+
+
+def _rows_of_run(
+    index: RunIndex, figures: Sequence[str], budget: ReadBudget
+) -> tuple[Block, dict[str, Floats]]:
+    """The rows of a run that count, with shards merged, and their statistics by name.
+
+    If no tensor has shards, only the statistics of each object are kept, else the columns that they are computed from.
+    """
+    catalogue = tuple(index.tensors())
+    tensors = frozenset(
+        info.name for info, is_first in zip(catalogue, _first(catalogue), strict=True) if is_first
     )
+    needs = tuple(dict.fromkeys(name for figure in figures for name in needs_of(figure)))
+    parts: list[Columns] = []
+    for columns in index.scan(Selection(needs, tensors)):
+        if (columns["shard_count"] > 1).any():
+            break
+        rows = _training(columns)
+        identity = {name: rows[name] for name in IDENTITY}
+        parts.append({**identity, **{figure: figure_of(batch_of(rows), figure) for figure in figures}})
+        budget.keep(_size(parts[-1]))
+    else:
+        block, columns = _joined(parts, (*IDENTITY, *figures), catalogue, budget)
+        return block, {figure: columns[figure] for figure in figures}
+    parts.clear()
+    # A new one, because objects that were read ahead still count in the other.
+    budget = index.budget = ReadBudget(budget.remaining_seconds, _MEGABYTES)
+    needs = tuple(dict.fromkeys((*needs, *_MERGED)))
+    for columns in index.scan(Selection(needs, tensors)):
+        parts.append(_training(columns))
+        budget.keep(_size(parts[-1]))
+    block, _ = _joined(parts, (*IDENTITY, *needs), catalogue, budget)
+    block = with_merged_shards(block)
+    return block, {figure: figure_of(block.statistics, figure) for figure in figures}
 
 
-def _first(rows: Block) -> list[bool]:
+def _training(columns: Columns) -> Columns:
+    """The columns of the rows in the modes train and global, in the types of a block."""
+    rows = np.flatnonzero(np.isin(columns["mode"], TRAINING_MODES))
+    return {name: column[rows].astype(_TYPES.get(name, column.dtype)) for name, column in columns.items()}
+
+
+def _size(columns: Columns) -> int:
+    return sum(column.nbytes for column in columns.values())
+
+
+def _joined(
+    parts: list[Columns], names: Sequence[str], catalogue: tuple[TensorInfo, ...], budget: ReadBudget
+) -> tuple[Block, Columns]:
+    """Join parts, which it removes column by column, to a block whose statistics are those of the columns."""
+    budget.keep(8 * sum(len(part["step"]) for part in parts))  # one column is in memory twice
+    columns = joined([], names)
+    for name in names if parts else ():
+        columns[name] = np.concatenate([part.pop(name) for part in parts])
+    parts.clear()
+    none = np.broadcast_to(np.zeros(1, np.int64), len(columns["step"]))
+    places = Places(none, columns["shard_count"], columns["replica"], columns["stage"])  # type: ignore[arg-type]
+    block = Block(
+        step=columns["step"],
+        mode=columns["mode"],
+        worker=columns["worker"],
+        time_ns=none,
+        tensor=columns["tensor"],
+        catalogue=catalogue,
+        places=places,
+        statistics=batch_of(columns),
+    )
+    return block, columns
+
+
+def _first(catalogue: Sequence[TensorInfo]) -> list[bool]:
+    """Which tensors are the first in the model's order, losses and metrics before them, up to the limit of a reference."""
     ranked = sorted(
-        range(len(rows.catalogue)),
-        key=lambda index: (
-            bool(rows.catalogue[index].module),
-            rows.catalogue[index].order,
-            rows.catalogue[index].name,
-        ),
+        range(len(catalogue)),
+        key=lambda index: (bool(catalogue[index].module), catalogue[index].order, catalogue[index].name),
     )
     chosen = set(ranked[:MOST_TENSORS])
-    return [index in chosen for index in range(len(rows.catalogue))]
+    return [index in chosen for index in range(len(catalogue))]
 
 
 def _with_reference(config: RuleConfig, references: PinnedReferences) -> RuleConfig:
     compared = compared_by(config)
-    if compared is None or not config.implementation.reference_param:
+    parameter = config.implementation.reference_param
+    if compared is None or not parameter or not compared.figure:
         return config
-    reference: Any = references.statistics.get(f"{compared.run} {compared.figure}")
-    if reference is None:
-        return config
-    compared_config = config.model_copy(
-        update={"params": {**config.params, config.implementation.reference_param: reference}}
-    )
-    try:
-        _ = compared_config.parameters  # of an object on the store, which may be damaged
-    except ValueError:
-        return config  # the rule reports that it has no reference
-    return compared_config
+    return config.model_copy(update={"params": {**config.params, parameter: references.statistic(compared)}})

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import BadNameError, FormatError, NotFoundError, RuleError, WatchstepError
-from watchstep.format.block import Block, Places
-from watchstep.format.layout import SnapshotKey
+from watchstep.format.block import Block, LazyStatistics, Places
+from watchstep.format.layout import SnapshotKey, check_name
 from watchstep.format.snapshot import (
     DTYPES,
     Snapshot,
@@ -31,12 +31,12 @@ from watchstep.format.snapshot import (
     open_snapshot,
     widened,
 )
-from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.statistics import Histograms, StatisticsBatch, scalars
 from watchstep.format.tensors import MODES, Placement, SavedName, TensorInfo
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.rule import Needs
+from watchstep_rules.rule import Needs, TensorNeeds
 from watchstep_rules.saved_block import SavedBlock
 
 STEP_BYTES = 128 * 1024 * 1024
@@ -48,13 +48,17 @@ EVALUATION_BYTES = 512 * 1024 * 1024
 EVALUATION_TENSORS = 100_000
 """Limit of the tensors that the objects of one evaluation have together, whether they are read or not: their descriptions take memory."""
 
+EVALUATION_DESCRIPTION_BYTES = 256 * 1024 * 1024
+"""Limit of the memory of these descriptions. Their words may be long."""
+
 EVALUATION_OBJECTS = 50
 """Limit of the objects that one rule reads in one evaluation. If there are more, the newest are read, and the rest are counted."""
 
 EVALUATION_SECONDS = 10.0
-"""Limit of the time for reading them, without the time of the rules."""
+"""Limit of the time for reading and measuring them, without the time of the rules."""
 
-_WIDE_BYTES = 8
+_LOCATION_BYTES, _DIMENSION_BYTES = 700, 40
+"""Memory of the location and the part of a tensor in an opened object, and of a dimension of its shape."""
 
 _GAP = 256 * 1024
 """Tensors that are no further apart are read with one request."""
@@ -114,10 +118,13 @@ class SavedTensors:
         self._open_reference = open_reference
         self._clock = clock
         self._seconds = 0.0
+        self._began: float | None = None
         self._bytes = 0
         self._tensors = 0
-        self._opened: dict[tuple[str, str], _Opened | WatchstepError] = {}
+        self._description_bytes = 0
+        self._opened: dict[tuple[str, str], _Opened | _NotOpened] = {}
         self._values: dict[tuple[str, str, str], NDArray[Any]] = {}
+        self._measured: dict[tuple[str, tuple[str, ...]], StatisticsBatch] = {}
         self._references: dict[str, ReferenceRun | None] = {}
 
     def block(self, config: RuleConfig, marks: Block) -> tuple[SavedBlock, str]:
@@ -140,7 +147,13 @@ class SavedTensors:
             )
         needs = config.implementation.needed(config.parameters)
         assert needs.tensors is not None
-        run = config.implementation.reference(config.parameters) if needs.tensors.reference else ""
+        with self._counted():
+            return self._block(config, needs, needs.tensors, marks)
+
+    def _block(
+        self, config: RuleConfig, needs: Needs, tensors: TensorNeeds, marks: Block
+    ) -> tuple[SavedBlock, str]:
+        run = config.implementation.reference(config.parameters) if tensors.reference else ""
         parts: list[SavedBlock] = []
         problems: list[str] = []
         rows = _newest(marks)
@@ -185,7 +198,7 @@ class SavedTensors:
             tensor=np.arange(count, dtype=np.int32),
             catalogue=tuple(infos[name] for name in chosen),
             places=Places.of([Placement()] * count),
-            statistics=StatisticsBatch.concatenate([_measured(array) for array in arrays]),
+            statistics=self._statistics((key.path, tuple(chosen)), arrays),
         )
         return _ObjectRows(key, snapshot, SavedBlock.of(rows, arrays))
 
@@ -212,18 +225,13 @@ class SavedTensors:
         if reference is None:
             problems.append(f"run {run!r} had no attempt to compare with when this attempt began")
             return rows
-        infos = {info.name: info for info in rows.catalogue}
-        collections = dict.fromkeys(
-            [part.key.collection, *(c for info in infos.values() for c in info.collections), ""]
-        )
         values: dict[str, NDArray[Any]] = {}
-        for collection in collections:
+        for collection, all_names in _names_by_collection(part).items():
+            self._check_time()
+            names = [name for name in all_names if name not in values]
+            if not names:
+                continue
             key = replace(part.key, attempt=reference.attempt, collection=collection)
-            names = [
-                name
-                for name, info in infos.items()
-                if name not in values and collection in {part.key.collection, *info.collections, ""}
-            ]
             try:
                 snapshot = self._open(reference.store, key.path).snapshot
                 names = [
@@ -232,7 +240,7 @@ class SavedTensors:
                     if name in snapshot.tensors and snapshot.parts.get(name) == part.snapshot.parts.get(name)
                 ]
                 values.update(zip(names, self._arrays(reference.store, snapshot, names), strict=True))
-            except (NotFoundError, BadNameError):
+            except NotFoundError:
                 continue  # not saved there, or no longer
             except FormatError as error:
                 problems.append(f"run {run!r}: {error.what}")
@@ -246,16 +254,27 @@ class SavedTensors:
     def _open(self, store: Store, path: str) -> _Opened:
         place = (store.location, path)
         if place not in self._opened:
+            self._check_time()
             try:
-                with self._reading():
-                    snapshot = open_snapshot(store, path)
-                    self._count_tensors(len(snapshot.tensors))
-                    self._opened[place] = _Opened(snapshot, infos_of(snapshot))
+                self._opened[place] = self._open_object(store, path)
             except (FormatError, NotFoundError) as error:
-                self._opened[place] = error
+                # Not the exception itself, whose traceback would keep the header in memory.
+                self._opened[place] = _NotOpened(type(error), error.what, error.hint)
         opened = self._opened[place]
-        if isinstance(opened, WatchstepError):
-            raise opened
+        if isinstance(opened, _NotOpened):
+            raise opened.error()
+        return opened
+
+    def _open_object(self, store: Store, path: str) -> _Opened:
+        snapshot = open_snapshot(store, path)
+        self._count_tensors(len(snapshot.tensors))
+        opened = _Opened(snapshot, infos_of(snapshot)).without_metadata()
+        self._description_bytes += opened.memory
+        if self._description_bytes > EVALUATION_DESCRIPTION_BYTES:
+            raise RuleError(
+                f"the descriptions of the saved tensors of this evaluation take more than {EVALUATION_DESCRIPTION_BYTES} bytes",
+                "save fewer tensors: collections by name, or a cadence of more steps",
+            )
         return opened
 
     def _count_tensors(self, count: int) -> None:
@@ -278,25 +297,55 @@ class SavedTensors:
             )
         self._bytes += size
         for request in _requests(snapshot, missing):
-            with self._reading():
-                self._values.update(
-                    {(place[0], place[1], name): array for name, array in _read(store, snapshot, request)}
-                )
+            self._check_time()
+            self._values.update(
+                {(place[0], place[1], name): array for name, array in _read(store, snapshot, request)}
+            )
         return [self._values[place[0], place[1], name] for name in names]
 
+    def _statistics(
+        self, place: tuple[str, tuple[str, ...]], arrays: Sequence[NDArray[Any]]
+    ) -> StatisticsBatch:
+        """The statistics of arrays, measured on the first access; many rules read values only.
+
+        Args:
+            place: the path of their object and their names. Rules that judge the same tensors share their statistics.
+            arrays: the values.
+        """
+
+        def column(name: str) -> Any:
+            if place not in self._measured:
+                with self._counted():
+                    self._measured[place] = _measured(arrays, self._check_time)
+            return getattr(self._measured[place], name)
+
+        return LazyStatistics.of(len(arrays), column)
+
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Count the time of the ``with`` block; the time limit is checked before it."""
-        if self._seconds > EVALUATION_SECONDS:
+    def _counted(self) -> Iterator[None]:
+        """Count the time of the ``with`` block."""
+        if self._began is not None:
+            yield
+            return
+        self._began = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds += self._clock() - self._began
+            self._began = None
+
+    def _check_time(self) -> None:
+        """Check the time limit.
+
+        Raises:
+            RuleError: it is exceeded.
+        """
+        since = 0.0 if self._began is None else self._clock() - self._began
+        if self._seconds + since > EVALUATION_SECONDS:
             raise RuleError(
                 f"reading full tensors took more than {EVALUATION_SECONDS:g} s in one evaluation",
                 "restrict the 'tensors' of the rule configs that read full tensors",
             )
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._seconds += self._clock() - began
 
 
 @dataclass(frozen=True)
@@ -305,6 +354,30 @@ class _Opened:
 
     snapshot: Snapshot
     infos: Mapping[str, TensorInfo] = field(repr=False)
+
+    def without_metadata(self) -> _Opened:
+        """The same without texts of the header that are not needed any more, which may take 64 MiB."""
+        return replace(self, snapshot=replace(self.snapshot, metadata={}, missing_names=()))
+
+    @property
+    def memory(self) -> int:
+        """Approximate size in memory in bytes."""
+        return sum(
+            info.memory + _LOCATION_BYTES + _DIMENSION_BYTES * len(info.shape) for info in self.infos.values()
+        )
+
+
+@dataclass(frozen=True)
+class _NotOpened:
+    """Why an object could not be opened."""
+
+    kind: type[WatchstepError]
+    what: str
+    hint: str
+
+    def error(self) -> WatchstepError:
+        """The error, for the next rule."""
+        return self.kind(self.what, self.hint)
 
 
 @dataclass(frozen=True)
@@ -316,6 +389,37 @@ class _ObjectRows:
     rows: SavedBlock
 
 
+def _names_by_collection(part: _ObjectRows) -> dict[str, list[str]]:
+    """Collections whose objects may contain tensors of an object, and their names: the object's own first, and last the whole model.
+
+    Collections with names that no object can have are left out.
+    """
+    catalogue = part.rows.catalogue
+    all_names = [info.name for info in catalogue]
+    by_collection: dict[str, list[str]] = {part.key.collection: all_names}
+    others: dict[str, list[str]] = {}
+    for info in catalogue:
+        for collection in info.collections:
+            others.setdefault(collection, []).append(info.name)
+    by_collection.update(
+        {
+            name: names
+            for name, names in others.items()
+            if name not in by_collection and _can_be_a_collection(name)
+        }
+    )
+    by_collection.setdefault("", all_names)
+    return by_collection
+
+
+def _can_be_a_collection(name: str) -> bool:
+    try:
+        check_name("collection", name)
+    except BadNameError:
+        return False
+    return True
+
+
 def _summary(problems: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(problems))
     more = len(distinct) - _MAX_PROBLEMS
@@ -323,13 +427,26 @@ def _summary(problems: Sequence[str]) -> str:
 
 
 def _memory(stored: TensorLocation) -> int:
-    """Memory of a tensor's elements as float64, to which rules convert them."""
-    return math.prod(stored.shape) * _WIDE_BYTES
+    """Memory of a tensor's elements as float64 or complex128, to which rules convert them."""
+    return math.prod(stored.shape) * (16 if DTYPES[stored.dtype].kind == "c" else 8)
 
 
-def _measured(array: NDArray[Any]) -> StatisticsBatch:
-    """The statistics of an array; of complex numbers those of their real and imaginary parts."""
-    return measure_array(array.reshape(-1).view(np.float32) if array.dtype.kind == "c" else array)
+def _measured(arrays: Sequence[NDArray[Any]], check: Callable[[], None]) -> StatisticsBatch:
+    """The statistics of arrays; of complex numbers those of their real and imaginary parts.
+
+    Single numbers are measured together, because an object may have tens of thousands.
+    """
+    is_single = np.array([array.size == 1 and array.dtype.kind != "c" for array in arrays], np.bool_)
+    singles = [float(array.flat[0]) for array, single in zip(arrays, is_single, strict=True) if single]
+    batches = [scalars(singles)]
+    for array, single in zip(arrays, is_single, strict=True):
+        if not single:
+            check()
+            flat = array.reshape(-1).view(np.float32) if array.dtype.kind == "c" else array
+            batches.append(measure_array(flat))
+    place = np.empty(len(arrays), np.intp)
+    place[np.concatenate([np.flatnonzero(is_single), np.flatnonzero(~is_single)])] = np.arange(len(arrays))
+    return StatisticsBatch.concatenate(batches).take(place)
 
 
 def _newest(marks: Block) -> list[int]:
@@ -395,8 +512,18 @@ def joined_saved(parts: Sequence[SavedBlock]) -> SavedBlock:
         ),
         catalogue=catalogue,
         places=Places.concatenate([part.places for part in parts]),
-        statistics=StatisticsBatch.concatenate([part.statistics for part in parts]),
+        statistics=_joined_statistics([part.statistics for part in parts]),
     )
     values = [value for part in parts for value in part.values]
     references = [value for part in parts for value in part.references]
     return SavedBlock.of(rows, values, references).ordered()
+
+
+def _joined_statistics(parts: Sequence[StatisticsBatch]) -> StatisticsBatch:
+    """Join statistics, each column on the first access."""
+
+    def column(name: str) -> Any:
+        columns = [getattr(part, name) for part in parts]
+        return Histograms.concatenate(columns) if name == "histogram" else np.concatenate(columns)
+
+    return LazyStatistics.of(sum(map(len, parts)), column)

@@ -111,7 +111,13 @@ COMPRESSED = "watchstep.compressed"
 
 _FIRST_READ = 64 * 1024
 _MAX_HEADER_MEMORY = 512 * 1024 * 1024
+_MAX_NAMES_MEMORY = 48 * 1024 * 1024
+"""Limit of the memory for the names of missing tensors, enough for `MAX_NAMES` of the longest."""
+
 _MAX_DIMENSIONS = 64  # numpy's own limit
+_WIDEST = 16
+"""Bytes of the widest elements, complex128, to which readers convert others."""
+
 _MAX_SIZE = 2**63 - 1
 _MEND = "the writer or the transfer damaged it; take another snapshot"
 
@@ -365,7 +371,8 @@ def _stored(name: str, entry: Any, base: int) -> TensorLocation:
     if dtype is None:
         raise ValueError(f"tensor {name!r} has unknown dtype {entry['dtype']!r}")
     shape, offsets = _integers(entry["shape"]), _integers(entry["data_offsets"])
-    if len(shape) > _MAX_DIMENSIONS or math.prod(max(1, n) for n in shape) * dtype.itemsize > _MAX_SIZE:
+    # numpy refuses such shapes even of empty tensors, as soon as their elements are converted to a wider type.
+    if len(shape) > _MAX_DIMENSIONS or math.prod(max(1, n) for n in shape) * _WIDEST > _MAX_SIZE:
         raise ValueError(f"tensor {name!r} has an invalid shape")
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"tensor {name!r} has offsets that do not fit its shape")
@@ -373,9 +380,11 @@ def _stored(name: str, entry: Any, base: int) -> TensorLocation:
 
 
 def _missing(metadata: dict[str, str]) -> tuple[int, tuple[str, ...]]:
-    names = parse_json(metadata.get(MISSING_NAMES, "[]").encode(), _MAX_HEADER_MEMORY)
+    names = parse_json(metadata.get(MISSING_NAMES, "[]").encode(), _MAX_NAMES_MEMORY)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("its missing tensors are not a list of names")
+    if len(names) > MAX_NAMES:
+        raise ValueError(f"it names {len(names)} missing tensors, writers name at most {MAX_NAMES}")
     return max(int(metadata.get(MISSING, "0")), len(names)), tuple(names)
 
 
@@ -481,6 +490,9 @@ def header(tensors: Sequence[Described], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+MAX_COLLECTIONS = 32
+"""Maximum number of collections of a tensor that a reader accepts."""
+
 _DESCRIBING = ("collections", "role", "module", "module_type", "order", "optimizer")
 
 
@@ -520,6 +532,10 @@ def _info(name: str, stored: TensorLocation, snapshot: Snapshot, data: Any) -> T
         raise ValueError(f"tensor {name[:80]!r} is described by values of other types")
     if type(order) is not int or not 0 <= order < _MAX_SIZE:
         raise ValueError(f"tensor {name[:80]!r} has an invalid order")
+    if len(collections) > MAX_COLLECTIONS:
+        raise ValueError(
+            f"tensor {name[:80]!r} is in {len(collections)} collections, at most {MAX_COLLECTIONS} are allowed"
+        )
     for word in (name, *words, *collections):
         check_word("tensor", word)
     role, module, module_type, optimizer = words

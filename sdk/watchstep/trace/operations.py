@@ -64,6 +64,8 @@ class TensorHealth:
         norm: L2 norm of the finite elements; None if not recorded.
         smallest: smallest magnitude of the finite elements that are not zero; None if there is none, or it was not recorded.
         first_bad: index of the first element that is NaN or infinite; empty if there is none, or it is not known.
+        is_exact: whether the counts are exact. Otherwise the extremes alone are known, and a count is 1 if there is at least one such
+            element; next to NaN, infinite elements are not known.
     """
 
     elements: int
@@ -80,6 +82,7 @@ class TensorHealth:
     norm: float | None = None
     smallest: float | None = None
     first_bad: tuple[int, ...] = ()
+    is_exact: bool = True
 
     @property
     def infinite(self) -> int:
@@ -106,7 +109,7 @@ class TensorHealth:
     def __str__(self) -> str:
         """The counts that are not zero, as ``3 of 32 -inf``."""
         counts = [(self.nan, "NaN"), (self.positive_infinite, "+inf"), (self.negative_infinite, "-inf")]
-        parts = [f"{count} {name}" for count, name in counts if count]
+        parts = [f"{count} {name}" if self.is_exact else name for count, name in counts if count]
         text = f"{', '.join(parts)} of {self.elements}" if parts else f"finite, {self.elements} elements"
         if self.minimum is not None and self.maximum is not None:
             text += f", finite values {self.minimum:.4g} … {self.maximum:.4g}"

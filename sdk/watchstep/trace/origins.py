@@ -179,10 +179,16 @@ class _Search:
         """The inputs that explain an operation's bad outputs."""
         bad = self._bad_inputs(operation, place)
         if _has_nan(operation.outputs):
-            with_nan = [tensor for tensor in bad if tensor.health is None or tensor.health.nan]
+            with_nan = [tensor for tensor in bad if self._may_have_nan(tensor, place)]
             if with_nan:
                 return with_nan
         return [tensor for tensor in bad if not self._is_intended_input(tensor, place)]
+
+    def _may_have_nan(self, tensor: TracedTensor, place: int) -> bool:
+        if tensor.health is not None:
+            return bool(tensor.health.nan)
+        writer = self._bad_writer_place(tensor.id, place)
+        return writer is None or _has_nan(self.operations[writer].outputs)
 
     def _bad_inputs(self, operation: Operation, place: int) -> list[TracedTensor]:
         bad = []

@@ -82,6 +82,29 @@ def extremes(tensor: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(values)).double()
 
 
+def health_of_extremes(elements: int, smallest: float, largest: float) -> TensorHealth:
+    """Return what the result of `extremes` says about a tensor.
+
+    Args:
+        elements: Number of elements.
+        smallest: The smallest element.
+        largest: The largest element.
+    """
+    if math.isnan(smallest) or math.isnan(largest):
+        return TensorHealth(elements, nan=1, is_exact=False)
+    return TensorHealth(
+        elements,
+        positive_infinite=int(largest == math.inf),
+        negative_infinite=int(smallest == -math.inf),
+        is_exact=not math.isinf(smallest) and not math.isinf(largest),
+    )
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether the elements are in host memory, so that they can be read at once."""
+    return tensor.is_cpu
+
+
 def values_of(tensor: Tensor) -> NDArray[Any] | None:
     """Return a copy of a tensor's elements in host memory; None for a tensor without values. Waits for a device."""
     values = dense_values(tensor.detach())

@@ -280,11 +280,15 @@ def _health(data: Any) -> TensorHealth:
     values: dict[str, Any] = {
         name: float(value) if _is_statistic(name) else value for name, value in data.items()
     }
-    counts = [value for name, value in values.items() if not _is_statistic(name) and name != "first_bad"]
+    counts = [value for name, value in values.items() if not _is_statistic(name) and name not in _NO_COUNTS]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("a count is no number from 0")
     values["first_bad"] = tuple(map(int, values.get("first_bad", ())))
+    values["is_exact"] = bool(values.get("is_exact", True))
     return TensorHealth(**values)
+
+
+_NO_COUNTS = frozenset({"first_bad", "is_exact"})
 
 
 def _is_statistic(name: str) -> bool:

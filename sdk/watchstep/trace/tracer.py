@@ -34,7 +34,15 @@ from watchstep.errors import ConfigError
 from watchstep.kernels import native_kernel
 from watchstep.trace.call_stacks import CallStacks
 from watchstep.trace.operations import Operation, Phase, TensorHealth, Trace, TracedTensor, TraceMode
-from watchstep.trace.tensor_health import extremes, health_of, host_memory, is_checkable, values_of
+from watchstep.trace.tensor_health import (
+    extremes,
+    health_of,
+    health_of_extremes,
+    host_memory,
+    is_checkable,
+    is_on_host,
+    values_of,
+)
 
 _OPERATION_BYTES = 400
 """Approximate memory of an operation's record."""
@@ -374,9 +382,14 @@ class _StepTrace(TorchDispatchMode):
         self._names = names
         self._records: list[_Raw] = []
         self._tensors = _TensorTable()
+        self._examined: dict[int, int] = {}  # id → place in the table of the input that a device has examined
+        self._late_health: dict[
+            int, TensorHealth
+        ] = {}  # place in the table → what a device reported at the end
         self._loss_records: list[tuple[int, int]] = []
         self._modules: list[str] = []
         self._optimizers = 0
+        self._is_checking = False
         self._optimizer_stack: int | None = None
         self._updated: dict[
             int, tuple[Tensor, int, int]
@@ -475,13 +488,18 @@ class _StepTrace(TorchDispatchMode):
     def _optimizer_ends(self, *_: Any) -> None:
         self._optimizers -= 1
         self._optimizer_stack = None
-        self._check_updates()
+        try:
+            self._check_updates()
+        except Exception as fault:  # noqa: BLE001 - the recorder's faults never reach training
+            self.notes.append(f"updates: not checked: {type(fault).__name__}: {fault}")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and record it."""
         named = kwargs or {}
+        if self._is_checking:  # the recorder's own operations
+            return func(*args, **named)
         try:
             result = func(*args, **named)
         except Exception as error:
@@ -521,7 +539,10 @@ class _StepTrace(TorchDispatchMode):
         table, first = self._tensors, len(self._tensors.ids)
         keys = [_storage_key(tensor) for tensor in read]
         for tensor, key in zip(read, keys, strict=True):
-            table.add(self._id_of_input(tensor, key), tensor)
+            number = self._id_of_input(tensor, key)
+            table.add(number, tensor)
+            if number in self._id_names and number not in self._flags:
+                self._check_on_device(number, tensor, len(table.ids) - 1)
         first_output = first + len(read)
         is_bad = False
         for position, tensor in enumerate(written):
@@ -628,6 +649,13 @@ class _StepTrace(TorchDispatchMode):
 
     def _check_updates(self) -> None:
         """Check each parameter once after its optimizer's step: the arithmetic before it is several times as large."""
+        self._is_checking = True
+        try:
+            self._examine_updates()
+        finally:
+            self._is_checking = False
+
+    def _examine_updates(self) -> None:
         for tensor, place, position in self._updated.values():
             record = self._records[place]
             flag = self._tensors.flags[record.first_output + position] = self._is_bad(
@@ -647,7 +675,7 @@ class _StepTrace(TorchDispatchMode):
         """
         if not self._mode.has_health or not is_checkable(tensor):
             return None
-        if not tensor.is_cpu:
+        if not is_on_host(tensor):
             self._pending.append((entry, extremes(tensor)))
             return None
         memory = host_memory(tensor) if self._native is not None else None
@@ -655,6 +683,13 @@ class _StepTrace(TorchDispatchMode):
             return self._native.is_nonfinite(memory)
         health = health_of(tensor, counts=False)
         return None if health is None else not health.is_finite
+
+    def _check_on_device(self, number: int, tensor: Tensor, entry: int) -> None:
+        """Check a parameter, buffer or argument of the model when it is first read, as it cannot be counted once a result is known to be bad."""
+        if self._mode.has_health and not is_on_host(tensor) and is_checkable(tensor):
+            self._flags[number] = None
+            self._examined[number] = entry
+            self._pending.append((entry, extremes(tensor)))
 
     def _add_details(self, record: _Raw, written: list[Tensor]) -> None:
         mode = self._mode
@@ -679,7 +714,7 @@ class _StepTrace(TorchDispatchMode):
             record.phase,
             record.module,
             tuple(
-                self._converted_tensor(record.first + position, None, _item(record.input_health, position))
+                self._converted_tensor(record.first + position, None, self._health_of_input(record, position))
                 for position in range(record.inputs)
             ),
             tuple(
@@ -700,6 +735,15 @@ class _StepTrace(TorchDispatchMode):
             error=record.error,
         )
 
+    def _health_of_input(self, record: _Raw, position: int) -> TensorHealth | None:
+        health: TensorHealth | None = _item(record.input_health, position)
+        if (
+            health is None and record.phase != "optimizer"
+        ):  # a parameter is unchanged until its optimizer's step
+            examined = self._examined.get(self._tensors.ids[record.first + position], -1)
+            health = self._late_health.get(examined)
+        return health
+
     def _converted_tensor(
         self, entry: int, name: str | None, health: TensorHealth | None, values: Any = None
     ) -> TracedTensor:
@@ -712,7 +756,7 @@ class _StepTrace(TorchDispatchMode):
             str(table.devices[entry]),
             name if name is not None else self._id_names.get(number, ""),
             not health.is_finite if flag is None and health is not None else flag,
-            health,
+            health or self._late_health.get(entry),
             values,
         )
 
@@ -726,9 +770,12 @@ class _StepTrace(TorchDispatchMode):
             by_device.setdefault(entry[1].device, []).append(entry)
         self._pending = []
         for entries in by_device.values():
-            bad = ~torch.isfinite(torch.stack([flag for _, flag in entries])).all(dim=1)
-            for (place, _), nonfinite in zip(entries, bad.tolist(), strict=True):
-                self._tensors.flags[place] = nonfinite
+            found = torch.stack([each for _, each in entries]).tolist()
+            for (place, _), (smallest, largest) in zip(entries, found, strict=True):
+                health = health_of_extremes(self._tensors.shapes[place].numel(), smallest, largest)
+                self._tensors.flags[place] = not health.is_finite
+                if not health.is_finite:
+                    self._late_health[place] = health
 
 
 def _item(items: list[Any] | None, position: int) -> Any:

@@ -1,15 +1,15 @@
 """Evaluate one run. In production a Celery task calls it, in the embedded service a thread.
 
 claim ── collect ──▶ judge ──▶ commit ──▶ committed
-│          │          └ the claim is not current ──▶ fenced
-│          └ another large evaluation runs ──▶ released, due again
+│          │          │          └ the claim is not current ──▶ fenced
+│          └──────────┴ another large evaluation runs ──▶ released, due again
 └ nothing to judge, or the store hangs ──▶ released
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -46,7 +46,7 @@ from watchstep_services.evaluation.commit import Committed, EvaluationOutcome, c
 from watchstep_services.evaluation.context import read_context
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS, Gap, ended_ranks
 from watchstep_services.evaluation.observation import Observation, count_outcome, observing
-from watchstep_services.evaluation.references import with_references_of
+from watchstep_services.evaluation.references import AttemptReferences
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
 from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress
 from watchstep_services.runs import attempts
@@ -137,9 +137,9 @@ def _evaluate(service: Service, claim: Claim | None, observation: Observation) -
         return Evaluation("busy")
     observation.claimed(claim)
     failpoint("evaluate.claimed", claim)
-    with ExitStack() as large_turn:
+    with ExitStack() as end_turn:
         try:
-            evaluation = _evaluate_claimed(service, claim, observation, large_turn)
+            evaluation = _evaluate_claimed(service, claim, observation, _Turn(service, claim, end_turn))
         except FencedError:
             evaluation = Evaluation("fenced")
     if evaluation.outcome == "fenced":
@@ -147,9 +147,7 @@ def _evaluate(service: Service, claim: Claim | None, observation: Observation) -
     return evaluation
 
 
-def _evaluate_claimed(
-    service: Service, claim: Claim, observation: Observation, large_turn: ExitStack
-) -> Evaluation:
+def _evaluate_claimed(service: Service, claim: Claim, observation: Observation, turn: _Turn) -> Evaluation:
     """Run the three phases: collect, judge, commit. Only the last writes results.
 
     Raises:
@@ -161,16 +159,15 @@ def _evaluate_claimed(
         if not _answers(service, claim):
             wait = service.hanging_stores.retry_seconds(claim.place.registration)
             return Evaluation("idle", _postpone(service, claim, wait))
-        if claim.waits_for_turn and not _take_large_turn(service, claim, large_turn):
+        if claim.waits_for_turn and not turn.take():
             return Evaluation("idle", _wait_for_turn(service, claim))
         with _reading(service, claim) as source:
             collected = _collect(service, claim, source)
             failpoint("evaluate.read", claim)
-            is_large = claim.waits_for_turn or _is_large(service, claim, collected)
-            waits = is_large and not claim.waits_for_turn and not _take_large_turn(service, claim, large_turn)
+            waits = _is_large(service, claim, collected) and not turn.take()
             if collected.attempt and not waits:
-                check_running = service.check_running if is_large else _continue
-                judgement = _judge(service, claim, source, collected, check_running)
+                judgement = _judge(service, claim, source, collected, turn)
+                waits = judgement is None
         if waits:
             # The thread does not wait for the other evaluation, because that would delay other runs.
             return Evaluation("idle", _wait_for_turn(service, claim))
@@ -220,12 +217,30 @@ def _answers(service: Service, claim: Claim) -> bool:
     return service.hanging_stores.answers(claim.place.registration, probe)
 
 
-def _take_large_turn(service: Service, claim: Claim, large_turn: ExitStack) -> bool:
-    """Whether a large evaluation may continue: it has the turn of this process and of its project. Both end with the evaluation."""
-    if not service.large_turn.take(claim.project):
-        return False
-    large_turn.callback(service.large_turn.release)
-    return take_turn(service.database, claim)
+class _Turn:
+    """The turn for large evaluations, of this process and of the project. It is taken when it is needed, and ends with the evaluation."""
+
+    def __init__(self, service: Service, claim: Claim, end: ExitStack) -> None:
+        self._service, self._claim, self._end = service, claim, end
+        self._is_taken = False
+
+    def take(self) -> bool:
+        """Take the turn, unless this evaluation has it. Returns whether it has it; otherwise it has to wait."""
+        if not self._is_taken:
+            if not self._service.large_turn.take(self._claim.project):
+                return False
+            self._end.callback(self._service.large_turn.release)
+            self._is_taken = take_turn(self._service.database, self._claim)
+        return self._is_taken
+
+    def check_running(self) -> None:
+        """Stop a large evaluation if the process ends. Usual evaluations are short, and are finished.
+
+        Raises:
+            StoppingError: the process ends, and this evaluation has the turn.
+        """
+        if self._is_taken:
+            self._service.check_running()
 
 
 def _wait_for_turn(service: Service, claim: Claim) -> bool:
@@ -331,8 +346,9 @@ def _is_large(service: Service, claim: Claim, collected: Collected) -> bool:
 
 
 def _judge(
-    service: Service, claim: Claim, source: RunSource, collected: Collected, check_running: Callable[[], None]
-) -> Judgement:
+    service: Service, claim: Claim, source: RunSource, collected: Collected, turn: _Turn
+) -> Judgement | None:
+    """Evaluate the rules; None if references have to be read for them, and another large evaluation runs."""
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
         attempt = attempts.load(service.database, source.store, claim.run_id, collected.attempt, claim)
@@ -343,9 +359,10 @@ def _judge(
     if first is not None:
         pin_baseline(service, source.store, attempt, claim.project, first.catalogue)
     configs = ticks.cached_configs(service, claim, collected.attempt, reload=first is not None)
-    configs = with_references_of(
-        service, source.store, claim.project, collected.attempt, configs, pin=first is not None
-    )
+    references = AttemptReferences(service, source.store, claim.project, collected.attempt)
+    compared = references.add(configs, pin=first is not None, take_turn=turn.take)
+    if compared is None:
+        return None
     depth = lookback(configs)
     before, lost = _history(service, claim, source, attempt, depth)
     reject_new_tensors(collected, before.block.catalogue)
@@ -365,8 +382,9 @@ def _judge(
     watermark = advance.step if advance else progress.watermark
     ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
     judging = JudgingProgress(attempt.watermark, watermark, claim.now_ns, ended)
-    saved = saved_tensors_of(source.store, collected.attempt)
-    judged = judge_all(configs, before.block, arrived, judging, check_running, saved)
+    saved = saved_tensors_of(source.store, collected.attempt, compared.references)
+    judged = judge_all(compared.configs, before.block, arrived, judging, turn.check_running, saved)
+    judged = compared.without_statistics(judged, configs)
     if lost is not None:
         judged = report_lost_context(judged, lost, attempt.watermark)
     rows = trimmed(joined(parts, before), depth, watermark)
@@ -384,10 +402,6 @@ def _judge(
     )
     steady = claim.state == "running" and claim.attempt == attempt.attempt and not attempt.ends
     return Judgement(outcome, rows, depth, steady)
-
-
-def _continue() -> None:
-    """Usual evaluations are short, and finished while the process ends."""
 
 
 def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[str]) -> str:

@@ -1,76 +1,176 @@
-"""References of an attempt: other runs that its rules compare with, pinned when its first rows are evaluated."""
+"""References of an attempt: other runs that its rules compare with, pinned when its first rows are evaluated.
+
+Pinning reads whole runs, and a recorder may have written the object itself, with the largest contents that are allowed. So references
+are pinned and read within the turn for large evaluations, once for each attempt and process; what was read, or why it could not be, is cached.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import select
 
-from watchstep.errors import FormatError, StoreError
+from watchstep.errors import StoreError
 from watchstep.store.store import Store
-from watchstep_rules.references import compared_by, pin_references, read_references, with_references
+from watchstep_rules.references import (
+    MAX_POINTS,
+    PinnedReferences,
+    compared_by,
+    pin_references,
+    readable_references,
+    with_references,
+)
 from watchstep_services.db.models import RunRow
+from watchstep_services.service.caches import RuleStateCache
 from watchstep_services.service.context import Service
-from watchstep_services.service.judging import Loaded
+from watchstep_services.service.judging import Judged, Loaded
+
+_ATTEMPTS = 4096
 
 _log = logging.getLogger(__name__)
 
 
-def with_references_of(
-    service: Service, run_store: Store, project: str, attempt: str, configs: Sequence[Loaded], *, pin: bool
-) -> list[Loaded]:
-    """Add the statistics of reference runs to the rule configs that compare with them; a config that has them is unchanged.
+class ReferenceCache:
+    """References of the attempts that this process evaluated last; what is invalid is cached as well. Thread-safe.
+
+    Args:
+        points: limit of the points of all attempts, about 140 bytes each; beyond it the least recently used are dropped.
+    """
+
+    def __init__(self, points: int = MAX_POINTS) -> None:
+        self._most = points
+        self._points = 0
+        self._entries: OrderedDict[tuple[str, str], PinnedReferences] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, attempt: tuple[str, str]) -> PinnedReferences | None:
+        """The references of an attempt (location of the run, attempt); None if they are not cached."""
+        with self._lock:
+            if attempt in self._entries:
+                self._entries.move_to_end(attempt)
+            return self._entries.get(attempt)
+
+    def put(self, attempt: tuple[str, str], references: PinnedReferences) -> None:
+        """Cache the references of an attempt."""
+        with self._lock:
+            before = self._entries.pop(attempt, None)
+            self._points += references.points - (before.points if before else 0)
+            self._entries[attempt] = references
+            while len(self._entries) > 1 and (self._points > self._most or len(self._entries) > _ATTEMPTS):
+                _, dropped = self._entries.popitem(last=False)
+                self._points -= dropped.points
+
+
+_caches: WeakKeyDictionary[RuleStateCache, ReferenceCache] = WeakKeyDictionary()
+_caches_lock = threading.Lock()
+
+
+def _cache_of(service: Service) -> ReferenceCache:
+    """The cache of a process's service, which lives as long as its other caches."""
+    with _caches_lock:
+        return _caches.setdefault(service.rule_states, ReferenceCache())
+
+
+@dataclass(frozen=True)
+class ComparedConfigs:
+    """Rule configs, those that compare runs with the statistics of the other runs; and the references, None if no config compares runs."""
+
+    configs: list[Loaded]
+    references: PinnedReferences | None
+
+    def without_statistics(self, judged: Sequence[Judged], configs: Sequence[Loaded]) -> list[Judged]:
+        """Results with the original rule configs: with statistics, a config is large, and is not the one that a grant of a stop names.
+
+        Args:
+            judged: the results, one for each config.
+            configs: the original configs.
+        """
+        if self.references is None:
+            return list(judged)
+        return [replace(entry, config=loaded.config) for entry, loaded in zip(judged, configs, strict=True)]
+
+
+class AttemptReferences:
+    """The references of one attempt.
 
     Args:
         service: the service.
         run_store: the store of the run.
         project: its project.
         attempt: the attempt.
-        configs: the rule configs of the run.
-        pin: whether to pin the references first, because the attempt begins. If the store is read-only, rules are evaluated
-            without references, which they report in their health.
-
-    Raises:
-        StoreError: the store did not answer.
     """
-    compared = [
-        entry for loaded in configs if loaded.config is not None and (entry := compared_by(loaded.config))
-    ]
-    if not compared:
-        return list(configs)
-    if pin:
-        _pin(service, run_store, project, attempt, configs, [entry.run for entry in compared])
-    try:
-        references = read_references(run_store, attempt)
-    except FormatError as error:
-        _log.warning("project %s: an attempt is evaluated without reference runs: %s", project, error.what)
-        references = None
-    return [
-        loaded
-        if loaded.config is None
-        else replace(loaded, config=with_references([loaded.config], references)[0])
-        for loaded in configs
-    ]
 
+    def __init__(self, service: Service, run_store: Store, project: str, attempt: str) -> None:
+        self._service, self._store, self._project, self._attempt = service, run_store, project, attempt
 
-def _pin(
-    service: Service,
-    run_store: Store,
-    project: str,
-    attempt: str,
-    configs: Sequence[Loaded],
-    runs: Sequence[str],
-) -> None:
-    with service.database.read() as session:
-        rows = session.execute(
-            select(RunRow.run, RunRow.attempt).where(
-                RunRow.project == project, RunRow.run.in_(runs), RunRow.attempt != ""
-            )
-        ).all()
-    readable = [loaded.config for loaded in configs if loaded.config is not None]
-    try:
-        pin_references(run_store, attempt, readable, {str(row.run): str(row.attempt) for row in rows})
-    except StoreError as error:
-        _log.warning("project %s: an attempt is evaluated without reference runs: %s", project, error.what)
+    def add(
+        self, configs: Sequence[Loaded], *, pin: bool, take_turn: Callable[[], bool]
+    ) -> ComparedConfigs | None:
+        """Add the statistics of reference runs to the rule configs that compare with them.
+
+        Args:
+            configs: the rule configs of the run.
+            pin: whether to pin the references first, because the attempt begins. If the store is read-only, rules are evaluated
+                without references, which they report in their health.
+            take_turn: takes the turn for large evaluations, unless this evaluation has it; returns whether it has it.
+
+        Returns:
+            None if the references have to be pinned or read, and the turn is taken.
+
+        Raises:
+            StoreError: the store did not answer.
+            StoppingError: the process ends.
+        """
+        runs = [
+            entry.run
+            for loaded in configs
+            if loaded.config is not None and (entry := compared_by(loaded.config))
+        ]
+        if not runs:
+            return ComparedConfigs(list(configs), None)
+        cache, key = _cache_of(self._service), (self._store.location, self._attempt)
+        references = cache.get(key)
+        if references is None:
+            if not take_turn():
+                return None
+            references = self._read(configs, runs if pin else [])
+            cache.put(key, references)
+        added = [
+            loaded
+            if loaded.config is None
+            else replace(loaded, config=with_references([loaded.config], references)[0])
+            for loaded in configs
+        ]
+        return ComparedConfigs(added, references)
+
+    def _read(self, configs: Sequence[Loaded], runs_to_pin: Sequence[str]) -> PinnedReferences:
+        """Read the references; pin them first if there are runs to pin and none were pinned."""
+        references = readable_references(self._store, self._attempt)
+        if references is None and runs_to_pin:
+            self._pin(configs, runs_to_pin)
+            references = readable_references(self._store, self._attempt)
+        if references is not None and references.damage:
+            self._log(references.damage)
+        return references or PinnedReferences()
+
+    def _pin(self, configs: Sequence[Loaded], runs: Sequence[str]) -> None:
+        with self._service.database.read() as session:
+            rows = session.execute(
+                select(RunRow.run, RunRow.attempt).where(
+                    RunRow.project == self._project, RunRow.run.in_(runs), RunRow.attempt != ""
+                )
+            ).all()
+        readable = [loaded.config for loaded in configs if loaded.config is not None]
+        attempts = {str(row.run): str(row.attempt) for row in rows}
+        try:
+            pin_references(self._store, self._attempt, readable, attempts, self._service.check_running)
+        except StoreError as error:
+            self._log(error.what)
+
+    def _log(self, problem: str) -> None:
+        _log.warning("project %s: an attempt is evaluated without reference runs: %s", self._project, problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -34,14 +35,28 @@ from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.errors import NotFoundError, StoreError
 from watchstep.format.block import Block
 from watchstep.format.layout import SnapshotKey
-from watchstep.format.snapshot import INFOS, PARTS, TensorPart, widened
+from watchstep.format.snapshot import (
+    DTYPES,
+    INFOS,
+    MAX_COLLECTIONS,
+    MAX_NAMES,
+    MISSING_NAMES,
+    PARTS,
+    Described,
+    TensorPart,
+    header,
+    infos_metadata,
+    open_snapshot,
+    widened,
+)
 from watchstep.format.tensors import Mode, SavedName, TensorInfo
+from watchstep.kernels.array_kernel import measure_array
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_rules.engine import saved_tensors
 from watchstep_rules.engine.judge import RuleHealth, RuleMemory, judge_inputs
 from watchstep_rules.engine.rule_inputs import JudgingProgress, RuleInputs
-from watchstep_rules.engine.saved_tensors import SavedTensors, joined_saved
+from watchstep_rules.engine.saved_tensors import ReferenceRun, SavedTensors, joined_saved
 from watchstep_rules.saved_block import SavedBlock
 
 NUMBERS = iter(range(100_000))
@@ -688,3 +703,162 @@ def test_rows_of_several_objects_are_in_the_order_of_rules() -> None:
     last = joined.tail(1)
     assert isinstance(last, SavedBlock)
     assert last.values[0][0, 0] == 20.0
+
+
+# Objects that a hostile recorder writes to take time or memory.
+
+REFERENCE = RuleConfig(rule="similar_across_runs", params={"run": "good", "elementwise": True})
+
+
+def of_two_runs(root: Store, values: Any, other: Any = None, **more: Any) -> tuple[Store, SavedTensors]:
+    """The reader of a run with a saved object at step 10, and its reference run with the same object."""
+    mine, good = root.child("p/mine/"), root.child("p/good/")
+    save(mine, 10, values, collection="weights")
+    save(good, 10, values if other is None else other, collection="weights")
+    return good, SavedTensors(mine, ATTEMPT, lambda run: ReferenceRun(run, ATTEMPT, good), **more)
+
+
+WEIGHTS_AT_10 = block_of([mark(10, collection="weights")])
+
+
+def test_a_tensor_in_very_many_collections_is_refused(folder_store: Store) -> None:
+    names = tuple(f"c{number:02}" for number in range(MAX_COLLECTIONS + 1))
+    accepted, refused = (replace(OUTPUT, collections=("activations", *names[:n])) for n in (31, 32))
+    save(folder_store, 10, {accepted: full(9.0)})
+    save(folder_store, 20, {refused: full(9.0)})
+    outcome = evaluations_of(folder_store).follow(away(), together(mark(10), mark(20)))
+    assert steps(outcome) == [10]
+    assert "is in 33 collections, at most 32 are allowed" in outcome.memory.problem
+
+
+def test_only_collections_that_can_have_objects_are_looked_up_in_the_reference_run(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = replace(WEIGHT, collections=("/a", "mine", "my layers", "weights"))
+    bias = replace(BIAS, collections=("mine", "weights"))
+    _, saved = of_two_runs(folder_store, {info: full(1.0), bias: full(1.0)[0]}, {OUTPUT: full(1.0)})
+    opened = []
+
+    def counted(store: Store, key: str) -> Any:
+        opened.append((store.location.rpartition("/")[2], SnapshotKey.parse(key).collection))
+        return open_snapshot(store, key)
+
+    monkeypatch.setattr(saved_tensors, "open_snapshot", counted)
+    block, problem = saved.block(REFERENCE, WEIGHTS_AT_10)
+    assert (problem, block.references) == ("", (None, None))
+    assert opened == [("mine", "weights"), ("good", "weights"), ("good", "mine"), ("good", "")]
+
+
+class SlowToFind(SlowStore):
+    """A store that takes its time to find that an object does not exist."""
+
+    def size(self, key: str) -> int:
+        self.clock.now += self.seconds
+        return super().size(key)
+
+
+def test_looking_up_collections_is_within_the_time_limit(folder_store: Store) -> None:
+    clock = Clock()
+    info = replace(WEIGHT, collections=(*(f"c{number:02}" for number in range(20)), "weights"))
+    good, _ = of_two_runs(folder_store, {info: full(1.0)}, {OUTPUT: full(1.0)})
+    slow = SlowToFind(good, clock, 3.0)
+    saved = SavedTensors(
+        folder_store.child("p/mine/"), ATTEMPT, lambda run: ReferenceRun(run, ATTEMPT, slow), clock
+    )
+    with pytest.raises(Exception, match="took more than 10 s"):
+        saved.block(REFERENCE, WEIGHTS_AT_10)
+
+
+def test_objects_that_name_more_missing_tensors_than_writers_do_are_refused(folder_store: Store) -> None:
+    names = [f"layer{number}" for number in range(MAX_NAMES + 1)]
+    for step, some in ((10, names[:-1]), (20, names)):
+        metadata = {MISSING_NAMES: json.dumps(some)}
+        save(folder_store, step, {OUTPUT: full(9.0)}, metadata=metadata)
+    outcome = evaluations_of(folder_store).follow(away(), together(mark(10), mark(20)))
+    assert steps(outcome) == [10]
+    assert "names 1001 missing tensors" in outcome.memory.problem
+
+
+def test_headers_are_not_kept(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 1024 * 1024
+    for step in range(20):
+        save(folder_store, step, {OUTPUT: full(9.0)}, metadata={"x": "y" * size})
+    for step in range(20, 40):
+        save(folder_store, step, {OUTPUT: full(9.0)}, metadata={"x": "y" * size, INFOS: "["})
+    saved = SavedTensors(folder_store, ATTEMPT)
+    marks = block_of([mark(step) for step in range(40)])
+    saved.block(away(), marks)
+    tracemalloc.start()
+    try:
+        kept = SavedTensors(folder_store, ATTEMPT)
+        block, problem = kept.block(away(), marks)
+        memory, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (len(block), "and 17 more" in problem) == (20, True)
+    assert memory < 5 * size
+
+
+def test_the_memory_of_descriptions_is_limited(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_tensors, "EVALUATION_DESCRIPTION_BYTES", 20_000)
+    save(folder_store, 10, {OUTPUT: full(9.0)})
+    assert evaluations_of(folder_store).follow(away(), together(mark(10))).memory.health is RuleHealth.OK
+    save(folder_store, 10, {replace(OUTPUT, module="m" * 4000): full(9.0)})
+    for step in range(20, 30):
+        save(folder_store, step, {replace(OUTPUT, module="m" * 4000): full(9.0)})
+    outcome = evaluations_of(folder_store).follow(away(), together(*(mark(step) for step in range(20, 30))))
+    assert (
+        "descriptions of the saved tensors of this evaluation take more than 20000" in outcome.memory.problem
+    )
+
+
+def test_complex_elements_count_as_complex128(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(folder_store, 10, {replace(OUTPUT, shape=(8,)): np.zeros(8, np.complex64)})
+    monkeypatch.setattr(saved_tensors, "STEP_BYTES", 127)
+    assert "have 128 bytes" in evaluations_of(folder_store).follow(away(), together(mark(10))).memory.problem
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F32", "BOOL", "C64"])
+def test_an_empty_tensor_with_a_shape_that_numpy_refuses_is_reported(folder_store: Store, dtype: str) -> None:
+    shape = (0, 2**62 // DTYPES[dtype].itemsize)
+    folder_store.put(PATH, header([Described(OUTPUT.name, dtype, shape)], infos_metadata([OUTPUT])))
+    assert "has an invalid shape" in with_bad(folder_store).memory.problem
+
+
+def test_values_are_measured_only_for_rules_that_read_statistics_and_once(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {tensor(f"{number}.bias", "weights"): np.full(1, number, np.float32) for number in range(20)}
+    values[WEIGHT] = full(3.0)
+    _, saved = of_two_runs(folder_store, values)
+    measured = []
+
+    def counted(array: Any) -> Any:
+        measured.append(array)
+        return measure_array(array)
+
+    monkeypatch.setattr(saved_tensors, "measure_array", counted)
+    rows = RuleInputs(Block.empty(), WEIGHTS_AT_10, JudgingProgress(-1, 11, 7), saved)
+    assert judge_inputs(REFERENCE, RuleMemory(), rows).memory.health is RuleHealth.OK
+    assert measured == []
+    for _ in range(2):
+        block, _ = saved.block(REFERENCE, WEIGHTS_AT_10)
+        assert block.statistics.mean.tolist() == [float(array.mean()) for array in block.values]
+        assert block.statistics.count.tolist() == [array.size for array in block.values]
+        assert len(block.statistics.histogram) == len(block)
+    assert len(measured) == 1  # single numbers are measured together
+
+
+def test_measuring_is_within_the_time_limit(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    values = {tensor(f"{number}.weight", "weights"): full(number) for number in range(4)}
+    _, saved = of_two_runs(folder_store, values, clock=clock)
+
+    def slow(array: Any) -> Any:
+        clock.now += 4.0
+        return measure_array(array)
+
+    monkeypatch.setattr(saved_tensors, "measure_array", slow)
+    block, _ = saved.block(REFERENCE, WEIGHTS_AT_10)
+    with pytest.raises(Exception, match="took more than 10 s"):
+        _ = block.statistics.mean

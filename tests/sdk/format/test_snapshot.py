@@ -289,6 +289,16 @@ LIES: list[tuple[Any, str]] = [
     ({**GOOD, "__metadata__": {"watchstep.missing": "many"}}, "invalid header"),
     ({**GOOD, "__metadata__": {"watchstep.missing_names": "[3]"}}, "not a list of names"),
     ({**GOOD, "__metadata__": {"watchstep.missing_names": "{"}}, "invalid header"),
+    (
+        {**GOOD, "__metadata__": {"watchstep.missing_names": json.dumps(["x"] * (MAX_NAMES + 1))}},
+        "names 1001 missing tensors, writers name at most 1000",
+    ),
+    (
+        {**GOOD, "__metadata__": {"watchstep.missing_names": json.dumps(["x"] * 1_000_000)}},
+        "could take 62 MiB of memory, at most 48",
+    ),
+    ({"a": {"dtype": "BF16", "shape": [0, 2**61], "data_offsets": [0, 0]}}, "invalid shape"),
+    ({"a": {"dtype": "F8_E4M3", "shape": [0, 2**62], "data_offsets": [0, 0]}}, "invalid shape"),
     ({"a": []}, "is not described"),
     ({"a": {"dtype": "F32", "shape": [7]}}, "is not described"),
     (changed("a", more=1), "is not described"),

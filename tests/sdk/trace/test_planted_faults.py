@@ -7,11 +7,17 @@ import torch
 
 from tests.sdk.trace.planted import PLANTED
 from watchstep.trace import Tracer, diagnose
+from watchstep.trace import tracer as tracer_module
 from watchstep.trace.report import render_diagnosis
 
 
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("name", sorted(PLANTED))
-def test_the_first_bad_operation_is_named_with_its_line(name: str) -> None:
+def test_the_first_bad_operation_is_named_with_its_line(
+    name: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_host:  # as on a device, whose results are read at the end of the step
+        monkeypatch.setattr(tracer_module, "is_on_host", lambda tensor: False)
     torch.manual_seed(0)
     planted = PLANTED[name]()
     tracer = Tracer(planted.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -261,7 +262,7 @@ class SagemakerSimilarAcrossRuns(Rule[SagemakerSimilarAcrossRunsParams, SimilarA
         context: Block,
         block: Block,
         now: int,
-    ) -> tuple[SimilarAcrossRunsState, list[Finding]]:
+    ) -> tuple[SimilarAcrossRunsState, Sequence[Finding]]:
         """Compare the named tensors with the other run.
 
         Raises:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, field_validator, model_validator
 
 from watchstep.errors import RuleError
 from watchstep.format.block import Block
-from watchstep.format.statistics import Floats
-from watchstep_rules.rule import Finding, Merge, Needs, Params, Rule, State, TensorNeeds, finding_at
+from watchstep.format.statistics import Floats, StatisticsBatch
+from watchstep_rules.rule import (
+    Finding,
+    FindingRows,
+    Hits,
+    Merge,
+    Needs,
+    Params,
+    Rule,
+    State,
+    TensorNeeds,
+    finding_at,
+)
 from watchstep_rules.saved_block import SavedBlock
 from watchstep_rules.signals.reference import (
     FIGURES,
     MOST_POINTS,
     MOST_TENSORS,
+    CheckedReference,
     Point,
+    arrays_of,
     figure_of,
     is_training,
     lowest_workers,
@@ -30,7 +44,13 @@ _MIN_ROWS = 1000
 RUN_PATTERN = r"^$|^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Points = Annotated[list[Point], Field(min_length=1, max_length=MOST_POINTS)]
-References = Annotated[dict[str, Points], Field(max_length=MOST_TENSORS)]
+
+
+def _unless_checked(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, CheckedReference) else check(value)
+
+
+References = Annotated[dict[str, Points], Field(max_length=MOST_TENSORS), WrapValidator(_unless_checked)]
 
 
 class SimilarAcrossRunsParams(Params):
@@ -92,7 +112,7 @@ def ascending(reference: References) -> References:
     Raises:
         ValueError: the steps of a tensor do not ascend.
     """
-    for name, points in reference.items():
+    for name, points in () if isinstance(reference, CheckedReference) else reference.items():
         if any(later[0] <= point[0] for point, later in pairwise(points)):
             raise ValueError(f"the steps of {name!r} do not ascend")
     return reference
@@ -194,7 +214,7 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
         context: Block,
         block: Block,
         now: int,
-    ) -> tuple[SimilarAcrossRunsState, list[Finding]]:
+    ) -> tuple[SimilarAcrossRunsState, Sequence[Finding]]:
         """Compare each row with the step of the other run.
 
         Raises:
@@ -246,7 +266,7 @@ def has_counterpart(block: SavedBlock) -> NDArray[np.bool_]:
 
 def compare_elements(
     rule: str, run: str, tolerances: tuple[float, float], state: SimilarAcrossRunsState, block: Block
-) -> tuple[SimilarAcrossRunsState, list[Finding]]:
+) -> tuple[SimilarAcrossRunsState, Sequence[Finding]]:
     """Compare each saved tensor with that of the other run.
 
     Args:
@@ -256,29 +276,79 @@ def compare_elements(
         state: the state so far.
         block: saved tensors with their references; any other block has no rows.
     """
-    findings: list[Finding] = []
-    compared, alone = state.compared, state.alone
     if not isinstance(block, SavedBlock):
-        return state, findings
-    for row, (values, reference) in enumerate(zip(block.values, block.references, strict=True)):
-        name = block.info(row).name
-        if reference is None:
-            alone = alone or f"{name} at step {block.step[row]}"
-            continue
-        compared = True
-        apart, most = _apart(values, reference, *tolerances)
-        if not apart:
-            continue
-        if values.shape == reference.shape:
-            message = (
-                f"{apart} of {values.size} elements of {name} are not those of run {run}, within {tolerances[0]:g} of each and {tolerances[1]:g}; "
-                f"the largest difference is {most:.4g}"
-            )
-        else:
-            message = f"{name} has the shape {list(values.shape)}, in run {run} {list(reference.shape)}"
-        findings.append(finding_at(rule, block, row, value=float(apart), threshold=0.0, message=message))
+        return state, []
+    has_reference = has_counterpart(block)
+    compared, alone = state.compared or bool(has_reference.any()), state.alone
+    if not compared and len(block):
+        alone = alone or f"{block.info(0).name} at step {block.step[0]}"
+    apart, most = _differences(block, tolerances)
+    shapes = {
+        row: (list(block.values[row].shape), list(reference.shape))
+        for row in np.flatnonzero(apart).tolist()
+        if (reference := block.references[row]) is not None and block.values[row].shape != reference.shape
+    }
+    sizes = np.array([values.size for values in block.values], np.int64)
+
+    def words(row: int, value: float, _threshold: float) -> str:
+        name = block_without_values.info(row).name
+        if row in shapes:
+            return f"{name} has the shape {shapes[row][0]}, in run {run} {shapes[row][1]}"
+        return (
+            f"{value:.0f} of {sizes[row]} elements of {name} are not those of run {run}, within {tolerances[0]:g} of each and {tolerances[1]:g}; "
+            f"the largest difference is {most[row]:.4g}"
+        )
+
+    block_without_values = _without_values(block)
+    rows = np.flatnonzero(apart)
+    hits = Hits(rows, apart[rows].astype(np.float64), np.zeros(len(rows)))
     state = SimilarAcrossRunsState(compared=compared, alone="" if compared else alone[:200], saved=True)
-    return state, findings
+    return state, FindingRows(rule, block_without_values, hits, words)
+
+
+def _without_values(block: SavedBlock) -> Block:
+    """The same rows without values and statistics, so that findings do not keep full tensors in memory."""
+    columns = {field.name: getattr(block, field.name) for field in fields(Block)}
+    return Block(**{**columns, "statistics": StatisticsBatch.neutral(len(block))})
+
+
+_SMALL = 64
+"""Elements up to which tensors are compared together: an object may have tens of thousands of single numbers."""
+
+
+def _differences(block: SavedBlock, tolerances: tuple[float, float]) -> tuple[NDArray[np.int64], Floats]:
+    """For each row the result of `_apart`, arrays of shape (n,); 0 without a counterpart."""
+    apart, most = np.zeros(len(block), np.int64), np.zeros(len(block))
+    small: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
+    for row, (values, reference) in enumerate(zip(block.values, block.references, strict=True)):
+        if reference is None:
+            continue
+        is_small = 0 < values.size <= _SMALL and values.shape == reference.shape
+        if is_small and not _is_complex(values, reference):
+            small[row] = (values.reshape(-1), reference.reshape(-1))
+        else:
+            apart[row], most[row] = _apart(values, reference, *tolerances)
+    if small:
+        rows = np.fromiter(small, np.intp)
+        starts = np.concatenate([[0], np.cumsum([len(values) for values, _ in small.values()])[:-1]])
+        new, old = (np.concatenate(arrays, dtype=np.float64) for arrays in zip(*small.values(), strict=True))
+        differs, difference = _elements_apart(new, old, *tolerances)
+        difference = np.where(differs, np.where(np.isfinite(difference), difference, np.inf), 0.0)
+        apart[rows] = np.add.reduceat(differs.astype(np.int64), starts)
+        most[rows] = np.maximum.reduceat(difference, starts)
+    return apart, most
+
+
+def _is_complex(*arrays: NDArray[Any]) -> bool:
+    return any(array.dtype.kind == "c" for array in arrays)
+
+
+def _elements_apart(
+    new: NDArray[Any], old: NDArray[Any], rtol: float, atol: float
+) -> tuple[NDArray[np.bool_], Floats]:
+    """For each element whether it differs by more than the tolerances, and by how much."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return ~np.isclose(new, old, rtol, atol, equal_nan=True), np.abs(new - old)
 
 
 def _apart(values: NDArray[Any], reference: NDArray[Any], rtol: float, atol: float) -> tuple[int, float]:
@@ -288,15 +358,11 @@ def _apart(values: NDArray[Any], reference: NDArray[Any], rtol: float, atol: flo
     """
     if values.shape != reference.shape:
         return max(1, values.size, reference.size), np.inf
-    wide = np.complex128 if "c" in values.dtype.kind + reference.dtype.kind else np.float64
-    new, old = values.astype(wide), reference.astype(wide)
-    with np.errstate(invalid="ignore", over="ignore"):
-        differs = ~np.isclose(new, old, rtol, atol, equal_nan=True)
-        difference = np.abs(new - old)[differs]
-    finite = difference[np.isfinite(difference)]
-    return int(np.count_nonzero(differs)), float(
-        finite.max()
-    ) if finite.size == difference.size and finite.size else np.inf
+    wide = np.complex128 if _is_complex(values, reference) else np.float64
+    differs, difference = _elements_apart(values.astype(wide), reference.astype(wide), rtol, atol)
+    difference = difference[differs]
+    is_finite = bool(difference.size) and bool(np.isfinite(difference).all())
+    return int(np.count_nonzero(differs)), float(difference.max()) if is_finite else np.inf
 
 
 def check_reference(run: str, reference: References) -> None:
@@ -306,10 +372,15 @@ def check_reference(run: str, reference: References) -> None:
         RuleError: they are not.
     """
     if run and not reference:
+        reason = reference.problem if isinstance(reference, CheckedReference) else ""
         raise RuleError(
-            f"run {run!r}: its statistics were not stored when this attempt began, because the project had no such run, they could not be "
-            "read, or the rule was added later",
-            "record that run first; object references/<attempt>.json of this run has the reason",
+            f"run {run!r}: its statistics were not stored when this attempt began"
+            + (
+                f": {reason}"
+                if reason
+                else ", because the project had no such run, they could not be stored, or the rule was added later"
+            ),
+            "record that run first; they are stored once, when the next attempt begins",
         )
 
 
@@ -318,11 +389,12 @@ def statistics_of_reference(reference: References, block: Block) -> Floats:
     values = np.full(len(block), np.nan)
     order = np.argsort(block.tensor, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(block.tensor[order])) + 1):
-        points = reference.get(block.info(int(rows[0])).name) if len(rows) else None
-        if points is None:
+        name = block.info(int(rows[0])).name if len(rows) else ""
+        if name not in reference:
             continue
-        steps = np.array([step for step, _ in points])
-        figures = np.array([value for _, value in points])
+        steps, figures = (
+            reference.arrays(name) if isinstance(reference, CheckedReference) else arrays_of(reference[name])
+        )
         place = np.minimum(np.searchsorted(steps, block.step[rows]), len(steps) - 1)
         values[rows] = np.where(steps[place] == block.step[rows], figures[place], np.nan)
     return values

@@ -17,14 +17,18 @@ from pydantic import ValidationError
 
 from tests.rules.runs import Event, Outcome, Rows, Watermark
 from tests.rules.saved import OUTPUT, WEIGHT, Values, evaluations_of, mark, save
-from tests.sdk.format.blocks import block_of, tensor
+from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.format.snapshot import TensorPart
 from watchstep.format.tensors import TensorInfo
 from watchstep.store.store import Store
+from watchstep_rules.builtin.tensors import similar_across_runs
+from watchstep_rules.builtin.tensors.similar_across_runs import SimilarAcrossRunsState, compare_elements
 from watchstep_rules.config.attached import capture_needs
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.engine.saved_tensors import ReferenceRun
+from watchstep_rules.rule import FindingRows
+from watchstep_rules.saved_block import SavedBlock
 
 NUMBERS = iter(range(100_000))
 LOSS = tensor("loss", "losses", shape=())
@@ -320,3 +324,51 @@ def test_sagemakers_weight_update_ratio_is_of_all_elements(
 def test_activations_are_not_weights(folder_store: Store) -> None:
     config = amazons("weight_update_ratio", full_tensors=True)
     assert alone(folder_store, config, [[1.0], [1.0]], OUTPUT, "activations") == []
+
+
+@given(data=st.data())
+def test_small_tensors_that_are_compared_together_give_what_each_gives_alone(
+    data: st.DataObject,
+) -> None:
+    dtypes = st.sampled_from([np.float16, np.float32, np.float64, np.int8, np.bool_, np.complex64])
+    shapes = st.sampled_from([(), (1,), (3,), (0,), (2, 2), (65,), (8, 9)])
+    rows = []
+    for number in range(data.draw(st.integers(1, 6))):
+        shape, dtype = data.draw(shapes), data.draw(dtypes)
+        new = data.draw(arrays.arrays(dtype, shape))
+        kind = data.draw(st.sampled_from(["same", "other", "none", "shape"]))
+        old: NDArray[Any] | None = new
+        if kind == "other":
+            old = data.draw(arrays.arrays(data.draw(dtypes), shape))
+        elif kind != "same":
+            old = None if kind == "none" else new.reshape(-1, 1)
+        rows.append((tensor(f"{number}.weight", "weights"), new, old))
+    block = SavedBlock.of(
+        block_of([Row(0, info, [1.0]) for info, _, _ in rows]),
+        [new for _, new, _ in rows],
+        [old for _, _, old in rows],
+    )
+    state, findings = compare_elements("x", "good", (1e-5, 1e-8), SimilarAcrossRunsState(), block)
+    alone = [
+        finding
+        for row in range(len(block))
+        for finding in compare_elements(
+            "x", "good", (1e-5, 1e-8), SimilarAcrossRunsState(), block.take(np.array([row]))
+        )[1]
+    ]
+    assert list(findings) == alone
+    assert state.compared == any(old is not None for _, _, old in rows)
+
+
+def test_small_tensors_are_compared_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(similar_across_runs, "_apart", None)
+    infos = [tensor(f"{number}.weight", "weights") for number in range(100)]
+    block = SavedBlock.of(
+        block_of([Row(0, info, [1.0]) for info in infos]), [f32([1.0])] * 100, [f32([2.0])] * 100
+    )
+    _, findings = compare_elements("x", "good", (1e-5, 1e-8), SimilarAcrossRunsState(), block)
+    assert len(findings) == 100
+    assert (findings[7].tensor, findings[7].value) == ("7.weight", 1.0)
+    assert "1 of 1 elements of 7.weight are not those of run good" in findings[7].message
+    assert isinstance(findings, FindingRows)  # built when they are read, and without the tensors
+    assert not any(isinstance(value, SavedBlock) for value in vars(findings).values())

@@ -89,9 +89,7 @@ def test_that_no_step_was_shared_is_reported_and_no_row_is_conclusive() -> None:
         {"reference": {"loss": [(1, 0.0), (3, 0.0)]}, "figure": "mean"}
     )
     block = block_of([Row(step, LOSS, [0.0]) for step in range(0, 2000, 2)])
-    state, findings = rule.evaluate(
-        params, SimilarAcrossRunsState(), Block.empty(), block, 4
-    )
+    state, findings = rule.evaluate(params, SimilarAcrossRunsState(), Block.empty(), block, 4)
     assert findings == []
     assert rule.problem(state).startswith(
         "no statistic could be compared: the other run did not measure loss at step 0;"

@@ -29,11 +29,15 @@ from watchstep_rules.references import (
     references_of,
     saved_tensors_of,
 )
-from watchstep_rules.signals.reference import MOST_TENSORS
+from watchstep_rules.signals.reference import MOST_TENSORS, CheckedReference
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RunRow
+from watchstep_services.evaluation import evaluate as evaluating
+from watchstep_services.evaluation.commit import commit
 from watchstep_services.evaluation.journal import unwritten, write_journal
+from watchstep_services.evaluation.references import ReferenceCache
 from watchstep_services.runs.discovery import discover
+from watchstep_services.runs.stops import digest_of
 
 STATISTICS = RuleConfig(
     rule="similar_across_runs", name="statistics", params={"run": "good", "figure": "mean"}
@@ -372,3 +376,117 @@ def test_a_backtest_states_that_a_reference_run_does_not_exist(sqlite: Database,
         "no run nosuch in this project",
     )
     assert {outcome.config.name: outcome.health.value for outcome in attempt.outcomes}["nosuch"] == "error"
+
+
+def test_references_are_pinned_within_the_turn_for_large_evaluations(
+    sqlite: Database, folder_store: Store
+) -> None:
+    driven = Driven(make_service(sqlite, folder_store, RULES))
+    recorded(driven, folder_store, "good", 1.0)
+    other = Recording(folder_store, "other").begin()
+    other_id = driven.register("other")
+    driven.announce(other_id, put(other, 0, rows_of(other, 3.0)))
+    assert driven.service.large_turn.take("another project")
+    for _ in range(3):
+        assert driven.evaluate(other_id).outcome == "idle"
+    assert driven.run(other_id).waits_for_turn
+    assert read_references(other.store, "a1") is None
+    driven.service.large_turn.release()
+    assert driven.evaluate(other_id).outcome == "committed"
+    assert found(driven, other_id) == ALL_FIRE
+    assert not driven.run(other_id).waits_for_turn
+    # Of an attempt whose references are known, small evaluations need no turn; a new process reads them within it.
+    assert driven.service.large_turn.take("another project")
+    driven.announce(other_id, put(other, 1, [Row(step, LOSS, [3.0]) for step in range(10, 12)]))
+    assert driven.evaluate(other_id).outcome == "committed"
+    driven.announce(other_id, put(other, 2, [Row(step, LOSS, [3.0]) for step in range(12, 14)]))
+    assert driven.restarted().evaluate(other_id).outcome == "idle"
+
+
+def test_a_run_that_compares_with_none_needs_no_turn(sqlite: Database, folder_store: Store) -> None:
+    driven = Driven(make_service(sqlite, folder_store, (RuleConfig(rule="non_finite_values"),)))
+    assert driven.service.large_turn.take("another project")
+    _, run_id = recorded(driven, folder_store, "usual", float("nan"))
+    assert set(driven.alerts(run_id)) == {"non_finite_values"}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        PinnedReferences({"good": "a1"}, {"good mean": {"loss": [(3, 1.0), (1, 1.0)]}}).encode(),  # type: ignore[dict-item]
+        b"damaged",
+    ],
+    ids=["statistics", "object"],
+)
+def test_what_a_recorder_wrote_is_read_and_checked_once(
+    sqlite: Database, folder_store: Store, monkeypatch: pytest.MonkeyPatch, document: bytes
+) -> None:
+    rules = tuple(STATISTICS.model_copy(update={"name": f"rule {number}"}) for number in range(20))
+    driven = Driven(make_service(sqlite, folder_store, rules))
+    recorded(driven, folder_store, "good", 1.0)
+    mine = Recording(folder_store, "mine")
+    mine.store.put(references_document("a1"), document)
+    decoded: list[str] = []
+    checked: list[Any] = []
+    decode, from_data = PinnedReferences.decode, CheckedReference.from_data
+
+    def counted(data: bytes, key: str) -> PinnedReferences:
+        decoded.append(key)
+        return decode(data, key)
+
+    def counted_statistics(data: Any, most_points: int) -> CheckedReference:
+        checked.append(data)
+        return from_data(data, most_points)
+
+    recording, run_id = mine.begin(), driven.register("mine")
+    monkeypatch.setattr(PinnedReferences, "decode", counted)
+    monkeypatch.setattr(CheckedReference, "from_data", counted_statistics)
+    for seq in range(4):
+        first = 10 * seq
+        rows = [Row(step, LOSS, [3.0]) for step in range(first, first + 10)]
+        driven.announce(run_id, put(recording, seq, rows))
+        driven.settle(run_id)
+    assert driven.run(run_id).last_step == 39
+    assert decoded == ["references/a1.json"]
+    assert len(checked) <= 1
+    problems = health_of(driven, run_id)
+    assert len(problems) == len(rules)
+    assert all("object references/a1.json does not contain" in problem for problem in problems.values())
+    assert mine.store.get(references_document("a1")) == document
+
+
+def test_results_are_committed_with_the_original_rule_configs(
+    sqlite: Database, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the statistics of the reference run, a grant to stop would not be for the config, and each cached config would be large."""
+    driven = Driven(make_service(sqlite, folder_store, RULES))
+    recorded(driven, folder_store, "good", 1.0)
+    outcomes = []
+
+    def committed(service: Any, claim: Any, outcome: Any) -> Any:
+        outcomes.append(outcome)
+        return commit(service, claim, outcome)
+
+    monkeypatch.setattr(evaluating, "commit", committed)
+    _, other_id = recorded(driven, folder_store, "other", 3.0)
+    assert found(driven, other_id) == ALL_FIRE
+    configs = [judged.config for outcome in outcomes for judged in outcome.judged]
+    assert {digest_of(config) for config in configs} == {digest_of(config) for config in RULES}
+    cached = driven.service.rule_states.get((other_id, "a1"), driven.run(other_id).epoch + 1)
+    assert cached is not None
+    assert not any(loaded.config.params.get("reference") for loaded in cached if loaded.config)
+
+
+def test_the_points_of_cached_references_are_limited() -> None:
+    def references(points: int) -> PinnedReferences:
+        return PinnedReferences({}, {"x": CheckedReference({"a": [(step, 1.0) for step in range(points)]})})
+
+    cache = ReferenceCache(points=10)
+    for number, points in enumerate((4, 4, 4)):
+        cache.put(("run", str(number)), references(points))
+    assert [cache.get(("run", str(number))) is not None for number in range(3)] == [False, True, True]
+    cache.put(("run", "1"), references(4))
+    cache.put(("run", "large"), references(100))
+    assert [cache.get(("run", name)) is not None for name in ("1", "2", "large")] == [False, False, True]
+    cache.put(("run", "small"), references(1))
+    assert [cache.get(("run", name)) is not None for name in ("large", "small")] == [False, True]
