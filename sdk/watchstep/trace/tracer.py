@@ -136,7 +136,12 @@ class Tracer:
         try:
             with ExitStack() as stack:
                 stack.enter_context(recording.modules(self._model))
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                if hasattr(torch.compiler, "set_stance"):  # since PyTorch 2.6
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                else:
+                    recording.notes.append(
+                        "operations in compiled code are not observed by this version of PyTorch"
+                    )
                 stack.enter_context(recording)
                 yield
         finally:
