@@ -1,0 +1,100 @@
+"""Laws of the search: in a random program, the planted operation is the first bad one, however its result is passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from watchstep.trace import Tracer, diagnose
+
+
+def changed_in_place(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.mul_(0.5)
+    return y
+
+
+def written_to_a_part(x: Tensor) -> Tensor:
+    whole = torch.zeros(2, *x.shape)
+    whole[1] = x
+    return whole[1] + whole[0]
+
+
+def masked(x: Tensor) -> Tensor:
+    mask = torch.zeros_like(x).masked_fill(torch.ones_like(x) > 2, float("-inf"))
+    return x + mask
+
+
+def contained(x: Tensor) -> Tensor:
+    """Makes a NaN that reaches nothing."""
+    torch.log(-torch.ones(3)).clone()
+    return x * 1.0
+
+
+HEALTHY: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "add": lambda x: x + 0.25,
+    "view": lambda x: x.reshape(-1).view(4, 4),
+    "transpose": lambda x: x.t().contiguous(),
+    "in place": changed_in_place,
+    "part": written_to_a_part,
+    "parts": lambda x: torch.cat([x[:2], x[2:]]),
+    "masked": masked,
+    "contained": contained,
+    "matmul": lambda x: x @ torch.eye(4),
+}
+BAD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "log": (lambda x: x + torch.log(x.detach() * 0.0), "aten.log.default"),
+    "divide": (lambda x: x / (x.detach() * 0.0), "aten.div.Tensor"),
+    "exp": (lambda x: x * torch.exp(x.detach() * 0.0 + 1e4), "aten.exp.default"),
+    "sqrt": (lambda x: x + torch.sqrt(x.detach() * 0.0 - 1.0), "aten.sqrt.default"),
+}
+healthy_operations = st.lists(st.sampled_from(sorted(HEALTHY)), max_size=6)
+
+
+@given(before=healthy_operations, bad=st.sampled_from(sorted(BAD)), after=healthy_operations)
+def test_the_planted_operation_is_the_first_bad_one(before: list[str], bad: str, after: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    plant, name = BAD[bad]
+    tracer = Tracer(model)
+    with tracer.step():
+        x: Tensor = model(torch.rand(4, 4) + 0.5)
+        for operation in before:
+            x = HEALTHY[operation](x)
+        x = plant(x)
+        for operation in after:
+            x = HEALTHY[operation](x)
+        x.sum().backward()
+    trace = tracer.trace()
+    assert trace.notes == ()
+    first = diagnose(trace).first
+    assert first is not None
+    assert first.cause == "operation"
+    assert first.operation.name == name
+    starts = [
+        each for each in trace.operations if each.name == name and each.is_bad and each.phase == "forward"
+    ]
+    contained_logs = (before + after).count("contained") if name == "aten.log.default" else 0
+    assert first.operation in starts
+    if not contained_logs:
+        assert first.operation == starts[0]
+
+
+@given(operations=healthy_operations)
+def test_a_healthy_program_has_none(operations: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    tracer = Tracer(model)
+    with tracer.step():
+        x: Tensor = model(torch.rand(4, 4) + 0.5)
+        for operation in operations:
+            x = HEALTHY[operation](x)
+        x.sum().backward()
+    diagnosis = diagnose(tracer.trace())
+    assert diagnosis.first is None
+    assert [each.name for each in diagnosis.contained] == ["aten.log.default"] * operations.count("contained")
