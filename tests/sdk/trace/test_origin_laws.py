@@ -72,16 +72,24 @@ def test_the_planted_operation_is_the_first_bad_one(before: list[str], bad: str,
         x.sum().backward()
     trace = tracer.trace()
     assert trace.notes == ()
-    first = diagnose(trace).first
-    assert first is not None
+    diagnosis = diagnose(trace)
+    first = diagnosis.first
+    if first is None:  # a later tanh has made infinity finite again, and its gradient zero
+        assert "tanh" in after
+        assert name in {each.name for each in diagnosis.contained}
+        return
     assert first.cause == "operation"
-    assert first.operation.name == name
     starts = [
         each for each in trace.operations if each.name == name and each.is_bad and each.phase == "forward"
     ]
-    contained_logs = (before + after).count("contained") if name == "aten.log.default" else 0
+    if first.operation.phase == "backward":
+        # A later tanh has made the infinity finite again, so the damage began in the backward pass of the same operation.
+        assert "tanh" in after
+        assert first.operation.forward in {each.index for each in starts}
+        return
+    assert first.operation.name == name
     assert first.operation in starts
-    if not contained_logs:
+    if "contained" not in before + after or name != "aten.log.default":
         assert first.operation == starts[0]
 
 
