@@ -612,7 +612,9 @@ class _StepTrace(TorchDispatchMode):
         node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
         module = self._modules[-1] if self._modules else ""
         if node is None:
-            return "optimizer" if self._optimizers else "forward", module, "", None, ""
+            # A closure runs with gradients within an optimizer's step; the optimizer's own arithmetic runs without.
+            is_update = self._optimizers > 0 and not torch.is_grad_enabled()
+            return "optimizer" if is_update else "forward", module, "", None, ""
         if self._modules:
             return "recomputation", module, "", None, ""
         name = str(node.name())

@@ -136,6 +136,28 @@ def test_operations_have_phases_modules_and_lines() -> None:
     assert (output.name, output.shape, output.dtype, output.device) == ("output", (12, 3), "float32", "cpu")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure_within_an_optimizer_is_no_update(kind: type[torch.optim.Optimizer]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    tracer = Tracer(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.log(model(torch.ones(2, 3)).square() * 0).mean()
+        loss.backward()
+        return loss
+
+    with tracer.step():
+        optimizer.step(closure)  # type: ignore[arg-type]
+    trace = tracer.trace()
+    first = diagnose(trace).first
+    assert first is not None
+    assert (first.operation.name, first.operation.phase) == ("aten.log.default", "forward")
+    assert {each.phase for each in trace.operations} == {"forward", "backward", "optimizer"}
+
+
 def test_a_tensor_is_followed_by_its_id() -> None:
     trace = traced("small")
     (first,) = [
