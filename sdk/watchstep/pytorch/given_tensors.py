@@ -28,6 +28,7 @@ from watchstep.kernels.native_kernel import MemoryRange
 from watchstep.pytorch import full_tensors
 from watchstep.pytorch.kernel import TorchKernel, native_memory
 from watchstep.pytorch.names import dtype_name
+from watchstep.pytorch.observable import own_work
 from watchstep.pytorch.probes.activations import ChannelSums, ClassCounts
 from watchstep.pytorch.probes.staging import HostCopy
 from watchstep.pytorch.probes.weights import Unchanged
@@ -164,6 +165,13 @@ class GivenTensors:
             given: Its checked arguments.
             value: The program's tensor.
         """
+        own_work.depth += 1
+        try:
+            self._record(given, value)
+        finally:
+            own_work.depth -= 1
+
+    def _record(self, given: Given, value: Tensor) -> None:
         session, mode = self._session, given.mode
         self._confusion.give(given.name, value, mode)
         due = self._names.due(given)

@@ -6,12 +6,23 @@ its hook does nothing, and can be unpickled without Watchstep.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+class _OwnWork(threading.local):
+    """Number of calls of the recorder in progress in this thread."""
+
+    depth = 0
+
+
+own_work = _OwnWork()
+"""While its ``depth`` is not zero, operations are the recorder's own and not the program's. A tracer leaves them out."""
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001 - has no public name
 
@@ -45,7 +56,11 @@ class ModuleHook:
     def __call__(self, *arguments: Any) -> None:
         """Call the function. PyTorch calls this with the hook's arguments."""
         if observable():
-            self._call(*arguments)
+            own_work.depth += 1
+            try:
+                self._call(*arguments)
+            finally:
+                own_work.depth -= 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nullcontext().__exit__

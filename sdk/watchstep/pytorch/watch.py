@@ -33,7 +33,7 @@ from watchstep.pytorch.losses import (
     save_tensor,
 )
 from watchstep.pytorch.names import NamedParameter, Names
-from watchstep.pytorch.observable import ModuleHook
+from watchstep.pytorch.observable import ModuleHook, own_work
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
 from watchstep.pytorch.parameters.amp import ScalerMetrics, Scaling
 from watchstep.pytorch.parameters.clipping import ClippedGradients
@@ -90,11 +90,14 @@ def observes(where: str, *, in_graphs: bool = False) -> Callable[[_Observer[_P]]
     def decorate(method: _Observer[_P]) -> _Observer[_P]:
         @functools.wraps(method)
         def call(watch: Watch, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            own_work.depth += 1
             try:
                 if in_graphs or not watch._captured():  # noqa: SLF001 - this decorates methods of the class
                     method(watch, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
                 watch._health.fault(where, error)  # noqa: SLF001 - this decorates methods of the class
+            finally:
+                own_work.depth -= 1
 
         return call
 

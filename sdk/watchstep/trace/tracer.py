@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from watchstep.errors import ConfigError
 from watchstep.kernels import native_kernel
+from watchstep.pytorch.observable import own_work
 from watchstep.trace.call_stacks import CallStacks
 from watchstep.trace.operations import Operation, Phase, TensorHealth, Trace, TracedTensor, TraceMode
 from watchstep.trace.tensor_health import (
@@ -503,7 +504,7 @@ class _StepTrace(TorchDispatchMode):
     ) -> Any:
         """Run an operation and record it."""
         named = kwargs or {}
-        if self._is_checking:  # the recorder's own operations
+        if self._is_checking or own_work.depth:  # operations of the tracer and of the recorder
             return func(*args, **named)
         try:
             result = func(*args, **named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tests.sdk.training import EVERY_STEP, recorded
+from watchstep import Hook
 from watchstep.errors import ConfigError
 from watchstep.trace import Trace, TraceConfig, TraceMode, Tracer, diagnose
 
@@ -317,3 +320,32 @@ def test_a_compiled_model_runs_eagerly_while_it_is_traced() -> None:
 def test_invalid_configurations(arguments: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         TraceConfig(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_operations_of_a_recorder_are_left_out(tmp_path: Path) -> None:
+    def trained(hook: Hook | None, tracer: Tracer) -> list[float]:
+        torch.manual_seed(0)
+        model = Small()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if hook is not None:
+            hook.watch(model, optimizer)
+        losses = []
+        for _ in range(4):
+            x = torch.randn(12, 6)
+            with tracer.step():
+                losses.append(step(model, optimizer, x, torch.arange(12) % 3))
+                if hook is not None:
+                    hook.record(x=x)
+        return losses
+
+    alone, beside = Tracer(), Tracer()
+    expected = trained(None, alone)
+    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
+        assert trained(hook, beside) == expected
+    run = recorded(hook)
+    assert run.tensor("head.weight:gradient").steps() == [0, 1, 2, 3]
+    traced_alone, traced_beside = alone.trace(), beside.trace()
+    assert {each.name for each in traced_beside.operations} == {each.name for each in traced_alone.operations}
+    # Gradients of losses are observed by hooks of autograd itself.
+    assert len(traced_beside.operations) - len(traced_alone.operations) <= 4
+    assert diagnose(traced_beside).contained == ()
