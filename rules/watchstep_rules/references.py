@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from watchstep.errors import BadNameError, FormatError, NotFoundError, RuleError, WatchstepError
+from watchstep.errors import BadNameError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
 from watchstep.format.block import Block, Places
 from watchstep.format.documents import MAX_BYTES, RunDocument, decode, parse_json
 from watchstep.format.layout import RUN_DOCUMENT, check_name, references_document
@@ -53,8 +53,12 @@ _MAX_MEMORY = 256 * 1024 * 1024
 _MAX_COMPARED = 1000
 """Limit of the runs and statistics in a stored object; an attempt has at most as many rule configs."""
 
-_SECONDS = 20.0
-"""Limit of the time in which the statistics of all reference runs of an attempt are read and computed."""
+_SECONDS = 6.0
+"""Limit of the time in which the statistics of all reference runs of an attempt are read and computed. The large evaluations of other runs wait
+for it."""
+
+_TRIES, _PAUSE_SECONDS = 3, 0.5
+"""How often a reference run is read that the store does not return. What is pinned is never read again."""
 
 _MEGABYTES = 256.0
 """Limit of the memory for the rows of one reference run."""
@@ -369,7 +373,7 @@ def _read(
             continue
         try:
             # A generator, so that no more than the statistics within the limits are computed.
-            for figure, reference in _statistics(_store_of(run_store, run), names, deadline) if names else ():
+            for figure, reference in _tried(_store_of(run_store, run), names, deadline) if names else ():
                 encoded_bytes += len(json.dumps(reference))
                 points += reference.points
                 if encoded_bytes > _MAX_STATISTICS_BYTES or points > MAX_POINTS:
@@ -386,6 +390,25 @@ def _read(
     return PinnedReferences(
         {run: attempt for run, attempt in attempts.items() if run in figures}, statistics, problems
     )
+
+
+def _tried(store: Store, figures: Sequence[str], deadline: float) -> Iterator[tuple[str, CheckedReference]]:
+    """Yield what `_statistics` does, and begin again if the store fails before the first one."""
+    for number in range(1, _TRIES + 1):
+        computed = _statistics(store, figures, deadline)
+        try:
+            first = next(computed, None)
+        except NotFoundError:
+            raise
+        except StoreError:
+            if number == _TRIES or time.monotonic() + _PAUSE_SECONDS >= deadline:
+                raise
+            time.sleep(_PAUSE_SECONDS)
+            continue
+        if first is not None:
+            yield first
+            yield from computed
+        return
 
 
 def _store_of(run_store: Store, run: str) -> Store:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.sdk.format.blocks import Row, block_of, tensor
 from tests.services.recording import LOSS, Recording
-from watchstep.errors import FormatError
+from watchstep.errors import FormatError, StoreError
 from watchstep.format import segment
 from watchstep.format.block import Block
 from watchstep.format.layout import references_document
@@ -288,3 +288,23 @@ def test_the_lowest_worker_is_that_of_the_tensor_step_and_mode() -> None:
     assert reference.lowest_workers(block_of(rows)).tolist() == [False, True, True, True, True, True]
     assert reference.lowest_workers(block_of([])).tolist() == []
     assert np.all(reference.lowest_workers(block_of(rows[:1])))
+
+
+@pytest.mark.parametrize(("failures", "is_pinned"), [(2, True), (3, False)])
+def test_a_store_that_fails_for_a_moment_does_not_lose_the_reference(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch, failures: int, is_pinned: bool
+) -> None:
+    monkeypatch.setattr(references, "_PAUSE_SECONDS", 0.0)
+    recorded(folder_store, [[Row(step, LOSS, [1.0]) for step in range(4)]])
+    scan, left = RunIndex.scan, [failures]
+
+    def failing(self: RunIndex, selection: Any) -> Iterator[Any]:
+        if left[0]:
+            left[0] -= 1
+            raise StoreError("503 SlowDown", "try again")
+        return scan(self, selection)
+
+    monkeypatch.setattr(RunIndex, "scan", failing)
+    stored = pinned(folder_store, comparing("rms"))
+    assert bool(stored.statistics) == is_pinned
+    assert stored.problems == ({} if is_pinned else {"good": "503 SlowDown"})

@@ -106,7 +106,9 @@ def native_memory(tensors: Sequence[Tensor]) -> list[MemoryRange] | None:
             continue
         if not _is_dense(local):
             return None
-        ranges.append(MemoryRange(local.data_ptr(), local.numel(), kind))
+        address = local.data_ptr()
+        # Forward-mode differentiation has tensors of zeros without memory.
+        ranges.append(MemoryRange(address, local.numel() if address else 0, kind))
     return ranges
 
 
@@ -200,6 +202,10 @@ def _plain(tensor: Tensor) -> Tensor:
         tensor = tensor.as_subclass(Tensor)
     if type(tensor) is Tensor and not _has_memory(tensor):
         return tensor.new_empty(0)
+    if tensor._is_zerotensor():  # noqa: SLF001 - has no public name
+        tensor = tensor.new_zeros(()).expand(
+            tensor.shape
+        )  # zeros without memory, as forward-mode differentiation has
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_quantized:

@@ -216,6 +216,7 @@ class Trace:
         left_out: number of operations that the ring or a filter left out.
         program: what made it, as ``torch 2.13.0``.
         notes: what could not be observed.
+        raised: steps that an exception has ended.
     """
 
     operations: Sequence[Operation]
@@ -226,6 +227,7 @@ class Trace:
     left_out: int = 0
     program: str = ""
     notes: tuple[str, ...] = ()
+    raised: tuple[int, ...] = ()
 
     def stack_of(self, operation: Operation) -> tuple[CallSite, ...]:
         """Source lines of an operation, innermost first; empty if unknown."""

@@ -12,6 +12,7 @@ the operation that made NaN of it.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -83,7 +84,8 @@ def _diagnose_step(trace: Trace, step: int) -> Diagnosis:
         if origins:
             break
     ordered = [origins[index] for index in sorted(origins)]
-    errors = [operation for operation in search.operations if operation.error]
+    # An exception that the program handles is no fault.
+    errors = [operation for operation in search.operations if operation.error and step in trace.raised]
     if not ordered and errors:
         ordered = [BadOrigin("error", errors[-1], None, "the exception that the program raised")]
     named = {origin.operation.index for origin in ordered}
@@ -130,11 +132,9 @@ class _Search:
         yield [
             (operation, name)
             for operation, name in bad
-            if not operation.is_view
-            and not name.endswith(_GRADIENT)
-            and not name.startswith(("input", "output"))
+            if not operation.is_view and not name.endswith(_GRADIENT) and not _is_argument(name)
         ]
-        yield [(operation, name) for operation, name in bad if name.startswith("output")]
+        yield [(operation, name) for operation, name in bad if _is_argument(name)]
         if not any(operation.phase == "backward" for operation in self.operations):
             last = next((operation for operation in reversed(self.operations) if operation.outputs), None)
             yield [(last, "last result")] if last is not None and last.is_bad else []
@@ -196,12 +196,22 @@ class _Search:
         for tensor in operation.inputs:
             if tensor.health is not None and (tensor.id not in written or operation.is_view):
                 is_bad = not tensor.health.is_finite
-            else:  # changed in place, so its last writer decides
-                writer = self._writer_place(tensor.id, place)
-                is_bad = bool(tensor.nonfinite) if writer is None else self.operations[writer].is_bad
+            else:  # changed in place, so what was written before decides
+                is_bad = self._was_bad(tensor, place)
             if is_bad:
                 bad.append(tensor)
         return bad
+
+    def _was_bad(self, tensor: TracedTensor, place: int) -> bool:
+        """Whether a tensor had values that are not finite before an operation: none that wrote as many elements has replaced them since."""
+        writers = self._writers.get(tensor.id, [])
+        for writer in reversed(writers[: bisect.bisect_left(writers, place)]):
+            outputs = [output for output in self.operations[writer].outputs if output.id == tensor.id]
+            if any(output.nonfinite for output in outputs):
+                return True
+            if any(math.prod(output.shape) >= math.prod(tensor.shape) for output in outputs):
+                return False
+        return bool(tensor.nonfinite)
 
     def _is_intended_input(self, tensor: TracedTensor, place: int) -> bool:
         writer = self._bad_writer_place(tensor.id, place)
@@ -274,6 +284,11 @@ _FILLS = frozenset(
     ]
 )
 """Operations that write a number as it is, without arithmetic."""
+
+
+def _is_argument(name: str) -> bool:
+    """Whether a name is that of an argument or output of the model, as ``input[0]`` and ``output``."""
+    return name == "output" or name.startswith(("input[", "output["))
 
 
 def _is_fill(operation: Operation) -> bool:

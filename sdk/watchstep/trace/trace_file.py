@@ -168,6 +168,7 @@ def _head_data(trace: Trace) -> dict[str, Any]:
         "left_out": trace.left_out,
         "losses": trace.losses,
         "notes": trace.notes,
+        "raised": trace.raised,
         "stacks": [
             [[site.file, site.line, site.function, site.is_library] for site in stack]
             for stack in trace.stacks
@@ -193,6 +194,7 @@ def _trace(head: dict[str, Any], operations: Sequence[Operation]) -> Trace:
         int(head["left_out"]),
         str(head["program"]),
         tuple(map(str, head["notes"])),
+        tuple(map(int, head["raised"])),
     )
 
 

@@ -15,7 +15,9 @@ costs nothing.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import os
 import re
 import sys
 import threading
@@ -32,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from watchstep.errors import ConfigError
 from watchstep.kernels import native_kernel
-from watchstep.pytorch.observable import own_work
+from watchstep.pytorch.observable import ModuleHook, own_work
 from watchstep.trace.call_stacks import CallStacks
 from watchstep.trace.operations import Operation, Phase, TensorHealth, Trace, TracedTensor, TraceMode
 from watchstep.trace.tensor_health import (
@@ -48,6 +50,8 @@ from watchstep.trace.tensor_health import (
 _OPERATION_BYTES = 400
 """Approximate memory of an operation's record."""
 _TENSOR_BYTES = 200
+_MAX_DEPTH, _MAX_ITEMS = 4, 100
+"""Limits of the arguments of a model in which tensors are named."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +141,18 @@ class Tracer:
         try:
             with ExitStack() as stack:
                 stack.enter_context(recording.modules(self._model))
-                if hasattr(torch.compiler, "set_stance"):  # since PyTorch 2.6
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                if _eager.enter():
+                    stack.callback(_eager.leave)
                 else:
                     recording.notes.append(
                         "operations in compiled code are not observed by this version of PyTorch"
                     )
                 stack.enter_context(recording)
-                yield
+                try:
+                    yield
+                except BaseException:
+                    recording.raised = True
+                    raise
         finally:
             recording.finish()
             self._operations = recording.next_index
@@ -165,6 +173,7 @@ class Tracer:
             self._left_out,
             f"torch {torch.__version__}",
             tuple(self._notes),
+            tuple(step.number for step in self._steps if step.raised),
         )
 
     def _drop_old(self) -> None:
@@ -175,12 +184,44 @@ class Tracer:
             self._left_out += self._steps.popleft().count
 
 
+class _EagerStance:
+    """Compiled code runs eagerly while any step of the process is traced. PyTorch's stance is one for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps = 0
+        self._stance: Any = None
+
+    def enter(self) -> bool:
+        """Begin a step. Returns whether this version of PyTorch can run compiled code eagerly."""
+        if not hasattr(torch.compiler, "set_stance"):  # since PyTorch 2.6
+            return False
+        with self._lock:
+            self._steps += 1
+            if self._steps == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+        return True
+
+    def leave(self) -> None:
+        """End a step."""
+        with self._lock:
+            self._steps -= 1
+            if not self._steps:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_eager = _EagerStance()
+
+
 class _NamedTensors:
     """Names of parameters, buffers and the model's arguments by their memory."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.parameters: dict[int, str] = {}
         self.by_storage: dict[int, str] = {}
+        self._storages: list[Any] = []  # kept, so that no address of them is used again within the step
         if model is None:
             return
         for name, parameter in model.named_parameters():
@@ -192,24 +233,27 @@ class _NamedTensors:
     def _add(self, name: str, tensor: Tensor) -> None:
         if (key := _storage_key(tensor)) is not None:
             self.by_storage.setdefault(key, name)
+            self._storages.append(tensor.untyped_storage())
 
-    def add_nested(self, name: str, value: Any) -> None:
-        """Name the tensors in an argument or result of the model."""
+    def add_nested(self, name: str, value: Any, depth: int = 0) -> None:
+        """Name the tensors in an argument or result of the model, to a limited depth and number."""
         if isinstance(value, Tensor):
             self._add(name, value)
+        elif depth >= _MAX_DEPTH:
+            return
         elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self.add_nested(f"{name}[{key}]", item)
+            for key, item in itertools.islice(value.items(), _MAX_ITEMS):
+                self.add_nested(f"{name}[{key}]", item, depth + 1)
         elif isinstance(value, (list, tuple)):
-            for place, item in enumerate(value):
-                self.add_nested(f"{name}[{place}]", item)
+            for place, item in enumerate(value[:_MAX_ITEMS]):
+                self.add_nested(f"{name}[{place}]", item, depth + 1)
 
 
 def _storage_key(tensor: Tensor) -> int | None:
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None  # sparse and other tensors without one memory
+    except Exception:  # noqa: BLE001 - sparse, lazy and other tensors without one memory raise various exceptions
+        return None
     key: int = storage._cdata  # noqa: SLF001 - the identity of memory has no public name
     return key
 
@@ -370,8 +414,17 @@ class _TensorTable:
         self.flags.append(None)
 
 
+class _RunningModules(threading.local):
+    """Paths of the modules whose forward passes run in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+
 class _StepTrace(TorchDispatchMode):
     """The operations of one step while it runs."""
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, step: int, config: TraceConfig, stacks: CallStacks, first_index: int, names: _NamedTensors
@@ -381,6 +434,8 @@ class _StepTrace(TorchDispatchMode):
         self.left_out = 0
         self.bytes = 0
         self.notes: list[str] = []
+        self.number = step
+        self.raised = False
         self._step = step
         self._config = config
         self._mode = config.mode
@@ -393,9 +448,10 @@ class _StepTrace(TorchDispatchMode):
             int, TensorHealth
         ] = {}  # place in the table → what a device reported at the end
         self._loss_records: list[tuple[int, int]] = []
-        self._modules: list[str] = []
+        self._running = _RunningModules()
         self._optimizers = 0
         self._is_checking = False
+        self._process = os.getpid()
         self._optimizer_stack: int | None = None
         self._updated: dict[
             int, tuple[Tensor, int, int]
@@ -406,7 +462,6 @@ class _StepTrace(TorchDispatchMode):
         self._ids: dict[int, int] = {}
         self._id_names: dict[int, str] = {}
         self._next_id = 0
-        self._without_storage: list[Tensor] = []
         self._was_backward = False
         self._matches_operation = re.compile(config.operations).match if config.operations else None
         self._matches_module = re.compile(config.modules).match if config.modules else None
@@ -438,14 +493,16 @@ class _StepTrace(TorchDispatchMode):
     def modules(self, model: nn.Module | None) -> Iterator[None]:
         """Follow which module runs, and whether an optimizer does."""
         handles: list[Any] = []
-        if model is not None:
-            for path, module in model.named_modules():
-                enter, leave = self._enter(path), self._leave(path)
+        try:
+            for path, module in model.named_modules() if model is not None else ():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # takes no such hooks; its operations belong to the module around it
+                # The program may copy and save its model meanwhile: a copy of these hooks does nothing.
+                enter, leave = ModuleHook(self._enter(path)), ModuleHook(self._leave(path))
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(leave, always_call=True))
-        handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
-        handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
-        try:
+            handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
+            handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
             yield
         finally:
             for handle in handles:
@@ -453,21 +510,21 @@ class _StepTrace(TorchDispatchMode):
 
     def _enter(self, path: str) -> Callable[..., None]:
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._modules and not path:
+            if not self._running.paths and not path:
                 for place, argument in enumerate(args):
                     self._names.add_nested(f"input[{place}]", argument)
                 for name, argument in kwargs.items():
                     self._names.add_nested(f"input[{name}]", argument)
-            self._modules.append(path)
+            self._running.paths.append(path)
 
         return enter
 
     def _leave(self, path: str) -> Callable[..., None]:
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             # A forward pass that raised leaves the paths of inner modules whose hooks were not called.
-            while self._modules and self._modules.pop() != path:
+            while self._running.paths and self._running.paths.pop() != path:
                 pass
-            if not self._modules and not path:
+            if not self._running.paths and not path:
                 self._name_outputs(output)
 
         return leave
@@ -504,7 +561,13 @@ class _StepTrace(TorchDispatchMode):
     ) -> Any:
         """Run an operation and record it."""
         named = kwargs or {}
-        if self._is_checking or own_work.depth:  # operations of the tracer and of the recorder
+        # Operations of the tracer and of the recorder, those of a forked process, and operators that run other operations.
+        if (
+            self._is_checking
+            or own_work.depth
+            or os.getpid() != self._process
+            or not hasattr(func, "_schema")
+        ):
             return func(*args, **named)
         try:
             result = func(*args, **named)
@@ -545,7 +608,7 @@ class _StepTrace(TorchDispatchMode):
         table, first = self._tensors, len(self._tensors.ids)
         keys = [_storage_key(tensor) for tensor in read]
         for tensor, key in zip(read, keys, strict=True):
-            number = self._id_of_input(tensor, key)
+            number = self._id_of_input(key)
             table.add(number, tensor)
             if number in self._id_names and number not in self._flags:
                 self._check_on_device(number, tensor, len(table.ids) - 1)
@@ -554,7 +617,7 @@ class _StepTrace(TorchDispatchMode):
         for position, tensor in enumerate(written):
             key = _storage_key(tensor)
             # An operation allocates what it returns, unless that shares memory with an input.
-            number = self._ids[key] if key is not None and key in keys else self._new_id(tensor, key)
+            number = self._ids[key] if key is not None and key in keys else self._new_id(key)
             table.add(number, tensor)
             if phase == "optimizer":
                 if number in self._id_names:
@@ -611,12 +674,12 @@ class _StepTrace(TorchDispatchMode):
     def _where(self) -> tuple[Phase, str, str, int | None, str]:
         """Phase, module, backward function, place of its forward operation, and the name of a gradient that is being accumulated."""
         node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
-        module = self._modules[-1] if self._modules else ""
+        module = self._running.paths[-1] if self._running.paths else ""
         if node is None:
             # A closure runs with gradients within an optimizer's step; the optimizer's own arithmetic runs without.
             is_update = self._optimizers > 0 and not torch.is_grad_enabled()
             return "optimizer" if is_update else "forward", module, "", None, ""
-        if self._modules:
+        if self._running.paths:
             return "recomputation", module, "", None, ""
         name = str(node.name())
         if name.endswith("AccumulateGrad"):
@@ -633,19 +696,21 @@ class _StepTrace(TorchDispatchMode):
             self._forward_of[number] = place
         self._last_sequence = sequence
 
-    def _id_of_input(self, tensor: Tensor, key: int | None) -> int:
+    def _id_of_input(self, key: int | None) -> int:
         number = self._ids.get(key) if key is not None else None
-        return self._new_id(tensor, key) if number is None else number
-
-    def _new_id(self, tensor: Tensor, key: int | None) -> int:
-        """Return an id for memory that is seen for the first time, or was allocated at an address that was used before."""
-        if key is None:
-            self._without_storage.append(tensor)
-            return -len(self._without_storage)
-        number = self._ids[key] = self._next_id
-        self._next_id += 1
-        if name := self._names.by_storage.get(key):
+        if number is not None:
+            return number
+        number = self._new_id(key)
+        if key is not None and (name := self._names.by_storage.get(key)):
             self._id_names[number] = name
+        return number
+
+    def _new_id(self, key: int | None) -> int:
+        """Return an id for memory that is seen for the first time, or was allocated at an address that was used before."""
+        number = self._next_id
+        self._next_id += 1
+        if key is not None:
+            self._ids[key] = number
         return number
 
     def _stack(self, phase: Phase, forward: int | None) -> int:
@@ -770,7 +835,7 @@ class _StepTrace(TorchDispatchMode):
 
     def finish(self) -> None:
         """Read the results of devices, and release what is needed only while the step runs."""
-        self._without_storage, self._ids = [], {}
+        self._ids = {}
         self._forward_of, self._flags, self._updated = {}, {}, {}
         self._names = _NamedTensors(None)
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}

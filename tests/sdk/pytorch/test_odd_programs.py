@@ -313,6 +313,15 @@ def shrunk(x: Tensor) -> Tensor:
     return y
 
 
+def test_zeros_without_memory_are_recorded(tmp_path: Path) -> None:
+    """Forward-mode differentiation has such tensors."""
+    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
+        hook.record(zero=torch._efficientzerotensor((2, 3)))
+        hook.step()
+    rows = open_run(tmp_path / "default" / "r").tensor("zero").rows.statistics
+    assert (rows.count[0], rows.zero[0]) == (6, 6)
+
+
 def test_overlapping_windows_are_measured_without_a_copy_of_each(tmp_path: Path) -> None:
     base = torch.arange(200_000, dtype=torch.float32)
     with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:

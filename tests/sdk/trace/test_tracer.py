@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -349,3 +351,122 @@ def test_the_operations_of_a_recorder_are_left_out(tmp_path: Path) -> None:
     # Gradients of losses are observed by hooks of autograd itself.
     assert len(traced_beside.operations) - len(traced_alone.operations) <= 4
     assert diagnose(traced_beside).contained == ()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own derivatives use it
+def test_forward_mode_differentiation_has_tensors_without_memory() -> None:
+    tracer = Tracer()
+    with tracer.step():
+        result = torch.func.jvp(lambda x: (x * 2 + torch.ones(3)).sum(), (torch.ones(3),), (torch.ones(3),))
+    assert result[1].item() == 6.0
+
+
+def test_higher_order_operators_run_unrecorded() -> None:
+    tracer = Tracer()
+    with tracer.step():
+        result = torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.zeros(2),))
+    assert result.tolist() == [1.0, 1.0]
+
+
+def test_lazy_models_and_models_that_are_saved_or_copied_meanwhile(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    tracer = Tracer(model)
+    with tracer.step():
+        model(torch.ones(2, 3))
+        torch.save(model, tmp_path / "model.pt")
+        copied = copy.deepcopy(model)
+    torch.save(copied, tmp_path / "copy.pt")
+    assert copied(torch.ones(2, 3)).shape == (2, 4)
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
+
+
+def test_a_cyclic_argument_and_a_caught_exception_are_no_fault() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, state: dict[str, object]) -> Tensor:
+            try:
+                torch.linalg.cholesky(-torch.eye(2))
+            except RuntimeError:
+                return x * 2
+            raise AssertionError
+
+    state: dict[str, object] = {}
+    state["self"] = state
+    model = Takes()
+    tracer = Tracer(model)
+    with tracer.step():
+        model(torch.ones(2), state)
+    trace = tracer.trace()
+    assert trace.notes == ()
+    assert any(each.error for each in trace.operations)
+    assert diagnose(trace).first is None
+
+
+def test_compiled_code_is_compiled_again_after_tracers_in_two_threads() -> None:
+    both, tracers = threading.Barrier(2, timeout=60), (Tracer(), Tracer())
+
+    def trace(tracer: Tracer, *, leaves_last: bool) -> None:
+        with tracer.step():
+            both.wait()
+            if leaves_last:
+                both.wait()
+        if not leaves_last:
+            both.wait()
+
+    threads = [
+        threading.Thread(target=trace, args=(tracer,), kwargs={"leaves_last": last})
+        for tracer, last in zip(tracers, (False, True), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_padding_that_is_overwritten_does_not_clear_the_rest() -> None:
+    model = nn.Linear(4, 6)
+    tracer = Tracer(model)
+    with tracer.step():
+        logarithm = torch.log(torch.relu(model(torch.linspace(-1, 1, 32).view(8, 4))))
+        logarithm = logarithm.clone()
+        logarithm[:, 0] = 0
+        logarithm *= 0.5
+        logarithm.sum().backward()
+    first = diagnose(tracer.trace()).first
+    assert first is not None
+    assert first.operation.name == "aten.log.default"
+
+
+def test_a_temporary_at_the_address_of_a_replaced_weight_has_no_name() -> None:
+    model = nn.Linear(64, 64)
+    tracer = Tracer(model)
+    with tracer.step():
+        model(torch.ones(2, 64))
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.0
+        for _ in range(50):
+            torch.zeros(64, 64).masked_fill(torch.ones(64, 64) > 0, float("-inf"))
+    diagnosis = diagnose(tracer.trace())
+    assert diagnosis.first is None
+
+
+def test_damage_of_a_parameter_with_the_name_of_an_argument_is_found() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.input_proj = nn.Linear(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.input_proj(x)
+            return out
+
+    model = Named()
+    optimizer = torch.optim.SGD(model.parameters(), lr=float("inf"))
+    tracer = Tracer(model)
+    with tracer.step():
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    first = diagnose(tracer.trace()).first
+    assert first is not None
+    assert (first.operation.phase, first.reaches.startswith("input_proj.")) == ("optimizer", True)
