@@ -373,7 +373,9 @@ def _read(
             continue
         try:
             # A generator, so that no more than the statistics within the limits are computed.
-            for figure, reference in _tried(_store_of(run_store, run), names, deadline) if names else ():
+            for figure, reference in (
+                _with_retries(_store_of(run_store, run), names, deadline) if names else ()
+            ):
                 encoded_bytes += len(json.dumps(reference))
                 points += reference.points
                 if encoded_bytes > _MAX_STATISTICS_BYTES or points > MAX_POINTS:
@@ -392,7 +394,9 @@ def _read(
     )
 
 
-def _tried(store: Store, figures: Sequence[str], deadline: float) -> Iterator[tuple[str, CheckedReference]]:
+def _with_retries(
+    store: Store, figures: Sequence[str], deadline: float
+) -> Iterator[tuple[str, CheckedReference]]:
     """Yield what `_statistics` does, and begin again if the store fails before the first one."""
     for number in range(1, _TRIES + 1):
         computed = _statistics(store, figures, deadline)
