@@ -176,7 +176,7 @@ class GivenTensors:
         self._confusion.give(given.name, value, mode)
         due = self._names.due(given)
         if due.measured is None:
-            due = due._replace(measured=self._gate.onset(given, _host_memory(value)))
+            due = due._replace(measured=self._gate.onset(given, lambda: _host_memory(value)))
         if due.measured is None and due.saved is None:
             return
         since = session.schedule.now()

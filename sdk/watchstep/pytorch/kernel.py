@@ -203,9 +203,8 @@ def _plain(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor and not _has_memory(tensor):
         return tensor.new_empty(0)
     if tensor._is_zerotensor():  # noqa: SLF001 - has no public name
-        tensor = tensor.new_zeros(()).expand(
-            tensor.shape
-        )  # zeros without memory, as forward-mode differentiation has
+        # Forward-mode differentiation has tensors of zeros without memory.
+        tensor = tensor.new_zeros(()).expand(tensor.shape)
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_quantized:
@@ -219,9 +218,8 @@ def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     if tensor.dtype.is_floating_point and tensor.dtype not in {torch.float32, torch.float64}:
         tensor = tensor.float()
     else:
-        tensor = (
-            tensor.clone()
-        )  # the storage of a tensor that shares it with an array can no longer be freed by the program
+        # The program can no longer free the storage of a tensor that shares it with an array.
+        tensor = tensor.clone()
     array: np.ndarray[Any, Any] = tensor.numpy()
     return array
 

@@ -145,7 +145,7 @@ class FramesConfig:
 class OverflowFrames:
     """Prints the last frames of a batch in which something overflowed, and ends the training.
 
-    Every batch is traced with statistics of each operation, so this is a tool for debugging: a step takes about twice as long.
+    Every batch is traced with statistics of each operation, so this is a tool for debugging.
 
     Example::
 

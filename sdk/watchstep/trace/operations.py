@@ -1,7 +1,7 @@
 """A trace: the operations of some steps in the order in which they ran, their tensors, and their source lines.
 
-Tensors that share memory have the same id, so the operations that wrote a tensor can be found from one that read it. An id is
-unique within a trace: it is never given to other memory at the same address.
+Tensors that share memory have the same id within a step, so the operations that wrote a tensor can be found from one that read it. Memory
+that an operation allocates gets a new id, also at an address that was used before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TraceMode(str, Enum):
         CURT_HEALTH: whether any element is NaN or infinite.
         CONCISE_HEALTH: numbers of NaN, +inf and -inf.
         FULL_HEALTH: also numbers of negative, zero and positive elements.
-        SHAPE: nothing of the values; every output, also of integers and booleans, which the modes of health leave out.
+        SHAPE: as NO_TENSOR. Shapes and dtypes are recorded in every mode.
         STATISTICS: `FULL_HEALTH` and the minimum, maximum, smallest magnitude, mean, standard deviation and L2 norm of the finite elements.
         FULL_TENSOR: `FULL_HEALTH` and the values.
     """

@@ -106,7 +106,8 @@ class Tracer:
         for batch in batches:
             with tracer.step():
                 train(batch)
-        print(report(tracer.trace()))
+        trace = tracer.trace()
+        print(render_diagnosis(trace, diagnose(trace)))
     """
 
     def __init__(self, model: nn.Module | None = None, config: TraceConfig | None = None) -> None:
@@ -810,9 +811,8 @@ class _StepTrace(TorchDispatchMode):
 
     def _health_of_input(self, record: _Raw, position: int) -> TensorHealth | None:
         health: TensorHealth | None = _item(record.input_health, position)
-        if (
-            health is None and record.phase != "optimizer"
-        ):  # a parameter is unchanged until its optimizer's step
+        # A parameter is unchanged until its optimizer's step.
+        if health is None and record.phase != "optimizer":
             examined = self._examined.get(self._tensors.ids[record.first + position], -1)
             health = self._late_health.get(examined)
         return health

@@ -74,7 +74,7 @@ class GivenArrays:
         due = self._names.due(given)
         takes_part = self._confusion.takes_part(given.name, mode)
         if due.measured is None:
-            due = due._replace(measured=self._gate.onset(given, memory_of(value)))
+            due = due._replace(measured=self._gate.onset(given, lambda: memory_of(value)))
         if due.measured is None and due.saved is None and not takes_part:
             return
         since = session.schedule.now()

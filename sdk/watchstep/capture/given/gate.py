@@ -7,7 +7,7 @@ programs mark missing elements by NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from watchstep.capture.given.names import Given
 from watchstep.capture.steps.session import Session
@@ -29,18 +29,18 @@ class GivenGate:
             str, int
         ] = {}  # names of values that are non-finite → clean checks since the last bad one
 
-    def onset(self, given: Given, memory: Sequence[MemoryRange] | None) -> str | None:
+    def onset(self, given: Given, memory_of: Callable[[], Sequence[MemoryRange] | None]) -> str | None:
         """Return the collection of a value that is not due and has become non-finite since it was last checked; None if it has not.
 
         Args:
             given: The value's checked arguments.
-            memory: Where its elements are; None if they are not in host memory, or in a format that the kernel cannot read.
+            memory_of: Returns where its elements are; None if they are not in host memory, or in a format that the kernel cannot read.
         """
-        if self._native is None or not memory:
+        if self._native is None:
             return None
         records = self._session.schedule.records
         recorded = next((name for name in given.collections if records(name, given.mode)), None)
-        if recorded is None:
+        if recorded is None or not (memory := memory_of()):
             return None
         self._turn = (self._turn + 1) % _SLICES
         clean = self._clean.get(given.name)
