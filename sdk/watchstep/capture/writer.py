@@ -259,8 +259,10 @@ class Writer:
     def _closing_turn(self) -> bool:
         """Do one turn while closing. Returns whether everything has been written."""
         self._turn()
-        is_written = self._backlog.empty and self._snapshots.settled and not self._snapshots.has_saved
-        if is_written and self._end is not None:
+        is_written = self._snapshots.settled and not self._snapshots.has_saved
+        # The last step waits for the objects: it is still in the queue if they were finished during this turn.
+        is_taken = self._queue.is_empty and not self._encoder.rows
+        if is_written and is_taken and self._backlog.empty and self._end is not None:
             self._uploader.write_end(self._end_document())
         return self._uploader.end_written
 

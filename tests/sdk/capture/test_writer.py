@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from watchstep import Bounds, CaptureConfig, Hook, open_run
+from watchstep.capture.tensors.snapshots import SnapshotWriter
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
 
@@ -89,3 +91,26 @@ def test_closing_twice_and_logging_after_it_do_nothing(tmp_path: Path) -> None:
     hook.log(loss=1.0)
     hook.step()
     assert open_run(hook.run_url).steps() == [0]
+
+
+def test_the_last_step_is_written_if_an_object_is_finished_while_the_queue_is_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hook = Hook(tmp_path / "runs", run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=1000.0)))
+    record(hook, 2)
+    hook.log(loss=2.0)
+    is_checked = False
+
+    def settled(_writer: SnapshotWriter) -> bool:
+        """Not while the writer takes steps of the queue, but directly afterwards, when it checks whether everything is written."""
+        nonlocal is_checked
+        is_checked |= sys._getframe(1).f_code.co_name == "_closing_turn"
+        return is_checked
+
+    monkeypatch.setattr(SnapshotWriter, "settled", property(settled))
+    hook.close()
+    run = open_run(hook.run_url)
+    assert run.steps() == [0, 1, 2]
+    assert [end.state for end in run.ends()] == ["completed"]
+    assert "spill" not in hook.health["notes"]

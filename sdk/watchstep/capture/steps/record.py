@@ -252,6 +252,11 @@ class BoundedQueue:
         """Remaining bytes."""
         return self._limit - (self._offered - self._taken)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no item waits."""
+        return not self._items
+
     def offer(self, item: FinishedStep, *, urgent: bool = False) -> bool:
         """Add an item. Returns False, and drops the item, if it exceeds the bound."""
         size = item.bytes
