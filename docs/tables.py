@@ -18,8 +18,13 @@ from pydantic_core import PydanticUndefined
 from docs.default_sources import SOURCES
 from watchstep.capture.document import document as capture_document
 from watchstep.format.system_figures import FIGURES
+from watchstep.wrapper.audit.audit_command import parser as audit_parser
 from watchstep.wrapper.check_config import parser as check_config_parser
+from watchstep.wrapper.diff_command import parser as diff_parser
+from watchstep.wrapper.replay_command import bundles_parser
+from watchstep.wrapper.replay_command import parser as replay_parser
 from watchstep.wrapper.run_command import parser as run_parser
+from watchstep.wrapper.samples_command import samples_parser, skip_list_parser
 from watchstep.wrapper.store_commands import migrate_parser, sync_parser
 from watchstep.wrapper.trace_command import parser as trace_parser
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -53,6 +58,12 @@ _OWN_PARSERS = {
     "watchstep migrate-store": migrate_parser,
     "watchstep check-config": check_config_parser,
     "watchstep trace": trace_parser,
+    "watchstep replay": replay_parser,
+    "watchstep bundles": bundles_parser,
+    "watchstep samples": samples_parser,
+    "watchstep skip-list": skip_list_parser,
+    "watchstep diff": diff_parser,
+    "watchstep audit": audit_parser,
 }
 _VARIABLES = {
     "WATCHSTEP_STORE": "Store of the runs. Default, without an argument: `./watchstep-runs`.",
@@ -75,6 +86,7 @@ _VARIABLES = {
     "WATCHSTEP_PROFILES": "File of profiles. Default: `~/.config/watchstep/profiles.yaml`.",
     "WATCHSTEP_LAUNCHED": "Attempt that a launcher has registered; `watchstep run` uses it and registers nothing.",
     "WATCHSTEP_RESTARTS": "Number of times a cluster has restarted the same job; set by a backend.",
+    "WATCHSTEP_ON_NONFINITE": "The gate policy if `Hook(on_nonfinite=…)` does not set it: `record`, `skip`, `skip:N` or `stop`.",
     "WATCHSTEP_ON_STOP": "Effect of a stop if `Hook(on_stop=…)` does not set it: `ignore`; `raise` or `stop`; `checkpoint`: the "
     "program's function or its trainer first saves a checkpoint.",
     "WATCHSTEP_RESUME_FROM": "Checkpoint to continue from, if a stopped run was launched again; `watchstep.resume_from()` returns it.",
@@ -82,6 +94,10 @@ _VARIABLES = {
     "WATCHSTEP_STORE_ID": "Set by `watchstep run` and by an `Estimator` whose jobs see this machine's files: the id in the marker of a local store, and the store's URL. The program writes to no other "
     "store at that URL.",
     "WATCHSTEP_FIRST_STEP": "Number of the first step if `Hook(first_step=…)` does not set it.",
+    "WATCHSTEP_AUDIT": "Set by `watchstep audit`: folder for the reports of the audited program.",
+    "WATCHSTEP_AUDIT_STEPS": "Set by `watchstep audit`: number of steps after which the program is stopped.",
+    "WATCHSTEP_AUDIT_SEED": "Set by `watchstep audit --seed`: seed that the program gets at its start.",
+    "WATCHSTEP_TRACE": "Steps whose operations are traced, as `100:103,5000`, if `Hook(trace=…)` does not set them.",
     "WATCHSTEP_TENSORBOARD": "Folder for TensorBoard event files that are written during the run, if `Hook(tensorboard=…)` does not set it.",
 }
 

@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store``, ``check-config FILE``, ``trace`` and ``--version`` belong to the SDK; other packages provide the other commands."""
+"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store``, ``check-config FILE``, ``trace``, ``replay``, ``bundles``, ``samples``, ``skip-list``, ``diff``, ``audit`` and ``--version`` belong to the SDK; other packages provide the other commands."""
 
 from __future__ import annotations
 
@@ -36,6 +36,30 @@ def main() -> None:
             from watchstep.wrapper.check_config import main as check_config
 
             check_config(arguments[1:])  # returns without a file: the service's configuration is checked
+        if arguments[:1] == ["diff"]:
+            from watchstep.wrapper.diff_command import main as diff
+
+            diff(arguments[1:])
+        if arguments[:1] == ["audit"]:
+            from watchstep.wrapper.audit.audit_command import main as audit
+
+            audit(arguments[1:])
+        if arguments[:1] == ["samples"]:
+            from watchstep.wrapper.samples_command import samples_main
+
+            samples_main(arguments[1:])
+        if arguments[:1] == ["skip-list"]:
+            from watchstep.wrapper.samples_command import skip_list_main
+
+            skip_list_main(arguments[1:])
+        if arguments[:1] == ["replay"]:
+            from watchstep.wrapper.replay_command import main as replay
+
+            replay(arguments[1:])
+        if arguments[:1] == ["bundles"]:
+            from watchstep.wrapper.replay_command import bundles_main
+
+            bundles_main(arguments[1:])
         if arguments[:1] == ["trace"]:
             from watchstep.wrapper.trace_command import main as trace
 

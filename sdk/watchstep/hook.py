@@ -30,6 +30,7 @@ from watchstep.capture.steps.session import Session, apply_control, start_sampli
 from watchstep.capture.stop import ControlReader, StopExchange
 from watchstep.capture.tensorboard import TensorBoardSink
 from watchstep.capture.upload.access import UploadTarget
+from watchstep.capture.upload.sample_upload import SampleUpload
 from watchstep.capture.writer import Writer
 from watchstep.errors import ConfigError
 from watchstep.format.control import ControlDocument, StopRequest
@@ -37,6 +38,7 @@ from watchstep.format.documents import Checkpoint
 from watchstep.format.layout import run_prefix
 from watchstep.format.tensors import MODES, Mode
 from watchstep.hook_arguments import (
+    AUDIT,
     RequestedRules,
     checked_on_stop,
     checked_step,
@@ -44,16 +46,21 @@ from watchstep.hook_arguments import (
     first_step_of,
     loss_divisor_of,
     needing,
+    on_nonfinite_of,
     tensorboard_folder,
 )
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.transport import ServiceAddress
-from watchstep.stopping import AwaitsCheckpoint, OnStop, StopTraining
+from watchstep.seeds import recorded_seeds
+from watchstep.stopping import AwaitsCheckpoint, OnNonfinite, OnStop, StopTraining
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, WriteGate, checked_scheme
+from watchstep.trace.trace_steps import TraceSteps, trace_steps_of
 
 if TYPE_CHECKING:
-    from watchstep.pytorch.stop_barrier import StopBarrier
+    from watchstep.pytorch.bundles.bundler import Bundler
+    from watchstep.pytorch.policy.stop_barrier import StopBarrier
+    from watchstep.pytorch.policy.update_policy import UpdatePolicy
     from watchstep.pytorch.watch import Watch
 
 
@@ -114,7 +121,9 @@ class CopiedHook:
     def log(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    record = step = snapshot = guard_with = begin_pass = checkpoint_saved = close = log
+    bundle = batch = include_in_bundles = record = samples = step = snapshot = guard_with = begin_pass = (
+        checkpoint_saved
+    ) = close = log
 
     def protected_checkpoints(self) -> frozenset[str]:
         """Return no paths."""
@@ -186,7 +195,9 @@ class Hook:
         config: CaptureConfig | str | os.PathLike[str] | None = None,
         first_step: int | None = None,
         guard: Any = None,
+        on_nonfinite: OnNonfinite | str | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        trace: TraceSteps | str | None = None,
     ) -> None:
         """Start recording.
 
@@ -207,12 +218,20 @@ class Hook:
                 attempts remain part of the run. Default: ``WATCHSTEP_FIRST_STEP``, or 0.
             guard: rules that are evaluated in this process and may stop it before an update, by raising `StopTraining`: a rule
                 file, True for the default rules, or a `watchstep_rules.Guard`.
+            on_nonfinite: the gate policy: what happens with an update by NaN or infinite gradients. ``"record"`` (default) changes
+                nothing; ``"skip"`` leaves the model, the optimizer and its state as they are; ``"skip:N"`` stops the training before
+                the next one after N skipped updates in a row; ``"stop"`` stops it before the first. It stops by raising
+                `StopTraining`. With several ranks, all decide alike. Default: ``WATCHSTEP_ON_NONFINITE``, or "record".
             tensorboard: a folder of this machine for TensorBoard event files, which are written during the run. They contain the same
                 scalars and histograms as ``watchstep export --tensorboard``. Default: ``WATCHSTEP_TENSORBOARD``, or none.
+            trace: steps whose PyTorch operations are traced and written to the run: a `TraceSteps`, or steps and ranges of steps with
+                their last one, as ``"100:103,5000"``. Default: ``WATCHSTEP_TRACE``, or none.
 
         Raises:
             ConfigError, RuleError: an argument or variable is invalid. A store that cannot be reached raises nothing.
         """
+        if AUDIT in os.environ:  # nothing of an audited program reaches the places that it names
+            store_url = project = run = tensorboard = None
         self.store_url = _checked_url(store_url)
         self._store_identity = StoreIdentity.of_launch(self.store_url)
         self._gate = WriteGate()
@@ -221,12 +240,16 @@ class Hook:
         self.config = needing(
             configured(config, overhead_budget), (*requested.needs, *getattr(rules_here, "needs", ()))
         )
+        self._on_nonfinite = on_nonfinite_of(on_nonfinite)
         self._tensorboard = tensorboard_folder(tensorboard)
+        self._trace = trace_steps_of(trace)
         self._identity = resolve(project, run)
         self._watches: list[Watch] = []
         self._given: GivenValues | None = None
         self._guarding: Guarding | None = None
         self._stop_barrier: StopBarrier | None = None
+        self._update_policy: UpdatePolicy | None = None
+        self._bundler: Bundler | None = None
         self._on_stop, stop_note = self._stop_of(on_stop)
         address = ServiceAddress.from_environment()
         ending.end_left()
@@ -289,8 +312,12 @@ class Hook:
             writer.write_tensorboard(TensorBoardSink(self._tensorboard, attempt, first_step, self._health))
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
             writer.report_cost(session.schedule.budget.written)
+        samples = SampleUpload(target, self.config.bounds, self._health)
+        session.samples.open_ring, session.samples.request_upload = samples.ring, samples.request
+        writer.pass_store(samples.open)
         writer.start()
         end = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate)
+        end.detach_with(samples.close, samples.join)
         ending.watch(end)
         ending.remember(end)
         return end
@@ -330,6 +357,8 @@ class Hook:
             data["overhead"] = budget.as_data()
         if self._guarding is not None:
             data["guard"] = self._guarding.as_data()
+        if seeds := recorded_seeds():
+            data["seeds"] = seeds
         return data
 
     @property
@@ -382,6 +411,7 @@ class Hook:
         """
         if self._ending.ended:
             return
+        from watchstep.pytorch.loaders.loader_samples import LoaderSamples
         from watchstep.pytorch.losses import SummedLosses
         from watchstep.pytorch.watch import Watch
 
@@ -389,6 +419,7 @@ class Hook:
         divisor = loss_divisor_of(loss_divisor)
         prefix = (f"model_{number}" if number > 1 else "") if name is None else name
         try:
+            policy = self._policy_of_updates()
             watch = Watch(
                 self._session, model, optimizer, counts_steps=number == 1, name=prefix, replicated=replicated
             )
@@ -397,13 +428,61 @@ class Hook:
                 watch.loss_names = self._watches[0].loss_names
             watch.summed_losses = SummedLosses() if sum_losses else None
             self._watches.append(watch)
+            if number == 1 and self.config.bounds.sample_bytes:
+                self._ending.detach_with(LoaderSamples(self._session).detach)
             self._ending.detach_with(watch.detach)
             if self._stop_barrier is not None:
                 self._stop_barrier.watch(watch.model)
+            if number == 1:
+                self._bundle_steps_of(watch, model)
+                self._trace_steps(watch.model)
+            if policy is not None:
+                watch.update_policy = policy
+                policy.watch(watch.model)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - what is odd about a model must not keep it from training
             self._health.fault(f"watch {type(model).__name__}"[:80], error)
+
+    def _trace_steps(self, model: Any) -> None:
+        """Trace the chosen steps. The first one may begin now."""
+        if self._trace is None:
+            return
+        from watchstep.trace.online import OnlineTracing
+
+        writer = self._session.snapshot_writer
+        tracing = OnlineTracing(self._trace, model, self._identity.worker, self._health, writer)
+        self._recorder.tracing = tracing
+        self._ending.detach_with(tracing.close)
+        tracing.start(self._recorder.last_finished + 1)
+
+    def _bundle_steps_of(self, watch: Watch, model: Any) -> None:
+        """Let a watch take bundles of its steps."""
+        if self.config.bundles is None:
+            return
+        from watchstep.pytorch.bundles.bundler import Bundler
+        from watchstep.pytorch.bundles.step_inputs import StepInputs
+        from watchstep.pytorch.loaders import loader_batches
+
+        inputs = StepInputs(watch.model, model, self.config.bundles)
+        watch.bundler = self._bundler = Bundler(self._session, self._identity, inputs, watch.model)
+        loader_batches.listen(inputs)
+
+        self._ending.detach_with(watch.end_bundles)
+        self._ending.detach_with(lambda: loader_batches.forget(inputs))
+        if self._update_policy is not None:
+            self._update_policy.restores.append(inputs.buffers.restore_nonfinite)
+
+    def _policy_of_updates(self) -> UpdatePolicy | None:
+        """The gate policy, created before the first watch listens to steps; None if updates are only recorded."""
+        if self._on_nonfinite.action != "record" and self._update_policy is None:
+            from watchstep.pytorch.policy.update_policy import UpdatePolicy
+
+            self._update_policy = UpdatePolicy(
+                self._on_nonfinite, self._recorder, self._health, ranks=self._identity.world_size
+            )
+            self._ending.detach_with(self._update_policy.close)
+        return self._update_policy
 
     @contained
     def log(
@@ -489,10 +568,24 @@ class Hook:
             )
         self._guarding = self._recorder.guarding = Guarding(guard, self._health, agrees=ranks > 1)
         if ranks > 1:
-            from watchstep.pytorch.stop_barrier import StopBarrier
+            from watchstep.pytorch.policy.stop_barrier import StopBarrier
 
             watched = [watch.model for watch in self._watches]
             self._stop_barrier = StopBarrier(self._recorder, self._health, watched)
+
+    @contained
+    def samples(self, ids: Any, /) -> None:
+        """Name the samples of the batch that the program is about to train on. Several calls within a step add up.
+
+        Batches of `torch.utils.data.DataLoader` are recorded without this method. After its first call only this method records samples. In
+        modes other than train it does nothing.
+
+        Args:
+            ids: an id, or a list, array or tensor of ids: indices, file names, pairs such as (file, offset), or dictionaries such as
+                ``{"file": …, "offset": …}``. A tensor on a device is waited for.
+        """
+        if self.mode == "train":
+            self._session.samples.add(ids, self._recorder.last_finished + 1)
 
     @contained
     def step(self) -> None:
@@ -547,6 +640,34 @@ class Hook:
         """Write the full weights and gradients of the next step that is updated."""
         self._session.snapshots.request_next()
 
+    def bundle(self) -> None:
+        """Bundle the next complete step: everything from which ``watchstep replay`` computes it again."""
+        self._session.bundles.request_next()
+
+    @contained
+    def batch(self, batch: Any, /) -> None:
+        """Name the batch of the next forward pass, for bundles. From now on the batches of data loaders are ignored.
+
+        A program needs it only if its batches do not come from `torch.utils.data.DataLoader`, or it changes them before the pass.
+
+        Args:
+            batch: tensors, arrays, numbers and text in lists, tuples, mappings and dataclasses. It is referenced, not copied.
+        """
+        if self._bundler is not None:
+            self._bundler.inputs.give_batch(batch)
+
+    @contained
+    def include_in_bundles(self, **objects: Any) -> None:
+        """Also store the state of these objects in bundles, such as the average of the weights.
+
+        Learning rate schedulers and gradient scalers of PyTorch are found without this method.
+
+        Args:
+            **objects: name=object; with a ``state_dict`` method.
+        """
+        if self._bundler is not None:
+            self._bundler.include(objects)
+
     def close(self) -> None:
         """Write the remaining rows and how the run ended, and stop recording. Waits for the store within bounds."""
         self._ending.end()
@@ -580,7 +701,7 @@ class Hook:
 
     def _release(self) -> None:
         """Drop the models and optimizers: the program may keep a closed hook for its health."""
-        self._watches, self._given = [], None
+        self._watches, self._given, self._bundler = [], None, None
         ending.ended()
 
     def _open_store(self) -> Store:
@@ -604,7 +725,7 @@ class Hook:
 
 
 def _tensor_recorder(session: Session, names: GivenNames) -> TensorRecorder:
-    from watchstep.pytorch.given_tensors import GivenTensors
+    from watchstep.pytorch.tensors.given_tensors import GivenTensors
 
     return GivenTensors(session, names)
 

@@ -21,9 +21,12 @@ from watchstep.capture.needs import with_needs
 from watchstep.errors import ConfigError
 from watchstep.format.capture_needs import CaptureNeed, decoded
 from watchstep.platform.folders import absolute_path
-from watchstep.stopping import FIRST_STEP, AwaitsCheckpoint, Noted, OnStop, SavesThenStops
+from watchstep.stopping import FIRST_STEP, AwaitsCheckpoint, Noted, OnNonfinite, OnStop, SavesThenStops
 
 BUDGET = "WATCHSTEP_OVERHEAD_BUDGET"
+AUDIT = "WATCHSTEP_AUDIT"
+"""Folder for the reports of an audited program; set by ``watchstep audit``, together with the store of the run."""
+
 NEEDS = "WATCHSTEP_NEEDS"
 """What the rules of a launcher need the recorder to capture, as JSON (`watchstep.format.capture_needs.encoded`)."""
 
@@ -33,6 +36,9 @@ TENSORBOARD = "WATCHSTEP_TENSORBOARD"
 ON_STOP = "WATCHSTEP_ON_STOP"
 ON_STOP_WORDS = ("ignore", "raise", "stop", "checkpoint")
 """Valid values of WATCHSTEP_ON_STOP; "stop" is a synonym of "raise"."""
+
+ON_NONFINITE = "WATCHSTEP_ON_NONFINITE"
+"""The gate policy, in a form that `OnNonfinite.parse` reads."""
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
@@ -62,6 +68,17 @@ def checked_on_stop(on_stop: Any, checkpoint_seconds: float) -> OnStop:
     if on_stop in {"ignore", "check", "raise"}:
         return on_stop  # type: ignore[no-any-return]
     raise ConfigError(f"invalid on_stop={on_stop!r}", 'use "ignore", "check", "raise" or a function')
+
+
+def on_nonfinite_of(policy: Any) -> OnNonfinite:
+    """Return the gate policy from the argument, or else from the environment. Raises `ConfigError` if it is invalid."""
+    if policy is not None:
+        return policy if isinstance(policy, OnNonfinite) else OnNonfinite.parse(policy)
+    text = os.environ.get(ON_NONFINITE, "")
+    try:
+        return OnNonfinite.parse(text) if text else OnNonfinite()
+    except ConfigError as error:
+        raise ConfigError(f"invalid {ON_NONFINITE}={text!r}"[:200], error.hint) from None
 
 
 def first_step_of(step: Any) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from watchstep.errors import ConfigError
 from watchstep.format.control import StopRequest
 
 EXIT_STOPPED = 86
@@ -68,8 +70,51 @@ class Noted:
         self.note(request)
 
 
+_SKIPS = re.compile(r"skip(?::([1-9][0-9]{0,8}))?")
+
+
+@dataclass(frozen=True)
+class OnNonfinite:
+    """The gate policy: what happens with an update by gradients that are NaN or infinite.
+
+    Attributes:
+        action: ``record`` it, and change nothing; ``skip`` it; or ``stop`` the training before it.
+        max_skips: with ``skip``, the number of skipped updates in a row after which the next one stops the training; None for no limit.
+    """
+
+    action: Literal["record", "skip", "stop"] = "record"
+    max_skips: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> OnNonfinite:
+        """Read ``record``, ``skip``, ``skip:N`` or ``stop``.
+
+        Raises:
+            ConfigError: It is none of them.
+        """
+        if text == "record":
+            return cls()
+        if text == "stop":
+            return cls("stop")
+        match = _SKIPS.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ConfigError(f"invalid on_nonfinite={text!r}"[:200], f"use {', '.join(ON_NONFINITE_WORDS)}")
+        return cls("skip", None if match[1] is None else int(match[1]))
+
+    def __str__(self) -> str:
+        return self.action if self.max_skips is None else f"{self.action}:{self.max_skips}"
+
+    def stops_at(self, in_a_row: int) -> bool:
+        """Return whether the training stops before the last of some non-finite updates in a row."""
+        return self.action == "stop" or (self.max_skips is not None and in_a_row > self.max_skips)
+
+
+ON_NONFINITE_WORDS = ('"record"', '"skip"', '"skip:N"', '"stop"')
+"""The forms that `OnNonfinite.parse` accepts."""
+
+
 class StopTraining(SystemExit):
-    """Raised at the end of a step if the program opted in with ``on_stop="raise"``, or by a guard before an update.
+    """Raised at the end of a step if the program opted in with ``on_stop="raise"``, or by a guard or the gate policy before an update.
 
     It is a `SystemExit`, so that ``except Exception`` in a training loop does not swallow it, and a program
     that does not catch it ends with code 86 and no stack trace.

@@ -99,7 +99,7 @@ def test_rule_files_are_valid(text: str) -> None:
         return
     if "profiles" in yaml.safe_load(text):
         return  # of the command line: tests/services/cli/test_profiles.py reads such a file
-    if "collections" in yaml.safe_load(text):
+    if {"collections", "bundles"} & set(yaml.safe_load(text)):
         assert capture_document.config_of(yaml.safe_load(text), "docs")
         return
     assert yaml.safe_load(text)["rules"]

@@ -22,7 +22,7 @@ DEEPER = frozenset(
         "watchstep.integrations.ray_tune",
         "watchstep.integrations.transformers",
         # The module has the name of its function, so the package cannot export the function.
-        "watchstep.reading.diff",
+        "watchstep.reading.comparison.diff",
         # A service inside a program, as the examples start it.
         "watchstep_services.core.settings",
         "watchstep_services.serve.embedded",

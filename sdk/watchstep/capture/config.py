@@ -472,6 +472,8 @@ class Bounds:
         term_seconds: time limit for delaying a SIGTERM to write what is left.
         checkpoint_seconds: time limit of a stop for waiting until the program saves a checkpoint (``WATCHSTEP_ON_STOP=checkpoint``);
             less than the time after which the service ends the job.
+        sample_bytes: size on disk of the ids of the samples that the last steps were trained on; 0 records none.
+        sample_steps: number of steps whose samples are recorded.
     """
 
     queue_bytes: int = 64 * 1024 * 1024
@@ -483,6 +485,8 @@ class Bounds:
     close_seconds: float = 10.0
     term_seconds: float = 5.0
     checkpoint_seconds: float = 20.0
+    sample_bytes: int = 4 * 1024 * 1024
+    sample_steps: int = 512
 
 
 @dataclass(frozen=True)
@@ -506,6 +510,39 @@ class Snapshots:
             raise ConfigError(
                 f"invalid Snapshots(memory_bytes={self.memory_bytes})",
                 "use a number of bytes, 0 for no snapshots and no full tensors",
+            )
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """Bundles of single steps, from which a step is computed again: batches, random states, weights, buffers and optimizer state.
+
+    A bundle is written on the training thread to a file of this machine, and uploaded in the background.
+
+    Attributes:
+        at_gate: take one at the first bad step of a series of bad steps, at most twice.
+        limit_bytes: largest bundle. Of a larger step, gradients, optimizer state and weights are left out, in this order.
+        reference_bytes: memory of earlier micro-batches of a step that stays referenced until the step ends.
+        buffer_bytes: memory for copies of the model's buffers, made before each step for those that change.
+        redact: patterns of what is left out, as ``micro_batches/*/batch``, ``program/argv`` or ``parameters/embedding*``.
+    """
+
+    at_gate: bool = True
+    limit_bytes: int = 512 * 1024 * 1024
+    reference_bytes: int = 64 * 1024 * 1024
+    buffer_bytes: int = 16 * 1024 * 1024
+    redact: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("limit_bytes", "reference_bytes", "buffer_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"invalid Bundles({name}={getattr(self, name)})", "use a number of bytes, from 0"
+                )
+        if not isinstance(self.redact, tuple) or not all(isinstance(pattern, str) for pattern in self.redact):
+            raise ConfigError(
+                f"invalid Bundles(redact={self.redact!r})"[:200],
+                'use a tuple of patterns: redact=("program/argv",)',
             )
 
 
@@ -555,6 +592,7 @@ class CaptureConfig:
         token_values: tokens whose share of an embedding's input is recorded; by default the module's ``padding_idx``,
             or 0 if it has none.
         snapshots: weights and gradients at bad steps and on request, and the memory for full tensors.
+        bundles: bundles of single steps; None for none.
         system: figures of the process and its machine; None for none.
         bounds: limits.
         clock: time in seconds for the budget. A custom clock makes its decisions reproducible;
@@ -569,6 +607,7 @@ class CaptureConfig:
     probes: tuple[str, ...] = PROBES
     token_values: tuple[int, ...] = ()
     snapshots: Snapshots = Snapshots()
+    bundles: Bundles | None = Bundles()
     system: SystemSampling | None = SystemSampling()
     bounds: Bounds = Bounds()
     clock: Callable[[], float] = time.perf_counter

@@ -20,6 +20,7 @@ from watchstep.errors import ConfigError
 from watchstep.format import documents
 from watchstep.format.layout import WriterId, check_name
 from watchstep.platform.process import ProcessIdentity
+from watchstep.seeds import recorded_seeds
 from watchstep.stopping import OnStop
 
 PROJECT = "WATCHSTEP_PROJECT"
@@ -190,6 +191,7 @@ def attempt_document(identity: Identity, on_stop: OnStop, config: CaptureConfig)
         on_stop="callback" if callable(on_stop) or on_stop == "check" else on_stop,
         host=socket.gethostname(),
         config=_bounded(changes_of(config)),
+        seeds=recorded_seeds(),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.format.block import Block
-from watchstep.format.tensorboard import EventFile, Events, encode_rows
+from watchstep.format.event_files.tensorboard import EventFile, Events, encode_rows
 
 _INTERVAL_SECONDS = 2.0
 _MAX_BYTES = 16 * 1024 * 1024

@@ -30,7 +30,7 @@ from watchstep.format.statistics import scalars
 from watchstep.format.tensors import Mode, SavedName
 from watchstep.kernels.measurement import Completed
 from watchstep.store.cloud import load_libraries
-from watchstep.store.store import checked_scheme
+from watchstep.store.store import Store, checked_scheme
 
 _DENSE_SECONDS = 60.0
 _MIN_FLUSH_SECONDS = 2.0
@@ -91,6 +91,7 @@ class Writer:
         self._filling = threading.Lock()
         self._cost: Callable[[float], None] | None = None
         self._tensorboard: TensorBoardSink | None = None
+        self._opened: Callable[[Store, str], None] | None = None
         self._last_step = -1
         self._end_follows = False
         self._end: documents.EndDocument | None = None
@@ -120,6 +121,10 @@ class Writer:
         """Also pass the rows of each segment to a sink. Called before `start`."""
         self._tensorboard = sink
         self._encoder.pass_on(sink.add)
+
+    def pass_store(self, opened: Callable[[Store, str], None]) -> None:
+        """Pass the run's store and the claimed attempt to a function, at each turn from the claim on. Called before `start`."""
+        self._opened = opened
 
     def report_cost(self, report: Callable[[float], None]) -> None:
         """Set a callback for the processor seconds of each turn."""
@@ -241,6 +246,8 @@ class Writer:
                 self._uploader.turn(flush=due)
                 if (claimed := self._uploader.claimed) is not None:
                     self._snapshots.open(*claimed)
+                    if self._opened is not None:
+                        self._opened(*claimed)
             failing = self._uploader.failing_for
             if failing is not None and failing >= self.bounds.backlog_seconds:
                 self._backlog.relieve()

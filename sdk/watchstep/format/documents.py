@@ -129,6 +129,8 @@ class AttemptDocument:
         on_stop: The effect of a cooperative stop.
         host: Host of the first worker.
         config: The capture document: what differs from the built-in configuration.
+        seeds: The data of the last `watchstep.SeedReport` of its first worker before it began to record; empty without one. The health in an
+            `EndDocument` has the last one of each worker.
     """
 
     attempt: str
@@ -137,6 +139,7 @@ class AttemptDocument:
     on_stop: OnStop = "ignore"
     host: str = ""
     config: dict[str, Any] = field(default_factory=dict)
+    seeds: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

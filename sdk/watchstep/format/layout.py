@@ -6,6 +6,9 @@
       attempts/<attempt>.json    control.json    launches/<attempt>.json
       stats/<attempt>/<node>/<writer>/<seq>-<first>-<last>.parquet
       tensors/<attempt>/<worker>/<step>-<mode>[-<collection>].safetensors
+      samples/<attempt>/<worker>/<seq>-<first>-<last>.samples
+      bundles/<attempt>/<worker>/<step>-<reason>.safetensors
+      traces/<attempt>/<worker>/<first>-<last>.zip
       end/<attempt>/<worker>.json
       stops/<attempt>/<step>/<worker>-<state>-<at>.json
       journal/<attempt>/<number>.json
@@ -35,6 +38,9 @@ ENDS = "end/"
 CHECKPOINTS = "saved/"
 STOPS = "stops/"
 SNAPSHOTS = "tensors/"
+SAMPLES = "samples/"
+BUNDLES = "bundles/"
+TRACES = "traces/"
 JOURNALS = "journal/"
 BASELINES = "baselines/"
 REFERENCES = "references/"
@@ -49,6 +55,18 @@ _SEGMENT = re.compile(
 _SNAPSHOT = re.compile(
     rf"tensors/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
     rf"(?P<step>{_NUMBER_PATTERN})-(?P<mode>{'|'.join(MODES)})(?:-(?P<collection>[^/]+))?\.safetensors"
+)
+_SAMPLES = re.compile(
+    rf"samples/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
+    rf"(?P<seq>{_NUMBER_PATTERN})-(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.samples"
+)
+BUNDLE_REASONS = ("gate", "alert", "request", "program")
+_BUNDLE = re.compile(
+    rf"bundles/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
+    rf"(?P<step>{_NUMBER_PATTERN})-(?P<reason>{'|'.join(BUNDLE_REASONS)})\.safetensors"
+)
+_TRACE = re.compile(
+    rf"traces/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.zip"
 )
 _SEQ_DIGITS = 10
 
@@ -193,6 +211,121 @@ class SnapshotKey:
             )
         collection = match["collection"] or ""
         return cls(match["attempt"], int(match["worker"]), int(match["step"]), match["mode"], collection)
+
+
+@dataclass(frozen=True, order=True)
+class SamplesKey:
+    """Name of the object with the samples of some steps of one worker.
+
+    Attributes:
+        attempt: The attempt.
+        worker: The rank.
+        seq: Number of its first record. Later records of a worker have larger numbers, also after a restart.
+        first: The smallest step.
+        last: The largest step.
+    """
+
+    attempt: str
+    worker: int
+    seq: int
+    first: int
+    last: int
+
+    @property
+    def path(self) -> str:
+        """Key relative to the run."""
+        attempt = check_name("attempt", self.attempt)
+        return f"{SAMPLES}{attempt}/{self.worker}/{self.seq}-{self.first}-{self.last}.samples"
+
+    @classmethod
+    def parse(cls, path: str) -> SamplesKey:
+        """Parse a key relative to the run.
+
+        Raises:
+            FormatError: It is not the key of an object with samples.
+        """
+        match = _SAMPLES.fullmatch(path)
+        if not match or not _are_names(match["attempt"]) or int(match["first"]) > int(match["last"]):
+            raise FormatError(
+                f"object {path!r} is not an object with samples",
+                "leave only Watchstep's objects under samples/",
+            )
+        worker, seq, first, last = (int(match[name]) for name in ("worker", "seq", "first", "last"))
+        return cls(match["attempt"], worker, seq, first, last)
+
+
+@dataclass(frozen=True, order=True)
+class BundleKey:
+    """Name of the bundle of one step of one worker.
+
+    Attributes:
+        attempt: The attempt.
+        worker: The rank.
+        step: The step.
+        reason: Why it was taken, one of `BUNDLE_REASONS`.
+    """
+
+    attempt: str
+    worker: int
+    step: int
+    reason: str
+
+    @property
+    def path(self) -> str:
+        """Key relative to the run."""
+        attempt = check_name("attempt", self.attempt)
+        return f"{BUNDLES}{attempt}/{self.worker}/{self.step}-{self.reason}.safetensors"
+
+    @classmethod
+    def parse(cls, path: str) -> BundleKey:
+        """Parse a key relative to the run.
+
+        Raises:
+            FormatError: It is not a bundle's key.
+        """
+        match = _BUNDLE.fullmatch(path)
+        if not match or not _are_names(match["attempt"]):
+            raise FormatError(
+                f"object {path!r} is not a bundle", "leave only Watchstep's objects under bundles/"
+            )
+        return cls(match["attempt"], int(match["worker"]), int(match["step"]), match["reason"])
+
+
+@dataclass(frozen=True, order=True)
+class TraceKey:
+    """Name of the object with the operation trace of some steps of one worker.
+
+    Attributes:
+        attempt: The attempt.
+        worker: The rank.
+        first: The first step.
+        last: The last step.
+    """
+
+    attempt: str
+    worker: int
+    first: int
+    last: int
+
+    @property
+    def path(self) -> str:
+        """Key relative to the run."""
+        attempt = check_name("attempt", self.attempt)
+        return f"{TRACES}{attempt}/{self.worker}/{self.first}-{self.last}.zip"
+
+    @classmethod
+    def parse(cls, path: str) -> TraceKey:
+        """Parse a key relative to the run.
+
+        Raises:
+            FormatError: It is not a trace's key.
+        """
+        match = _TRACE.fullmatch(path)
+        if not match or not _are_names(match["attempt"]) or int(match["first"]) > int(match["last"]):
+            raise FormatError(
+                f"object {path!r} is not a trace", "leave only Watchstep's objects under traces/"
+            )
+        return cls(match["attempt"], int(match["worker"]), int(match["first"]), int(match["last"]))
 
 
 def attempt_document(attempt: str) -> str:

@@ -34,7 +34,6 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
-from watchstep.pytorch import full_tensors
 from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import LiveOutputs
 from watchstep.pytorch.names import Names, dtype_name, placement_of
@@ -47,6 +46,7 @@ from watchstep.pytorch.probes.activations import (
     activation_kind,
 )
 from watchstep.pytorch.probes.weights import Unchanged
+from watchstep.pytorch.tensors import full_tensors
 
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _DEEPEST = 20

@@ -16,11 +16,11 @@ from watchstep.capture.steps.session import Session
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Kernel
-from watchstep.pytorch import full_tensors
 from watchstep.pytorch.names import Names, placement_of
 from watchstep.pytorch.observable import own_tensor
 from watchstep.pytorch.parameters.parameters import Parameters
 from watchstep.pytorch.probes.staging import HostCopy, stacked
+from watchstep.pytorch.tensors import full_tensors
 
 _RUNNING = ("running_mean", "running_var")
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -28,9 +28,9 @@ from watchstep.capture.steps.record import scalar_info
 from watchstep.capture.steps.recorder import Recorder
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Measurement
-from watchstep.pytorch import full_tensors
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.observable import observable
+from watchstep.pytorch.tensors import full_tensors
 
 _DIVIDES, _MULTIPLIES = "DivBackward0", "MulBackward0"
 _SUMS = "SumBackward0"

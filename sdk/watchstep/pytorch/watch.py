@@ -18,9 +18,10 @@ from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Kernel
-from watchstep.pytorch import device_kernel, losses, snapshots
+from watchstep.pytorch import device_kernel, losses
 from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses
 from watchstep.pytorch.buffers import Buffers
+from watchstep.pytorch.bundles.bundler import Bundler
 from watchstep.pytorch.function_calls import FunctionCalls
 from watchstep.pytorch.gate import FewestGradients, GradientGate
 from watchstep.pytorch.kernel import TorchKernel
@@ -47,6 +48,8 @@ from watchstep.pytorch.parameters.updates import (
     ParametersNotInOptimizer,
     StaleGradients,
 )
+from watchstep.pytorch.policy.update_policy import UpdatePolicy
+from watchstep.pytorch.tensors import snapshots
 
 _STEPS_UNTIL_REPORT = (
     3  # number of finished steps after which tensors without rows are reported as not observed
@@ -114,6 +117,8 @@ class Watch:
         loss_names: Names of the observed losses.
         loss_divisor: Returns the number by which the program divides each loss before ``backward()``. Losses are recorded undivided.
         summed_losses: Adds up the losses of a step if they are parts of one; else None.
+        update_policy: Decides about updates by non-finite gradients; None if they are only recorded.
+        bundler: Takes bundles of steps; None if there are none, or it belongs to another watch.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class Watch:
                 f"watch(…, {type(optimizer).__name__})", "give a torch.optim.Optimizer, or leave it out"
             )
         self.counts_steps = counts_steps
-        self._steps = 0
+        self._steps, self._inputs_seconds = 0, 0.0
         self._session = session
         self._recorder = session.recorder
         self._health = session.health
@@ -146,6 +151,8 @@ class Watch:
         self.loss_names = LossNames()
         self.summed_losses: SummedLosses | None = None
         self.loss_divisor: Callable[[], float] = _no_divisor
+        self.update_policy: UpdatePolicy | None = None
+        self.bundler: Bundler | None = None
         self._in_closure: set[str] | None = None
         self._passes_declared = False
         self._closure_called = False
@@ -183,7 +190,9 @@ class Watch:
 
     def _listen(self, names: Names, kernel: Kernel) -> None:
         snapshots.pin_memory(self._session, list(names.parameters().values()))
-        self._handles.append(self.model.register_forward_pre_hook(ModuleHook(self._before_forward)))
+        self._handles.append(
+            self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)
+        )
         self._handles.append(
             self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
         )
@@ -206,6 +215,15 @@ class Watch:
         for handle in self._handles:
             handle.remove()
 
+    @observes("bundle")
+    def end_bundles(self) -> None:
+        """Bundle a failing step whose update was not made, and drop the references to the program."""
+        if self.bundler is not None:
+            step, optimizers = self._recorder.step, self._parameters.optimizers()
+            self.bundler.before_update(step, optimizers, is_complete=False)
+            self.bundler.forget()
+            self.bundler = None
+
     @observes("stale gradients")
     def backward_begins(self) -> None:
         """Handle the start of a backward pass, which adds to gradients."""
@@ -222,6 +240,8 @@ class Watch:
         self._clipped.after_backward()
         self._report_missing_steps()
         name = self.loss_names.of(loss.place)
+        if self.bundler is not None:
+            self.bundler.inputs.backward(loss.value)
         is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, name or "")
         if is_bad:
             self._measure_bad_pass()
@@ -376,10 +396,14 @@ class Watch:
             self._recorder.begin()
 
     @observes("begin", in_graphs=True)
-    def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
+    def _before_forward(
+        self, _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         mode = self._passes.enter()
         if not self._passes_declared:
             self._pass_begins(mode)
+        if mode == "train" and self.bundler is not None:
+            self.bundler.inputs.called(arguments, keywords)
         self._calls.enter(mode)
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -412,6 +436,9 @@ class Watch:
         system = self._session.system
         self._activations.new_pass()
         if mode != "train":
+            self._session.samples.pass_begins(mode, self._recorder.last_finished + 1)
+            if self.bundler is not None:
+                self.bundler.inputs.other_pass()
             self._schedule.forward(mode, self._recorder.step)
             if system is not None:
                 system.times.other_mode()
@@ -419,8 +446,13 @@ class Watch:
         if system is not None:
             system.times.forward()
         self._begin()
+        self._session.samples.pass_begins(mode, self._recorder.last_finished + 1)
         self._parts.began()
         self._activations.live.forget()
+        if self.bundler is not None:
+            since = self._schedule.now()
+            self.bundler.inputs.begin_pass(self._recorder.step)
+            self._inputs_seconds += self._schedule.now() - since
         if logged_nan := self._recorder.logged_nan:
             self._suspect()
         self._missing.pass_begins(logged_nan=logged_nan)
@@ -547,7 +579,10 @@ class Watch:
                 updated.parameters[0].parameter.device.type == "cpu"
             ):  # on a device it may be of an earlier update
                 self._record_applied(1.0)
-        self._schedule.floor(self._schedule.now() - start + self._activations.idle_seconds)
+        self._schedule.floor(
+            self._schedule.now() - start + self._activations.idle_seconds + self._inputs_seconds
+        )
+        self._inputs_seconds = 0.0
         self._parameters.measure_weights(updated, step)
         self._parameters.measure_checksums(updated, step)
         measured = self._clipped.release(updated.ids, scaling.updates)
@@ -561,17 +596,26 @@ class Watch:
             self._buffers.save(step)
         state = "after the update" if updated_already else "before the update"
         self._snapshot(step, updated.parameters, state)
+        if self.bundler is not None and not updated_already:
+            self.bundler.before_update(step, self._parameters.optimizers())
         self._recorder.about_to_update()
 
     def _has_nonfinite(self, optimizer: Optimizer, updated: Updated) -> bool:
         gradients = [grad for p in updated.parameters if (grad := p.parameter.grad) is not None]
         if self._fewest.is_fewer(optimizer, len(gradients)):
             self._schedule.onset(self._recorder.step, 1.0)
-        return self._gate.has_nonfinite(gradients, at_once=self._recorder.guarding is not None)
+        at_once = self._recorder.guarding is not None or self.update_policy is not None
+        nonfinite = self._gate.has_nonfinite(gradients, at_once=at_once)
+        is_complete = sum(len(group["params"]) for group in optimizer.param_groups) == len(updated.parameters)
+        if self.update_policy is not None and is_complete:
+            self.update_policy.note_check(optimizer, is_nonfinite=nonfinite)
+        return nonfinite
 
     def _note_nonfinite(self, step: int) -> None:
+        self._session.bundles.bad(step)
         if self._session.snapshots.bad(step):
             self._session.snapshot_writer.protect()
+            self._session.samples.request_upload()
             self._session.full_tensors.protect(step)
 
     def _snapshot(self, step: int, parameters: list[NamedParameter], state: str) -> None:

@@ -1,6 +1,6 @@
 """Reading a run during and after the recording: tensors, steps, losses, rows with their statistics, and compaction.
 
-``watchstep.reading.diff.diff`` compares two runs. Its module has the same name, so it is not exported here.
+``watchstep.reading.comparison.diff.diff`` compares two runs. Its module has the same name, so it is not exported here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from watchstep.format.block import Block, concatenate
     from watchstep.format.layout import SnapshotKey
+    from watchstep.format.samples.samples import SampleBatch
     from watchstep.format.snapshot import Snapshot, TensorPart
     from watchstep.format.statistics import (
         StatisticsBatch,
@@ -29,20 +30,23 @@ if TYPE_CHECKING:
         zero_share,
     )
     from watchstep.reading.compaction import Compaction, compact
+    from watchstep.reading.comparison.tolerances import Tolerances
     from watchstep.reading.run import Run, open_run
-    from watchstep.reading.saved_tensor import SavedTensor
+    from watchstep.reading.saved.saved_tensor import SavedTensor
     from watchstep.reading.tensor import Tensor
 
 __all__ = [
     "Block",
     "Compaction",
     "Run",
+    "SampleBatch",
     "SavedTensor",
     "Snapshot",
     "SnapshotKey",
     "StatisticsBatch",
     "Tensor",
     "TensorPart",
+    "Tolerances",
     "abs_max",
     "abs_mean",
     "abs_std",
@@ -65,12 +69,14 @@ _MODULES = {
     "Block": "watchstep.format.block",
     "Compaction": "watchstep.reading.compaction",
     "Run": "watchstep.reading.run",
-    "SavedTensor": "watchstep.reading.saved_tensor",
+    "SampleBatch": "watchstep.format.samples.samples",
+    "SavedTensor": "watchstep.reading.saved.saved_tensor",
     "Snapshot": "watchstep.format.snapshot",
     "SnapshotKey": "watchstep.format.layout",
     "StatisticsBatch": "watchstep.format.statistics",
     "Tensor": "watchstep.reading.tensor",
     "TensorPart": "watchstep.format.snapshot",
+    "Tolerances": "watchstep.reading.comparison.tolerances",
     "abs_max": "watchstep.format.statistics",
     "abs_mean": "watchstep.format.statistics",
     "abs_std": "watchstep.format.statistics",

@@ -16,6 +16,7 @@ from watchstep.errors import ConfigError, MissingStoreError, NotFoundError
 from watchstep.format import documents
 from watchstep.format.block import Block, concatenate
 from watchstep.format.layout import ENDS, RUN_DOCUMENT, SnapshotKey, check_name
+from watchstep.format.samples.samples import SampleBatch
 from watchstep.format.snapshot import Snapshot
 from watchstep.format.tensors import (
     BUILT_IN,
@@ -34,7 +35,8 @@ from watchstep.reading.columns import NO_CUT, Columns, Selection
 from watchstep.reading.index import RunIndex
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce, losses_of
 from watchstep.reading.run_documents import END, read_documents, read_state
-from watchstep.reading.saved_objects import SavedObjects
+from watchstep.reading.samples import read_samples
+from watchstep.reading.saved.saved_objects import SavedObjects
 from watchstep.reading.sql import query
 from watchstep.reading.steps import (
     StepRecords,
@@ -174,6 +176,7 @@ class Run:
         self._records: StepRecords | None = None
         self._ends: dict[str, dict[int, int]] = {}
         self._damaged_ends: dict[str, str] = {}
+        self._damaged_samples: dict[str, str] = {}
         self.document = document
 
     @property
@@ -212,7 +215,7 @@ class Run:
     @property
     def damaged(self) -> dict[str, str]:
         """Segments, saved objects and documents that could not be read, and why."""
-        return {**self._index.damaged, **self._saved.damaged, **self._damaged_ends}
+        return {**self._index.damaged, **self._saved.damaged, **self._damaged_ends, **self._damaged_samples}
 
     @property
     def attempts(self) -> list[str]:
@@ -605,6 +608,29 @@ class Run:
             NotFoundError, FormatError: it does not exist, or is damaged.
         """
         return self._saved.open(key)
+
+    def samples(self, step: int | range, worker: int | None = None) -> list[SampleBatch]:
+        """Return the samples that a step was trained on: one entry for each batch and worker, by step and worker.
+
+        They are on the store if something went wrong near the step, or the step is one of the last ones of its attempt. Of a
+        step that several attempts made, those of the newest attempt with samples of it are returned. Objects that cannot be read are
+        listed in `damaged`.
+
+        Args:
+            step: the step, or a range of steps.
+            worker: only those of this worker.
+
+        Raises:
+            ConfigError: the step is outside of the run's ``range_steps``.
+            StoreError: the store cannot be read.
+        """
+        steps = step if isinstance(step, range) else range(step, step + 1)
+        for limit in steps[:1], steps[-1:]:
+            for number in limit:
+                self._check_step(number)
+        found = read_samples(self._store, self.attempts, steps, worker)
+        self._damaged_samples = found.damaged
+        return found.batches
 
     def ends(self) -> list[documents.EndDocument]:
         """How the workers of all attempts ended. Documents that cannot be read are listed in `damaged` instead."""

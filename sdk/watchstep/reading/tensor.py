@@ -13,8 +13,8 @@ from watchstep.format.block import Block
 from watchstep.format.segment import to_table
 from watchstep.format.statistics import DERIVED
 from watchstep.format.tensors import Mode, TensorInfo, mode_index
-from watchstep.reading.saved_objects import SavedObjects, SavedRequest
-from watchstep.reading.saved_tensor import Framework, SavedTensor
+from watchstep.reading.saved.saved_objects import SavedObjects, SavedRequest
+from watchstep.reading.saved.saved_tensor import Framework, SavedTensor
 from watchstep.reading.steps import checked_step
 
 if TYPE_CHECKING:

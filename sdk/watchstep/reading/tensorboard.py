@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from watchstep.errors import ConfigError
-from watchstep.format.tensorboard import FIGURES, EventFile, encode_rows
+from watchstep.format.event_files.tensorboard import FIGURES, EventFile, encode_rows
 from watchstep.reading.run import Run
 
 
 def export(run: Run, folder: str | os.PathLike[str], figures: tuple[str, ...] = FIGURES) -> int:
     """Write a run as event files, one folder for each mode and worker.
 
-    `watchstep.format.tensorboard` describes their scalars and histograms. ``Hook(tensorboard=…)`` writes the same during a run.
+    `watchstep.format.event_files.tensorboard` describes their scalars and histograms. ``Hook(tensorboard=…)`` writes the same during a run.
 
     Args:
         run: the run.

@@ -17,6 +17,9 @@ Phase = Literal["forward", "backward", "recomputation", "optimizer", "eager", "g
 """When an operation ran. ``recomputation`` is a forward pass that runs again within a backward pass (activation checkpointing). ``eager`` and
 ``graph`` are those of a program that executes graphs (TensorFlow)."""
 
+COLLECTIVES = ("c10d.", "_c10d_functional.")
+"""Beginnings of the names of operations between ranks, which may still be running when they are observed."""
+
 
 class TraceMode(str, Enum):
     """What is recorded of each output. Names and meanings are those of TensorFlow's Debugger V2, with two more.
@@ -122,13 +125,15 @@ class TracedTensor:
 
     Attributes:
         id: the same for tensors that share memory.
-        shape: its shape.
-        dtype: e.g. ``float32``.
+        shape: its shape; -1 for a dimension that was not recorded, and (-1,) if the rank was not.
+        dtype: e.g. ``float32``; empty if it was not recorded.
         device: e.g. ``cpu`` or ``cuda:0``.
         name: of a parameter, buffer, gradient or argument of the model; empty for others.
         nonfinite: whether an element is NaN or infinite; None if it was not checked.
         health: counts; None if not counted. Inputs are counted when an output of their operation is not finite.
         values: all elements; None if they were not recorded. Shape ``shape``; bfloat16 and fp8 are widened to float32.
+        checksum: of the bits of all elements, as in `watchstep.kernels.array_kernel`; None if it was not recorded. Of an input only where its
+            memory is first read and no traced operation of the step wrote it.
     """
 
     id: int
@@ -139,6 +144,12 @@ class TracedTensor:
     nonfinite: bool | None = None
     health: TensorHealth | None = None
     values: NDArray[Any] | None = field(default=None, compare=False, repr=False)
+    checksum: int | None = None
+
+    @property
+    def shape_text(self) -> str:
+        """The shape as ``16x3``; ``scalar`` for one without dimensions, and ``?`` for a dimension that was not recorded."""
+        return "x".join("?" if size < 0 else str(size) for size in self.shape) or "scalar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +184,16 @@ class Operation:
         module: path of the module whose forward pass ran, or whose backward pass this is; empty outside of the model.
         inputs: tensors that it read, in the order of its arguments.
         outputs: tensors that it wrote, those that it changed in place included.
-        stack: index of its stack in `Trace.stacks`; for a backward operation that of the forward operation, where known.
-        node: name of the backward function that ran it, e.g. ``LogBackward0``; empty in other phases.
+        stack: index of its stack in `Trace.stacks`; for a backward operation that of the forward operation, where known, unless a function of the
+            program computes the backward pass.
+        node: name of the backward function that ran it, e.g. ``LogBackward0``, or of the operation in its graph, e.g. ``dense/MatMul``;
+            empty in other phases.
         forward: index of the forward operation that the backward function belongs to; None if unknown.
         is_view: whether its outputs only show memory of its inputs.
         infinite_argument: whether a number among its arguments is infinite or NaN, as for a mask with -inf.
         is_constant: whether it makes a tensor of numbers that the program wrote.
         error: type and text of the exception that it raised; empty if none.
+        numbers: its first numeric arguments, recorded with checksums.
     """
 
     index: int
@@ -196,6 +210,7 @@ class Operation:
     infinite_argument: bool = False
     is_constant: bool = False
     error: str = ""
+    numbers: tuple[float, ...] = ()
 
     @property
     def is_bad(self) -> bool:
@@ -212,7 +227,8 @@ class Trace:
         stacks: source lines, innermost first; `Operation.stack` is an index of it.
         sources: text of source files by path, where they could be read.
         mode: what was recorded of each output.
-        losses: ids of tensors whose backward pass was started, with the index of the operation after which that happened.
+        losses: ids of tensors whose backward pass was started, with the index of the operation after which that happened; of a program
+            of TensorFlow, results of one element that nothing else reads, with the index of a later operation.
         left_out: number of operations that the ring or a filter left out.
         program: what made it, as ``torch 2.13.0``.
         notes: what could not be observed.

@@ -1,10 +1,12 @@
-"""A diagnosis as text: the first bad operation, its source line, its inputs, and what it reached."""
+"""Diagnoses and comparisons of traces as text: the first bad or different operation, its source line, its inputs, and what it reached."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from watchstep.platform.terminal_text import printable
+from watchstep.trace.comparison import OperationDifference, TraceDifference, TraceParting
 from watchstep.trace.operations import Operation, Trace, TracedTensor
 from watchstep.trace.origins import BadOrigin, Diagnosis
 
@@ -20,6 +22,118 @@ def render_diagnosis(trace: Trace, diagnosis: Diagnosis, *, verbose: bool = Fals
         verbose: Whether further origins, contained values and the whole stack are shown.
     """
     return "\n".join(map(printable, _lines(trace, diagnosis, verbose=verbose))) + "\n"
+
+
+def render_trace_difference(trace: Trace, difference: TraceDifference) -> str:
+    """Render the first operation that differs.
+
+    Args:
+        trace: The first of the two traces; it has the source lines.
+        difference: Of the two traces.
+    """
+    return "\n".join(map(printable, _difference_lines(trace, difference))) + "\n"
+
+
+def trace_difference_data(trace: Trace, difference: TraceDifference) -> dict[str, Any]:
+    """Return a comparison as JSON data, with the source lines of the first trace."""
+    return {
+        "first": None if difference.first is None else _first_data(trace, difference.first),
+        "parts_first": difference.parts_first,
+        "partings": [
+            {
+                "step": parting.step,
+                "only_a": [_place_data(trace, each) for each in parting.only_a],
+                "only_b": [each.name for each in parting.only_b],
+                "meets": parting.meets,
+            }
+            for parting in difference.partings
+        ],
+        "compared": difference.compared,
+        "without_figures": difference.without_figures,
+        "steps": list(difference.steps),
+        "notes": list(difference.notes),
+    }
+
+
+def _first_data(trace: Trace, first: OperationDifference) -> dict[str, Any]:
+    return {
+        "kind": first.kind,
+        "operation": _place_data(trace, first.a),
+        "position": first.position,
+        "figure": first.figure,
+        "a": first.value_a,
+        "b": first.value_b,
+    }
+
+
+def _place_data(trace: Trace, operation: Operation) -> dict[str, Any]:
+    site = trace.line_of(operation)
+    return {
+        "index": operation.index,
+        "step": operation.step,
+        "phase": operation.phase,
+        "name": operation.name,
+        "module": operation.module,
+        "node": operation.node,
+        "line": None
+        if site is None
+        else {"file": site.file, "line": site.line, "function": site.function, "text": trace.text_of(site)},
+    }
+
+
+_KINDS = {
+    "result": "it computed another {figure} of output {position} from equal inputs: {a} and {b}",
+    "random": "it drew other random numbers: {figure} of output {position} is {a} and {b}",
+    "input": "its input {position} has other values, which no traced operation wrote: {figure} {a} and {b}",
+    "number": "number {position} among its arguments is {a} and {b}",
+}
+
+
+def _difference_lines(trace: Trace, difference: TraceDifference) -> Iterator[str]:
+    if difference.parts_first:
+        yield from _parting_lines(trace, difference.partings[0])
+    if difference.first is not None:
+        yield from _first_lines(trace, difference.first)
+    if not difference.differs:
+        yield f"no difference in {difference.compared} operations of {len(difference.steps)} step(s)"
+    later = difference.partings[1 if difference.parts_first else 0 :]
+    if later:
+        yield f"the sequences of operations part at {len(later)} further place(s), first in step {later[0].step}"
+    if difference.without_figures:
+        yield f"{difference.without_figures} operation(s) were not compared: the traces say nothing about their results"
+    yield from difference.notes[:_MAX_OTHERS]
+
+
+def _first_lines(trace: Trace, first: OperationDifference) -> Iterator[str]:
+    yield f"first different operation: {_title(first.a)}"
+    forward = _forward_of(trace, first.a)
+    if forward is not None:
+        yield f"  backward of {forward.name}, in {first.a.node}"
+    yield from _site_lines(trace, first.a)
+    values = {"figure": first.figure, "position": first.position, "a": first.value_a, "b": first.value_b}
+    yield f"  {_KINDS[first.kind].format(**values)}"
+    tensors = first.a.inputs if first.kind == "input" else first.a.outputs
+    if first.kind != "number" and first.position < len(tensors) and tensors[first.position].name:
+        yield f"  tensor {tensors[first.position].name}"
+
+
+def _parting_lines(trace: Trace, parting: TraceParting) -> Iterator[str]:
+    yield f"the sequences of operations part in step {parting.step}"
+    for name, operations in (("A", parting.only_a), ("B", parting.only_b)):
+        if operations:
+            more = f", and {len(operations) - 1} more" if len(operations) > 1 else ""
+            yield f"  only {name}: {_title(operations[0])}{more}"
+    if parting.only_a:
+        yield from _site_lines(trace, parting.only_a[0])
+    if not parting.meets:
+        yield "  they do not meet again in this step"
+
+
+def _site_lines(trace: Trace, operation: Operation) -> Iterator[str]:
+    if (site := trace.line_of(operation)) is not None:
+        yield f"  at {site}"
+        if text := trace.text_of(site):
+            yield f"      {text}"
 
 
 def _lines(trace: Trace, diagnosis: Diagnosis, *, verbose: bool) -> Iterator[str]:
@@ -60,10 +174,7 @@ def _origin_lines(trace: Trace, origin: BadOrigin, *, verbose: bool) -> Iterator
     forward = _forward_of(trace, operation)
     if forward is not None:
         yield f"  backward of {forward.name}, in {operation.node}"
-    if (site := trace.line_of(operation)) is not None:
-        yield f"  at {site}"
-        if text := trace.text_of(site):
-            yield f"      {text}"
+    yield from _site_lines(trace, operation)
     if verbose:
         yield from (f"  called from {caller}" for caller in trace.stack_of(operation)[1:])
     for place, tensor in enumerate(operation.inputs):
@@ -88,8 +199,7 @@ def _forward_of(trace: Trace, operation: Operation) -> Operation | None:
 
 def _described(tensor: TracedTensor) -> str:
     name = f"{tensor.name}, " if tensor.name else ""
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
-    text = f"{name}{tensor.dtype} {shape}"
+    text = f"{name}{tensor.dtype or 'tensor'} {tensor.shape_text}"
     if tensor.health is not None:
         return f"{text}: {tensor.health}"
     return text if tensor.nonfinite is None else f"{text}: {'not finite' if tensor.nonfinite else 'finite'}"

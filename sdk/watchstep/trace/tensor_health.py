@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from watchstep.kernels.native_kernel import MemoryRange
-from watchstep.pytorch.kernel import TorchKernel, native_memory
+from watchstep.pytorch.kernel import TorchKernel, checksums, native_memory
 from watchstep.pytorch.observable import dense_values
 from watchstep.trace.operations import TensorHealth
 
@@ -98,6 +99,23 @@ def health_of_extremes(elements: int, smallest: float, largest: float) -> Tensor
         negative_infinite=int(smallest == -math.inf),
         is_exact=not math.isinf(smallest) and not math.isinf(largest),
     )
+
+
+def checksums_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return a checksum of the bits of each tensor; None for those without values. Waits for devices."""
+    results: list[int | None] = [None] * len(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if not tensor.is_meta and tensor.layout is torch.strided:
+            by_device.setdefault(tensor.device, []).append(place)
+    for places in by_device.values():
+        try:
+            found = checksums([tensors[place].detach() for place in places]).tolist()
+        except (RuntimeError, TypeError, ValueError, KeyError, NotImplementedError):
+            continue  # dtypes and classes of tensors without readable memory
+        for place, number in zip(places, found, strict=True):
+            results[place] = int(number)
+    return results
 
 
 def is_on_host(tensor: Tensor) -> bool:

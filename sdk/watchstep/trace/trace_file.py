@@ -6,6 +6,7 @@ elements of a full tensor, little-endian and in the order of its shape. Sizes ar
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import zipfile
@@ -29,7 +30,7 @@ from watchstep.trace.operations import (
     TraceMode,
 )
 
-VERSION = 1
+VERSION = 2
 _HEAD, _OPERATIONS = "trace.json", "operations.jsonl"
 _MAX_HEAD_BYTES = 128 * 2**20
 _MAX_OPERATIONS_BYTES = 1024 * 2**20
@@ -52,20 +53,32 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            lines = []
-            for operation in trace.operations:
-                lines.append(json.dumps(operation_data(operation), separators=(",", ":")))
-                for place, output in enumerate(operation.outputs):
-                    if output.values is not None:
-                        archive.writestr(
-                            _values_member(operation.index, place), _little_endian(output.values).tobytes()
-                        )
-            archive.writestr(_OPERATIONS, "".join(f"{line}\n" for line in lines))
-            archive.writestr(_HEAD, json.dumps(_head_data(trace)))
+        with partial.open("wb") as file:
+            _write(trace, file)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def encode_trace(trace: Trace) -> bytes:
+    """Return a trace as the bytes of its file."""
+    content = io.BytesIO()
+    _write(trace, content)
+    return content.getvalue()
+
+
+def _write(trace: Trace, file: IO[bytes]) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        lines = []
+        for operation in trace.operations:
+            lines.append(json.dumps(operation_data(operation), separators=(",", ":")))
+            for place, output in enumerate(operation.outputs):
+                if output.values is not None:
+                    archive.writestr(
+                        _values_member(operation.index, place), _little_endian(output.values).tobytes()
+                    )
+        archive.writestr(_OPERATIONS, "".join(f"{line}\n" for line in lines))
+        archive.writestr(_HEAD, json.dumps(_head_data(trace)))
 
 
 def read_trace(path: str | os.PathLike[str] | IO[bytes]) -> Trace:
@@ -148,6 +161,22 @@ class _Values:
         return np.frombuffer(content, dtype).reshape(shape)
 
 
+class _WithoutValues:
+    """Leaves the full tensors in the file."""
+
+    def read(self, operation: int, output: int, shape: tuple[int, ...], dtype: str) -> None:
+        """Return nothing."""
+
+
+def operation_of(line: bytes) -> Operation:
+    """Return the operation of a line of ``operations.jsonl``, without the values of full tensors.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError: the line is damaged.
+    """
+    return _operation(_json(line), _WithoutValues())
+
+
 def _values_member(operation: int, output: int) -> str:
     return f"values/{operation}-{output}"
 
@@ -210,7 +239,7 @@ def operation_data(operation: Operation) -> dict[str, Any]:
     return {
         name: value
         for name, value in data.items()
-        if value is not None and value is not False and value != ""
+        if value is not None and value is not False and value not in ("", ())
     }
 
 
@@ -218,11 +247,20 @@ def _tensor_data(tensor: TracedTensor) -> list[Any]:
     health = None
     if tensor.health is not None:
         health = {name: value for name, value in asdict(tensor.health).items() if value not in (None, ())}
-    data = [tensor.id, tensor.shape, tensor.dtype, tensor.device, tensor.name, tensor.nonfinite, health]
+    data = [
+        tensor.id,
+        tensor.shape,
+        tensor.dtype,
+        tensor.device,
+        tensor.name,
+        tensor.nonfinite,
+        health,
+        tensor.checksum,
+    ]
     return data if tensor.values is None else [*data, tensor.values.dtype.newbyteorder("<").str]
 
 
-def _operation(data: Any, values: _Values) -> Operation:
+def _operation(data: Any, values: _Values | _WithoutValues) -> Operation:
     if data["phase"] not in _PHASES:
         raise ValueError(f"phase {str(data['phase'])[:40]!r}")
     index = int(data["index"])
@@ -250,19 +288,22 @@ def _operation(data: Any, values: _Values) -> Operation:
         infinite_argument=bool(data.get("infinite_argument")),
         is_constant=bool(data.get("is_constant")),
         error=str(data.get("error", "")),
+        numbers=tuple(map(float, data.get("numbers", ()))),
     )
 
 
 _HEALTH_FIELDS = {field.name: field for field in fields(TensorHealth)}
 
 
-_TENSOR_WORDS = 7
+_TENSOR_WORDS = 8
 
 
 def _tensor(data: Any, values: NDArray[Any] | None = None) -> TracedTensor:
-    number, shape, dtype, device, name, nonfinite, health = data
+    number, shape, dtype, device, name, nonfinite, health, checksum = data
     if nonfinite not in {None, True, False}:
         raise ValueError(f"nonfinite {str(nonfinite)[:40]!r}")
+    if checksum is not None and type(checksum) is not int:
+        raise ValueError(f"checksum {str(checksum)[:40]!r}")
     return TracedTensor(
         int(number),
         tuple(map(int, shape)),
@@ -272,6 +313,7 @@ def _tensor(data: Any, values: NDArray[Any] | None = None) -> TracedTensor:
         nonfinite,
         None if health is None else _health(health),
         values,
+        checksum,
     )
 
 

@@ -21,23 +21,37 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.errors import ConfigError
 from watchstep.kernels import native_kernel
 from watchstep.pytorch.observable import ModuleHook, own_work
 from watchstep.trace.call_stacks import CallStacks
-from watchstep.trace.operations import Operation, Phase, TensorHealth, Trace, TracedTensor, TraceMode
+from watchstep.trace.operations import (
+    COLLECTIVES,
+    Operation,
+    Phase,
+    TensorHealth,
+    Trace,
+    TracedTensor,
+    TraceMode,
+)
 from watchstep.trace.tensor_health import (
+    checksums_of,
     extremes,
     health_of,
     health_of_extremes,
@@ -50,6 +64,7 @@ from watchstep.trace.tensor_health import (
 _OPERATION_BYTES = 400
 """Approximate memory of an operation's record."""
 _TENSOR_BYTES = 200
+_MAX_NUMBERS = 8
 _MAX_DEPTH, _MAX_ITEMS = 4, 100
 """Limits of the arguments of a model in which tensors are named."""
 
@@ -66,6 +81,8 @@ class TraceConfig:
         dtypes: only operations with an output of one of these, as ``float16``; empty for all.
         ring_steps: number of traced steps that are kept; older ones are dropped.
         ring_bytes: approximate memory of the steps that are kept; older ones are dropped, and the operations of one step beyond it.
+        checksums: also record a checksum of the bits of what each operation wrote, and of what it read if no operation wrote it before, of any dtype;
+            and numeric arguments. `watchstep.trace.compare_traces` finds single bits by them. Waits for devices.
     """
 
     mode: TraceMode = TraceMode.CURT_HEALTH
@@ -75,6 +92,7 @@ class TraceConfig:
     dtypes: tuple[str, ...] = ()
     ring_steps: int = 2
     ring_bytes: int = 256 * 2**20
+    checksums: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -110,15 +128,31 @@ class Tracer:
         print(render_diagnosis(trace, diagnose(trace)))
     """
 
-    def __init__(self, model: nn.Module | None = None, config: TraceConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        config: TraceConfig | None = None,
+        *,
+        finds_modules: bool = False,
+        keeps_hooks: bool = False,
+    ) -> None:
         """Create a tracer; nothing is observed until a step begins.
 
         Args:
             model: Its modules and parameters are named in the trace. None: operations have no module.
             config: What to record.
+            finds_modules: Whether all modules of the process are followed instead, for a step that begins before there is a model. The first
+                module with parameters that is called from outside of a module is the model; names in another such module begin with its class. Hooks on
+                optimizers remain until the process ends, so that a step can end within one.
+            keeps_hooks: Whether hooks on optimizers remain also with a model, so that steps can begin and end within one.
         """
         self.config = config or TraceConfig()
         self._model = model
+        self._found = _FoundModules() if finds_modules else None
+        self._current: _StepTrace | None = None
+        self._keeps_hooks = finds_modules or keeps_hooks
+        if self._keeps_hooks:
+            _observe_optimizers(self)
         self._next_step = 0
         self._steps: deque[_StepTrace] = deque()
         self._stacks = CallStacks()
@@ -138,23 +172,32 @@ class Tracer:
         if self.config.steps is not None and step not in self.config.steps:
             yield
             return
-        recording = _StepTrace(step, self.config, self._stacks, self._operations, _NamedTensors(self._model))
+        model = self._model if self._found is None else self._found.model
+        recording = _StepTrace(step, self.config, self._stacks, self._operations, _NamedTensors(model))
         try:
             with ExitStack() as stack:
-                stack.enter_context(recording.modules(self._model))
-                if _eager.enter():
+                stack.enter_context(
+                    recording.modules(model, follows_optimizers=not self._keeps_hooks)
+                    if self._found is None
+                    else recording.found_modules(self._found)
+                )
+                if _compiles_nothing():
+                    pass
+                elif _eager.enter():
                     stack.callback(_eager.leave)
                 else:
                     recording.notes.append(
                         "operations in compiled code are not observed by this version of PyTorch"
                     )
                 stack.enter_context(recording)
+                self._current = recording
                 try:
                     yield
                 except BaseException:
                     recording.raised = True
                     raise
         finally:
+            self._current = None
             recording.finish()
             self._operations = recording.next_index
             self._left_out += recording.left_out
@@ -162,19 +205,43 @@ class Tracer:
             self._steps.append(recording)
             self._drop_old()
 
+    @property
+    def current(self) -> _StepTrace | None:
+        """The step that runs; None if none does."""
+        return self._current
+
+    def release_model(self) -> None:
+        """Drop the model, once no step follows."""
+        self._model = None
+
     def trace(self) -> Trace:
         """Return the steps that are kept."""
-        operations = [operation for step in self._steps for operation in step.operations]
+        return self._trace_of(tuple(self._steps), self._left_out, tuple(self._notes))
+
+    def take(self) -> Callable[[], Trace]:
+        """Remove the steps that are kept. Returns a function that returns their trace, for any thread."""
+        taken = functools.partial(self._trace_of, tuple(self._steps), self._left_out, tuple(self._notes))
+        self._steps.clear()
+        self._left_out, self._notes = 0, {}
+        return taken
+
+    @property
+    def kept_bytes(self) -> int:
+        """Approximate memory of the steps that are kept."""
+        return sum(step.bytes for step in self._steps)
+
+    def _trace_of(self, steps: tuple[_StepTrace, ...], left_out: int, notes: tuple[str, ...]) -> Trace:
+        operations = [operation for step in steps for operation in step.operations]
         return Trace(
             operations,
             self._stacks.resolved(),
             self._stacks.sources(),
             self.config.mode,
-            tuple(loss for step in self._steps for loss in step.losses),
-            self._left_out,
+            tuple(loss for step in steps for loss in step.losses),
+            left_out,
             f"torch {torch.__version__}",
-            tuple(self._notes),
-            tuple(step.number for step in self._steps if step.raised),
+            notes,
+            tuple(step.number for step in steps if step.raised),
         )
 
     def _drop_old(self) -> None:
@@ -183,6 +250,29 @@ class Tracer:
             or sum(step.bytes for step in self._steps) > self.config.ring_bytes
         ):
             self._left_out += self._steps.popleft().count
+
+
+def _observe_optimizers(tracer: Tracer) -> None:
+    """Add hooks on optimizers that remain until the process ends, and keep no tracer alive."""
+    reference = weakref.ref(tracer)
+
+    def begins(optimizer: Any, *_: Any) -> None:
+        observed = reference()
+        if observed is not None and observed.current is not None:
+            observed.current.optimizer_begins(optimizer)
+
+    def ends(*_: Any) -> None:
+        observed = reference()
+        if observed is not None and observed.current is not None:
+            observed.current.optimizer_ends()
+
+    register_optimizer_step_pre_hook(begins)
+    register_optimizer_step_post_hook(ends)
+
+
+def _compiles_nothing() -> bool:
+    """Whether the environment makes `torch.compile` return the function itself. PyTorch's compiler, which takes long to import, is then not needed."""
+    return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
 class _EagerStance:
@@ -223,8 +313,11 @@ class _NamedTensors:
         self.parameters: dict[int, str] = {}
         self.by_storage: dict[int, str] = {}
         self._storages: list[Any] = []  # kept, so that no address of them is used again within the step
-        if model is None:
-            return
+        if model is not None:
+            self.add_model(model)
+
+    def add_model(self, model: nn.Module) -> None:
+        """Name the parameters and buffers of a model."""
         for name, parameter in model.named_parameters():
             self.parameters[id(parameter)] = name
             self._add(name, parameter)
@@ -250,6 +343,32 @@ class _NamedTensors:
                 self.add_nested(f"{name}[{place}]", item, depth + 1)
 
 
+class _FoundModules:
+    """Names of modules that are found when they are called.
+
+    Attributes:
+        model: the first one with parameters that was called from outside of a module; None before.
+    """
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self._paths: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()
+
+    def path_of(self, module: nn.Module, *, is_outermost: bool) -> str:
+        """Return the name of a module that is being called."""
+        path = self._paths.get(module)
+        if path is not None:
+            return path
+        prefix = type(module).__name__
+        if not is_outermost:
+            return prefix
+        if self.model is None and any(True for _ in module.parameters()):
+            self.model, prefix = module, ""
+        for name, inner in module.named_modules():
+            self._paths.setdefault(inner, f"{prefix}.{name}".strip("."))
+        return self._paths[module]
+
+
 def _storage_key(tensor: Tensor) -> int | None:
     try:
         storage = tensor.untyped_storage()
@@ -271,6 +390,8 @@ class _Schema:
         is_uninitialized: whether its results have no values yet.
         is_constant: whether it makes a tensor of numbers of the program.
         is_ignored: whether it computes nothing.
+        has_results: whether its results are new tensors, although it changes arguments.
+        changes_statistics: whether it changes running statistics in training, which its schema does not state.
     """
 
     name: str
@@ -280,6 +401,8 @@ class _Schema:
     is_uninitialized: bool
     is_constant: bool
     is_ignored: bool
+    has_results: bool
+    changes_statistics: bool
 
     @classmethod
     def of(cls, function: Any) -> _Schema:
@@ -300,20 +423,38 @@ class _Schema:
             base.startswith(("empty", "new_empty")) or base in {"resize_", "set_"},
             base == "lift_fresh",
             str(function).startswith(("profiler.", "prim.", "prims.device")),
+            any(each.alias_info is None for each in returns),
+            base in _CHANGING_STATISTICS and "out" not in function._schema.overload_name,  # noqa: SLF001 - as above
         )
 
+
+_CHANGING_STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_STATISTICS, _TRAINING = slice(3, 5), 5
+"""Places of the running statistics, and of whether they change, among the arguments of these operations."""
 
 _schemas: dict[Any, _Schema] = {}
 
 
 def _written(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[Tensor]:
-    if not schema.written and not schema.written_names:
-        if isinstance(result, Tensor):
-            return [result]
-        return _tensors_in(result) if isinstance(result, (list, tuple)) else []
+    if not schema.written and not schema.written_names and not schema.changes_statistics:
+        return _results(result)
+    changed = _changed(schema, args, kwargs)
+    return _results(result) + changed if schema.has_results else changed
+
+
+def _changed(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the arguments that an operation changes."""
     values = [args[place] for place in schema.written if place < len(args)]
     values.extend(kwargs[name] for name in schema.written_names if name in kwargs)
+    if schema.changes_statistics and len(args) > _TRAINING and args[_TRAINING]:
+        values.extend(args[_STATISTICS])
     return _tensors_in(values)
+
+
+def _results(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return _tensors_in(result) if isinstance(result, (list, tuple)) else []
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
@@ -328,6 +469,13 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 def _has_infinite_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
+
+
+def _numbers_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, ...]:
+    numbers = (value for value in (*args, *kwargs.values()) if type(value) in {int, float})
+    return tuple(
+        float(value) for value in itertools.islice(numbers, _MAX_NUMBERS) if abs(value) <= sys.float_info.max
+    )
 
 
 def _text_of(error: Exception) -> str:
@@ -356,6 +504,7 @@ class _Raw:
         infinite_argument: as in `Operation`.
         error: as in `Operation`.
         names: names of outputs with a name of their own, by position.
+        numbers: as in `Operation`.
         input_health: of each input, where an output is not finite.
         output_health: of each output, where it was counted.
         values: of each output, in the mode with full tensors.
@@ -374,6 +523,7 @@ class _Raw:
     infinite_argument: bool
     error: str
     names: dict[int, str] | None = None
+    numbers: tuple[float, ...] = ()
     input_health: list[TensorHealth | None] | None = None
     output_health: list[TensorHealth | None] | None = None
     values: list[Any] | None = None
@@ -390,6 +540,7 @@ class _TensorTable:
     Attributes:
         ids, shapes, dtypes, devices: of each.
         flags: whether each is not finite; None if not checked.
+        checksums: place → checksum, where it was computed.
     """
 
     def __init__(self) -> None:
@@ -398,6 +549,7 @@ class _TensorTable:
         self.dtypes: list[torch.dtype] = []
         self.devices: list[torch.device] = []
         self.flags: list[bool | None] = []
+        self.checksums: dict[int, int] = {}
         self._known_shapes: dict[torch.Size, torch.Size] = {}
 
     def add(self, number: int, tensor: Tensor) -> None:
@@ -416,10 +568,11 @@ class _TensorTable:
 
 
 class _RunningModules(threading.local):
-    """Paths of the modules whose forward passes run in this thread, the innermost last."""
+    """Paths of the modules whose forward passes run in this thread, the innermost last; and whether what an operation changes was not finite."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
+        self.before: dict[int, bool] = {}
 
 
 class _StepTrace(TorchDispatchMode):
@@ -458,12 +611,17 @@ class _StepTrace(TorchDispatchMode):
             int, tuple[Tensor, int, int]
         ] = {}  # id → parameter, place of its last writer, place of its output
         self._flags: dict[int, bool | None] = {}  # id → whether the last checked values are not finite
+        self._summed: set[int] = set()  # ids whose checksum is recorded where they were written or first read
         self._last_sequence = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
         self._forward_of: dict[int, int] = {}  # autograd's sequence number → place in records
         self._ids: dict[int, int] = {}
         self._id_names: dict[int, str] = {}
         self._next_id = 0
         self._was_backward = False
+        self._runs_python_backward = False
+        self._storages: dict[
+            int, StorageWeakRef
+        ] = {}  # keeps the addresses of freed memory from being used again
         self._matches_operation = re.compile(config.operations).match if config.operations else None
         self._matches_module = re.compile(config.modules).match if config.modules else None
         self._native = native_kernel.load()
@@ -491,7 +649,7 @@ class _StepTrace(TorchDispatchMode):
         return self._loss_records
 
     @contextmanager
-    def modules(self, model: nn.Module | None) -> Iterator[None]:
+    def modules(self, model: nn.Module | None, *, follows_optimizers: bool = True) -> Iterator[None]:
         """Follow which module runs, and whether an optimizer does."""
         handles: list[Any] = []
         try:
@@ -502,20 +660,58 @@ class _StepTrace(TorchDispatchMode):
                 enter, leave = ModuleHook(self._enter(path)), ModuleHook(self._leave(path))
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(leave, always_call=True))
-            handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
-            handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+            if follows_optimizers:
+                handles.append(register_optimizer_step_pre_hook(self.optimizer_begins))
+                handles.append(register_optimizer_step_post_hook(self.optimizer_ends))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
+    @contextmanager
+    def found_modules(self, found: _FoundModules) -> Iterator[None]:
+        """Follow which modules run, without a model."""
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            model = found.model
+            path = found.path_of(module, is_outermost=not self._running.paths)
+            if model is None and found.model is not None:
+                self._names.add_model(found.model)
+            if not self._running.paths and not path:
+                self._name_arguments(args, {})
+            self._running.paths.append(path)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._leave(found.path_of(module, is_outermost=False))(module, args, output)
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _name_ids(self) -> None:
+        """Name tensors also in operations that ran before their names were known, such as those that initialized parameters."""
+        for key, name in self._names.by_storage.items():
+            if key in self._ids:
+                self._id_names.setdefault(self._ids[key], name)
+
+    def _name_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place, argument in enumerate(args):
+            self._names.add_nested(f"input[{place}]", argument)
+        for name, argument in kwargs.items():
+            self._names.add_nested(f"input[{name}]", argument)
+        if self._config.checksums:
+            self._name_ids()
+
     def _enter(self, path: str) -> Callable[..., None]:
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._running.paths and not path:
-                for place, argument in enumerate(args):
-                    self._names.add_nested(f"input[{place}]", argument)
-                for name, argument in kwargs.items():
-                    self._names.add_nested(f"input[{name}]", argument)
+                self._name_arguments(args, kwargs)
             self._running.paths.append(path)
 
         return enter
@@ -543,14 +739,16 @@ class _StepTrace(TorchDispatchMode):
                 if (name := named.pop(self._tensors.ids[record.first_output + position], None)) is not None:
                     record.names = {**(record.names or {}), position: name}
 
-    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+    def optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+        """Handle the start of an optimizer's step."""
         self._optimizers += 1
         if type(optimizer).__module__.startswith("torch."):
             # All frames within it are hidden, so its operations have one stack.
             self._optimizer_stack = self._stacks.current(sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
 
-    def _optimizer_ends(self, *_: Any) -> None:
-        self._optimizers -= 1
+    def optimizer_ends(self, *_: Any) -> None:
+        """Handle the end of an optimizer's step."""
+        self._optimizers = max(0, self._optimizers - 1)  # a step may begin within that of an optimizer
         self._optimizer_stack = None
         try:
             self._check_updates()
@@ -570,6 +768,7 @@ class _StepTrace(TorchDispatchMode):
             or not hasattr(func, "_schema")
         ):
             return func(*args, **named)
+        self._running.before = self._flags_before(func, args, named)
         try:
             result = func(*args, **named)
         except Exception as error:
@@ -577,6 +776,35 @@ class _StepTrace(TorchDispatchMode):
             raise
         self._observe(func, args, named, result, None)
         return result
+
+    def _flags_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, bool]:
+        """Return whether tensors that an operation is about to change are not finite, by id, if nothing in the step wrote them before.
+
+        Afterwards it is too late: what they contain then, the operation wrote.
+        """
+        schema = _schemas.get(func) or _schemas.setdefault(func, _Schema.of(func))
+        changes = schema.written or schema.written_names or schema.changes_statistics
+        if not changes or self._optimizers or not self._mode.has_health:
+            return {}
+        flags: dict[int, bool] = {}
+        try:
+            for tensor in _changed(schema, args, kwargs):
+                key = _storage_key(tensor)
+                number = self._ids.get(key) if key is not None else None
+                if (
+                    (number is None or number not in self._flags)
+                    and is_on_host(tensor)
+                    and is_checkable(tensor)
+                ):
+                    self._is_checking = True
+                    health = health_of(tensor, counts=False)
+                    if health is not None:
+                        flags[id(tensor)] = not health.is_finite
+        except Exception as fault:  # noqa: BLE001 - the recorder's faults never reach training
+            self.notes.append(f"{func}: not checked: {type(fault).__name__}: {fault}")
+        finally:
+            self._is_checking = False
+        return flags
 
     def _observe(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, error: Exception | None
@@ -611,6 +839,8 @@ class _StepTrace(TorchDispatchMode):
         for tensor, key in zip(read, keys, strict=True):
             number = self._id_of_input(key)
             table.add(number, tensor)
+            if self._running.before and id(tensor) in self._running.before:
+                table.flags[-1] = self._running.before[id(tensor)]
             if number in self._id_names and number not in self._flags:
                 self._check_on_device(number, tensor, len(table.ids) - 1)
         first_output = first + len(read)
@@ -648,20 +878,30 @@ class _StepTrace(TorchDispatchMode):
             dict.fromkeys(range(len(written)), gradient) if gradient else None,
         )
         if is_bad or error is not None:
-            record.input_health = [health_of(tensor, counts=False) for tensor in read]
+            record.input_health = [
+                None if self._running.before.get(id(tensor)) is False else health_of(tensor, counts=False)
+                for tensor in read
+            ]
         if is_bad or (self._mode.has_health and self._mode is not TraceMode.CURT_HEALTH):
             self._add_details(record, written)
+        if self._config.checksums:
+            self._add_checksums(record, read, written, gradient)
+            record.numbers = _numbers_in(args, kwargs)
         self._records.append(record)
+        self._note_phase(phase, place)
+        self.bytes += _OPERATION_BYTES + _TENSOR_BYTES * (len(read) + len(written))
+
+    def _note_phase(self, phase: Phase, place: int) -> None:
+        """Find the losses, and attribute backward functions to forward operations."""
         if phase == "backward":
             if not self._was_backward and place:
                 # Autograd begins with the gradient of the loss, of ones.
                 before = self._records[place - 1]
                 if before.schema.name == "aten.ones_like.default" and before.inputs:
-                    self._loss_records.append((table.ids[before.first], before.index))
+                    self._loss_records.append((self._tensors.ids[before.first], before.index))
         elif phase != "optimizer":
             self._note_sequence(place)
         self._was_backward = phase in {"backward", "recomputation"}
-        self.bytes += _OPERATION_BYTES + _TENSOR_BYTES * (len(read) + len(written))
 
     def _is_left_out(self, schema: _Schema, module: str, written: list[Tensor]) -> bool:
         if self._matches_operation is not None and not self._matches_operation(schema.name):
@@ -676,6 +916,7 @@ class _StepTrace(TorchDispatchMode):
         """Phase, module, backward function, place of its forward operation, and the name of a gradient that is being accumulated."""
         node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
         module = self._running.paths[-1] if self._running.paths else ""
+        self._runs_python_backward = isinstance(node, BackwardCFunction)
         if node is None:
             # A closure runs with gradients within an optimizer's step; the optimizer's own arithmetic runs without.
             is_update = self._optimizers > 0 and not torch.is_grad_enabled()
@@ -715,7 +956,7 @@ class _StepTrace(TorchDispatchMode):
         return number
 
     def _stack(self, phase: Phase, forward: int | None) -> int:
-        if forward is not None:
+        if forward is not None and not self._runs_python_backward:
             return self._records[forward].stack
         if phase == "optimizer" and self._optimizer_stack is not None:
             return self._optimizer_stack
@@ -779,6 +1020,35 @@ class _StepTrace(TorchDispatchMode):
             record.values = [values_of(tensor) for tensor in written]
             self.bytes += sum(values.nbytes for values in record.values if values is not None)
 
+    def _add_checksums(self, record: _Raw, read: list[Tensor], written: list[Tensor], gradient: str) -> None:
+        """Record checksums of new outputs, and of inputs that nothing in this step wrote."""
+        for tensor in (*read, *written):
+            key = _storage_key(tensor)
+            if key is not None and key not in self._storages:
+                self._storages[key] = StorageWeakRef(tensor.untyped_storage())
+        if record.schema.name.startswith("aten.set_."):
+            return  # shows memory that something else has filled, such as a data loader's worker
+        ids = self._tensors.ids
+        if record.schema.name.startswith(COLLECTIVES):
+            # It may still be running. Its result is recorded where it is read.
+            self._summed.difference_update(ids[record.first : record.first_output + record.outputs])
+            return
+        outputs = ids[record.first_output : record.first_output + record.outputs]
+        places, tensors = [], []
+        for place, tensor in enumerate(read, record.first):
+            if ids[place] not in self._summed and ids[place] not in outputs:
+                places.append(place)
+                tensors.append(tensor)
+        if not record.schema.is_view or gradient:
+            places.extend(range(record.first_output, record.first_output + record.outputs))
+            tensors.extend(written)
+        self._summed.update(outputs if record.schema.is_uninitialized else (ids[place] for place in places))
+        if record.schema.is_uninitialized:
+            return
+        for place, checksum in zip(places, checksums_of(tensors), strict=True):
+            if checksum is not None:
+                self._tensors.checksums[place] = checksum
+
     def _converted(self, record: _Raw) -> Operation:
         forward = record.forward
         return Operation(
@@ -807,6 +1077,7 @@ class _StepTrace(TorchDispatchMode):
             infinite_argument=record.infinite_argument,
             is_constant=record.schema.is_constant,
             error=record.error,
+            numbers=record.numbers,
         )
 
     def _health_of_input(self, record: _Raw, position: int) -> TensorHealth | None:
@@ -831,11 +1102,14 @@ class _StepTrace(TorchDispatchMode):
             not health.is_finite if flag is None and health is not None else flag,
             health or self._late_health.get(entry),
             values,
+            table.checksums.get(entry),
         )
 
     def finish(self) -> None:
         """Read the results of devices, and release what is needed only while the step runs."""
-        self._ids = {}
+        if self._optimizers:  # the step ends within that of its optimizer
+            self.optimizer_ends()
+        self._ids, self._storages = {}, {}
         self._forward_of, self._flags, self._updated = {}, {}, {}
         self._names = _NamedTensors(None)
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}

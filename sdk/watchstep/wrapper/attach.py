@@ -21,8 +21,10 @@ from torch.utils.data import get_worker_info
 from watchstep.capture.identity import ATTEMPT
 from watchstep.capture.shutdown.ending import live
 from watchstep.hook import Hook
+from watchstep.hook_arguments import AUDIT
 from watchstep.platform.folders import PrivateFolder
 from watchstep.pytorch import losses
+from watchstep.pytorch.loaders.loader_samples import EarlySamples
 from watchstep.pytorch.losses import BackwardLoss
 from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.watch import Watch
@@ -37,6 +39,7 @@ class Attachment:
 
     def __init__(self) -> None:
         self._losses: list[BackwardLoss] = []
+        self._samples = EarlySamples()
         optimizer_steps.listen(self)
         losses.listen(self)
         amp.listen(self)
@@ -89,6 +92,7 @@ class Attachment:
             hook.watch(_model_of(optimizer), optimizer)
             watch = hook._watches[0]  # noqa: SLF001 - the first watch adopts earlier losses
             watch.adopt_loss(losses)
+            self._samples.pass_to(hook._session)  # noqa: SLF001 - as above
         except Exception as error:  # noqa: BLE001 - no fault may end the program
             if hook is None:
                 _log.error("watchstep: not recording: %s", error)
@@ -107,6 +111,10 @@ class Attachment:
 def wait_for_first_step() -> None:
     """Start waiting; called once, when the program has imported PyTorch."""
     _waiting.append(Attachment())
+    if AUDIT in os.environ:
+        from watchstep.wrapper.audit.observer import observe
+
+        observe(os.environ)
 
 
 def _claim(report: Callable[[OSError], None]) -> bool:

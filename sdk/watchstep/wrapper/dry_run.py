@@ -23,9 +23,9 @@ from watchstep.capture.tensors.collections import SELECTABLE
 from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import TensorInfo
-from watchstep.pytorch.full_tensors import FORMAT_NAMES
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import Names, bases_of
+from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES
 from watchstep.pytorch.watch import Watch
 
 _EVERYTHING = "everything recordable"

@@ -15,7 +15,7 @@ from watchstep.errors import ConfigError
 from watchstep.format.capture_needs import CaptureNeed, encoded
 from watchstep.format.layout import check_name
 from watchstep.hook import STORE
-from watchstep.hook_arguments import NEEDS, ON_STOP, needs_in
+from watchstep.hook_arguments import NEEDS, ON_NONFINITE, ON_STOP, needs_in
 from watchstep.platform.transport import SERVICE, TOKEN, ServiceAddress
 from watchstep.store.local import STORE_ID, StoreIdentity
 
@@ -40,6 +40,7 @@ class AttemptLaunch:
         attempt: the id that all ranks of the attempt share.
         service: the service, if there is one.
         on_stop: effect of a cooperative stop in the program.
+        on_nonfinite: the gate policy, as `watchstep.stopping.OnNonfinite.parse` reads it.
         store_id: id of a local store, as in `watchstep.store.local.StoreIdentity`; empty if unknown.
         needs: what the rules need the recorder to capture.
         state: what the launch leaves to the recorder, encoded by `watchstep.capture.service.registration.LaunchState`.
@@ -52,6 +53,7 @@ class AttemptLaunch:
     attempt: str
     service: ServiceAddress | None = None
     on_stop: Literal["ignore", "raise", "stop", "checkpoint"] = "ignore"
+    on_nonfinite: str = "record"
     store_id: str = ""
     state: str = ""
     needs: tuple[CaptureNeed, ...] = ()
@@ -65,6 +67,7 @@ def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str
     """
     added = {STORE: launch.store_url, PROJECT: launch.project, RUN: launch.run, ATTEMPT: launch.attempt}
     added[ON_STOP] = launch.on_stop
+    added[ON_NONFINITE] = launch.on_nonfinite
     if launch.service is not None:
         added[SERVICE], added[TOKEN] = launch.service.url, launch.service.token
     added |= StoreIdentity(launch.store_id).variables(launch.store_url)

@@ -88,6 +88,12 @@ def parser() -> argparse.ArgumentParser:
         "once the program has saved a new checkpoint, or after 20 s; 'ignore': leave it to the end of the job",
     )
     parsed.add_argument(
+        "--on-nonfinite",
+        metavar="POLICY",
+        help="effect of an update by NaN or infinite gradients: 'record' it (default), 'skip' it, 'skip:N' to stop after N skipped updates "
+        "in a row, or 'stop' before the first",
+    )
+    parsed.add_argument(
         "--require-service",
         action="store_true",
         help="do not start the program unless a service registers the run; without it, the recorder registers the run once a service answers",
@@ -167,6 +173,7 @@ def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation
         run=check_name("run", options.run_id or os.environ.get(RUN) or new_run_id()),
         attempt=launched_attempt(os.environ) or new_nonce(),
         on_stop=options.on_stop,
+        on_nonfinite=str(hook_arguments.on_nonfinite_of(options.on_nonfinite)),
     )
     return launch, ServiceLocation.of(options.service or "", url)
 

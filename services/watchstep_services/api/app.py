@@ -31,12 +31,14 @@ from watchstep_services.api.routes import (
     routing,
     rules,
     runs,
+    samples,
     silences,
     snapshots,
     statistics,
     stops,
     stores,
     tokens,
+    traces,
 )
 from watchstep_services.api.schemas import problems
 from watchstep_services.api.streaming import Streams
@@ -67,6 +69,8 @@ ROUTERS = (
     rules.backtests_router,
     statistics.router,
     snapshots.router,
+    samples.router,
+    traces.router,
     tokens.router,
     tokens.run_tokens_router,
     health.router,

@@ -297,6 +297,8 @@ TAGS = {
     "rule configs": "Which rules judge a run, or the runs of a project.",
     "statistics": "Queries over what was recorded.",
     "snapshots": "Full tensors.",
+    "traces": "Operations of traced steps.",
+    "samples": "What steps were trained on.",
     "backtests": "Runs that are judged again.",
     "health": "Whether the service lives and works.",
 }

@@ -52,11 +52,6 @@ RUNS = {
         "compact_run",
         "Rewrite a finished run sorted by tensor and step, so that a series is read with one request. Safe to repeat.",
     ),
-    "diff": CommandEntry(
-        "runs.recorded",
-        "diff_runs",
-        "Show the first step and tensor at which two runs differ, and what differs. Exit code 1 if they differ.",
-    ),
     "acknowledge": CommandEntry(
         "runs.alerts",
         "acknowledge",
@@ -213,6 +208,36 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
         "jobs",
         "trace",
         "Name the first bad operation of a trace, with its source line. Exit code 1 if there is one.",
+    ),
+    "replay": CommandEntry(
+        "jobs",
+        "replay",
+        "Compute a bundled training step again, and name its first bad operation. Exit code 1 if it is not reproduced.",
+    ),
+    "bundles": CommandEntry(
+        "jobs",
+        "bundles",
+        "List the bundles of a run, or show what a bundle contains and lacks.",
+    ),
+    "samples": CommandEntry(
+        "jobs",
+        "samples",
+        "Show which samples a step was trained on, or which steps' samples are on the store.",
+    ),
+    "skip-list": CommandEntry(
+        "jobs",
+        "skip_list",
+        "Write the samples of some steps to a file that a sampler leaves out when the training resumes.",
+    ),
+    "diff": CommandEntry(
+        "jobs",
+        "diff",
+        "Show the first step and tensor at which two runs differ, and with traces the first operation. Exit code 1 if they differ.",
+    ),
+    "audit": CommandEntry(
+        "jobs",
+        "audit",
+        "Run a program twice, and report what is not deterministic. Exit code 1 if the runs differ.",
     ),
     "database": CommandEntry(
         "database",

@@ -1,6 +1,6 @@
 """``watchstep attach`` and ``watchstep watch``, which run without the service's packages, and the commands of the SDK.
 
-The SDK itself executes ``run``, ``sync``, ``migrate-store`` and ``trace``. Their definitions here provide help and shell completion.
+The SDK itself executes ``run``, ``sync``, ``migrate-store``, ``trace``, ``samples``, ``skip-list``, ``replay``, ``bundles``, ``diff`` and ``audit``. Their definitions here provide help and shell completion.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from watchstep.client import Client
 from watchstep.errors import ConfigError, ServiceError
 from watchstep.platform.terminal_text import printable
 from watchstep.store.store import checked_scheme
+from watchstep.wrapper.audit.audit_command import parser as audit_parser
+from watchstep.wrapper.diff_command import parser as diff_parser
+from watchstep.wrapper.replay_command import bundles_parser
+from watchstep.wrapper.replay_command import parser as replay_parser
 from watchstep.wrapper.run_command import parser as run_options
+from watchstep.wrapper.samples_command import samples_parser, skip_list_parser
 from watchstep.wrapper.store_commands import migrate_parser, sync_parser
 from watchstep.wrapper.trace_command import parser as trace_parser
 from watchstep_launch.backend import Backend, open_backend
@@ -179,6 +184,12 @@ run = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 sync = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 migrate_store = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 trace = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+replay = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+bundles = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+diff = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+audit = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+samples = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+skip_list = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @run.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -218,14 +229,95 @@ def _migrate_store(
     migrate_parser().parse_args(arguments or ["--help"])
 
 
+@samples.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _samples(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] RUN")] = None,
+) -> None:
+    """Show which samples a step was trained on, or which steps' samples are on the store.
+
+    Examples:
+        watchstep samples my-run
+        watchstep samples my-run --step 1200
+    """
+    samples_parser().parse_args(arguments or ["--help"])
+
+
+@skip_list.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _skip_list(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] RUN")] = None,
+) -> None:
+    """Write the samples of some steps to a file that a sampler leaves out when the training resumes.
+
+    Examples:
+        watchstep skip-list my-run --step 1200 -o skip.json
+        watchstep skip-list my-run --steps 1195:1200 -o skip.json
+    """
+    skip_list_parser().parse_args(arguments or ["--help"])
+
+
+@replay.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _replay(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="BUNDLE --program FILE.py")] = None,
+) -> None:
+    """Compute a bundled training step again, and name its first bad operation. Exit code 1 if it is not reproduced.
+
+    Examples:
+        watchstep replay runs/default/my-run --program train.py
+        watchstep replay s3://bucket/runs/default/my-run --step 5000 --program train.py:replay --precision fp64
+    """
+    replay_parser().parse_args(arguments or ["--help"])
+
+
+@bundles.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _bundles(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="RUN_OR_BUNDLE")] = None,
+) -> None:
+    """List the bundles of a run, or show what a bundle contains and lacks.
+
+    Examples:
+        watchstep bundles runs/default/my-run
+        watchstep bundles 5000-gate.safetensors --json
+    """
+    bundles_parser().parse_args(arguments or ["--help"])
+
+
 @trace.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
 def _trace(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] FILE")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] TRACE")] = None,
 ) -> None:
     """Name the first bad operation of a trace, with its source line. Exit code 1 if there is one.
 
     Examples:
         watchstep trace step-100.trace
         watchstep trace --operations 100:120 step-100.trace
+        watchstep trace --step 5000 s3://bucket/runs/default/my-run
+        watchstep trace tensorflow-dump/
     """
     trace_parser().parse_args(arguments or ["--help"])
+
+
+@diff.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _diff(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] RUN_A RUN_B")] = None,
+) -> None:
+    """Show the first step and tensor at which two runs differ, and with traces the first operation. Exit code 1 if they differ.
+
+    Examples:
+        watchstep diff night-1 night-2
+        watchstep diff night-1 night-2 --exact
+        watchstep diff night-1 night-2 --tolerance float32=1e-6 --traces a.trace b.trace
+    """
+    diff_parser().parse_args(arguments or ["--help"])
+
+
+@audit.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _audit(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] -- PROGRAM …")] = None,
+) -> None:
+    """Run a program twice, and report what is not deterministic. Exit code 1 if the runs differ.
+
+    Examples:
+        watchstep audit -- python train.py
+        watchstep audit --steps 10 --seed 0 -- torchrun --nproc-per-node 2 train.py
+    """
+    audit_parser().parse_args(arguments or ["--help"])

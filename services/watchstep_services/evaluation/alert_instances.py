@@ -241,7 +241,7 @@ MOST_SEGMENTS = 16
 
 
 def evidence_of(session: Session, context: EventContext, step: int) -> dict[str, Any]:
-    """The run's location on the store, the step, the segments that contain it, and a command that shows the run."""
+    """The run's location on the store, the step, the segments that contain it, and commands that show the run and the step's samples."""
     rows = session.execute(
         select(Segment)
         .where(
@@ -260,4 +260,5 @@ def evidence_of(session: Session, context: EventContext, step: int) -> dict[str,
         "step": step,
         "segments": [key_of(row).path for row in rows],
         "command": f"watchstep runs show {shlex.quote(root)}",
+        "samples": f"watchstep samples {shlex.quote(root)} --step {step}",
     }

@@ -49,7 +49,7 @@ def found(rows: list[Row], rule: str = "nan_or_inf") -> list[Finding]:
 def origin_and_message(rows: list[Row]) -> tuple[str, str]:
     """The origin and the message of the gradient's finding."""
     (finding,) = [finding for finding in found(rows) if finding.role == "gradient"]
-    head = "1 NaN among 1 elements of a.weight:gradient, which the optimizer applies"
+    head = "1 NaN among 1 elements of a.weight:gradient, which the optimizer is about to apply"
     assert finding.message.startswith(head)
     return finding.origin, finding.message.removeprefix(head)
 

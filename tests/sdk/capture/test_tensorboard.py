@@ -18,7 +18,7 @@ from tests.sdk.faults.test_disk import small_disk
 from tests.sdk.training import EVERY_STEP, Training
 from watchstep import Bounds, Hook, open_run
 from watchstep.errors import ConfigError
-from watchstep.format.tensorboard import EventFile
+from watchstep.format.event_files.tensorboard import EventFile
 from watchstep.reading.tensorboard import export
 
 FAST = replace(EVERY_STEP, bounds=Bounds(flush_seconds=0.01))

@@ -14,7 +14,7 @@ from tests.sdk.reading.stored import FIRST, new_run, write
 from tests.sdk.training import EVERY_STEP, Training
 from watchstep import Cadence, Collection, Hook, Run, open_run
 from watchstep.reading.compaction import compact
-from watchstep.reading.diff import diff
+from watchstep.reading.comparison.diff import diff
 from watchstep.reading.tensorboard import export
 
 CONFIG = replace(

@@ -28,7 +28,7 @@ from watchstep.errors import ConfigError, FormatError, NotFoundError, StoreError
 from watchstep.format import documents
 from watchstep.format.layout import RUN_DOCUMENT, SnapshotKey
 from watchstep.format.snapshot import TensorPart
-from watchstep.reading import saved_tensor
+from watchstep.reading.saved import saved_tensor
 from watchstep.store.store import ObjectEntry, Store
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6)

@@ -67,7 +67,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "show": ("runs", "show", "p/r", *AT),
     "stats": ("runs", "stats", "p/r", LOSS, *AT),
     "stats of an unknown tensor": ("runs", "stats", "p/r", HOSTILE[:-1], *AT),
-    "diff": ("runs", "diff", "p/r", "p/other", *AT),
+    "diff": ("diff", "p/r", "p/other", *AT),
     "alerts": ("runs", "alerts", "p/r", *AT),
     "events": ("runs", "events", "p/r", *AT),
     "events as JSON": ("runs", "events", "p/r", "--json", *AT),

@@ -239,7 +239,7 @@ def _applied(block: Block, bad: NDArray[np.int64]) -> _Damage:
 
 
 def _applied_message(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - a _Message
-    return f"{counts_of(block, row)}, which the optimizer applies"
+    return f"{counts_of(block, row)}, which the optimizer is about to apply"
 
 
 def _checked(block: Block, bad: NDArray[np.int64]) -> _Damage:

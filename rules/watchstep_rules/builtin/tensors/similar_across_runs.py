@@ -175,7 +175,7 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
         "Rounding differs: another device, number format or compiler.",
     )
     what_to_try = (
-        "Find the first step and tensor at which the two runs differ: watchstep runs diff.",
+        "Find the first step and tensor at which the two runs differ: watchstep diff.",
         "Compare seeds, versions, the order of the data and the batch of all workers together.",
     )
 

@@ -52,7 +52,7 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, State]):
         "A library, driver or device differs from the earlier runs.",
     )
     what_to_try = (
-        "Compare the configuration and the first tensor that deviates with an earlier run: watchstep runs diff.",
+        "Compare the configuration and the first tensor that deviates with an earlier run: watchstep diff.",
         "Look at the other alerts of this run, and at the earliest deviation.",
         "Run the earlier commit in the new environment.",
     )

@@ -17,6 +17,7 @@ from watchstep.capture.config import (
     PROBES,
     ROLES,
     Bounds,
+    Bundles,
     Cadence,
     CaptureConfig,
     Collection,
@@ -247,6 +248,16 @@ SNAPSHOTS = Section(
         "memory_bytes": Field(Size(), "Memory for all snapshots and full tensors together."),
     },
 )
+BUNDLES = Section(
+    Bundles,
+    {
+        "at_gate": Field(Flag(), "Whether the first bad step of a series is bundled, at most twice."),
+        "limit_bytes": Field(Size(), "Largest bundle."),
+        "reference_bytes": Field(Size(), "Memory of earlier micro-batches of a step that stays referenced."),
+        "buffer_bytes": Field(Size(), "Memory for copies of the model's buffers."),
+        "redact": Field(ListOf(Text(), "[program/argv]"), "Patterns of what is left out."),
+    },
+)
 SYSTEM = Section(
     SystemSampling,
     {
@@ -272,6 +283,8 @@ BOUNDS = Section(
         "close_seconds": Field(_SECONDS, "Time limit for waiting for the store on close."),
         "term_seconds": Field(_SECONDS, "Time limit for delaying a SIGTERM to write what is left."),
         "checkpoint_seconds": Field(_SECONDS, "Time limit of a stop for waiting for a checkpoint."),
+        "sample_bytes": Field(Size(), "Size on disk of the ids of the samples of the last steps. 0: none."),
+        "sample_steps": Field(Whole(), "Number of steps whose samples are recorded."),
     },
 )
 
@@ -315,6 +328,10 @@ DOCUMENT = Section(
         "snapshots": Field(
             Reference("Snapshots", SNAPSHOTS),
             "Snapshots of all weights and gradients, and the memory for full tensors.",
+        ),
+        "bundles": Field(
+            OrNull(Reference("Bundles", BUNDLES)),
+            "Bundles of single steps, from which a step is computed again. null: none.",
         ),
         "system": Field(
             OrNull(Reference("SystemSampling", SYSTEM)), "Figures of the process and its machine. null: none."
@@ -383,6 +400,7 @@ def document_schema() -> dict[str, Any]:
     """The JSON schema of a document, draft 2020-12. ``watchstep check-config`` also checks conditions between fields."""
     definitions = {
         "Bounds": BOUNDS,
+        "Bundles": BUNDLES,
         "Cadence": CADENCE,
         "Collection": COLLECTION,
         "Snapshots": SNAPSHOTS,

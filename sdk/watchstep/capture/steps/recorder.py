@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from watchstep.capture.health import RecorderHealth
+from watchstep.capture.samples.capture import SampleCapture
 from watchstep.capture.steps.record import (
     BoundedQueue,
     Condition,
@@ -56,6 +57,14 @@ class StepGuard(Protocol):
 
     def as_data(self) -> dict[str, Any]:
         """Its findings and its cost, for the hook's health."""
+        ...
+
+
+class StepTracing(Protocol):
+    """Traces the operations of chosen steps, on the training thread."""
+
+    def finished(self, step: int) -> None:
+        """A step is finished, and the next one begins. Never raises."""
         ...
 
 
@@ -202,6 +211,10 @@ class Recorder:
         """Number of training losses that the program has logged."""
         self.full_tensors: TensorCapture | None = None
         """Saves full tensors of collections."""
+        self.samples: SampleCapture | None = None
+        """Records which samples a step was trained on."""
+        self.tracing: StepTracing | None = None
+        """Traces the operations of chosen steps."""
         self._updates = 0
         self._queue = queue
         self._health = health
@@ -263,13 +276,18 @@ class Recorder:
             return None
         return request if self.stopped is None else ""
 
-    def stop(self, reason: str) -> NoReturn:
-        """Stop by a guard of this rank or another. Always raises `StopTraining`, whatever fails on the way."""
+    def stop(self, reason: str, source: str = "guard") -> NoReturn:
+        """Stop by a guard or the gate policy, of this rank or another. Always raises `StopTraining`, whatever fails on the way.
+
+        Args:
+            reason: one sentence for users.
+            source: what stops, for the message.
+        """
         self.stopped, self.acknowledged = request(reason, self.step), True
         try:
-            if self.guarding is not None and not self.guarding.ended:
+            if self.guarding is None or not self.guarding.ended:
                 self.hand_over()
-            sys.stderr.write(f"watchstep: stopped by the guard at step {self.step}: {printable(reason)}\n")
+            sys.stderr.write(f"watchstep: stopped by the {source} at step {self.step}: {printable(reason)}\n")
         except Exception as error:  # noqa: BLE001 - other ranks may stop at the same point
             self._health.fault("stop", error)
         raise StopTraining(self.stopped, self.step)
@@ -399,7 +417,11 @@ class Recorder:
         Raises:
             StopTraining: a stop is due and the program opted in.
         """
+        if self.samples is not None:
+            self.samples.finished(self.step)
         self._finished = True
+        if self.tracing is not None:
+            self.tracing.finished(self.step)
         self._scalars.update_done()
         if self._system is not None:
             self._system.times.finished()

@@ -9,11 +9,13 @@ from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
 from watchstep.capture.needs import not_provided, with_tensors
+from watchstep.capture.samples.capture import SampleCapture
 from watchstep.capture.schedule import Schedule
 from watchstep.capture.steps.record import BoundedQueue, LossOnsets
 from watchstep.capture.steps.recorder import Recorder
 from watchstep.capture.stop import StopExchange
 from watchstep.capture.system.sampler import Alongside, Sampler
+from watchstep.capture.tensors.bundle_plan import BundlePlan
 from watchstep.capture.tensors.collections import TensorCapture
 from watchstep.capture.tensors.snapshots import SnapshotPlan, SnapshotWriter
 from watchstep.format.capture_needs import CaptureNeed
@@ -35,11 +37,13 @@ class Session:
         snapshots: decides at which steps full tensors are saved.
         snapshot_writer: owns the memory of snapshots, and writes them to the store.
         full_tensors: saves full tensors of collections.
+        bundles: decides which steps are bundled.
         system: connects the training thread and the sampler; None if the system is not sampled.
         onsets: checks training losses; None without a gate.
         mode: the program's current mode; train by default.
         used_collections: names of collections with at least one tensor.
         needs: needs of the run's rules, as the service stated them last.
+        samples: records which samples a step was trained on.
     """
 
     config: CaptureConfig
@@ -50,11 +54,16 @@ class Session:
     snapshots: SnapshotPlan
     snapshot_writer: SnapshotWriter
     full_tensors: TensorCapture
+    bundles: BundlePlan
     system: Alongside | None = None
     onsets: LossOnsets | None = None
     mode: Mode = "train"
     used_collections: set[str] = field(default_factory=set)
     needs: tuple[CaptureNeed, ...] = ()
+    samples: SampleCapture = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.samples = self.recorder.samples = SampleCapture(self.health)
 
     def empty_collections(self) -> list[str]:
         """Return the sorted names of collections with selectors that match no watched tensor, most likely because of a misspelling."""
@@ -99,6 +108,7 @@ class Session:
             SnapshotPlan(config.snapshots),
             writer,
             recorder.full_tensors,
+            BundlePlan(config.bundles, health),
             system,
             onsets,
         )
@@ -119,8 +129,12 @@ def apply_control(
     requested = [
         session.snapshots.request(request.id, request.step) for request in document.requests_of(attempt)
     ]
+    for request, is_new in zip(document.requests_of(attempt), requested, strict=True):
+        if is_new:
+            session.bundles.request(request.id)
     if document.stop is not None or document.tombstone or any(requested):
         session.snapshot_writer.protect()
+        session.samples.request_upload()
 
 
 def start_sampling(session: Session, identity: Identity) -> Sampler | None:

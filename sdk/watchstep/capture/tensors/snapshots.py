@@ -276,6 +276,31 @@ class TakenSnapshot:
 
 
 @dataclass(frozen=True)
+class StoredFile:
+    """A complete object, in a file of this machine that is mapped to memory or encoded when it is written.
+
+    Attributes:
+        key: returns the key relative to the run, of an attempt.
+        data: the bytes of the object, or a function that returns them, called by the thread that writes them.
+        counter: name of the count of such objects in health.
+    """
+
+    key: Callable[[str], str]
+    data: NDArray[np.uint8] | Callable[[], NDArray[np.uint8]]
+    counter: str
+
+    @property
+    def names(self) -> int:
+        """Number of tensors that are described in memory: none."""
+        return 0
+
+    @property
+    def memory(self) -> tuple[NDArray[np.uint8], ...]:
+        """Buffers to release: none."""
+        return ()
+
+
+@dataclass(frozen=True)
 class _Object:
     """A snapshot as it is written: ``start``, followed by ``data``."""
 
@@ -309,7 +334,7 @@ class SnapshotWriter:
         self._rotated: deque[str] = deque()
         # Reentrant, because a signal handler may interrupt the thread that holds the lock and call back.
         self._changed = threading.Condition()
-        self._items: deque[tuple[int, TakenSnapshot]] = deque()
+        self._items: deque[tuple[int, TakenSnapshot | StoredFile]] = deque()
         self._saved: deque[SnapshotKey] = deque()
         self._offered = 0
         self._names = 0  # of the tensors in items
@@ -331,8 +356,8 @@ class SnapshotWriter:
         with self._changed:
             self._rings.setdefault(collection, SnapshotRing(limit)).limit = limit
 
-    def offer(self, taken: TakenSnapshot) -> None:
-        """Queue a snapshot. Its memory is released after writing."""
+    def offer(self, taken: TakenSnapshot | StoredFile) -> None:
+        """Queue a snapshot or a file. Its memory is released after writing."""
         with self._changed:
             self._offered += 1
             self._names += taken.names
@@ -406,9 +431,12 @@ class SnapshotWriter:
     def _has_work(self) -> bool:
         return bool((self._items and self._destination) or self._given_up)
 
-    def _process(self, number: int, taken: TakenSnapshot) -> None:
+    def _process(self, number: int, taken: TakenSnapshot | StoredFile) -> None:
         try:
-            self._write(number, taken)
+            if isinstance(taken, StoredFile):
+                self._write_file(taken)
+            else:
+                self._write(number, taken)
         except _GivenUpError:
             pass  # already counted
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
@@ -419,6 +447,18 @@ class SnapshotWriter:
         with self._changed:
             self._items.popleft()
             self._names -= taken.names
+
+    def _write_file(self, file: StoredFile) -> None:
+        assert self._destination is not None
+        store, attempt = self._destination
+        data = file.data() if callable(file.data) else file.data
+        object_ = _Object(file.key(attempt), b"", (data,))
+        if not self._upload(store, object_):
+            self._health.count("dropped_snapshots")
+            return
+        self._health.count(file.counter)
+        self._health.count("objects")
+        self._health.count("bytes", object_.size)
 
     def _write(self, number: int, taken: TakenSnapshot) -> None:
         assert self._destination is not None
@@ -458,7 +498,8 @@ class SnapshotWriter:
             pause = min(_MAX_BACKOFF, 2 * pause)
 
     def _parts(self, object_: _Object) -> Iterator[memoryview]:
-        yield memoryview(object_.start)
+        if object_.start:
+            yield memoryview(object_.start)
         for data in object_.data:
             for start in range(0, len(data), _PIECE):
                 if self._given_up:

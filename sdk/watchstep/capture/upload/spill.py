@@ -6,6 +6,7 @@
       lock                                     held by the process that adds or uploads
       <seq>-<place>                            a segment
       end.json                                 how the worker ended, written last
+      samples.ring                             the samples of the last steps, in a folder of its own
 
 Files are written under a temporary name, then renamed.
 
@@ -288,6 +289,35 @@ class SpillFolder:
             OSError: it cannot be read.
         """
         return Outgoing(spilled.place, self._read(spilled.name))
+
+    @contextlib.contextmanager
+    def created(self, name: str) -> Iterator[int]:
+        """Create a file, and yield its descriptor for reading and writing.
+
+        Raises:
+            OSError: it exists, or cannot be created.
+        """
+        with _opened(self.path) as directory:
+            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    def contents(self, name: str, max_bytes: int) -> bytes:
+        """Read a file of at most so many bytes.
+
+        Raises:
+            OSError: it cannot be read, is larger, or does not belong exclusively to this user.
+        """
+        with _opened(self.path) as directory:
+            return read_owned_file(
+                name,
+                {os.geteuid()},
+                folder=directory,
+                refused_modes=_WRITABLE_BY_OTHERS,
+                max_bytes=max_bytes,
+            )
 
     def drop(self, name: str) -> None:
         """Remove a file; a missing one is not an error.

@@ -17,6 +17,7 @@ from watchstep.capture.stop import ControlReader
 from watchstep.capture.upload.access import Access, claim_attempt, restore_documents
 from watchstep.capture.upload.backlog import Backlog
 from watchstep.capture.upload.outgoing import Outgoing, settle
+from watchstep.capture.upload.sample_objects import upload_left_ring
 from watchstep.capture.upload.spill import ABOUT, Spilled, SpillFolder, SpillOwner, is_own
 from watchstep.errors import FormatError, NotFoundError, StoreError, WatchstepError
 from watchstep.format import documents
@@ -306,6 +307,9 @@ def _sync_locked(folder: SpillFolder) -> Synced:
                 )
             folder.drop(spilled.name)
             done, size = done + 1, size + spilled.size
+        samples = upload_left_ring(folder, store, writer.attempt, about.identity.worker)
+        if samples is not None:
+            done, size = done + 1, size + samples
         _sync_end(folder, store, writer, about.base or 0)
     except (WatchstepError, OSError) as error:
         reason = f"{error.what}; hint: {error.hint}" if isinstance(error, WatchstepError) else str(error)

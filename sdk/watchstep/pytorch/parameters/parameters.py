@@ -20,7 +20,6 @@ from watchstep.capture.steps.record import Condition, Group, Probe
 from watchstep.capture.steps.session import Session
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel, Measurement
-from watchstep.pytorch import full_tensors
 from watchstep.pytorch.kernel import Checksums, has_all_memory
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled, unscaled
@@ -33,6 +32,7 @@ from watchstep.pytorch.probes.weights import (
     UpdateRatio,
     WeightChange,
 )
+from watchstep.pytorch.tensors import full_tensors
 
 Kind = tuple[str, Hashable]
 
@@ -193,6 +193,10 @@ class Parameters:
     def named(self) -> Iterable[NamedParameter]:
         """All parameters of the model, in an optimizer or not."""
         return self._named.values()
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the existing optimizers that have stepped, or are about to, and update the model."""
+        return [optimizer for optimizer, updated in self._updated.items() if updated.parameters]
 
     def optimized(self) -> frozenset[int]:
         """Return the ids of the parameters of all existing optimizers that have stepped."""

@@ -90,6 +90,18 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _seed() -> None:
+    """Seed the program, as ``watchstep audit --seed`` requests."""
+    try:
+        from watchstep.seeds import seed_all
+
+        seed_all(int(os.environ["WATCHSTEP_AUDIT_SEED"]))
+    except Exception as error:  # noqa: BLE001 - never into the program
+        _report(error)
+
+
+if "WATCHSTEP_AUDIT_SEED" in os.environ:
+    _seed()
 if "torch" not in sys.modules:
     sys.meta_path.insert(0, _AfterTorch())
 _run_hidden()

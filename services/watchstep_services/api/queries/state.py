@@ -24,6 +24,7 @@ from watchstep.reading.budget import ReadBudget
 from watchstep.reading.run import Run
 from watchstep.store.store import Store
 from watchstep_services.api.lookup import damaged_segments, run_store
+from watchstep_services.api.queries.traces import OpenedTraces
 from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.service.context import Service
 
@@ -161,6 +162,7 @@ class Queries:
         slots: slots of all queries.
         sql_slots: additional slots of SQL queries.
         part_threads: threads that read parts of streamed responses.
+        traces: cache of opened traces.
     """
 
     service: Service
@@ -168,6 +170,7 @@ class Queries:
     slots: Slots
     sql_slots: Slots
     part_threads: CapacityLimiter
+    traces: OpenedTraces
 
     @classmethod
     def of(cls, service: Service) -> Queries:
@@ -180,6 +183,7 @@ class Queries:
             Slots(settings.project_queries, _TOTAL),
             Slots(max(1, processes // 2), processes, "SQL queries"),
             CapacityLimiter(_PARTS),
+            OpenedTraces(),
         )
 
     def budget(self) -> ReadBudget:

@@ -1,10 +1,11 @@
-"""``watchstep runs show``, ``stats``, ``compact`` and ``diff``, and ``watchstep export``: read a run from its store.
+"""``watchstep runs show``, ``stats`` and ``compact``, and ``watchstep export``: read a run from its store.
 
-No service is needed. `find_run` and `locations` resolve run names of the command line, which may contain wildcards.
+No service is needed. `locations` resolves run names of the command line, which may contain wildcards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +14,12 @@ import typer
 from rich.text import Text
 
 from watchstep.errors import NotFoundError
-from watchstep.format.layout import RUN_DOCUMENT
+from watchstep.format.layout import ENDS, RUN_DOCUMENT
 from watchstep.format.tensors import LOSSES, MODES, Mode
 from watchstep.reading.compaction import compact
-from watchstep.reading.diff import diff
-from watchstep.reading.run import Run, open_run
-from watchstep.reading.run_documents import DAMAGED, RunEntry, find_runs, read_state
+from watchstep.reading.run import Run
+from watchstep.reading.run_documents import ATTEMPT, DAMAGED, END, read_documents, read_state
+from watchstep.reading.run_lookup import find_run
 from watchstep.reading.tensorboard import export as export_events
 from watchstep.store.store import Store
 from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, ServiceOption, StoreOption
@@ -59,6 +60,8 @@ def show_run(
     out.print(f"steps     {recorded}")
     out.print(f"attempts  {', '.join(opened.attempts) or 'none'}")
     out.print(f"workers   {len(opened.workers)} (ranks {', '.join(map(str, opened.workers)) or 'none'})")
+    for line in _seed_lines(opened):
+        out.print(f"seeds     {line}", soft_wrap=True)
     _print_losses(opened)
     for end in opened.ends():
         reason = f": {end.reason}" if end.reason else ""
@@ -115,6 +118,7 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
         "reason": _missing_records(run, stored.state),
         "attempts": list(run.attempts),
         "workers": list(run.workers),
+        "seeds": _seeds(run),
         "losses": {
             name: {"first": rows[0]["value"], "last": rows[-1]["value"], "derived": rows[-1]["derived"]}
             if rows
@@ -132,6 +136,28 @@ def _as_data(run: Run, service: str) -> dict[str, Any]:
         "alerts": alerts,
         "collections": {collection: list(names) for collection, names in sorted(run.collections.items())},
     }
+
+
+def _seeds(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the data of the last `watchstep.seed_all` of each attempt: of the end of its first worker, else of its start."""
+    found = read_documents(run.store, ATTEMPT).documents
+    seeds = {document.attempt: document.seeds for document in found}
+    for attempt in seeds:
+        ends = read_documents(run.store, END, f"{ENDS}{attempt}/").documents
+        later = [end.health["seeds"] for end in ends if end.worker == 0 and end.health.get("seeds")]
+        if later and isinstance(later[-1], dict):
+            seeds[attempt] = later[-1]
+    return seeds
+
+
+def _seed_lines(run: Run) -> Iterator[str]:
+    for attempt, seeds in _seeds(run).items():
+        if not seeds:
+            continue
+        generators = seeds.get("generators")
+        names = ", ".join(map(str, generators)) if isinstance(generators, list) else ""
+        algorithms = ", deterministic algorithms" if seeds.get("deterministic") else ""
+        yield f"attempt {attempt}: {seeds.get('seed')} ({names}){algorithms}, PYTHONHASHSEED {seeds.get('hash_seed')}"
 
 
 def _losses_by_name(run: Run) -> dict[str, list[dict[str, Any]]]:
@@ -203,77 +229,6 @@ def compact_run(
     """
     result = compact(find_run(run, store).location, delete_after=delete_after)
     console().print(f"generation {result.generation}: {result.written} written, {result.deleted} deleted")
-
-
-def diff_runs(
-    a: StoredRunArgument,
-    b: StoredRunArgument,
-    store: StoreOption = DEFAULT_STORE,
-    tolerance: Annotated[float, typer.Option(help="Relative difference that counts as equal.")] = 0.0,
-    most: Annotated[int, typer.Option(min=1, help="Maximum number of rows to show.")] = 20,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the first step and tensor at which two runs differ, and what differs. Exit code 1 if they differ.
-
-    Examples:
-        watchstep runs diff night-1 night-2
-        watchstep runs diff night-1 night-2 --tolerance 1e-6
-    """
-    result = diff(find_run(a, store), find_run(b, store), tolerance)
-    differing = [] if result.step is None else result.table.slice(0, most).to_pylist()
-    if as_json:
-        show_json(
-            {
-                "compared": result.compared,
-                "step": result.step,
-                "tensor": result.tensor,
-                "only_a": list(result.only_a),
-                "only_b": list(result.only_b),
-                "rows": differing,
-            }
-        )
-        raise typer.Exit(0 if result.step is None else 1)
-    out = console()
-    for names, run in ((result.only_a, a), (result.only_b, b)):
-        if names:
-            out.print(f"only in {run}: {', '.join(names)}")
-    if result.step is None:
-        out.print(f"no difference in {result.compared} rows")
-        return
-    out.print(f"first difference: step {result.step}, {result.tensor}")
-    rows = table(">STEP", "MODE", ">WORKER", "=TENSOR", "FIGURE", ">A", ">B", ">RELATIVE")
-    for row in differing:
-        numbers = [figure(row[name]) for name in ("a", "b", "relative")]
-        rows.add_row(
-            str(row["step"]), row["mode"], str(row["worker"]), row["tensor"], row["figure"], *numbers
-        )
-    show(rows)
-    raise typer.Exit(1)
-
-
-def find_run(run: str, store: str) -> Run:
-    """Open a run by URL, by project and id, or by id only.
-
-    Raises:
-        NotFoundError: the run does not exist, or runs of several projects have the id.
-    """
-    parts = run.split("/")
-    if len(parts) > 2:
-        return open_run(run)
-    if len(parts) == 1:
-        entries: list[RunEntry] = [entry for entry in find_runs(Store.open(store)) if entry.run == run]
-        if len(entries) != 1:
-            reason = (
-                f"in several projects: {', '.join(entry.project for entry in entries)}"
-                if entries
-                else "not found"
-            )
-            raise NotFoundError(
-                f"run {run!r} in {store}: {reason}",
-                "use <project>/<run>; 'watchstep runs list' shows all runs",
-            )
-        parts = [entries[0].project, run]
-    return open_run("/".join([Store.open(store).location, *parts]))
 
 
 _WILD = frozenset("*?[")

@@ -303,7 +303,7 @@ def test_weights_that_an_update_makes_nan_are_found_at_its_step(
     assert "skipped" not in result.stops[0].message
     assert result.stops[0].upstream == ("model:input",)
     assert (
-        "which the optimizer applies; the input contained 256 NaN among 256 elements"
+        "which the optimizer is about to apply; the input contained 256 NaN among 256 elements"
         in result.stops[0].message
     )
 

@@ -26,7 +26,7 @@ from watchstep.format.system_figures import (
     NODE_MEMORY,
     STEP_SECONDS,
 )
-from watchstep.reading.diff import diff
+from watchstep.reading.comparison.diff import diff
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

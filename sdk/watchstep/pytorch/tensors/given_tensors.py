@@ -25,13 +25,13 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.native_kernel import MemoryRange
-from watchstep.pytorch import full_tensors
 from watchstep.pytorch.kernel import TorchKernel, native_memory
 from watchstep.pytorch.names import dtype_name
 from watchstep.pytorch.observable import own_work
 from watchstep.pytorch.probes.activations import ChannelSums, ClassCounts
 from watchstep.pytorch.probes.staging import HostCopy
 from watchstep.pytorch.probes.weights import Unchanged
+from watchstep.pytorch.tensors import full_tensors
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """TensorBoard event files: rows of statistics as events, and the files that contain them.
 
-An event file is a sequence of records. A record is the length of its data, a checksum of the length, the data, and a checksum of the data.
-The data is an ``Event`` of TensorFlow's ``event.proto``, whose values are a ``Summary`` of ``summary.proto``. Both are encoded here, so that
-neither TensorBoard nor a protobuf library is needed.
+An event file is a sequence of records (`watchstep.format.event_files.tf_records`). The data of a record is an ``Event`` of TensorFlow's ``event.proto``,
+whose values are a ``Summary`` of ``summary.proto``. Both are encoded here, so that neither TensorBoard nor a protobuf library is needed.
 
 Rows become scalars and histograms:
 
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError
 from watchstep.format.block import Block
+from watchstep.format.event_files.tf_records import record
 from watchstep.format.statistics import (
     COUNT_COLUMNS,
     DERIVED,
@@ -234,60 +234,7 @@ def _varint(number: int) -> bytes:
 
 def _event(wall_time: float, content: bytes) -> bytes:
     """Return a record with an event of this time in seconds since the epoch."""
-    data = struct.pack("<Bd", 0x09, wall_time) + content
-    length = struct.pack("<Q", len(data))
-    return b"".join([length, _checksum(length), data, _checksum(data)])
-
-
-def _checksum(data: bytes) -> bytes:
-    crc = _crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-_WIDTH = 256
-_FEW = 64
-
-
-def _crc32c(data: bytes) -> int:
-    """Return the CRC-32C (Castagnoli) of at least four bytes.
-
-    A checksum is linear: that of a block of bytes is the exclusive or of the contributions of its bytes, which depend only on the byte and
-    on the number of bytes after it. numpy looks up those of all blocks at once. The checksum of everything before a block changes its
-    first four bytes.
-    """
-    contributions, last, before = _crc_tables()
-    if len(data) <= _FEW:
-        crc = 0xFFFFFFFF
-        for byte in data:
-            crc = last[(crc ^ byte) & 0xFF] ^ crc >> 8
-        return crc ^ 0xFFFFFFFF
-    padded = np.zeros((-(-len(data) // _WIDTH), _WIDTH), np.uint8)  # zeros in front change nothing
-    flat = padded.reshape(-1)
-    start = len(flat) - len(data)
-    flat[start:] = np.frombuffer(data, np.uint8)
-    flat[start : start + 4] ^= 0xFF
-    blocks = np.bitwise_xor.reduce(contributions[np.arange(_WIDTH), padded], axis=1)
-    first, second, third, fourth = before
-    crc = 0
-    for block in blocks.tolist():
-        crc = (
-            first[crc & 0xFF] ^ second[crc >> 8 & 0xFF] ^ third[crc >> 16 & 0xFF] ^ fourth[crc >> 24] ^ block
-        )
-    return crc ^ 0xFFFFFFFF
-
-
-@functools.cache
-def _crc_tables() -> tuple[NDArray[np.uint32], list[int], list[list[int]]]:
-    """Return the contribution of each byte at each place of a block, shape (256, 256), and lists of the last and the first four places."""
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, table >> 1 ^ np.uint32(0x82F63B78), table >> 1)
-    contributions = np.empty((_WIDTH, 256), np.uint32)
-    contributions[-1] = table
-    for place in range(_WIDTH - 2, -1, -1):
-        later = contributions[place + 1]
-        contributions[place] = table[later & 0xFF] ^ later >> 8
-    return contributions, table.tolist(), contributions[:4].tolist()
+    return record(struct.pack("<Bd", 0x09, wall_time) + content)
 
 
 class EventFile:

@@ -23,7 +23,7 @@ from watchstep.format.tensors import MODES, Mode, TensorInfo, mode_index
 from watchstep.reading.columns import NO_CUT
 from watchstep.reading.index import RunIndex, prefetch, readers_of
 from watchstep.reading.run_documents import ATTEMPT, get_document, read_documents
-from watchstep.reading.saved_tensor import WORDS, SavedPiece, SavedTensor
+from watchstep.reading.saved.saved_tensor import WORDS, SavedPiece, SavedTensor
 from watchstep.store.store import Store
 
 _CACHED_TENSORS = 200_000

@@ -15,8 +15,8 @@ from torch import Tensor
 from watchstep.capture.tensors.snapshots import Occasion, TakenSnapshot, fitting
 from watchstep.format.snapshot import Described, TensorPart, aligned_order, parts_metadata
 from watchstep.format.tensors import bounded_word
-from watchstep.pytorch.full_tensors import FORMAT_NAMES, shard_of, swap_bytes
 from watchstep.pytorch.kernel import has_all_memory
+from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, shard_of, swap_bytes
 
 if TYPE_CHECKING:
     from watchstep.capture.steps.session import Session

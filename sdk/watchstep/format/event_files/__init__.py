@@ -1,0 +1,1 @@
+"""Event files of TensorBoard, and their framing."""

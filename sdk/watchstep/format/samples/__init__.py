@@ -1,0 +1,1 @@
+"""The samples of steps, and lists of samples to leave out."""

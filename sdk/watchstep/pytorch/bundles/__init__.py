@@ -1,0 +1,1 @@
+"""Bundles: one training step as it was before its update, with everything that computes it again."""

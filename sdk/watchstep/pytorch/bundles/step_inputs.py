@@ -1,0 +1,293 @@
+"""What the current step was computed from: references to its batches and arguments, random states, and buffers before its first pass.
+
+Nothing of a model is copied but its buffers that passes change, as running statistics, up to a limit. Batches and arguments are
+referenced, and their versions noted: a tensor that was changed in place is no longer what the pass read, and is reported as lost. References are
+dropped when the next step begins; of a step with many micro-batches, those beyond the limit of memory are dropped earlier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # base of layers with running statistics; not public
+
+from watchstep.capture.config import Bundles
+from watchstep.pytorch.bundles.random_states import RandomStateCopies, RandomStates
+
+_MAX_DEPTH, _MAX_TENSORS = 4, 64
+"""Limits of the values in which tensors are looked for at each pass."""
+
+_MAX_MICRO_BATCHES = 4096
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors in a value of a program: in lists, tuples, mappings and dataclasses, not deeper than `_MAX_DEPTH`."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth >= _MAX_DEPTH or value is None or isinstance(value, str | bytes | int | float):
+        return
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from tensors_in(entry, depth + 1)
+    elif isinstance(value, list | tuple):
+        for entry in value[:_MAX_TENSORS]:
+            yield from tensors_in(entry, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(vars(value), depth + 1)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of changes in place; 0 for inference tensors, for which PyTorch does not count them."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - has no public name
+
+
+class TensorVersions:
+    """Versions of referenced tensors, which are kept alive by the references."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+        self.bytes = 0
+
+    def note(self, value: Any) -> None:
+        """Note the versions of the tensors in a value."""
+        for number, tensor in enumerate(tensors_in(value)):
+            if number >= _MAX_TENSORS:
+                return
+            if id(tensor) not in self._versions:
+                self._versions[id(tensor)] = (tensor, version_of(tensor))
+                self.bytes += tensor.nbytes
+
+    def is_changed(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was changed in place since its version was noted. False for one that was not noted."""
+        noted = self._versions.get(id(tensor))
+        return noted is not None and version_of(tensor) != noted[1]
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """The forward passes of training up to a backward pass, and what they were computed from.
+
+    Attributes:
+        random: states of the generators before the first of them.
+        versions: versions of the tensors that it read.
+        autocast: whether autocast was enabled, and its dtype, by device type.
+        syncs: whether `DistributedDataParallel` averages its gradients; None without it.
+        batch: the batch as the data loader yielded it, or as the program gave it.
+        has_batch: whether there is one.
+        arguments: positional arguments of the model; None if the model itself was not called.
+        keywords: keyword arguments of the model.
+        losses: losses at ``backward()``, one element each.
+        is_dropped: whether the references were dropped, because the step has too many.
+    """
+
+    random: RandomStates
+    versions: TensorVersions
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    syncs: bool | None
+    batch: Any = None
+    has_batch: bool = False
+    arguments: tuple[Any, ...] | None = None
+    keywords: Mapping[str, Any] | None = None
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+    is_dropped: bool = False
+
+    def drop(self) -> None:
+        """Drop the references."""
+        self.batch = self.arguments = self.keywords = None
+        self.versions = TensorVersions()
+        self.is_dropped = True
+
+
+class BufferCopies:
+    """Copies of the buffers of a model before the first pass of a step. Only those that may have changed since are copied again.
+
+    PyTorch's normalization layers change their running statistics without counting it as a change in place.
+    """
+
+    def __init__(self, model: nn.Module, limit: int) -> None:
+        self._places = [
+            (f"{path}.{leaf}" if path else leaf, module, leaf)
+            for path, module in model.named_modules()
+            for leaf in module._buffers  # noqa: SLF001 - has no public name
+        ]
+        self._limit = limit
+        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self.left_out: set[str] = set()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Copy the buffers that have changed."""
+        targets, sources = [], []
+        size = 0
+        for name, module, leaf in self._places:
+            buffer = module._buffers.get(leaf)  # noqa: SLF001 - as above
+            if buffer is None or buffer.is_meta:
+                self._copies.pop(name, None)
+                continue
+            size += buffer.nbytes
+            if size > self._limit:
+                self._copies.pop(name, None)
+                self.left_out.add(name)
+                continue
+            copy = self._copies.get(name)
+            version = version_of(buffer)
+            is_counted = not buffer.is_inference() and not isinstance(module, _NormBase)
+            if copy is not None and copy[0] is buffer and copy[1] == version and is_counted:
+                continue
+            if copy is not None and copy[0] is buffer and copy[2].shape == buffer.shape:
+                targets.append(copy[2])
+                sources.append(buffer.detach())
+                self._copies[name] = (buffer, version, copy[2])
+            else:
+                self._copies[name] = (buffer, version, buffer.detach().clone())
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def forget(self) -> None:
+        """Drop all references to the model."""
+        self._places, self._copies = [], {}
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the copies by name."""
+        return {name: copy for name, (_, _, copy) in self._copies.items()}
+
+    @torch.no_grad()
+    def restore_nonfinite(self) -> int:
+        """Set buffers that have become non-finite since the copy back to it. Returns their number."""
+        restored = 0
+        for buffer, _, copy in self._copies.values():
+            if (
+                buffer.is_floating_point()
+                and not bool(buffer.isfinite().all())
+                and bool(copy.isfinite().all())
+            ):
+                buffer.copy_(copy)
+                restored += 1
+        return restored
+
+
+class StepInputs:
+    """The inputs of the current step of one watched model. Used on the training thread.
+
+    Attributes:
+        micro_batches: forward passes of the step, in order.
+        buffers: copies of the model's buffers before the first of them.
+        step: the step; -1 before the first.
+        loader: the data loader and its position after its last batch: epoch, number, ids of its samples. The reference is weak, because
+            a data loader ends its worker processes when it is no longer used.
+    """
+
+    def __init__(self, model: nn.Module, outer: Any, config: Bundles) -> None:
+        self._outer = outer if isinstance(outer, nn.parallel.DistributedDataParallel) else None
+        self._config = config
+        self._random = RandomStateCopies()
+        self._next_batches: dict[int, Any] = {}
+        self._given = False
+        self._parameters = list(model.parameters())
+        self._parameter_versions: list[int] = []
+        self.micro_batches: list[MicroBatch] = []
+        self.buffers = BufferCopies(model, config.buffer_bytes)
+        self.step = -1
+        self.loader: tuple[Callable[[], Any], int, int, Any] | None = None
+
+    def begin_pass(self, step: int) -> None:
+        """Handle the start of a forward pass of training."""
+        if step != self.step:
+            self.step = step
+            self.micro_batches = []
+            self._parameter_versions = [version_of(parameter) for parameter in self._parameters]
+            self.buffers.update()
+        elif len(self.micro_batches) >= _MAX_MICRO_BATCHES:
+            return
+        elif self.micro_batches and not self.micro_batches[-1].losses and not self._next_batches:
+            return  # another pass for the same loss
+        versions = TensorVersions()
+        batch = MicroBatch(
+            self._random.capture(),
+            versions,
+            _autocast(),
+            None if self._outer is None else bool(self._outer.require_backward_grad_sync),
+        )
+        if self._next_batches:
+            batches, self._next_batches = tuple(self._next_batches.values()), {}
+            batch.batch, batch.has_batch = batches[0] if len(batches) == 1 else batches, True
+            versions.note(batch.batch)
+        self.micro_batches.append(batch)
+        self._drop_old()
+
+    def other_pass(self) -> None:
+        """Handle the start of a pass in another mode: the batches so far were for it."""
+        self._next_batches.clear()
+
+    def called(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Handle the arguments of the model in the current pass. Of several calls, the first counts."""
+        if not self.micro_batches:
+            return
+        batch = self.micro_batches[-1]
+        if batch.arguments is None and not batch.is_dropped:
+            batch.arguments, batch.keywords = arguments, dict(keywords)
+            batch.versions.note((arguments, batch.keywords))
+
+    def backward(self, loss: Tensor) -> None:
+        """Handle a loss at ``backward()``."""
+        if self.micro_batches and loss.numel() == 1:
+            self.micro_batches[-1].losses.append(loss.detach())
+
+    def give_batch(self, batch: Any) -> None:
+        """Set the batch of the next pass, by the program. From now on those of data loaders are ignored."""
+        self._given = True
+        self._next_batches = {0: batch}
+
+    def batch_yielded(self, loader: Any, batch: Any, sample_ids: Any, epoch: int, number: int) -> None:
+        """Handle a batch that a data loader yields: it is taken for that of the next pass of training. Those of several loaders are a tuple."""
+        if not self._given and torch.is_grad_enabled():
+            self._next_batches.pop(id(loader), None)  # so that the order is that of the last batches
+            self._next_batches[id(loader)] = batch
+            reference = _no_loader if loader is None else weakref.ref(loader)
+            self.loader = (reference, epoch, number, sample_ids)
+
+    def forget(self) -> None:
+        """Drop all references to the program, at the end of the recording."""
+        self.micro_batches, self._parameters, self._next_batches = [], [], {}
+        self._outer, self.loader = None, None
+        self.buffers.forget()
+
+    def failed(self, error: Exception) -> None:
+        """Ignore a failure of the observation of data loaders: the recording of samples counts it."""
+
+    @property
+    def parameters_are_unchanged(self) -> bool:
+        """Whether no parameter was changed in place since the first pass of the step."""
+        return self._parameter_versions == [version_of(parameter) for parameter in self._parameters]
+
+    def changed_parameters(self) -> set[int]:
+        """Return the ids of parameters that were changed in place since the first pass of the step."""
+        return {
+            id(parameter)
+            for parameter, version in zip(self._parameters, self._parameter_versions, strict=False)
+            if version_of(parameter) != version
+        }
+
+    def _drop_old(self) -> None:
+        """Drop references of the oldest micro-batches beyond the limit. Those of the current pass are alive anyway."""
+        size = 0
+        for batch in reversed(self.micro_batches[:-1]):
+            size += batch.versions.bytes
+            if size > self._config.reference_bytes and not batch.is_dropped:
+                batch.drop()
+
+
+def _no_loader() -> None:
+    return None
+
+
+def _autocast() -> dict[str, tuple[bool, torch.dtype]]:
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices
+    }

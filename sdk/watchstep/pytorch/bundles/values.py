@@ -1,0 +1,308 @@
+"""Values of a program as JSON with references to tensors, and back. Values of other types are lost, never pickled.
+
+==========================  ==========================================================================
+value                       JSON
+==========================  ==========================================================================
+None, bool, int, float, str the same; a large integer ``{"int": text}``, NaN and infinity ``{"float": text}``
+list, tuple, set            ``{"list"|"tuple"|"set": [...]}``; a named tuple also has ``fields``
+dict                        ``{"dict": [[key, value], ...]}``
+mapping, dataclass          the same with ``type``, the name of its class; read as `RecordedMapping`
+torch.Tensor                ``{"tensor": name, "device", "requires_grad"}``
+numpy array or scalar       ``{"array": name}``
+bytes                       ``{"bytes": base64}``
+torch.dtype, torch.device   ``{"torch": text}``
+other                       ``{"lost": reason, "type"}``
+redacted                    ``{"redacted": type}``
+==========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from watchstep.format.bundle import VALUES, LostValue
+from watchstep.format.snapshot import DTYPES
+from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, shard_of
+
+MAX_DEPTH = 32
+MAX_VALUES = 100_000
+_MAX_TEXT = 1024 * 1024
+_EXACT_INTEGERS = 2**53
+_NUMPY_NAMES = {
+    dtype: name for name, dtype in DTYPES.items() if name not in {"BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0"}
+}
+_TORCH_DTYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()}
+
+
+class RecordedMapping(dict[str, Any]):
+    """A mapping or dataclass of a program, read from a bundle. Its entries are also attributes.
+
+    Attributes:
+        type_name: name of the class that it had.
+    """
+
+    type_name: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the recorded {self.type_name or 'mapping'} has no {name!r}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferencedTensor:
+    """A tensor of a bundle, by its name in the object."""
+
+    name: str
+    dtype: str
+    values: Tensor | NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.values.shape)
+
+
+class ValueEncoder:
+    """Encodes values, and collects their tensors.
+
+    Attributes:
+        tensors: tensors by reference, in order.
+        lost: what could not be encoded.
+    """
+
+    def __init__(
+        self, redact: Sequence[str] = (), is_changed: Callable[[Tensor], bool] = lambda _tensor: False
+    ) -> None:
+        """Start without values.
+
+        Args:
+            redact: patterns of paths that are left out (`fnmatch.fnmatchcase`).
+            is_changed: whether a tensor was changed in place since it was referenced.
+        """
+        self.tensors: list[ReferencedTensor] = []
+        self.lost: list[LostValue] = []
+        self._redact = tuple(redact)
+        self._is_changed = is_changed
+        self._names: dict[int, str] = {}
+        self._originals: list[Any] = []  # keeps their ids unique
+        self._number = 0
+
+    def is_redacted(self, path: str) -> bool:
+        """Return whether a path, or something above it, is left out on purpose."""
+        parts = path.split("/")
+        above = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        return any(fnmatch.fnmatchcase(each, pattern) for each in above for pattern in self._redact)
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Any:
+        """Encode a value.
+
+        Args:
+            value: The value.
+            path: Its place, as ``micro_batches/0/batch``.
+            depth: Number of containers around it.
+        """
+        self._number += 1
+        if self._redact and self.is_redacted(path):
+            return {"redacted": _described(value)}
+        if self._number > MAX_VALUES or depth > MAX_DEPTH:
+            return self._lose(value, path, "it has too many or too deeply nested values")
+        try:
+            return self._encoded(value, path, depth)
+        except Exception as error:  # noqa: BLE001 - a value of the program may do anything
+            return self._lose(value, path, f"{type(error).__name__}: {error}"[:200])
+
+    def _encoded(self, value: Any, path: str, depth: int) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(np.asarray(value), value, path)
+        if type(value) in {int, float, str, bytes}:
+            return self._plain(value, path)
+        if isinstance(value, torch.dtype | torch.device):
+            return {"torch": str(value)}
+        if isinstance(value, Mapping):
+            entries = [
+                [self.encode(key, path, depth + 1), self.encode(entry, f"{path}/{key}", depth + 1)]
+                for key, entry in list(value.items())
+            ]
+            data: dict[str, Any] = {"dict": entries}
+            return data if type(value) is dict else {**data, "type": type(value).__name__}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            entries = [
+                [entry.name, self.encode(getattr(value, entry.name), f"{path}/{entry.name}", depth + 1)]
+                for entry in dataclasses.fields(value)
+            ]
+            return {"dict": entries, "type": type(value).__name__}
+        for kind, word in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set")):
+            if isinstance(value, kind):
+                items = [self.encode(item, f"{path}/{place}", depth + 1) for place, item in enumerate(value)]
+                fields = list(getattr(value, "_fields", ()))
+                return {word: items, "fields": fields} if fields else {word: items}
+        return self._lose(value, path, "values of this type are not stored")
+
+    def _plain(self, value: Any, path: str) -> Any:
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, int):
+            return value if abs(value) < _EXACT_INTEGERS else {"int": str(value)}
+        if len(value) > _MAX_TEXT:
+            return self._lose(value, path, f"it is longer than {_MAX_TEXT}")
+        if isinstance(value, bytes):
+            return {"bytes": base64.b64encode(value).decode()}
+        value.encode()  # JSON has no lone surrogates
+        return value
+
+    def _tensor(self, tensor: Tensor, path: str) -> Any:
+        if self._is_changed(tensor):
+            return self._lose(tensor, path, "it was changed in place after the forward pass read it")
+        local, part = shard_of(tensor)
+        if local is None or part is not None:
+            return self._lose(tensor, path, "it is a shard of a larger tensor, or has no values")
+        dtype = FORMAT_NAMES.get(local.dtype)
+        if local.layout is not torch.strided or dtype is None or local.is_quantized:
+            return self._lose(
+                tensor, path, f"tensors with layout {local.layout} and {local.dtype} are not stored"
+            )
+        name = self._referenced(tensor, dtype, local.detach())
+        return {"tensor": name, "device": str(tensor.device), "requires_grad": tensor.requires_grad}
+
+    def _array(self, array: NDArray[Any], value: Any, path: str) -> Any:
+        dtype = _NUMPY_NAMES.get(array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype)
+        if dtype is None:
+            return self._lose(value, path, f"arrays of {array.dtype} are not stored")
+        return {"array": self._referenced(value, dtype, array)}
+
+    def _referenced(self, original: Any, dtype: str, values: Tensor | NDArray[Any]) -> str:
+        """Return the name of a tensor in the object. The same tensor is stored once."""
+        name = self._names.get(id(original))
+        if name is None:
+            self._originals.append(original)
+            name = self._names[id(original)] = f"{VALUES}{len(self.tensors)}"
+            self.tensors.append(ReferencedTensor(name, dtype, values))
+        return name
+
+    def _lose(self, value: Any, path: str, reason: str) -> Any:
+        self.lost.append(LostValue(path, reason))
+        return {"lost": reason, "type": type(value).__name__}
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+class LostValueError(Exception):
+    """A value that is needed is not in the bundle."""
+
+
+def decode(data: Any, read: Callable[[str], tuple[NDArray[Any], str]], device: torch.device) -> Any:
+    """Decode a value.
+
+    Args:
+        data: The result of `ValueEncoder.encode`.
+        read: Returns the elements and the dtype of a tensor of the bundle by its name.
+        device: Device for tensors that were not in host memory.
+
+    Raises:
+        LostValueError: A part of it was lost or redacted.
+        ValueError: The data has another form.
+    """
+    if data is None or isinstance(data, bool | int | float | str):
+        return data
+    if not isinstance(data, dict):
+        raise ValueError(f"{str(data)[:40]!r} is not a value")  # noqa: TRY004 - reported like other damage
+    if "lost" in data or "redacted" in data:
+        missing = "was redacted" if "redacted" in data else f"is lost: {data['lost']}"
+        raise LostValueError(f"a value of type {data.get('type', data.get('redacted'))} {missing}")
+    for word, build in _BUILDERS.items():
+        if word in data:
+            return build(data, read, device)
+    raise ValueError(f"{str(data)[:40]!r} is not a value")
+
+
+def torch_tensor(elements: NDArray[Any], dtype: str) -> Tensor:
+    """Return a tensor with elements as `watchstep.format.bundle.Bundle.read` returns them. It has its own memory."""
+    if dtype not in _TORCH_DTYPES:
+        raise ValueError(f"PyTorch has no dtype {dtype}")
+    if not elements.size:
+        return torch.empty(elements.shape, dtype=_TORCH_DTYPES[dtype])
+    flat = torch.from_numpy(np.array(elements, order="C").reshape(-1).view(np.uint8).copy())
+    return flat.view(_TORCH_DTYPES[dtype]).reshape(elements.shape)
+
+
+def _tensor_of(data: Any, read: Any, device: torch.device) -> Tensor:
+    tensor = torch_tensor(*read(_name(data["tensor"])))
+    if torch.device(str(data.get("device", "cpu"))).type != "cpu":
+        tensor = tensor.to(device)
+    return (
+        tensor.requires_grad_()
+        if data.get("requires_grad") is True and tensor.is_floating_point()
+        else tensor
+    )
+
+
+def _array_of(data: Any, read: Any, _device: torch.device) -> Any:
+    return read(_name(data["array"]))[0].copy()
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{str(name)[:40]!r} is not the name of a tensor")  # noqa: TRY004 - as above
+    return name
+
+
+def _items(items: Any, read: Any, device: torch.device) -> list[Any]:
+    if not isinstance(items, list):
+        raise ValueError("items are not a list")  # noqa: TRY004 - as above
+    return [decode(item, read, device) for item in items]
+
+
+def _mapping_of(data: Any, read: Any, device: torch.device) -> Any:
+    entries = {}
+    for key, value in data["dict"]:
+        decoded = decode(key, read, device)
+        entries[decoded] = decode(value, read, device)
+    if "type" not in data:
+        return entries
+    mapping = RecordedMapping(entries)
+    mapping.type_name = str(data["type"])[:200]
+    return mapping
+
+
+def _torch_value(data: Any, _read: Any, _device: torch.device) -> Any:
+    text = str(data["torch"])
+    if text.startswith("torch."):
+        dtype = getattr(torch, text.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{text[:40]!r} is not a dtype")
+        return dtype
+    return torch.device(text)
+
+
+_BUILDERS: dict[str, Callable[[Any, Any, torch.device], Any]] = {
+    "tensor": _tensor_of,
+    "array": _array_of,
+    "list": lambda data, read, device: _items(data["list"], read, device),
+    "tuple": lambda data, read, device: tuple(_items(data["tuple"], read, device)),
+    "set": lambda data, read, device: set(_items(data["set"], read, device)),
+    "dict": _mapping_of,
+    "bytes": lambda data, read, device: base64.b64decode(data["bytes"], validate=True),  # noqa: ARG005 - one signature
+    "int": lambda data, read, device: int(str(data["int"])[:5000]),  # noqa: ARG005 - as above
+    "float": lambda data, read, device: float(data["float"]),  # noqa: ARG005 - as above
+    "torch": _torch_value,
+}

@@ -1,0 +1,364 @@
+"""Batches of data loaders: one observation of `torch.utils.data.DataLoader` per process, which notifies listeners.
+
+A batch is reported when a data loader yields it, with the ids of its samples. With worker processes, which load several batches ahead,
+the ids are those that the sampler gave for this batch: PyTorch numbers the requests to its workers, and the number of the batch that
+is yielded identifies its request, also if ``in_order=False`` yields batches in the order of their arrival.
+
+Three methods of PyTorch's iterators are replaced while a listener exists:
+
+- ``_next_index`` of all iterators: notes the ids that the sampler gives, with the number of the request
+- ``_process_data`` of the iterator with worker processes: determines the request of the batch that is about to be yielded
+- ``__next__`` of all iterators: notifies
+
+The data loaders of Hugging Face Accelerate, which the Transformers trainer uses as well, fetch one batch ahead. Their batches are
+reported when they pass them on.
+
+An iteration that began before the first listener is reported without its data loader, and without the ids of samples that were
+requested from workers before. Forked children, such as workers, do not notify.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import dataloader as torch_dataloader
+
+_LOOKS_AHEAD = ("accelerate.data_loader", "__iter__")
+"""Module and name of the generators of Accelerate that fetch a batch before they yield the previous one."""
+
+_STATE = "_watchstep_iteration"
+"""Attribute of an iterator of PyTorch."""
+
+_MAX_REQUESTS = 4096
+"""Requests whose ids are remembered. More are outstanding only with very many workers."""
+
+_MAX_NESTED = 16
+"""Subsets of subsets that are resolved."""
+
+_Iterator = torch_dataloader._BaseDataLoaderIter  # noqa: SLF001 - has no public name
+_WorkersIterator = torch_dataloader._MultiProcessingDataLoaderIter  # noqa: SLF001 - as above
+
+
+class BatchListener(Protocol):
+    """Receives every batch that a data loader yields in this process."""
+
+    def batch_yielded(
+        self,
+        loader: DataLoader[Any] | None,
+        batch: Any,
+        sample_ids: Sequence[Any] | None,
+        epoch: int,
+        number: int,
+    ) -> None:
+        """Handle a batch that the program is about to receive, on the thread that iterates.
+
+        A listener keeps at most a weak reference to the data loader. A data loader with persistent workers that is collected by Python's
+        garbage collector, and not by the end of its last reference, waits five seconds for each worker.
+
+        Args:
+            loader: The data loader; None if its iteration began before the first listener, or if it has persistent workers and no
+                longer exists.
+            batch: The batch, as the program receives it. Accelerate may move it to a device afterwards.
+            sample_ids: Of a map-style dataset: what the sampler gave, which are indices unless the program has its own sampler; those of
+                a `torch.utils.data.Subset` are replaced by the indices in the dataset below it. Of an iterable dataset: one
+                dictionary ``{"loader_worker", "epoch", "batch"}`` with the number of the worker process, the epoch, and the number of the
+                batch among this worker's of the epoch, from 0. None if unknown.
+            epoch: Number of earlier iterations of the data loader, or the epoch of its sampler if that is larger, as after
+                `DistributedSampler.set_epoch` of a training that resumes. From 0.
+            number: Number of the batch in the epoch, from 0.
+        """
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """Handle a failure of the observation."""
+        ...
+
+
+class _Iteration:
+    """State of one iterator: what was requested, and what is about to be yielded."""
+
+    __slots__ = ("_counts", "ahead", "epoch", "loader", "requests", "skipped", "worker", "yielding")
+
+    def __init__(self, loader: DataLoader[Any] | None) -> None:
+        self.loader = _reference_to(loader)
+        self.requests: dict[int, Any] = {}
+        self.yielding: Any = None
+        self.worker = 0
+        self.epoch = -1
+        self.ahead: tuple[Any, Sequence[Any] | None, int, int] | None = None
+        """A batch that Accelerate has fetched and not passed on: the batch, its ids, epoch and number."""
+        self.skipped = 0
+        """Number of batches at the start of an epoch that Accelerate does not pass on."""
+        self._counts: dict[int, int] = {}
+
+    def begin_epoch(self, iterator: Any) -> None:
+        """Handle the first batch of an epoch. Persistent workers have one iterator for all epochs."""
+        self._counts.clear()
+        loader = self.loader()
+        self.epoch = _epoch_of(iterator, loader)
+
+    def next_of_worker(self) -> int:
+        """Count a batch of the current worker, and return the number of earlier ones in the epoch."""
+        number = self._counts.get(self.worker, 0)
+        self._counts[self.worker] = number + 1
+        return number
+
+
+_listeners: list[weakref.ref[BatchListener]] = []
+_epochs: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
+_originals: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_at_fork: list[bool] = []
+
+
+def listen(listener: BatchListener) -> None:
+    """Register a listener. Only a weak reference to it is kept; PyTorch's methods are restored after the last one."""
+    if not _at_fork:
+        os.register_at_fork(after_in_child=_stop)
+        _at_fork.append(True)
+    _listeners.append(weakref.ref(listener, _gone))
+    _replace(_Iterator, "__init__", _observing_init)
+    _replace(_Iterator, "_next_index", _observing_next_index)
+    _replace(_WorkersIterator, "_process_data", _observing_process_data)
+    _replace(_Iterator, "__next__", _observing_next)
+
+
+def forget(listener: BatchListener) -> None:
+    """Unregister a listener."""
+    _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
+    _restore_unused()
+
+
+def underlying_ids(dataset: Any, sample_ids: Sequence[Any]) -> Sequence[Any]:
+    """Return the indices in the dataset below a `Subset`, also of subsets of subsets; other ids unchanged.
+
+    Args:
+        dataset: The dataset of a data loader.
+        sample_ids: Indices in it.
+    """
+    for _ in range(_MAX_NESTED):
+        if type(dataset) is not Subset:  # a subclass may choose samples in another way
+            break
+        indices = dataset.indices
+        sample_ids = [indices[index] for index in sample_ids]
+        dataset = dataset.dataset
+    return sample_ids
+
+
+def _gone(_reference: weakref.ref[BatchListener]) -> None:
+    _listeners[:] = [reference for reference in _listeners if reference() is not None]
+    _restore_unused()
+
+
+def _stop() -> None:
+    """Stop in a forked child: the run belongs to its parent."""
+    _listeners.clear()
+    _restore_unused()
+
+
+def _restore_unused() -> None:
+    """Restore PyTorch's methods without a listener. A method that somebody else has replaced since remains, and only calls the original."""
+    if _listeners:
+        return
+    for (owner, name), (original, own) in list(_originals.items()):
+        if owner.__dict__.get(name) is own:
+            setattr(owner, name, original)
+            del _originals[owner, name]
+
+
+def _replace(owner: type, name: str, observing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = owner.__dict__.get(name)
+    if original is None or (owner, name) in _originals:
+        return  # a version of PyTorch without this method; or replaced already, perhaps below a program's replacement
+    own = observing(original)
+    _originals[owner, name] = (original, own)
+    setattr(owner, name, own)
+
+
+def _report(error: Exception) -> None:
+    for reference in _listeners:
+        if (listener := reference()) is not None:
+            listener.failed(error)
+
+
+def _observing_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        if _listeners:
+            try:
+                setattr(self, _STATE, _Iteration(loader))
+            except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+                _report(error)
+        original(self, loader, *args, **kwargs)
+
+    return init
+
+
+def _observing_next_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def next_index(self: Any) -> Any:
+        index = original(self)
+        if _listeners:
+            try:
+                _note_request(self, index)
+            except Exception as error:  # noqa: BLE001 - as above
+                _report(error)
+        return index
+
+    return next_index
+
+
+def _observing_process_data(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def process_data(self: Any, *args: Any) -> Any:
+        if _listeners:
+            try:
+                _note_arrival(self, args)
+            except Exception as error:  # noqa: BLE001 - as above
+                _report(error)
+        return original(self, *args)
+
+    return process_data
+
+
+def _observing_next(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def next_batch(self: Any) -> Any:
+        try:
+            batch = original(self)
+        except StopIteration:
+            if _listeners and (state := getattr(self, _STATE, None)) is not None:
+                _pass_on(state)
+            raise
+        if _listeners:
+            try:
+                _yielded(self, batch, sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
+            except Exception as error:  # noqa: BLE001 - as above
+                _report(error)
+        return batch
+
+    return next_batch
+
+
+def _state_of(iterator: Any) -> _Iteration:
+    state: _Iteration | None = getattr(iterator, _STATE, None)
+    if state is None:
+        state = _Iteration(None)
+        setattr(iterator, _STATE, state)
+    return state
+
+
+def _note_request(iterator: Any, index: Any) -> None:
+    """Note the ids of a batch that is requested: of a worker, or for the batch that is yielded next."""
+    state = _state_of(iterator)
+    request = getattr(iterator, "_send_idx", None)
+    if request is None:
+        state.yielding = index
+        return
+    requests = state.requests
+    if not request or len(requests) >= _MAX_REQUESTS:
+        requests.clear()  # persistent workers begin an epoch
+    requests[request] = index
+
+
+def _note_arrival(iterator: Any, args: tuple[Any, ...]) -> None:
+    """Determine the request of an arrived batch: PyTorch has removed it from its table of outstanding requests."""
+    state = _state_of(iterator)
+    state.worker = args[1] if len(args) > 1 else 0  # PyTorch passes the worker from 2.7 on
+    requests, outstanding, expected = state.requests, iterator._task_info, iterator._rcvd_idx  # noqa: SLF001 - as above
+    for request in (expected - 1, expected):  # it is counted before this call, or by it in earlier versions
+        if request in requests and request not in outstanding:
+            state.yielding = requests.pop(request)
+            return
+    arrived = [request for request in requests if request not in outstanding]
+    state.yielding = requests.pop(arrived[0]) if len(arrived) == 1 else None
+
+
+def _yielded(iterator: Any, batch: Any, caller: FrameType) -> None:
+    state = _state_of(iterator)
+    number = iterator._num_yielded - 1  # noqa: SLF001 - has no public name
+    if number == 0 or state.epoch < 0:
+        state.begin_epoch(iterator)
+    ids = _ids_of(iterator, state)
+    if (caller.f_globals.get("__name__"), caller.f_code.co_name) == _LOOKS_AHEAD:
+        _pass_on(state)
+        if number == 0:  # later, the frame's locals would keep a batch in memory
+            state.skipped = getattr(caller.f_locals.get("self"), "skip_batches", 0)
+        state.ahead = (batch, ids, state.epoch, number) if number >= state.skipped else None
+    else:
+        _notify(state.loader(), batch, ids, state.epoch, number)
+
+
+def _pass_on(state: _Iteration) -> None:
+    """Report the batch that Accelerate passes on, now that it has fetched the next one or reached the end."""
+    ahead, state.ahead = state.ahead, None
+    if ahead is not None:
+        _notify(state.loader(), *ahead)
+
+
+def _notify(
+    loader: DataLoader[Any] | None, batch: Any, ids: Sequence[Any] | None, epoch: int, number: int
+) -> None:
+    for reference in _listeners:
+        if (listener := reference()) is not None:
+            try:
+                listener.batch_yielded(loader, batch, ids, epoch, number)
+            except Exception as error:  # noqa: BLE001 - as above
+                listener.failed(error)
+
+
+def _ids_of(iterator: Any, state: _Iteration) -> Sequence[Any] | None:
+    dataset = iterator._dataset  # noqa: SLF001 - as above
+    if isinstance(dataset, IterableDataset):
+        return ({"loader_worker": state.worker, "epoch": state.epoch, "batch": state.next_of_worker()},)
+    index, state.yielding = state.yielding, None
+    if index is None:
+        return None
+    if not iterator._auto_collation and not isinstance(index, list):  # noqa: SLF001 - as above
+        index = (index,)  # one sample; a sampler of batches gives lists
+    elif isinstance(index, torch.Tensor):
+        index = index.tolist()
+    elif not isinstance(index, Sequence):
+        return None  # the program may read it only once
+    return underlying_ids(dataset, index)
+
+
+def _epoch_of(iterator: Any, loader: DataLoader[Any] | None) -> int:
+    """Return the epoch that begins: the number of earlier iterations, or the sampler's if that is larger."""
+    count = 0
+    if loader is not None:
+        count = _epochs[loader] = _epochs.get(loader, -1) + 1
+    sampler = iterator._index_sampler  # noqa: SLF001 - as above
+    for _ in range(_MAX_NESTED):
+        epoch = getattr(sampler, "epoch", None)
+        if isinstance(epoch, int) and not isinstance(epoch, bool):
+            return max(count, epoch)
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        if sampler is None:
+            break
+    return count
+
+
+def _reference_to(loader: DataLoader[Any] | None) -> Callable[[], DataLoader[Any] | None]:
+    """Return a reference from an iterator to its data loader, which the program may have only iterated and not kept.
+
+    With persistent workers it is weak, because the data loader refers to its iterator: a cycle would delay the end of the workers.
+    """
+    if loader is None:
+        return _unknown
+    return weakref.ref(loader) if loader.persistent_workers else functools.partial(_same, loader)
+
+
+def _same(loader: DataLoader[Any]) -> DataLoader[Any]:
+    return loader
+
+
+def _unknown() -> None:
+    return None

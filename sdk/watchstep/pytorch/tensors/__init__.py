@@ -1,0 +1,1 @@
+"""Full tensors: of collections, given by the program, and snapshots."""

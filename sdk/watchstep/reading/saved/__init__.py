@@ -1,0 +1,1 @@
+"""Saved tensors of a run."""

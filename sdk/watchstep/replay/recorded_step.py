@@ -1,0 +1,183 @@
+"""The recorded state of a bundle, set in a model that the program has built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from watchstep.errors import ConfigError, FormatError
+from watchstep.format.bundle import BUFFERS, GRADIENTS, PARAMETERS, Bundle
+from watchstep.pytorch.bundles import random_states
+from watchstep.pytorch.bundles.values import LostValueError, decode, torch_tensor
+from watchstep.pytorch.names import unwrap
+
+_HINT = "use another bundle"
+
+
+class RecordedStep:
+    """The values of a bundle.
+
+    Attributes:
+        bundle: the bundle.
+        device: device for tensors that were not in host memory.
+        problems: what could not be set as recorded, as sentences. Then the replay may differ.
+    """
+
+    def __init__(self, bundle: Bundle, device: torch.device) -> None:
+        self.bundle = bundle
+        self.device = device
+        self.problems: dict[str, None] = {}
+
+    def set_model(self, model: nn.Module) -> None:
+        """Set parameters, buffers, modes and which parameters are trained, in the model inside its wrappers.
+
+        Raises:
+            ConfigError: the model has other parameters or shapes than the recorded one.
+            FormatError: the bundle is damaged.
+        """
+        inner = unwrap(model)
+        parameters, buffers = dict(inner.named_parameters()), dict(inner.named_buffers())
+        frozen = set(map(str, self._list(self.bundle.document.model.get("frozen"))))
+        with torch.no_grad():
+            self._set(parameters, PARAMETERS, "parameter")
+            self._set(buffers, BUFFERS, "buffer")
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in frozen)
+            parameter.grad = None
+        is_training = self.bundle.document.model.get("training") is not False
+        model.train(is_training)
+        inner.train(is_training)
+        for path in self._list(self.bundle.document.model.get("other_mode")):
+            module = dict(inner.named_modules()).get(str(path))
+            if module is not None:
+                module.training = not is_training
+
+    def _set(self, tensors: Mapping[str, Tensor], prefix: str, noun: str) -> None:
+        names = set(self.bundle.names(prefix))
+        if unknown := sorted(names - set(tensors)):
+            raise ConfigError(
+                f"bundle {self.bundle.name}: the program's model has no {noun} {unknown[0]!r}",
+                "build the model as the recorded program did",
+            )
+        for name, tensor in tensors.items():
+            if name not in names:
+                if tensor.numel():
+                    self.problems[
+                        f"{noun} {name!r} is not in the bundle: the program's own value is used"
+                    ] = None
+                continue
+            value = self.tensor(f"{prefix}{name}")
+            if value.shape != tensor.shape:
+                raise ConfigError(
+                    f"bundle {self.bundle.name}: {noun} {name!r} has shape {tuple(value.shape)}, the program's has {tuple(tensor.shape)}",
+                    "build the model as the recorded program did",
+                )
+            tensor.copy_(value)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor of the bundle, on the host.
+
+        Raises:
+            FormatError: the bundle is damaged.
+        """
+        try:
+            return torch_tensor(*self.bundle.read(name))
+        except ValueError as error:
+            raise FormatError(f"bundle {self.bundle.name}: {name!r}: {error}", _HINT) from error
+
+    def batch(self, number: int) -> Any:
+        """Return the batch of a micro-batch, as `ReplayStep.loss` gets it.
+
+        Raises:
+            ConfigError: the bundle has no batch, or a part of it was lost or redacted.
+            FormatError: the bundle is damaged.
+        """
+        recorded = self.bundle.document.micro_batches[number]
+        if "batch" in recorded:
+            return self._value(recorded["batch"], f"the batch of micro-batch {number}")
+        if "arguments" not in recorded:
+            raise ConfigError(
+                f"bundle {self.bundle.name}: micro-batch {number} has neither a batch nor arguments of the model",
+                "use a torch DataLoader, or call hook.batch(…) before each forward pass",
+            )
+        arguments = self._value(recorded["arguments"], f"the arguments of micro-batch {number}")
+        keywords = self._value(recorded["keywords"], f"the keywords of micro-batch {number}")
+        if keywords and not arguments:
+            return keywords
+        return arguments[0] if len(arguments) == 1 and not keywords else (*arguments, *keywords.values())
+
+    def losses(self, number: int) -> list[float]:
+        """Return the losses of a micro-batch at ``backward()``."""
+        values = self._value(self.bundle.document.micro_batches[number].get("losses", {"list": []}), "losses")
+        return [float(loss) for loss in values]
+
+    def set_random_states(self, number: int) -> None:
+        """Set the generators to their states before the forward pass of a micro-batch."""
+        value = self._value(self.bundle.document.micro_batches[number].get("random"), "random states")
+        try:
+            lost = random_states.restore(value)
+        except ValueError as error:
+            raise FormatError(f"bundle {self.bundle.name}: {error}", _HINT) from error
+        for generator in lost:
+            self.problems[f"the state of the random numbers of {generator} is not known"] = None
+
+    def autocast(self, number: int, device: str) -> tuple[bool, str]:
+        """Return whether autocast was enabled at the forward pass, and its dtype."""
+        recorded = self.bundle.document.micro_batches[number].get("autocast")
+        entry = recorded.get(device) if isinstance(recorded, dict) else None
+        return (
+            (entry[0] is True, str(entry[1])) if isinstance(entry, list) and len(entry) == 2 else (False, "")
+        )
+
+    def syncs(self, number: int) -> bool:
+        """Return whether the ranks averaged the gradients of a micro-batch."""
+        return self.bundle.document.micro_batches[number].get("syncs") is not False
+
+    def scale(self) -> float:
+        """Return the scale of the gradient scaler; 1 without one."""
+        for name, recorded in self.bundle.document.objects.items():
+            if name.startswith("scaler") and isinstance(recorded, dict):
+                state = self._value(recorded.get("state"), name)
+                if isinstance(state, dict) and isinstance(state.get("scale"), float):
+                    return float(state["scale"])
+        return 1.0
+
+    def set_optimizer(self, optimizer: Optimizer) -> bool:
+        """Load the recorded state of the first optimizer of the same class. Returns False if there is none."""
+        for number, recorded in enumerate(self.bundle.document.optimizers):
+            if isinstance(recorded, dict) and recorded.get("class") == type(optimizer).__name__:
+                try:
+                    optimizer.load_state_dict(self._value(recorded.get("state"), f"optimizer {number}"))
+                except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                    self.problems[f"the state of the optimizer could not be loaded: {error}"] = None
+                    return False
+                return True
+        return False
+
+    def gradient_names(self) -> Sequence[str]:
+        """Return the names of the parameters with a recorded gradient."""
+        return self.bundle.document.gradients
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Return a recorded gradient; None if only its digest is recorded."""
+        key = f"{GRADIENTS}{name}"
+        return self.tensor(key) if key in self.bundle.tensors else None
+
+    def _value(self, data: Any, what: str) -> Any:
+        try:
+            return decode(data, self.bundle.read, self.device)
+        except LostValueError as error:
+            raise ConfigError(f"bundle {self.bundle.name}: {what}: {error}", _HINT) from error
+        except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
+            raise FormatError(
+                f"bundle {self.bundle.name}: {what}: {type(error).__name__}: {str(error)[:200]}", _HINT
+            ) from error
+
+    def _list(self, data: Any) -> list[Any]:
+        if not isinstance(data, list):
+            raise FormatError(f"bundle {self.bundle.name}: its model is not described", _HINT)
+        return data

@@ -1,0 +1,331 @@
+"""Computes a recorded step again, and compares its losses and gradients with the recorded ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from watchstep.errors import ConfigError
+from watchstep.format.bundle import DIGESTS, Bundle
+from watchstep.pytorch.bundles.bundler import digest
+from watchstep.pytorch.bundles.program import restore_precision
+from watchstep.pytorch.names import unwrap
+from watchstep.replay.recorded_step import RecordedStep
+from watchstep.replay.replay_step import ReplayStep
+from watchstep.trace.operations import Trace
+from watchstep.trace.origins import Diagnosis, diagnose
+from watchstep.trace.tracer import TraceConfig, Tracer
+
+Precision = Literal["captured", "fp32", "fp64"]
+_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class GradientDifference:
+    """The parameter whose gradient differs most.
+
+    Attributes:
+        name: the parameter.
+        relative: largest difference of an element, divided by the largest magnitude of the recorded gradient; infinite if one is
+            non-finite where the other is finite.
+    """
+
+    name: str
+    relative: float
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """Result of a replay.
+
+    Attributes:
+        bundle: the bundle.
+        device: device of the replay.
+        precision: precision of the replay.
+        losses: of each backward pass: the recorded one, and that of the replay.
+        gradients: number of compared gradients.
+        equal_gradients: number of those that are equal bit for bit.
+        largest: the gradient that differs most, among those that are recorded in full; None if none differs.
+        was_nonfinite: whether a recorded loss or gradient is NaN or infinite.
+        is_nonfinite: whether one of the replay is.
+        update_is_nonfinite: whether the update makes a parameter non-finite; None if it was not made.
+        problems: what could not be set as recorded.
+        trace: operations of the replay; None if it was not traced.
+        diagnosis: of the trace.
+    """
+
+    bundle: Bundle
+    device: str
+    precision: Precision
+    losses: tuple[tuple[float, float], ...] = ()
+    gradients: int = 0
+    equal_gradients: int = 0
+    largest: GradientDifference | None = None
+    was_nonfinite: bool = False
+    is_nonfinite: bool = False
+    update_is_nonfinite: bool | None = None
+    problems: tuple[str, ...] = ()
+    trace: Trace | None = None
+    diagnosis: Diagnosis | None = field(default=None, repr=False)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all losses and gradients are equal bit for bit."""
+        return self.equal_gradients == self.gradients > 0 and all(
+            recorded == replayed or (math.isnan(recorded) and math.isnan(replayed))
+            for recorded, replayed in self.losses
+        )
+
+    @property
+    def is_reproduced(self) -> bool:
+        """Whether the step failed again, if it had failed, or its gradients are nearly equal."""
+        if self.was_nonfinite or self.bundle.document.is_failing:
+            return self.is_nonfinite or bool(self.update_is_nonfinite)
+        return self.is_exact or (self.largest is not None and self.largest.relative < _NEARLY)
+
+
+_NEARLY = 1e-2
+"""Largest relative difference of gradients that counts as reproduced. Half-precision passes of other kernels differ by as much."""
+
+
+def replay(
+    bundle: Bundle,
+    step: ReplayStep,
+    *,
+    device: str | None = None,
+    precision: Precision = "captured",
+    traces: bool = True,
+) -> ReplayResult:
+    """Replay a bundle. Sets flags and random states of the process.
+
+    The step is computed once as recorded, and compared; and once more under a tracer, if it made non-finite values.
+
+    Args:
+        bundle: The bundle.
+        step: The program's step.
+        device: Device of the replay, as ``cpu``. Default: that of the recording if this machine has it, else ``cpu``.
+        precision: ``captured``: as recorded, with autocast where the program uses it; ``fp32`` or ``fp64``: parameters, buffers and batches
+            are converted, and autocast is disabled.
+        traces: Whether the step is traced.
+
+    Raises:
+        ConfigError: the program's model does not fit the bundle, or the bundle lacks what is needed.
+        FormatError: the bundle is damaged.
+    """
+    if not bundle.document.micro_batches:
+        raise ConfigError(
+            f"bundle {bundle.name} has no forward pass",
+            "models that are compiled as a whole are not observed; watch the model before torch.compile",
+        )
+    chosen = torch.device(device or _recorded_device(bundle))
+    recorded = RecordedStep(bundle, chosen)
+    recorded.problems.update(dict.fromkeys(restore_precision(bundle.document.precision)))
+    run = _Replay(recorded, step, chosen, precision)
+    with run.fixed_precision():
+        losses = run.compute(run.set_state())
+        result = run.compared(losses)
+        trace = run.traced() if traces and (result.is_nonfinite or result.update_is_nonfinite) else None
+    return ReplayResult(
+        **{
+            **vars(result),
+            "problems": tuple(recorded.problems),
+            "trace": trace,
+            "diagnosis": None if trace is None else diagnose(trace),
+        }
+    )
+
+
+def _recorded_device(bundle: Bundle) -> str:
+    devices = bundle.document.program.get("devices")
+    return "cuda" if devices and torch.cuda.is_available() else "cpu"
+
+
+class _Replay:
+    """One replay."""
+
+    def __init__(
+        self, recorded: RecordedStep, step: ReplayStep, device: torch.device, precision: Precision
+    ) -> None:
+        self._recorded = recorded
+        self._step = step
+        self._device = device
+        self._precision = precision
+        self._model = step.model.to(device)
+        self._inner = unwrap(self._model)
+        self._scale = recorded.scale() if precision == "captured" else 1.0
+
+    @contextmanager
+    def fixed_precision(self) -> Iterator[None]:
+        """Disable autocast if the precision is fixed."""
+        if self._precision == "captured":
+            yield
+            return
+        autocast = cast("Any", torch.amp.autocast_mode.autocast)
+        original = autocast.__init__
+
+        def disabled(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **{**kwargs, "enabled": False})
+
+        autocast.__init__ = disabled
+        try:
+            yield
+        finally:
+            autocast.__init__ = original
+
+    def set_state(self) -> list[Any]:
+        """Set the recorded state of the model. Returns the batches."""
+        self._recorded.set_model(self._model)
+        batches = [
+            self._recorded.batch(number)
+            for number in range(len(self._recorded.bundle.document.micro_batches))
+        ]
+        dtype = _DTYPES.get(self._precision)
+        if dtype is None:
+            return batches
+        self._model.to(dtype)
+        return [_converted(batch, dtype) for batch in batches]
+
+    def compute(self, batches: list[Any]) -> list[tuple[float, float]]:
+        """Compute all micro-batches and their gradients. Returns recorded and replayed losses."""
+        losses = [self._micro_batch(number, batch) for number, batch in enumerate(batches)]
+        if self._scale != 1.0:
+            inverse = torch.tensor(self._scale).double().reciprocal().float()
+            for parameter in self._inner.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.device))
+        if self._step.before_update is not None:
+            self._step.before_update(self._model)
+        return losses
+
+    def _micro_batch(self, number: int, batch: Any) -> tuple[float, float]:
+        """Compute a micro-batch. Returns its recorded and replayed loss."""
+        recorded = self._recorded
+        with ExitStack() as stack:
+            if not recorded.syncs(number) and isinstance(self._model, nn.parallel.DistributedDataParallel):
+                stack.enter_context(self._model.no_sync())
+            recorded.set_random_states(number)
+            hook = self._inner.register_forward_pre_hook(self._before_forward(number))
+            stack.callback(hook.remove)
+            loss = self._step.loss(self._model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ConfigError(
+                    f"ReplayStep.loss returned {type(loss).__name__}",
+                    "return the loss, a tensor with one element",
+                )
+            scaled = loss if self._scale == 1.0 else loss * self._scale
+            scaled.backward()
+        before = recorded.losses(number)
+        return (before[-1] if before else math.nan, float(loss.detach()))
+
+    def _before_forward(self, number: int) -> Callable[..., None]:
+        """Return a hook for the first forward pass of a micro-batch: the random states were recorded there."""
+        is_first = True
+
+        def before(*_: Any) -> None:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                self._recorded.set_random_states(number)
+                self._check_autocast(number)
+
+        return before
+
+    def _check_autocast(self, number: int) -> None:
+        kind = self._device.type
+        was, dtype = self._recorded.autocast(number, kind)
+        now = torch.is_autocast_enabled(kind)
+        if self._precision == "captured" and (
+            was != now or (was and str(torch.get_autocast_dtype(kind)) != dtype)
+        ):
+            state = f"enabled with {dtype}" if was else "disabled"
+            self._recorded.problems[
+                f"autocast was {state} at the forward pass; use the same in ReplayStep.loss"
+            ] = None
+
+    def compared(self, losses: list[tuple[float, float]]) -> ReplayResult:
+        """Compare gradients, and make the update if the program states its optimizer."""
+        recorded, parameters = self._recorded, dict(self._inner.named_parameters())
+        names = recorded.gradient_names()
+        digests = recorded.tensor(DIGESTS) if names else None
+        equal, compared, was_nonfinite, is_nonfinite = 0, 0, False, False
+        largest: GradientDifference | None = None
+        for place, name in enumerate(names):
+            parameter = parameters.get(name)
+            gradient = None if parameter is None else parameter.grad
+            before = recorded.gradient(name)
+            was_nonfinite |= before is not None and not bool(before.isfinite().all())
+            if gradient is None or digests is None:
+                continue
+            compared += 1
+            is_nonfinite |= not bool(gradient.isfinite().all())
+            if digest(gradient) == bytes(digests[place].numpy()):
+                equal += 1
+            elif before is not None:
+                relative = _relative(before, gradient)
+                if largest is None or relative > largest.relative:
+                    largest = GradientDifference(name, relative)
+        was_nonfinite |= any(not math.isfinite(before) for before, _ in losses)
+        is_nonfinite |= any(not math.isfinite(after) for _, after in losses)
+        return ReplayResult(
+            recorded.bundle,
+            str(self._device),
+            self._precision,
+            tuple(losses),
+            compared,
+            equal,
+            largest,
+            was_nonfinite,
+            is_nonfinite,
+            self._update(),
+        )
+
+    def _update(self) -> bool | None:
+        """Make the update. Returns whether it makes a parameter non-finite; None if the program states no optimizer, or its state is lost."""
+        if self._step.optimizer is None or self._precision != "captured":
+            return None
+        optimizer = self._step.optimizer(self._model)
+        if not self._recorded.set_optimizer(optimizer):
+            self._recorded.problems[
+                "the bundle has no state of such an optimizer: the update was not made"
+            ] = None
+            return None
+        before = all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters())
+        optimizer.step()
+        return before and not all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters())
+
+    def traced(self) -> Trace:
+        """Compute the step again under a tracer."""
+        tracer = Tracer(self._inner, TraceConfig(ring_bytes=2 * 2**30))
+        batches = self.set_state()
+        with tracer.step(self._recorded.bundle.document.step):
+            self.compute(batches)
+        return tracer.trace()
+
+
+def _relative(before: Tensor, after: Tensor) -> float:
+    first, second = before.double().cpu(), after.detach().double().cpu()
+    if not torch.equal(first.isfinite(), second.isfinite()):
+        return math.inf
+    finite = first.isfinite()
+    difference = (first[finite] - second[finite]).abs()
+    if not difference.numel() or not float(difference.max()):
+        return 0.0
+    return float(difference.max() / first[finite].abs().max().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    """Return a batch with its floating-point tensors converted."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        converted = {key: _converted(entry, dtype) for key, entry in value.items()}
+        return converted if type(value) is dict else type(value)(converted)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_converted(entry, dtype) for entry in value)
+    return value

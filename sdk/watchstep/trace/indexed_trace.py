@@ -1,0 +1,366 @@
+"""A trace on a store, opened for reading parts of it: operations by their index, neighbours, stacks and sources.
+
+Of each operation only some numbers are in memory, and its line as it is in the file. A line is parsed when its operation is requested.
+Full tensors remain on the store.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import io
+import json
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.format.documents import memory_needed
+from watchstep.store.store import Store
+from watchstep.trace.operations import Operation
+from watchstep.trace.trace_file import VERSION, operation_of
+
+MAX_OPERATIONS_BYTES = 128 * 2**20
+"""Maximum size of the lines of the operations: some 200,000 operations."""
+MAX_HEAD_BYTES = 32 * 2**20
+"""Maximum size of the stacks and sources."""
+MAX_DIRECTORY_BYTES = 4 * 2**20
+"""Maximum size of the archive's directory: some 60,000 full tensors."""
+MAX_NEIGHBOURS = 200
+"""Maximum number of operations of a neighbourhood."""
+_MAX_OBJECT_BYTES = 16 * 2**30
+_MAX_LINE_BYTES = 2**20
+_MAX_TENSORS = 4_000_000
+"""Maximum number of inputs and outputs of all operations: 64 MB."""
+_END_OF_DIRECTORY = struct.Struct("<4sHHHHIIH")
+_BUFFER = 2**20
+_CHECKED = 4096
+"""Number of lines after which the time is checked."""
+_HINT = "download it, and read it with 'watchstep trace'"
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
+
+
+class _StoredFile(io.RawIOBase):
+    """An object on a store as a file, read in ranges."""
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        self._store, self._key, self._size = store, key, size
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = max(0, base + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        length = max(0, min(len(view), self._size - self._place))
+        if length:
+            view[:length] = self._store.get_range(self._key, self._place, length)
+        self._place += length
+        return length
+
+
+class IndexedTrace:
+    """A trace that is opened for reading parts. It never changes, and may be used by several threads.
+
+    Attributes:
+        mode: name of the mode, as recorded.
+        program: what made the trace.
+        left_out: number of operations that were left out.
+        notes: what could not be observed.
+        raised: steps that an exception has ended.
+        indexes: index of each operation, ascending. Shape: (n,).
+        steps: step of each operation. Shape: (n,).
+        bad: whether an output of each operation is not finite. Shape: (n,).
+        sources: text of source files by path.
+        memory: approximate memory in bytes.
+    """
+
+    def __init__(self, head: dict[str, Any], head_memory: int, lines: bytes, rows: _Rows) -> None:
+        """Take the parts that `index_trace` has read."""
+        self.mode = str(head["mode"])
+        self.program = str(head["program"])
+        self.left_out = int(head["left_out"])
+        self.notes = tuple(map(str, head["notes"]))
+        self.raised = tuple(map(int, head["raised"]))
+        self._stacks: list[Any] = head["stacks"]
+        self.sources: dict[str, str] = head["sources"]
+        self._lines = lines
+        self.indexes, self.steps, self.bad = rows.indexes, rows.steps, rows.bad
+        self._offsets = rows.offsets
+        self._tensors = rows.tensors
+        self._order = np.lexsort((rows.tensors[:, 1], rows.tensors[:, 0]))
+        self._ids = rows.tensors[self._order, 0]
+        self.memory = len(lines) + 64 * len(rows.indexes) + 40 * len(rows.tensors) + head_memory
+
+    def __len__(self) -> int:
+        """Number of operations."""
+        return len(self.indexes)
+
+    def at(self, place: int) -> Operation:
+        """Return the operation at a place, from 0.
+
+        Raises:
+            FormatError: its line is damaged.
+        """
+        line = self._lines[self._offsets[place] : self._offsets[place + 1]]
+        try:
+            return operation_of(line)
+        except _DAMAGED as error:
+            raise FormatError(f"operation {place} of the trace: {str(error)[:200]}", _HINT) from error
+
+    def place_of(self, index: int) -> int:
+        """Return the place of the operation with an index.
+
+        Raises:
+            NotFoundError: the trace does not have it.
+        """
+        place = bisect.bisect_left(self.indexes, index)
+        if place == len(self.indexes) or self.indexes[place] != index:
+            raise NotFoundError(f"operation {index}: not in the trace", "list the operations of the trace")
+        return place
+
+    def stack(self, number: int, limit: int) -> list[tuple[str, int, str, bool]]:
+        """Return a stack, innermost first: file, line, function, and whether it belongs to an installed package.
+
+        Raises:
+            FormatError: it is damaged.
+        """
+        if not 0 <= number < len(self._stacks):
+            return []
+        try:
+            return [
+                (str(file), int(line), str(function), bool(library))
+                for file, line, function, library in self._stacks[number][:limit]
+            ]
+        except _DAMAGED as error:
+            raise FormatError(f"stack {number} of the trace: {str(error)[:200]}", _HINT) from error
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of the files whose text is in the trace, sorted."""
+        return sorted(self.sources)
+
+    def source(self, file: str) -> str:
+        """Return the text of a file.
+
+        Raises:
+            NotFoundError: the trace does not have it.
+        """
+        text = self.sources.get(file)
+        if text is None:
+            raise NotFoundError(f"file {file[:200]!r}: not in the trace", "use a path of one of its stacks")
+        return text
+
+    def neighbours(self, place: int, depth: int) -> tuple[list[int], list[tuple[int, int, int]], bool]:
+        """Return the operations that wrote what an operation read, and those that read what it wrote.
+
+        Args:
+            place: Place of the operation.
+            depth: Number of steps from the operation.
+
+        Returns:
+            Places, ascending; edges as place of the writer, place of the reader, and id of the tensor; and whether operations beyond
+            `MAX_NEIGHBOURS` were left out.
+        """
+        found = {place: 0}
+        edges: set[tuple[int, int, int]] = set()
+        waiting = [place]
+        is_cut = False
+        for current in waiting:
+            for edge in self._edges(current):
+                other = edge[0] if edge[1] == current else edge[1]
+                if other not in found:
+                    if found[current] >= depth:
+                        continue
+                    if len(found) >= MAX_NEIGHBOURS:
+                        is_cut = True
+                        continue
+                    found[other] = found[current] + 1
+                    waiting.append(other)
+                edges.add(edge)
+        return sorted(found), sorted(edges), is_cut
+
+    def _edges(self, place: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the edges of an operation: from the last writer of each input, and to the readers of each output up to its next writer."""
+        first, end = np.searchsorted(self._tensors[:, 1], [place, place + 1])
+        own = self._tensors[first:end]
+        for tensor, _, _ in own[own[:, 2] == 0].tolist():
+            before = [
+                each
+                for each, writes in self._users(tensor)
+                if writes and each < place and self._same_step(each, place)
+            ]
+            if before:
+                yield before[-1], place, tensor
+        for tensor, _, _ in own[own[:, 2] == 1].tolist():
+            for each, writes in self._users(tensor):
+                if each <= place or not self._same_step(each, place):
+                    continue
+                if not writes:
+                    yield place, each, tensor
+                else:
+                    break
+
+    def _users(self, tensor: int) -> Iterator[tuple[int, bool]]:
+        """Yield the places of the operations that read or wrote a tensor, ascending, a reader before a writer."""
+        start, end = np.searchsorted(self._ids, [tensor, tensor + 1])
+        for row in islice(self._order[start:end].tolist(), 100_000):
+            _, place, writes = self._tensors[row].tolist()
+            yield place, bool(writes)
+
+    def _same_step(self, one: int, other: int) -> bool:
+        """Whether two operations ran in one step: ids of tensors are those of a step."""
+        return bool(self.steps[one] == self.steps[other])
+
+
+class _Rows:
+    """The numbers of all operations that are in memory.
+
+    Attributes:
+        tensors: id, place of the operation, and whether it was written, of each input and output in order. Shape: (m, 3).
+        offsets: start of each line, and the end. Shape: (n + 1,).
+    """
+
+    def __init__(self, lines: bytes, check: Callable[[], None]) -> None:
+        indexes, steps, offsets, tensors = (array.array("q") for _ in range(4))
+        bad = bytearray()
+        place = start = 0
+        while start < len(lines):
+            end = lines.find(b"\n", start) + 1
+            if not 0 < end - start <= _MAX_LINE_BYTES:
+                raise ValueError("a line is too long, or has no end")
+            data = json.loads(lines[start:end])
+            index = int(data["index"])
+            if indexes and index <= indexes[-1]:
+                raise ValueError("indexes do not ascend")
+            indexes.append(index)
+            steps.append(int(data["step"]))
+            offsets.append(start)
+            bad.append(any(output[5] for output in data["outputs"]))
+            for name, writes in (("inputs", 0), ("outputs", 1)):
+                for tensor in data[name]:
+                    tensors.extend((int(tensor[0]), place, writes))
+            if len(tensors) > 3 * _MAX_TENSORS:
+                raise ValueError(f"more than {_MAX_TENSORS} inputs and outputs")
+            start = end
+            place += 1
+            if not place % _CHECKED:
+                check()
+        offsets.append(len(lines))
+        self.indexes: NDArray[np.int64] = np.frombuffer(indexes, np.int64)
+        self.steps: NDArray[np.int64] = np.frombuffer(steps, np.int64)
+        self.offsets: list[int] = offsets.tolist()
+        self.bad: NDArray[np.bool_] = np.frombuffer(bad, np.bool_)
+        self.tensors: NDArray[np.int64] = np.frombuffer(tensors, np.int64).reshape(-1, 3)
+
+
+class TraceArchive:
+    """The archive of a trace on a store. Its sizes are known before its content is read.
+
+    Attributes:
+        head_bytes: size of the stacks and sources.
+        operations_bytes: size of the lines of the operations.
+    """
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        """Read the directory of the archive.
+
+        Args:
+            store: The run's store.
+            key: Key of the trace.
+            size: Size of the object.
+
+        Raises:
+            NotFoundError, StoreError: it cannot be read.
+            FormatError: it is no trace, or too large to be opened.
+        """
+        self._name = f"trace {key}"
+        self._check_directory(store, key, size)
+        try:
+            self._archive = zipfile.ZipFile(io.BufferedReader(_StoredFile(store, key, size), _BUFFER))
+            self.head_bytes = self._archive.getinfo("trace.json").file_size
+            self.operations_bytes = self._archive.getinfo("operations.jsonl").file_size
+        except (OSError, EOFError, KeyError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+            raise FormatError(f"{self._name}: {str(error)[:200]}", _HINT) from error
+        for size_of, limit in (
+            (self.head_bytes, MAX_HEAD_BYTES),
+            (self.operations_bytes, MAX_OPERATIONS_BYTES),
+        ):
+            if size_of > limit:
+                raise FormatError(f"{self._name}: {size_of} bytes; the limit is {limit}", _HINT)
+
+    def _check_directory(self, store: Store, key: str, size: int) -> None:
+        """Check the size of the archive's directory, all of which is in memory when the archive is opened."""
+        if not _END_OF_DIRECTORY.size <= size <= _MAX_OBJECT_BYTES:
+            raise FormatError(f"{self._name}: {size} bytes", _HINT)
+        end = store.get_range(key, size - _END_OF_DIRECTORY.size, _END_OF_DIRECTORY.size)
+        signature, *_, directory, _, _ = _END_OF_DIRECTORY.unpack(end)
+        if signature != b"PK\5\6" or directory > MAX_DIRECTORY_BYTES:
+            raise FormatError(
+                f"{self._name}: no archive, or one with more than {MAX_DIRECTORY_BYTES} bytes of names", _HINT
+            )
+
+    def head(self) -> bytes:
+        """Return the member with stacks and sources, as JSON. The raised errors are those of `operations`."""
+        return self._member("trace.json", self.head_bytes)
+
+    def operations(self) -> bytes:
+        """Return the lines of the operations.
+
+        Raises:
+            FormatError: they are damaged.
+            StoreError: the store cannot be read.
+        """
+        return self._member("operations.jsonl", self.operations_bytes)
+
+    def _member(self, name: str, size: int) -> bytes:
+        try:
+            with self._archive.open(name) as file:
+                content = file.read(size + 1)
+        except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+            raise FormatError(f"{self._name}: {str(error)[:200]}", _HINT) from error
+        if len(content) != size:
+            raise FormatError(f"{self._name}: {name} has not the size that its archive states", _HINT)
+        return content
+
+
+def index_trace(name: str, head: bytes, operations: bytes, check: Callable[[], None]) -> IndexedTrace:
+    """Index a trace.
+
+    Args:
+        name: The trace, for messages.
+        head: `TraceArchive.head`.
+        operations: `TraceArchive.operations`.
+        check: Called from time to time; raises an error to end the work.
+
+    Raises:
+        FormatError: the trace is damaged, or of another version.
+    """
+    try:
+        data = json.loads(head)
+        if data["version"] != VERSION:
+            raise FormatError(
+                f"trace {name}: version {str(data['version'])[:40]}", f"version {VERSION} is read; {_HINT}"
+            )
+        sources = data["sources"]
+        if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
+            raise TypeError("sources")
+        if not isinstance(data["stacks"], list):
+            raise TypeError("stacks")
+        return IndexedTrace(data, memory_needed(head), operations, _Rows(operations, check))
+    except (*_DAMAGED, IndexError) as error:
+        raise FormatError(f"trace {name}: {type(error).__name__}: {str(error)[:200]}", _HINT) from error

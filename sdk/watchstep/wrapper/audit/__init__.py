@@ -1,0 +1,1 @@
+"""``watchstep audit``: run a program twice, and report what is not deterministic."""

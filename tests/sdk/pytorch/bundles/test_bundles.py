@@ -1,0 +1,301 @@
+"""What a recording bundles: complete steps before their update, by the gate and on request, within its limits."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from watchstep import Bundles, CaptureConfig, Hook
+from watchstep.format.bundle import PARAMETERS, Bundle, bundle_keys, open_bundle
+from watchstep.format.control import ControlDocument, SnapshotRequest
+from watchstep.store.store import Store
+
+
+def bundles(hook: Hook) -> list[Bundle]:
+    """The bundles of a closed hook's run, in the order of their steps."""
+    store = Store.open(hook.run_url)
+    return [open_bundle(store, key.path) for key in bundle_keys(store)]
+
+
+def train(
+    hook: Hook,
+    batches: list[Any],
+    *,
+    use: Callable[[Any, Any], Any] | None = None,
+    before: Callable[[int], None] = lambda _number: None,
+) -> Any:
+    """Train a small network with a normalization layer. Returns the model."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    hook.watch(model, optimizer)
+    for number, batch in enumerate(batches):
+        before(number)
+        optimizer.zero_grad()
+        value = use(model, batch) if use is not None else model(batch).pow(2).mean()
+        value.backward()
+        optimizer.step()
+    return model
+
+
+def inputs(number: int, bad: int | None = None) -> list[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(4, 4, generator=generator) for _ in range(number)]
+    if bad is not None:
+        drawn[bad][0, 0] = float("nan")
+    return drawn
+
+
+def test_the_first_bad_step_is_bundled_as_it_was_before_its_update(tmp_path: Path) -> None:
+    import torch
+
+    from watchstep.pytorch.bundles.values import torch_tensor
+
+    states: list[dict[str, torch.Tensor]] = []
+    current: list[Any] = []
+    hook = Hook(tmp_path)
+
+    def use(model: Any, batch: Any) -> Any:
+        current[:] = [model]
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return model(batch).pow(2).mean()
+
+    train(hook, inputs(8, bad=5), use=use)
+    hook.close()
+    (bundle,) = bundles(hook)  # later steps are of the same series
+    assert (bundle.document.step, bundle.document.reason) == (5, "gate")
+    assert bundle.document.lost == ()
+    for name, tensor in states[5].items():
+        kind = "buffers" if "running" in name or "tracked" in name else "parameters"
+        assert torch.equal(torch_tensor(*bundle.read(f"{kind}/{name}")), tensor), name
+
+
+def test_at_most_two_series_are_bundled(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, on_nonfinite="skip")
+    batches = inputs(12)
+    for bad in (1, 2, 5, 9):
+        batches[bad][0, 0] = float("inf")
+    train(hook, batches)
+    hook.close()
+    assert [bundle.document.step for bundle in bundles(hook)] == [1, 5]
+    names = [thread.name for thread in threading.enumerate()]
+    assert "watchstep-samples" not in names  # there are no samples to wait for
+
+
+def test_a_bad_loss_whose_update_the_program_leaves_out_is_bundled_too(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path) as hook:
+        hook.watch(model, optimizer)
+        for number, batch in enumerate(inputs(3, bad=2)):
+            optimizer.zero_grad()
+            loss = model(batch).mean()
+            loss.backward()
+            if number != 2:
+                optimizer.step()
+    (bundle,) = bundles(hook)
+    assert (bundle.document.step, bundle.document.reason) == (2, "gate")
+    assert bundle.document.lost == ()
+
+
+def test_without_bundles_requests_have_no_effect(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=CaptureConfig(bundles=None))
+    train(hook, inputs(4, bad=1), before=lambda _number: hook.bundle())
+    hook.close()
+    assert bundles(hook) == []
+    assert hook.health["faults"] == {}
+
+
+def test_events_and_requests_bundle_the_next_complete_step(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+    session = hook._session
+    document = ControlDocument(
+        1, snapshots=(SnapshotRequest("event-7", 0), SnapshotRequest("requested-1", 0))
+    )
+
+    def before(number: int) -> None:
+        if number == 3:
+            from watchstep.capture.steps.session import apply_control
+
+            apply_control(session, hook._stop_exchange, document, "a")
+
+    train(hook, inputs(6), before=before)
+    hook.close()
+    (bundle,) = bundles(hook)
+    assert (bundle.document.step, bundle.document.reason) == (3, "alert")
+    assert bundle.document.requests == ("event-7", "requested-1")
+    assert not bundle.document.is_failing
+
+
+def test_a_batch_that_the_program_changed_is_lost(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+
+    def use(model: Any, batch: Any) -> Any:
+        weights = batch.new_ones(4)
+        hook.batch([batch, weights])
+        value = model(batch).pow(2).mean()
+        weights.add_(1)
+        return value
+
+    train(hook, inputs(3, bad=1), use=use)
+    hook.close()
+    (bundle,) = bundles(hook)
+    assert [lost.path for lost in bundle.document.lost] == ["micro_batches/0/batch/1"]
+    assert "changed in place" in bundle.document.lost[0].reason
+
+
+def test_parameters_that_were_changed_since_the_pass_are_lost(tmp_path: Path) -> None:
+    import torch
+
+    hook = Hook(tmp_path)
+
+    def use(model: Any, batch: Any) -> Any:
+        value = model(batch).pow(2).mean()
+        with torch.no_grad():
+            model[0].bias.mul_(1.0)
+        return value
+
+    model = train(hook, inputs(3), use=use, before=lambda number: hook.bundle() if number == 1 else None)
+    hook.close()
+    (bundle,) = bundles(hook)
+    assert [lost.path for lost in bundle.document.lost] == ["parameters/0.bias"]
+    names = {name for name, _ in model.named_parameters()}
+    assert set(bundle.names(PARAMETERS)) == names - {"0.bias"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "missing"),
+    [(0, {"values", "buffers", "parameters", "gradients"}), (8000, {"gradients", "values", "parameters"})],
+)
+def test_a_bundle_keeps_to_its_limit_and_says_what_it_lacks(
+    tmp_path: Path, limit: int, missing: set[str]
+) -> None:
+    hook = Hook(tmp_path, config=CaptureConfig(bundles=Bundles(limit_bytes=limit)))
+    train(hook, inputs(3), before=lambda number: hook.bundle() if number == 1 else None)
+    hook.close()
+    (bundle,) = bundles(hook)
+    stored = sum(
+        location.length
+        for name, location in bundle.tensors.items()
+        if name not in {"document", "gradient_digests"}
+    )
+    assert stored <= limit
+    assert {lost.path for lost in bundle.document.lost} <= missing
+    assert bundle.document.lost
+    assert len(bundle.document.gradients) == 6  # their digests remain
+
+
+def test_what_is_redacted_is_not_in_the_object(tmp_path: Path) -> None:
+    redact = ("micro_batches/*/batch", "micro_batches/*/arguments", "program/argv", "parameters/0.*")
+    hook = Hook(tmp_path, config=CaptureConfig(bundles=Bundles(redact=redact)))
+    secret = inputs(3)
+    secret[1][:] = 7654.5
+    train(hook, secret, before=lambda number: hook.bundle() if number == 1 else None)
+    hook.close()
+    (bundle,) = bundles(hook)
+    (path,) = tmp_path.rglob("*-program.safetensors")
+    assert secret[1].numpy().tobytes() not in path.read_bytes()
+    assert np.float32(7654.5).tobytes() * 4 not in path.read_bytes()
+    assert "argv" not in bundle.document.program
+    assert sorted(bundle.names(PARAMETERS)) == ["1.bias", "1.weight", "2.bias", "2.weight"]
+    assert bundle.document.redacted == redact
+
+
+def test_batches_of_the_program_and_several_passes_for_a_loss(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+
+    def use(model: Any, batch: Any) -> Any:
+        hook.batch({"views": [batch, batch + 1], "name": "pair"})
+        return (model(batch) - model(batch + 1)).pow(2).mean()
+
+    train(hook, inputs(3), use=use, before=lambda number: hook.bundle() if number == 1 else None)
+    hook.close()
+    (bundle,) = bundles(hook)
+    (batch,) = bundle.document.micro_batches
+    assert [key for key, _ in batch["batch"]["dict"]] == ["views", "name"]
+    assert len(batch["losses"]["list"]) == 1
+
+
+def test_batches_of_several_data_loaders_are_a_tuple_and_those_of_evaluation_are_left_out(
+    tmp_path: Path,
+) -> None:
+    import torch
+
+    class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+        def __init__(self, start: float) -> None:
+            self._start = start
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((4,), self._start + index)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loaders = [torch.utils.data.DataLoader(Numbers(start), batch_size=4) for start in (0.0, 100.0, 1000.0)]
+    with Hook(tmp_path) as hook:
+        hook.watch(model, optimizer)
+        for number, (first, second) in enumerate(zip(loaders[0], loaders[1], strict=True)):
+            if number == 1:
+                hook.bundle()
+            optimizer.zero_grad()
+            (model(first).mean() + model(second).mean()).backward()
+            optimizer.step()
+            model.eval()
+            for batch in loaders[2]:
+                model(batch)
+            model.train()
+    (bundle,) = bundles(hook)
+    stored = bundle.document.micro_batches[0]["batch"]["tuple"]
+    values = [bundle.read(entry["tensor"])[0][0, 0] for entry in stored]
+    assert values == [4.0, 104.0]
+
+
+def test_random_states_of_python_and_numpy_are_exact_or_lost(tmp_path: Path) -> None:
+    from watchstep.pytorch.bundles import random_states
+
+    copies = random_states.RandomStateCopies()
+    random.seed(3)
+    np.random.seed(4)  # noqa: NPY002 - the generator that programs use
+    first, second = copies.capture(), copies.capture()
+    assert first.is_fresh
+    assert not second.is_fresh
+    assert random_states.as_value(second)["python"] is not None  # nothing was drawn since the copy
+    drawn = (random.random(), float(np.random.rand()))  # noqa: NPY002 - as above
+    assert random_states.as_value(second)["python"] is None
+    assert random_states.restore(random_states.as_value(first)) == []
+    assert (random.random(), float(np.random.rand())) == drawn  # noqa: NPY002 - as above
+
+
+def test_a_skipped_update_also_restores_running_statistics(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, on_nonfinite="skip")
+    model = train(hook, inputs(6, bad=2))
+    hook.close()
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+    assert hook.health["counts"]["restored_buffers"] == 2
+
+
+def test_training_is_the_same_with_and_without_bundles(tmp_path: Path) -> None:
+    import torch
+
+    weights = []
+    for config in (CaptureConfig(bundles=None), CaptureConfig()):
+        hook = Hook(tmp_path, config=config)
+        model = train(hook, inputs(6), before=lambda number, hook=hook: hook.bundle() if number % 2 else None)  # type: ignore[misc]
+        hook.close()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*weights)

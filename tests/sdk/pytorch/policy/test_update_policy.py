@@ -1,0 +1,320 @@
+"""The gate policy: a non-finite update is never applied under ``skip`` and ``stop``, and everything else is as without it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from watchstep import Hook, StopTraining, open_run
+from watchstep.errors import ConfigError
+from watchstep.stopping import OnNonfinite
+
+if TYPE_CHECKING:
+    import torch
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"weight_decay": 0.1},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Rprop": {},
+}
+VARIANTS = list(OPTIMIZERS.items())
+VARIANTS += [("AdamW", {"foreach": True}), ("AdamW", {"fused": True}), ("SGD", {"fused": True, "lr": 0.1})]
+
+
+def network() -> torch.nn.Module:
+    import torch
+
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+
+
+def batches(bad: set[int], steps: int) -> list[torch.Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(3, 4, generator=generator) for _ in range(steps)]
+    for step in bad:
+        drawn[step][0, 0] = math.nan if step % 2 else math.inf
+    return drawn
+
+
+def train(
+    make: Callable[[Any], torch.optim.Optimizer],
+    inputs: list[torch.Tensor],
+    *,
+    skips: bool = False,
+    hook: Hook | None = None,
+    closure: bool = False,
+) -> dict[str, Any]:
+    """Train; ``skips``: the program itself leaves out the updates of batches that are not finite. Returns all of its state."""
+    model = network()
+    optimizer = make(model.parameters())
+    if hook is not None:
+        hook.watch(model, optimizer)
+    for x in inputs:
+
+        def loss(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            value: torch.Tensor = model(x).pow(2).mean()
+            value.backward()
+            return value
+
+        if closure:
+            optimizer.step(loss)  # type: ignore[arg-type]
+            continue
+        loss()
+        if not skips or all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
+            optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def equal(first: Any, second: Any) -> bool:
+    import torch
+
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second)
+
+
+@pytest.mark.parametrize(("name", "arguments"), VARIANTS)
+def test_a_skipped_update_changes_neither_the_model_nor_the_optimizer(
+    tmp_path: Path, name: str, arguments: dict[str, Any]
+) -> None:
+    import torch
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, **arguments)
+        return optimizer
+
+    inputs = batches({2, 3, 6}, 8)
+    with Hook(tmp_path, run="r", on_nonfinite="skip") as hook:
+        state = train(make, inputs, hook=hook)
+    assert equal(state, train(make, inputs, skips=True))
+    assert hook.health["counts"]["skipped_updates"] == 3
+    assert hook.health["faults"] == {}
+    run = open_run(hook.run_url)
+    assert run.tensor("updates:skipped").steps() == [2, 3, 6]
+    assert run.steps() == list(range(8))  # a skipped step is a step of the run
+
+
+def test_the_first_gradients_of_a_closure_decide(tmp_path: Path) -> None:
+    import torch
+
+    inputs = batches({1, 4}, 6)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        state = train(lambda p: torch.optim.LBFGS(p, max_iter=2), inputs, hook=hook, closure=True)
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
+    assert hook.health["counts"]["skipped_updates"] == 2
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sets(st.integers(0, 9)))
+def test_training_equals_one_without_the_bad_batches(
+    tmp_path_factory: pytest.TempPathFactory, bad: set[int]
+) -> None:
+    import torch
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    inputs = batches(bad, 10)
+    with Hook(tmp_path_factory.mktemp("runs"), on_nonfinite="skip") as hook:
+        state = train(make, inputs, hook=hook)
+    assert equal(state, train(make, [x for step, x in enumerate(inputs) if step not in bad]))
+
+
+@pytest.mark.parametrize(
+    ("policy", "bad", "stopped_at"),
+    [
+        ("stop", {2, 3}, 2),
+        ("skip:1", {2, 4, 6, 7}, 7),
+        ("skip:2", {0, 1, 2}, 2),
+        ("skip:3", {0, 1, 2}, None),
+        ("skip", {0, 1, 2, 3, 4, 5, 6, 7}, None),
+    ],
+)
+def test_training_stops_before_the_update(
+    tmp_path: Path, policy: str, bad: set[int], stopped_at: int | None
+) -> None:
+    import torch
+
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    hook = Hook(tmp_path, run="r", on_nonfinite=policy)
+    hook.watch(model, optimizer)
+    stopped, reason = None, ""
+    try:
+        for x in batches(bad, 8):
+            before = copy.deepcopy(model.state_dict())
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+    except StopTraining as stop:
+        stopped = stop.step
+        reason = str(stop)
+    hook.close()
+    assert stopped == stopped_at
+    if stopped is not None:
+        assert equal(model.state_dict(), before)
+        assert f"the gradients of step {stopped} are not finite" in reason
+    (end,) = open_run(hook.run_url).ends()
+    assert end.state == ("completed" if stopped is None else "stopped")
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
+def test_updates_that_a_gradient_scaler_skips_are_left_to_it(tmp_path: Path) -> None:
+    import torch
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    with Hook(tmp_path, run="r", on_nonfinite="stop") as hook:
+        hook.watch(model, optimizer)
+        for x in batches({1, 2}, 5):
+            optimizer.zero_grad()
+            scaler.scale(model(x).pow(2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    run = open_run(hook.run_url)
+    assert run.tensor("gradient_scaler:skipped").steps() == [1, 2]
+    assert "skipped_updates" not in hook.health["counts"]
+    assert [end.state for end in run.ends()] == ["completed"]
+
+
+def test_each_optimizer_is_decided_about_by_itself(tmp_path: Path) -> None:
+    import torch
+
+    good, bad = network(), network()
+    first = torch.optim.SGD(good.parameters(), lr=0.1)
+    second = torch.optim.SGD(bad.parameters(), lr=0.1)
+    start = copy.deepcopy(bad.state_dict())
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(good, first)
+        hook.watch(bad, second)
+        x = torch.ones(2, 4)
+        (good(x).pow(2).mean() + bad(x * math.inf).mean()).backward()
+        first.step()
+        second.step()
+    assert equal(bad.state_dict(), start)
+    assert not equal(good.state_dict(), start)
+    assert hook.health["counts"]["skipped_updates"] == 1
+
+
+def test_gradients_are_visible_after_a_skipped_update(tmp_path: Path) -> None:
+    import torch
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        model(torch.full((1, 4), math.nan)).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        optimizer.step()
+        assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+
+
+def test_an_optimizer_that_updates_without_gradients_is_reported(tmp_path: Path) -> None:
+    import torch
+
+    class Decaying(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.9)
+
+    model = network()
+    optimizer = Decaying(model.parameters())
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        model(torch.full((1, 4), math.nan)).sum().backward()
+        optimizer.step()
+    assert "Decaying changes parameters that have no gradient" in hook.health["notes"]["updates"]
+
+
+def test_a_step_that_raises_is_retried_with_the_same_decision(tmp_path: Path) -> None:
+    import torch
+
+    class Failing(torch.optim.SGD):
+        failures = 1
+
+        def step(self, closure: Any = None) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("once")
+            return super().step(closure)
+
+    model = network()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    start = copy.deepcopy(model.state_dict())
+    with Hook(tmp_path, on_nonfinite="skip:1") as hook:
+        hook.watch(model, optimizer)
+        model(torch.full((1, 4), math.nan)).sum().backward()
+        with pytest.raises(RuntimeError, match="once"):
+            optimizer.step()
+        optimizer.step()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert equal(model.state_dict(), start)
+    assert hook.health["counts"]["skipped_updates"] == 1
+
+
+def test_after_close_updates_are_the_program_s(tmp_path: Path) -> None:
+    import torch
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = Hook(tmp_path, on_nonfinite="skip")
+    hook.watch(model, optimizer)
+    hook.close()
+    model(torch.full((1, 4), math.nan)).sum().backward()
+    optimizer.step()
+    assert not any(parameter.isfinite().all() for parameter in list(model.parameters())[:2])
+
+
+def test_the_environment_sets_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("WATCHSTEP_ON_NONFINITE", "skip:7")
+    inputs = batches({1}, 3)
+    with Hook(tmp_path) as hook:
+        train(lambda p: torch.optim.SGD(p, lr=0.1), inputs, hook=hook)
+    assert hook.health["counts"]["skipped_updates"] == 1
+    monkeypatch.setenv("WATCHSTEP_ON_NONFINITE", "ignore")
+    with pytest.raises(ConfigError, match="WATCHSTEP_ON_NONFINITE='ignore'"):
+        Hook(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "skip:0", "skip:-1", "skip:x", "SKIP", "stop:2", "skip: 2", "skip:2\n"])
+def test_other_forms_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="on_nonfinite"):
+        Hook(tmp_path, on_nonfinite=text)
+
+
+@given(st.none() | st.integers(1, 10**9 - 1))
+def test_a_policy_is_read_from_its_text(max_skips: int | None) -> None:
+    policy = OnNonfinite("skip", max_skips)
+    assert OnNonfinite.parse(str(policy)) == policy

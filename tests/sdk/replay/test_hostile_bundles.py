@@ -1,0 +1,189 @@
+"""Corrupt, truncated and malicious bundles: a clear error, and no code is executed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from watchstep import Hook
+from watchstep.errors import FormatError, NotFoundError, WatchstepError
+from watchstep.format.bundle import BundleDocument, bundle_keys, open_bundle_file
+from watchstep.format.snapshot import Described, header
+from watchstep.store.store import Store
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return model(batch[0]).pow(2).mean()
+
+
+def step() -> Any:
+    import torch
+
+    from watchstep import ReplayStep
+
+    return ReplayStep(torch.nn.Linear(2, 1), loss)
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of a sound bundle."""
+    import torch
+
+    with Hook(tmp_path_factory.mktemp("runs")) as hook:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook.watch(model, optimizer)
+        for number in range(2):
+            hook.batch([torch.ones(1, 2)])
+            if number:
+                hook.bundle()
+            optimizer.zero_grad()
+            loss(model, [torch.ones(1, 2)]).backward()
+            optimizer.step()
+    store = Store.open(hook.run_url)
+    (key,) = bundle_keys(store)
+    return store.get(key.path)
+
+
+def replayed(path: Path) -> Any:
+    import torch
+
+    from watchstep.replay import replay
+
+    threads = torch.get_num_threads()
+    try:
+        return replay(open_bundle_file(path), step(), traces=False)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_sound_bundle_replays(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "b.safetensors").write_bytes(content)
+    assert replayed(tmp_path / "b.safetensors").is_exact
+
+
+def test_stock_readers_can_read_it(content: bytes) -> None:
+    from safetensors.numpy import load
+
+    tensors = load(content)
+    assert tensors["parameters/weight"].shape == (1, 2)
+    assert json.loads(tensors["document"].tobytes())["version"] == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_damage_is_reported_or_harmless(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    damaged = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    damaged = damaged[: data.draw(st.sampled_from([len(content), *range(0, len(content), 97)]))]
+    path = tmp_path_factory.mktemp("damaged") / "b.safetensors"
+    path.write_bytes(bytes(damaged))
+    with contextlib.suppress(WatchstepError):
+        replayed(path)
+
+
+def written(document: dict[str, Any], tensors: dict[str, bytes] | None = None) -> bytes:
+    encoded = json.dumps(document).encode()
+    extra = tensors or {}
+    described = [Described(name, "U8", (len(data),)) for name, data in extra.items()]
+    described.append(Described("document", "U8", (len(encoded),)))
+    return header(described, {"format": "watchstep.bundle"}) + b"".join(extra.values()) + encoded
+
+
+def sound(content: bytes) -> dict[str, Any]:
+    from safetensors.numpy import load
+
+    document: dict[str, Any] = json.loads(load(content)["document"].tobytes())
+    return document
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"step": -1},
+        {"step": "7"},
+        {"micro_batches": {}},
+        {"micro_batches": [3]},
+        {"lost": [["a"]]},
+        {"gradients": [1]},
+        {"run": []},
+    ],
+)
+def test_documents_of_another_form_are_refused(
+    content: bytes, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = tmp_path / "b.safetensors"
+    path.write_bytes(written({**sound(content), **change}))
+    with pytest.raises(FormatError, match="bundle"):
+        open_bundle_file(path)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"torch": "torch.load"},
+        {"tensor": "../../etc/passwd"},
+        {"tensor": "document"},
+        {"lost": "it was lost", "type": "Batch"},
+        {"dict": [[["a"], 1]]},
+        {"list": [{"list": [{"list": []}]}]},
+        None,
+    ],
+)
+def test_values_of_another_form_raise_a_clear_error(content: bytes, tmp_path: Path, batch: Any) -> None:
+    document = sound(content)
+    document["micro_batches"][0]["batch"] = batch
+    path = tmp_path / "b.safetensors"
+    path.write_bytes(written(document))
+    with pytest.raises((WatchstepError, TypeError, AttributeError, IndexError, RuntimeError)):
+        replayed(path)
+
+
+def test_the_recorded_program_is_never_run(content: bytes, tmp_path: Path) -> None:
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    document = sound(content)
+    document["program"] = {**document["program"], "argv": [str(evil)], "folder": str(tmp_path)}
+    path = tmp_path / "b.safetensors"
+    path.write_bytes(written(document))
+    with pytest.raises(WatchstepError):
+        replayed(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "b.safetensors"
+    with pytest.raises(NotFoundError, match="does not exist"):
+        open_bundle_file(path)
+    path.write_bytes(b"")
+    with pytest.raises(FormatError):
+        open_bundle_file(path)
+    path.write_bytes(struct.pack("<Q", 2**60) + b"{}")
+    with pytest.raises(FormatError, match="claims a header"):
+        open_bundle_file(path)
+    path.write_bytes(header([Described("x", "F32", (1,))], {}) + bytes(4))
+    with pytest.raises(FormatError, match="is not a bundle"):
+        open_bundle_file(path)
+
+
+@given(st.text(), st.integers(0, 2**62), st.lists(st.text(), max_size=3))
+def test_documents_come_back_equal(reason: str, number: int, names: list[str]) -> None:
+    try:
+        "".join([reason, *names]).encode()
+    except UnicodeEncodeError:
+        return
+    document = BundleDocument({"run": reason}, number, number, reason, tuple(names), gradients=tuple(names))
+    assert BundleDocument.decode(document.encode(), "b") == document

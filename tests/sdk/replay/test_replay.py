@@ -1,0 +1,258 @@
+"""Bundles replay bit for bit, and name the planted fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from watchstep import Hook
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep.format.bundle import Bundle, bundle_keys, open_bundle
+from watchstep.store.store import Store
+
+PROGRAM = Path(__file__).with_name("programs.py")
+
+
+@pytest.fixture(autouse=True)
+def _same_flags() -> Iterator[None]:
+    """Restore the flags of PyTorch that a replay sets."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+def programs() -> Any:
+    """The module with the programs, which imports PyTorch."""
+    from tests.sdk.replay import programs as module
+
+    return module
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Store, Hook]]:
+    """The stores of recorded runs, by kind of program."""
+    runs = {}
+    for kind in ("cnn", "transformer", "accumulation"):
+        with Hook(tmp_path_factory.mktemp("runs"), run=kind) as hook:
+            programs().train(kind, hook)
+        assert hook.health["faults"] == {}
+        runs[kind] = (Store.open(hook.run_url), hook)
+    return runs
+
+
+def bundles_of(store: Store) -> dict[str, Bundle]:
+    """The bundles of a run by their reason."""
+    return {key.reason: open_bundle(store, key.path) for key in bundle_keys(store)}
+
+
+@pytest.mark.parametrize("kind", ["cnn", "transformer", "accumulation"])
+@pytest.mark.parametrize("reason", ["gate", "program"])
+def test_a_step_is_computed_again_bit_for_bit(
+    recorded: dict[str, tuple[Store, Hook]], kind: str, reason: str
+) -> None:
+    from watchstep.replay import replay
+
+    bundle = bundles_of(recorded[kind][0])[reason]
+    assert bundle.document.lost == ()
+    result = replay(bundle, programs().step_of(kind))
+    assert result.is_exact
+    assert result.is_reproduced
+    assert result.gradients > 0
+    assert len(result.losses) == (4 if kind == "accumulation" else 1)
+    assert result.was_nonfinite == result.is_nonfinite == bundle.document.is_failing == (reason == "gate")
+    assert result.update_is_nonfinite == (reason == "gate")
+    assert result.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "name", "tensor"),
+    [
+        ("cnn", "tensor", "aten.convolution.default", "input[0]"),
+        ("accumulation", "tensor", "aten.convolution.default", "input[0]"),
+        ("transformer", "operation", "aten.addmm.default", ""),
+    ],
+)
+def test_the_first_bad_operation_of_a_replay_is_the_planted_one(
+    recorded: dict[str, tuple[Store, Hook]], kind: str, cause: str, name: str, tensor: str
+) -> None:
+    from watchstep.replay import render_replay, replay
+
+    result = replay(bundles_of(recorded[kind][0])["gate"], programs().step_of(kind))
+    assert result.diagnosis is not None
+    first = result.diagnosis.first
+    assert first is not None
+    assert (first.cause, first.operation.name) == (cause, name)
+    assert first.tensor is not None
+    if cause == "tensor":
+        assert first.tensor.name == tensor  # the batch was bad before the step
+    text = render_replay(result)
+    assert "reproduced: yes, bit for bit" in text
+    assert f"programs.py:{first_line(kind)}" in text
+
+
+def first_line(kind: str) -> int:
+    """The line of the program that computes the bad values."""
+    wanted = "scores = self.head" if kind == "transformer" else "value = functional.cross_entropy(model("
+    lines = PROGRAM.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if wanted in line)
+
+
+def test_higher_precision_shows_that_the_range_is_the_cause(
+    recorded: dict[str, tuple[Store, Hook]],
+) -> None:
+    from watchstep.replay import render_replay, replay
+
+    result = replay(
+        bundles_of(recorded["transformer"][0])["gate"], programs().step_of("transformer"), precision="fp64"
+    )
+    assert not result.is_reproduced
+    assert result.trace is None
+    assert "the captured precision is a part of the cause" in render_replay(result)
+
+
+def test_a_program_that_changed_since_is_not_reproduced(recorded: dict[str, tuple[Store, Hook]]) -> None:
+    import torch
+
+    from watchstep import ReplayStep
+    from watchstep.replay import render_replay, replay
+
+    step = programs().step_of("cnn")
+    changed = ReplayStep(step.model, lambda model, batch: 2 * step.loss(model, batch))
+    result = replay(bundles_of(recorded["cnn"][0])["program"], changed)
+    assert not result.is_reproduced
+    assert not result.is_exact
+    assert result.largest is not None
+    assert result.largest.relative == pytest.approx(1.0)
+    assert "no: the gradients differ" in render_replay(result)
+    other = ReplayStep(torch.nn.Linear(2, 2), step.loss)
+    with pytest.raises(ConfigError, match="the program's model has no parameter"):
+        replay(bundles_of(recorded["cnn"][0])["program"], other)
+
+
+def test_a_bundle_says_what_it_contains(recorded: dict[str, tuple[Store, Hook]]) -> None:
+    store, hook = recorded["cnn"]
+    document = bundles_of(store)["gate"].document
+    assert document.run["run"] == "cnn"
+    assert document.step == 14
+    assert document.is_failing
+    assert document.program["argv"]
+    assert document.program["versions"]["torch"]
+    assert document.loader is not None
+    assert document.loader["batch"] == 14
+    assert document.loader["sample_ids"] == {"list": [56, 57, 58, 59]}
+    assert list(document.objects) == ["scheduler_0"]
+    assert document.optimizers[0]["class"] == "AdamW"
+    assert not bundles_of(store)["program"].document.is_failing
+    assert hook.health["counts"]["bundles"] == 2
+
+
+def command(*arguments: str | Path, kind: str = "cnn") -> subprocess.CompletedProcess[str]:
+    """Run ``watchstep`` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "watchstep.command", *map(str, arguments)],
+        env={**os.environ, "KIND": kind},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_command_replays_a_run_s_failing_step(
+    recorded: dict[str, tuple[Store, Hook]], tmp_path: Path
+) -> None:
+    url = recorded["cnn"][1].run_url
+    done = command("replay", url, "--program", PROGRAM, "--trace", tmp_path / "trace.zip")
+    assert done.returncode == 0, done.stderr
+    assert "reproduced: yes, bit for bit" in done.stdout
+    assert "first operation that read a bad tensor: aten.convolution.default" in done.stdout
+    traced = command("trace", tmp_path / "trace.zip", "--json")
+    assert traced.returncode == 1
+    assert json.loads(traced.stdout)["first"]["operation"]["name"] == "aten.convolution.default"
+
+
+def test_the_command_lists_bundles(
+    recorded: dict[str, tuple[Store, Hook]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from watchstep.wrapper.replay_command import bundles_main, find_bundle
+
+    url = recorded["cnn"][1].run_url
+    with pytest.raises(SystemExit) as left:
+        bundles_main([url, "--json"])
+    assert left.value.code == 0
+    entries = json.loads(capsys.readouterr().out)["bundles"]
+    assert [(entry["step"], entry["reason"]) for entry in entries] == [(4, "program"), (14, "gate")]
+    assert find_bundle(url, "", None, None, None).document.step == 14
+    assert find_bundle(url, "", 4, None, None).document.step == 4
+    with pytest.raises(NotFoundError, match="no bundle of step 5 of worker 0"):
+        find_bundle(url, "", 5, None, None)
+    with pytest.raises(NotFoundError, match="no bundle of worker 3"):
+        find_bundle(url, "", None, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("missing.py", "does not exist"),
+        (f"{PROGRAM}:nothing", "has no function 'nothing'"),
+        (f"{PROGRAM}:build", "missing 1 required positional argument"),
+        ("no_such_module_anywhere:replay", "No module named"),
+    ],
+)
+def test_a_program_without_a_step_is_refused(
+    program: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from watchstep.replay import load_step
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    with pytest.raises((ConfigError, TypeError), match=message):
+        load_step(program)
+
+
+def test_two_ranks_replay_bit_for_bit(tmp_path: Path) -> None:
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    environment = {**os.environ, "KIND": "ddp", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, str(PROGRAM), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    replayed = subprocess.run(
+        [
+            *torchrun,
+            "-m",
+            "watchstep.command",
+            "replay",
+            str(tmp_path / "default" / "ddp"),
+            "--program",
+            str(PROGRAM),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert replayed.stdout.count("reproduced: yes, bit for bit") == 2, replayed.stderr
+    assert "worker 0: the failing step" in replayed.stdout
+    assert "worker 1: the failing step" in replayed.stdout

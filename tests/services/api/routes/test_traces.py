@@ -1,0 +1,283 @@
+"""Operation traces through the API: lists, operations, alerts, neighbours, stacks and sources."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zipfile
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.sdk.trace.debugger_v2.dumps import dump
+from tests.services.api.conftest import Api
+from tests.services.recording import Recording
+from watchstep.errors import FormatError
+from watchstep.format.layout import TraceKey
+from watchstep.reading.budget import OverBudgetError, ReadBudget
+from watchstep.store.store import Store
+from watchstep.trace import (
+    CallSite,
+    Operation,
+    TensorHealth,
+    Trace,
+    TracedTensor,
+    TraceMode,
+    alerts_of,
+    read_debugger_v2,
+)
+from watchstep.trace.trace_file import encode_trace
+from watchstep_services.api.queries.traces import OpenedTraces
+from watchstep_services.retention import delete_objects
+
+PLACE = "/v1/projects/vision/runs/run-1/traces"
+KEY = TraceKey("a1", 0, 5, 6)
+SOURCE = "import torch\n\ny = x.log()\n"
+
+
+def tensor(number: int, bad: bool | None = False, **more: Any) -> TracedTensor:
+    return TracedTensor(number, (2, 3), "float32", nonfinite=bad, **more)
+
+
+def operation(index: int, name: str, inputs: list[int], outputs: list[int], **more: Any) -> Operation:
+    return Operation(
+        index,
+        more.pop("step", 5),
+        name,
+        "forward",
+        "block.0",
+        tuple(map(tensor, inputs)),
+        tuple(tensor(each, bad=name == "log") for each in outputs),
+        stack=0,
+        **more,
+    )
+
+
+def small() -> Trace:
+    """x → log → (mul, add) → sum, and another step with the same ids."""
+    log = operation(1, "log", [1], [2])
+    health = TensorHealth(6, nan=1, negative_infinite=2, minimum=-3.0, maximum=1.0, first_bad=(0, 1))
+    log = Operation(
+        **{
+            **{name: getattr(log, name) for name in log.__slots__},
+            "outputs": (tensor(2, bad=True, health=health, values=np.ones((2, 3), np.float32)),),
+        }
+    )
+    operations = [
+        operation(0, "relu", [0], [1]),
+        log,
+        operation(2, "mul", [2], [3]),
+        operation(3, "add", [2, 3], [4]),
+        operation(7, "sum", [4], [5]),
+        operation(8, "relu", [0], [1], step=6),
+        operation(9, "exp", [1], [2], step=6),
+    ]
+    stack = (CallSite("/a/net.py", 3, "forward"), CallSite("/lib/torch.py", 9, "call", is_library=True))
+    return Trace(operations, (stack,), {"/a/net.py": SOURCE}, TraceMode.STATISTICS, notes=("a\x1b[31m",))
+
+
+@pytest.fixture
+def traced(api: Api, folder_store: Store) -> Api:
+    recording = Recording(folder_store).begin()
+    recording.store.put(KEY.path, encode_trace(small()))
+    recording.store.put(TraceKey("a1", 1, 5, 5).path, encode_trace(small()))
+    recording.store.put("traces/notes.txt", b"somebody else's")
+    api.driven.register()
+    return api
+
+
+def ask(api: Api, path: str) -> httpx.Response:
+    headers = {"authorization": f"Bearer {api.token('viewer')}"}
+    return api.client.request("GET", f"{PLACE}{path}", headers=headers)
+
+
+def fetched(api: Api, path: str) -> Any:
+    response = ask(api, f"/a1/0/5/6{path}")
+    assert response.status_code == 200, response.text
+    assert response.headers["cache-control"] == "private, max-age=3600, immutable"
+    return response.json()
+
+
+def test_traces_are_listed_in_pages(traced: Api) -> None:
+    first = ask(traced, "?limit=1").json()
+    assert [(entry["worker"], entry["first"], entry["last"]) for entry in first["traces"]] == [(0, 5, 6)]
+    rest = ask(traced, f"?limit=1&page_token={first['next_page_token']}").json()
+    assert ([entry["worker"] for entry in rest["traces"]], rest["next_page_token"]) == ([1], None)
+
+
+def test_a_trace_is_described(traced: Api) -> None:
+    found = fetched(traced, "")
+    assert (found["mode"], found["operations"], found["alerts"]) == ("statistics", 7, 1)
+    assert (found["steps"], found["files"]) == ([5, 6], ["/a/net.py"])
+
+
+def test_operations_are_listed_in_pages(traced: Api) -> None:
+    first = fetched(traced, "/operations?limit=3")
+    assert [each["index"] for each in first["operations"]] == [0, 1, 2]
+    rest = fetched(traced, f"/operations?limit=10&page_token={first['next_page_token']}")
+    assert [each["index"] for each in rest["operations"]] == [3, 7, 8, 9]
+    assert rest["next_page_token"] is None
+    part = fetched(traced, "/operations?begin=2&end=8")["operations"]
+    assert [each["name"] for each in part] == ["mul", "add", "sum"]
+    assert [each["index"] for each in fetched(traced, "/operations?step=6")["operations"]] == [8, 9]
+    assert part[0] == {
+        "index": 2,
+        "step": 5,
+        "name": "mul",
+        "node": "",
+        "phase": "forward",
+        "module": "block.0",
+        "bad": False,
+        "shapes": [[2, 3]],
+    }
+
+
+def test_alerts(traced: Api) -> None:
+    (alert,) = fetched(traced, "/alerts")["alerts"]
+    assert alert["operation"]["name"] == "log"
+    assert [alert[name] for name in ("elements", "nan", "pos_inf", "neg_inf")] == [6, 1, 0, 2]
+
+
+def test_an_operation_has_its_tensors_and_its_stack(traced: Api) -> None:
+    found = fetched(traced, "/operations/1")
+    (output,) = found["outputs"]
+    assert (output["health"]["nan"], output["health"]["first_bad"]) == (1, [0, 1])
+    assert output["health"]["figures"] == [-3.0, 1.0, None, None, None]
+    assert [(frame["file"], frame["line"], frame["text"]) for frame in found["stack"]] == [
+        ("/a/net.py", 3, "y = x.log()"),
+        ("/lib/torch.py", 9, ""),
+    ]
+    assert ask(traced, "/a1/0/5/6/operations/4").status_code == 404
+
+
+def test_neighbours(traced: Api) -> None:
+    near = fetched(traced, "/operations/1/graph")
+    assert [each["name"] for each in near["operations"]] == ["relu", "log", "mul", "add"]
+    edges = [(edge["source"], edge["target"], edge["tensor"]) for edge in near["edges"]]
+    assert edges == [(0, 1, 1), (1, 2, 2), (1, 3, 2), (2, 3, 3)]
+    far = fetched(traced, "/operations/1/graph?depth=2")
+    assert [each["index"] for each in far["operations"]] == [0, 1, 2, 3, 7]
+    assert not far["truncated"]
+    other = fetched(traced, "/operations/9/graph?depth=2")
+    assert [each["index"] for each in other["operations"]] == [8, 9]
+    assert ask(traced, "/a1/0/5/6/operations/1/graph?depth=3").status_code == 422
+
+
+def test_a_large_neighbourhood_is_cut(traced: Api, folder_store: Store) -> None:
+    operations = [operation(0, "x", [], [1]), *(operation(n, "y", [1], [n + 1]) for n in range(1, 500))]
+    recording = Recording(folder_store)
+    recording.store.put(TraceKey("a1", 2, 5, 5).path, encode_trace(Trace(operations)))
+    found = ask(traced, "/a1/2/5/5/operations/0/graph").json()
+    assert (len(found["operations"]), found["truncated"]) == (200, True)
+
+
+def test_only_files_of_the_trace_are_read(traced: Api) -> None:
+    assert fetched(traced, "/source?file=/a/net.py") == {
+        "file": "/a/net.py",
+        "text": SOURCE,
+        "truncated": False,
+    }
+    for file in ("/etc/passwd", "../net.py", "/lib/torch.py"):
+        assert ask(traced, f"/a1/0/5/6/source?file={quote(file)}").status_code == 404
+
+
+def test_a_dump_of_tensorflow(traced: Api, folder_store: Store) -> None:
+    trace = read_debugger_v2(dump("graph-full_health"))
+    Recording(folder_store).store.put(TraceKey("a1", 3, 0, 0).path, encode_trace(trace))
+    place = "/a1/3/0/0"
+    alerts = ask(traced, f"{place}/alerts?limit=1000").json()["alerts"]
+    assert [each["operation"]["index"] for each in alerts] == [each.operation for each in alerts_of(trace)]
+    log = next(each["operation"] for each in alerts if each["operation"]["name"] == "Log")
+    graph = ask(traced, f"{place}/operations/{log['index']}/graph").json()
+    assert {each["name"] for each in graph["operations"]} == {"Softmax", "Log", "Mul"}
+    assert ask(traced, f"{place}/operations?step=-1&limit=2").json()["operations"][0]["phase"] == "eager"
+
+
+def test_a_trace_that_does_not_exist(traced: Api) -> None:
+    for path in ("/a1/0/5/7", "/a2/0/5/6", "/a1/9/5/6/operations"):
+        assert ask(traced, path).status_code == 404
+    assert ask(traced, "/..a/0/5/6").status_code == 422
+
+
+def archive(**members: bytes) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in members.items():
+            file.writestr(name.replace("_", "."), data)
+    return content.getvalue()
+
+
+HEAD = json.dumps(
+    {
+        "version": 2,
+        "mode": "statistics",
+        "program": "",
+        "left_out": 0,
+        "losses": [],
+        "notes": [],
+        "raised": [],
+        "stacks": [[["a", "b", "c", "d"]]],
+        "sources": {},
+    }
+).encode()
+LINE = b'{"index": 0, "step": 0, "name": "a", "phase": "forward", "inputs": [], "outputs": [], "stack": 0}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"x" * 100,
+        archive(trace_json=HEAD),
+        archive(trace_json=b"{", operations_jsonl=LINE),
+        archive(trace_json=b"[" * 100_000, operations_jsonl=LINE),
+        archive(trace_json=HEAD.replace(b'"version": 2', b'"version": 99'), operations_jsonl=LINE),
+        archive(trace_json=HEAD, operations_jsonl=LINE[:-1]),
+        archive(trace_json=HEAD, operations_jsonl=LINE + LINE),
+        archive(trace_json=HEAD, operations_jsonl=b"[]\n"),
+        archive(trace_json=HEAD, operations_jsonl=LINE.replace(b'"step": 0', b'"step": 1e99')),
+        archive(trace_json=HEAD, operations_jsonl=b"a" * (2**20 + 1) + b"\n"),
+        archive(trace_json=HEAD, operations_jsonl=LINE)[:-22]
+        + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 9, 9, 2**31, 0, 0),
+        archive(trace_json=HEAD, operations_jsonl=b"\n" * (128 * 2**20 + 1)),
+    ],
+    ids=map(str, range(13)),
+)
+def test_hostile_traces_are_refused(content: bytes, traced: Api, folder_store: Store) -> None:
+    Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, content)
+    response = ask(traced, "/a1/4/0/0/operations")
+    assert response.status_code == 502, response.text
+
+
+def test_a_damaged_stack_is_refused(traced: Api, folder_store: Store) -> None:
+    content = archive(trace_json=HEAD, operations_jsonl=LINE)
+    Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, content)
+    assert ask(traced, "/a1/4/0/0/operations").status_code == 200
+    assert ask(traced, "/a1/4/0/0/operations/0").status_code == 502
+
+
+def test_the_cache_is_bounded(folder_store: Store) -> None:
+    keys = [TraceKey("a1", worker, 0, 0).path for worker in range(3)]
+    for key in keys:
+        folder_store.put(key, encode_trace(small()))
+    opened = OpenedTraces(max_bytes=1)
+    first = opened.open(folder_store, keys[0], ReadBudget(10, 10))
+    assert opened.open(folder_store, keys[0], ReadBudget(10, 10)) is first
+    opened.open(folder_store, keys[1], ReadBudget(10, 10))
+    assert opened.open(folder_store, keys[0], ReadBudget(10, 10)) is not first
+    with pytest.raises(OverBudgetError):
+        opened.open(folder_store, keys[2], ReadBudget(0, 10))
+    folder_store.put(keys[2], b"")
+    with pytest.raises(FormatError):
+        opened.open(folder_store, keys[2], ReadBudget(10, 10))
+
+
+def test_traces_are_deleted_with_their_run(folder_store: Store) -> None:
+    store = Recording(folder_store).begin().store
+    store.put(KEY.path, encode_trace(small()))
+    delete_objects(store)
+    assert list(store.entries()) == []
