@@ -6,6 +6,7 @@ The boundary of a hook: containing faults of its methods, copies in other proces
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import time
@@ -59,6 +60,7 @@ from watchstep.trace.trace_steps import TraceSteps, trace_steps_of
 
 if TYPE_CHECKING:
     from watchstep.pytorch.bundles.bundler import Bundler
+    from watchstep.pytorch.policy.host_votes import HostVotes
     from watchstep.pytorch.policy.stop_barrier import StopBarrier
     from watchstep.pytorch.policy.update_policy import UpdatePolicy
     from watchstep.pytorch.watch import Watch
@@ -165,6 +167,9 @@ STORE = "WATCHSTEP_STORE"
 
 _MAX_EXAMPLES = 2**31
 
+_numbers = itertools.count()
+"""Numbers of the hooks of this process."""
+
 _log = logging.getLogger("watchstep")
 
 
@@ -244,6 +249,7 @@ class Hook:
         self._tensorboard = tensorboard_folder(tensorboard)
         self._trace = trace_steps_of(trace)
         self._identity = resolve(project, run)
+        self._number = next(_numbers)
         self._watches: list[Watch] = []
         self._given: GivenValues | None = None
         self._guarding: Guarding | None = None
@@ -438,7 +444,7 @@ class Hook:
                 self._trace_steps(watch.model)
             if policy is not None:
                 watch.update_policy = policy
-                policy.watch(watch.model)
+                policy.watch(watch.model, optimizer)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - what is odd about a model must not keep it from training
@@ -456,6 +462,12 @@ class Hook:
         self._ending.detach_with(tracing.close)
         tracing.start(self._recorder.last_finished + 1)
 
+    def _votes_of(self, kind: str) -> HostVotes:
+        """Votes of one kind. Their name is that of this hook on all ranks: of the attempt, and its number among the hooks of the process."""
+        from watchstep.pytorch.policy.host_votes import HostVotes
+
+        return HostVotes(f"{self._identity.run}/{self._identity.attempt}/{kind}/{self._number}")
+
     def _bundle_steps_of(self, watch: Watch, model: Any) -> None:
         """Let a watch take bundles of its steps."""
         if self.config.bundles is None:
@@ -465,7 +477,9 @@ class Hook:
         from watchstep.pytorch.loaders import loader_batches
 
         inputs = StepInputs(watch.model, model, self.config.bundles)
-        watch.bundler = self._bundler = Bundler(self._session, self._identity, inputs, watch.model)
+        watch.bundler = self._bundler = Bundler(
+            self._session, self._identity, self.run_url, inputs, watch.model
+        )
         loader_batches.listen(inputs)
 
         self._ending.detach_with(watch.end_bundles)
@@ -478,9 +492,8 @@ class Hook:
         if self._on_nonfinite.action != "record" and self._update_policy is None:
             from watchstep.pytorch.policy.update_policy import UpdatePolicy
 
-            self._update_policy = UpdatePolicy(
-                self._on_nonfinite, self._recorder, self._health, ranks=self._identity.world_size
-            )
+            votes = self._votes_of("updates") if self._identity.world_size > 1 else None
+            self._update_policy = UpdatePolicy(self._on_nonfinite, self._recorder, self._health, votes=votes)
             self._ending.detach_with(self._update_policy.close)
         return self._update_policy
 
@@ -571,7 +584,7 @@ class Hook:
             from watchstep.pytorch.policy.stop_barrier import StopBarrier
 
             watched = [watch.model for watch in self._watches]
-            self._stop_barrier = StopBarrier(self._recorder, self._health, watched)
+            self._stop_barrier = StopBarrier(self._recorder, self._health, self._votes_of("guard"), watched)
 
     @contained
     def samples(self, ids: Any, /) -> None:

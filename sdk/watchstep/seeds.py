@@ -30,6 +30,8 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 """Values with which cuBLAS is deterministic, by the documentation of `torch.use_deterministic_algorithms`; the first one is set."""
 
+_NOT_SEEDED = "not seeded: "
+
 
 @dataclass(frozen=True)
 class SeedReport:
@@ -63,14 +65,21 @@ class SeedReport:
         """Return the report with the flags and notes of now, if deterministic algorithms were requested."""
         if not self.deterministic:
             return self
+        unseeded = [note for note in self.notes if note.startswith(_NOT_SEEDED)]
         # PyTorch imports NumPy, so it may be imported in part.
         torch_module = sys.modules["torch"] if "torch" in self.generators else None
-        return replace(self, flags=_flags(torch_module), notes=tuple(_notes(torch_module)))
+        return replace(self, flags=_flags(torch_module), notes=(*unseeded, *_notes(torch_module)))
 
     def with_seeded(self, name: str) -> SeedReport:
         """Return the report after a module that was imported later has been seeded."""
         later = tuple(other for other in self.later if other != name)
         return replace(self, generators=(*self.generators, name), later=later).with_flags()
+
+    def with_unseeded(self, name: str, error: Exception) -> SeedReport:
+        """Return the report after a module could not be seeded, as one of the program that has the name of a framework."""
+        later = tuple(other for other in self.later if other != name)
+        note = f"{_NOT_SEEDED}{name}: {type(error).__name__}: {error}"[:200]
+        return replace(self, later=later, notes=(*self.notes, note)).with_flags()
 
     def as_data(self) -> dict[str, Any]:
         """Return a form that can be encoded as JSON."""
@@ -106,18 +115,26 @@ def seed_all(seed: int, *, deterministic: bool = False, rank_offset: int = 0) ->
     if deterministic:
         os.environ.setdefault(_WORKSPACE, _DETERMINISTIC_WORKSPACES[0])
     imported = tuple(name for name in _SEEDED if name in sys.modules)
+    seeded: list[str] = []
+    unseeded: list[tuple[str, Exception]] = []
     for name in imported:
-        _SEEDED[name](sys.modules[name], process_seed, deterministic)
+        try:
+            _SEEDED[name](sys.modules[name], process_seed, deterministic)
+            seeded.append(name)
+        except Exception as error:  # noqa: BLE001 - the program may run with such a module
+            unseeded.append((name, error))
     report = SeedReport(
         seed,
         rank,
         rank_offset,
         process_seed,
-        ("python", *imported),
+        ("python", *seeded),
         tuple(name for name in _SEEDED if name not in imported),
         deterministic,
         hash_seed=hash_seed(),
     ).with_flags()
+    for name, failure in unseeded:
+        report = report.with_unseeded(name, failure)
     _reports[:] = [report]
     _seeder.wait_for(report.later)
     return report
@@ -255,8 +272,12 @@ class _AfterImport(MetaPathFinder):
             if name in self._names:
                 report = _reports[-1]
                 self.wait_for(tuple(other for other in report.later if other != name))
-                _SEEDED[name](module, report.process_seed, report.deterministic)
-                _reports[:] = [report.with_seeded(name)]
+                try:
+                    _SEEDED[name](module, report.process_seed, report.deterministic)
+                    report = report.with_seeded(name)
+                except Exception as error:  # noqa: BLE001 - an import of the program goes on
+                    report = report.with_unseeded(name, error)
+                _reports[:] = [report]
 
         loader.exec_module = load_and_seed
 

@@ -146,3 +146,24 @@ def test_an_offset_that_makes_a_seed_too_large(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match="in rank 3"):
         watchstep.seed_all(2**32 - 2, rank_offset=1)
+
+
+UNSEEDABLE = """
+import json, sys
+sys.path.insert(0, {folder!r})
+import watchstep
+from watchstep.seeds import recorded_seeds
+watchstep.seed_all(7)
+import numpy
+later = recorded_seeds()
+print(json.dumps([numpy.value, later, watchstep.seed_all(7).as_data()]))
+"""
+
+
+def test_a_module_that_cannot_be_seeded_is_imported_and_noted(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("value = 3\n")
+    value, later, at_once = run(UNSEEDABLE.format(folder=str(tmp_path)))
+    assert value == 3
+    for recorded in (later, at_once):
+        assert (recorded["generators"], recorded["later"]) == (["python"], ["torch"])
+        assert recorded["notes"][0].startswith("not seeded: numpy: AttributeError")

@@ -134,7 +134,7 @@ class ControlDocument:
 
     @classmethod
     def from_data(cls, data: Any) -> ControlDocument:
-        """Read the result of `as_data`.
+        """Read the result of `as_data`. Only the newest `MAX_SNAPSHOTS` requests are read.
 
         Raises:
             FormatError: The data has another form.
@@ -154,7 +154,7 @@ class ControlDocument:
                 else None,
                 snapshots=tuple(
                     SnapshotRequest(str(s["id"]), _whole(s["step"]), str(s.get("attempt", "")))
-                    for s in data.get("snapshots", ())
+                    for s in data.get("snapshots", ())[-MAX_SNAPSHOTS:]
                 ),
                 cadence=tuple((str(name), _whole(every, 1)) for name, every in data.get("cadence", ())),
                 tombstone=str(data.get("tombstone", "")),

@@ -29,7 +29,7 @@ from watchstep.capture.steps.recorder import Recorder
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Measurement
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.pytorch.observable import observable
+from watchstep.pytorch.observable import observable, own_work
 from watchstep.pytorch.tensors import full_tensors
 
 _DIVIDES, _MULTIPLIES = "DivBackward0", "MulBackward0"
@@ -61,7 +61,8 @@ def divisor_of(loss: Tensor) -> float:
         return 1.0
     if number.is_complex():
         return 1.0
-    value = float(number.item())
+    with torch._C._DisableTorchDispatch():  # noqa: SLF001 - a mode of the program or of a tracer need not observe this, or fails
+        value = float(number.item())
     if name == _MULTIPLIES:
         value = 1 / value if value > 1 / _MAX_DIVISOR else 1.0
     return (
@@ -286,15 +287,18 @@ def install() -> None:
 def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        own_work.depth += 1
         try:
             if _listeners and observable():
-                for reference in _listeners:
+                for reference in tuple(_listeners):  # it may change meanwhile
                     if (listener := reference()) is not None:
                         listener.backward_begins()
                 if isinstance(tensors, Tensor) and tensors.numel() == 1:
                     _notify(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             _report(error)
+        finally:
+            own_work.depth -= 1
         return backward(tensors, *args, **kwargs)
 
     return call
@@ -306,6 +310,7 @@ def _with_unscaled(scale: Callable[..., Any]) -> Callable[..., Any]:
         scaled = scale(self, outputs)
         if torch.compiler.is_compiling():
             return scaled
+        own_work.depth += 1
         try:
             if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
                 setattr(scaled, _UNSCALED, outputs.detach())
@@ -313,6 +318,8 @@ def _with_unscaled(scale: Callable[..., Any]) -> Callable[..., Any]:
                 setattr(scaled, _DIVISOR, divisor_of(outputs))
         except Exception as error:  # noqa: BLE001 - as above
             _report(error)
+        finally:
+            own_work.depth -= 1
         return scaled
 
     return call
@@ -320,7 +327,7 @@ def _with_unscaled(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 def _report(error: Exception) -> None:
     """Report a fault of this module to all listeners, which count it in their health."""
-    for reference in _listeners:
+    for reference in tuple(_listeners):  # it may change meanwhile
         if (listener := reference()) is not None:
             listener.failed(error)
 
@@ -336,7 +343,7 @@ def _notify(loss: Tensor, frame: FrameType) -> None:
     else:
         function, divisor = getattr(loss, _FUNCTION, ""), getattr(loss, _DIVISOR, 1.0)
         observed = BackwardLoss(_place_of(frame), value, function, divisor)
-    for reference in _listeners:
+    for reference in tuple(_listeners):  # it may change meanwhile
         if (listener := reference()) is not None:
             listener.found(observed)
 

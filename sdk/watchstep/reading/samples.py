@@ -6,12 +6,18 @@ bounded; what exceeds the bounds, or cannot be read, is reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.layout import SAMPLES, SamplesKey
-from watchstep.format.samples.samples import MAX_OBJECT_BYTES, SampleBatch, decode_object
+from watchstep.format.samples.samples import (
+    MAX_OBJECT_BYTES,
+    SampleBatch,
+    decode_batch,
+    payloads_of,
+    step_of,
+)
 from watchstep.reading.run_documents import get_document
 from watchstep.store.store import Store
 
@@ -20,7 +26,7 @@ _MAX_BYTES = 256 * 1024 * 1024
 """Maximum size of the objects that one query reads."""
 
 _MAX_SAMPLES = 8_000_000
-"""Maximum number of samples that one query returns."""
+"""Maximum number of samples, and of batches, that one query returns."""
 
 
 @dataclass
@@ -95,56 +101,58 @@ def read_samples(
     index = list_samples(store)
     found = FoundSamples(damaged=dict(index.damaged))
     place = {attempt: number for number, attempt in enumerate(attempts)}
-    newest: dict[int, str] = {}
-    batches: list[SampleBatch] = []
-    for attempt in sorted({key.attempt for key in index.keys}, key=lambda name: (place.get(name, -1), name)):
-        for batch in _read_attempt(store, index, attempt, steps, worker, found):
-            newest[batch.step] = attempt
-            batches.append(batch)
-    found.batches = [batch for batch in batches if newest[batch.step] == batch.attempt]
+    by_attempt = keys_by_attempt(
+        key
+        for key in index.keys
+        if (worker is None or key.worker == worker)
+        and (steps is None or (steps and key.first <= steps[-1] and key.last >= steps[0]))
+    )
+    reading = _Reading(store, steps, found)
+    for attempt in sorted(by_attempt, key=lambda name: (place.get(name, -1), name), reverse=True):
+        if not reading.read_attempt(by_attempt[attempt]):
+            break
     found.batches.sort(key=lambda batch: (batch.step, batch.worker))
     return found
 
 
-def _read_attempt(
-    store: Store,
-    index: SampleIndex,
-    attempt: str,
-    steps: range | None,
-    worker: int | None,
-    found: FoundSamples,
-) -> Iterator[SampleBatch]:
-    bytes_left, samples_left = _MAX_BYTES, _MAX_SAMPLES
-    for key in index.keys:
-        if key.attempt != attempt or (worker is not None and key.worker != worker):
-            continue
-        if steps is not None and (not steps or key.first > steps[-1] or key.last < steps[0]):
-            continue
-        try:
-            data = get_document(store, key.path, min(bytes_left, MAX_OBJECT_BYTES))
-            bytes_left -= len(data)
-            for batch in batches_of(data, key, steps):
-                samples_left -= len(batch.ids)
-                if samples_left < 0:
-                    found.damaged[SAMPLES] = f"more than {_MAX_SAMPLES} samples; the rest is not read"
-                    return
-                yield batch
-        except NotFoundError:
-            continue  # removed after listing
-        except FormatError as error:
-            found.damaged[key.path] = error.what
+def keys_by_attempt(keys: Iterable[SamplesKey]) -> dict[str, list[SamplesKey]]:
+    """Return keys by their attempt, in their order."""
+    grouped: dict[str, list[SamplesKey]] = {}
+    for key in keys:
+        grouped.setdefault(key.attempt, []).append(key)
+    return grouped
 
 
-def batches_of(data: bytes, key: SamplesKey, steps: range | None) -> Iterator[SampleBatch]:
-    """Yield the batches of an object with the attempt and the worker that its key names.
+class _Reading:
+    """One query, with its limits. The newest attempt is read first; of older ones, only steps that no newer one has."""
 
-    Args:
-        data: bytes of the object.
-        key: its key.
-        steps: only batches of these steps; all if None.
+    def __init__(self, store: Store, steps: range | None, found: FoundSamples) -> None:
+        self._store, self._steps, self._found = store, steps, found
+        self._newer: set[int] = set()
+        self._bytes_left, self._samples_left = _MAX_BYTES, _MAX_SAMPLES
 
-    Raises:
-        FormatError: it is damaged.
-    """
-    for batch in decode_object(data, key.path, steps):
-        yield replace(batch, worker=key.worker, attempt=key.attempt)
+    def read_attempt(self, keys: Sequence[SamplesKey]) -> bool:
+        """Read the objects of an attempt. Returns whether the limit of samples allows more."""
+        own: set[int] = set()
+        for key in keys:
+            try:
+                data = get_document(self._store, key.path, min(self._bytes_left, MAX_OBJECT_BYTES))
+                self._bytes_left -= len(data)
+                for payload in payloads_of(data, key.path, self._steps):
+                    if step_of(payload) in self._newer:
+                        continue
+                    batch = decode_batch(payload, key.path)
+                    self._samples_left -= len(batch.ids) + 1
+                    if self._samples_left < 0:
+                        self._found.damaged[SAMPLES] = (
+                            f"more than {_MAX_SAMPLES} samples; the rest is not read"
+                        )
+                        return False
+                    own.add(batch.step)
+                    self._found.batches.append(replace(batch, worker=key.worker, attempt=key.attempt))
+            except NotFoundError:
+                continue  # removed after listing
+            except FormatError as error:
+                self._found.damaged[key.path] = error.what
+        self._newer |= own
+        return True

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from watchstep.errors import ConfigError, FormatError
 from watchstep.format.bundle import BUFFERS, GRADIENTS, PARAMETERS, Bundle
 from watchstep.pytorch.bundles import random_states
-from watchstep.pytorch.bundles.values import LostValueError, decode, torch_tensor
+from watchstep.pytorch.bundles.values import LostValueError, ValueSource, decode, torch_tensor
 from watchstep.pytorch.names import unwrap
 
 _HINT = "use another bundle"
@@ -31,6 +31,7 @@ class RecordedStep:
         self.bundle = bundle
         self.device = device
         self.problems: dict[str, None] = {}
+        self._source = ValueSource(bundle.read, device)
 
     def set_model(self, model: nn.Module) -> None:
         """Set parameters, buffers, modes and which parameters are trained, in the model inside its wrappers.
@@ -96,6 +97,7 @@ class RecordedStep:
             ConfigError: the bundle has no batch, or a part of it was lost or redacted.
             FormatError: the bundle is damaged.
         """
+        self._source.tensors.clear()  # each pass gets its own: the program may change them
         recorded = self.bundle.document.micro_batches[number]
         if "batch" in recorded:
             return self._value(recorded["batch"], f"the batch of micro-batch {number}")
@@ -113,6 +115,12 @@ class RecordedStep:
     def losses(self, number: int) -> list[float]:
         """Return the losses of a micro-batch at ``backward()``."""
         values = self._value(self.bundle.document.micro_batches[number].get("losses", {"list": []}), "losses")
+        if not isinstance(values, list) or not all(
+            isinstance(loss, Tensor) and loss.numel() == 1 for loss in values
+        ):
+            raise FormatError(
+                f"bundle {self.bundle.name}: losses of micro-batch {number} are not tensors", _HINT
+            )
         return [float(loss) for loss in values]
 
     def set_random_states(self, number: int) -> None:
@@ -152,7 +160,7 @@ class RecordedStep:
             if isinstance(recorded, dict) and recorded.get("class") == type(optimizer).__name__:
                 try:
                     optimizer.load_state_dict(self._value(recorded.get("state"), f"optimizer {number}"))
-                except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
                     self.problems[f"the state of the optimizer could not be loaded: {error}"] = None
                     return False
                 return True
@@ -169,10 +177,10 @@ class RecordedStep:
 
     def _value(self, data: Any, what: str) -> Any:
         try:
-            return decode(data, self.bundle.read, self.device)
+            return decode(data, self._source)
         except LostValueError as error:
             raise ConfigError(f"bundle {self.bundle.name}: {what}: {error}", _HINT) from error
-        except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, AttributeError) as error:
             raise FormatError(
                 f"bundle {self.bundle.name}: {what}: {type(error).__name__}: {str(error)[:200]}", _HINT
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import runpy
 import sys
@@ -43,6 +44,35 @@ class ReplayStep:
     optimizer: Callable[[Any], Optimizer] | None = None
 
 
+def _check_defined(path: Path, name: str) -> None:
+    """Look for the function before the file is run: without it, the program may start to train.
+
+    Raises:
+        ConfigError: the file does not define the name, or is no Python file.
+    """
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"program {str(path)!r}: {error}", _HINT) from error
+    if not any(name in _names_of(statement) for statement in tree.body):
+        raise ConfigError(
+            f"program {path.name!r} has no function {name!r}",
+            f"{_HINT}; the file is run, so its training belongs under 'if __name__ == \"__main__\":'",
+        )
+
+
+def _names_of(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement at the top of a file may define; for blocks, those of all statements in them."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {alias.asname or alias.name for alias in statement.names}
+    if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+        return set()
+    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    return names | {node.name for node in ast.walk(statement) if isinstance(node, ast.FunctionDef)}
+
+
 def load_step(program: str) -> ReplayStep:
     """Return the step of a program, by running the file or importing the module.
 
@@ -61,6 +91,7 @@ def load_step(program: str) -> ReplayStep:
         path = Path(place).expanduser().absolute()
         if not path.is_file():
             raise ConfigError(f"program {place!r} does not exist", _HINT)
+        _check_defined(path, name)
         sys.path.insert(0, str(path.parent))
         sys.argv = [str(path)]
         found = runpy.run_path(str(path), run_name="watchstep_replay").get(name)

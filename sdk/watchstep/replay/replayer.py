@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -48,14 +48,18 @@ class ReplayResult:
         bundle: the bundle.
         device: device of the replay.
         precision: precision of the replay.
-        losses: of each backward pass: the recorded one, and that of the replay.
-        gradients: number of compared gradients.
+        losses: of each micro-batch: the recorded one, None if it was not observed, and that of the replay.
+        gradients: number of recorded gradients.
         equal_gradients: number of those that are equal bit for bit.
+        uncomputed: names of recorded gradients that the replay did not compute.
+        undetermined: names of gradients that differ, by an unknown amount: the bundle has only their digests.
         largest: the gradient that differs most, among those that are recorded in full; None if none differs.
         was_nonfinite: whether a recorded loss or gradient is NaN or infinite.
         is_nonfinite: whether one of the replay is.
+        is_other_failure: whether a loss is finite in one of them only, or other gradients are not finite.
         update_is_nonfinite: whether the update makes a parameter non-finite; None if it was not made.
         problems: what could not be set as recorded.
+        has_before_update: whether the program states what it does with gradients before the update.
         trace: operations of the replay; None if it was not traced.
         diagnosis: of the trace.
     """
@@ -63,35 +67,68 @@ class ReplayResult:
     bundle: Bundle
     device: str
     precision: Precision
-    losses: tuple[tuple[float, float], ...] = ()
+    losses: tuple[tuple[float | None, float], ...] = ()
     gradients: int = 0
     equal_gradients: int = 0
+    uncomputed: tuple[str, ...] = ()
+    undetermined: tuple[str, ...] = ()
     largest: GradientDifference | None = None
     was_nonfinite: bool = False
     is_nonfinite: bool = False
+    is_other_failure: bool = False
     update_is_nonfinite: bool | None = None
     problems: tuple[str, ...] = ()
+    has_before_update: bool = False
     trace: Trace | None = None
     diagnosis: Diagnosis | None = field(default=None, repr=False)
 
     @property
+    def losses_are_equal(self) -> bool:
+        """Whether all losses that were observed are equal bit for bit."""
+        return all(before is None or _are_equal(before, after) for before, after in self.losses)
+
+    @property
     def is_exact(self) -> bool:
-        """Whether all losses and gradients are equal bit for bit."""
-        return self.equal_gradients == self.gradients > 0 and all(
-            recorded == replayed or (math.isnan(recorded) and math.isnan(replayed))
-            for recorded, replayed in self.losses
-        )
+        """Whether all losses and gradients are equal bit for bit; False if nothing was compared."""
+        compared = self.gradients > 0 or any(before is not None for before, _ in self.losses)
+        return compared and self.equal_gradients == self.gradients and self.losses_are_equal
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the recorded step failed."""
+        return self.was_nonfinite or self.bundle.document.is_failing
 
     @property
     def is_reproduced(self) -> bool:
-        """Whether the step failed again, if it had failed, or its gradients are nearly equal."""
-        if self.was_nonfinite or self.bundle.document.is_failing:
-            return self.is_nonfinite or bool(self.update_is_nonfinite)
-        return self.is_exact or (self.largest is not None and self.largest.relative < _NEARLY)
+        """Whether the step failed again in the same losses and gradients, if it had failed; else whether they are nearly equal."""
+        if self.has_failed:
+            return (self.is_nonfinite or bool(self.update_is_nonfinite)) and not self.is_other_failure
+        return self.is_exact or self.difference is not None
+
+    @property
+    def difference(self) -> float | None:
+        """Largest relative difference of losses and gradients, if all are compared and it is small; else None."""
+        if self.uncomputed or self.undetermined or not (self.gradients or self.losses):
+            return None
+        differences = [
+            abs(after - before) / max(abs(before), _SMALLEST)
+            for before, after in self.losses
+            if before is not None and not _are_equal(before, after)
+        ]
+        if self.largest is not None:
+            differences.append(self.largest.relative)
+        largest = max(differences, default=0.0)
+        return largest if largest < _NEARLY else None
 
 
 _NEARLY = 1e-2
-"""Largest relative difference of gradients that counts as reproduced. Half-precision passes of other kernels differ by as much."""
+"""Largest relative difference of losses and gradients that counts as reproduced. Half-precision passes of other kernels differ by as much."""
+
+_SMALLEST = 1e-30
+
+
+def _are_equal(before: float, after: float) -> bool:
+    return before == after or (math.isnan(before) and math.isnan(after))
 
 
 def replay(
@@ -191,7 +228,7 @@ class _Replay:
         self._model.to(dtype)
         return [_converted(batch, dtype) for batch in batches]
 
-    def compute(self, batches: list[Any]) -> list[tuple[float, float]]:
+    def compute(self, batches: list[Any]) -> list[tuple[float | None, float]]:
         """Compute all micro-batches and their gradients. Returns recorded and replayed losses."""
         losses = [self._micro_batch(number, batch) for number, batch in enumerate(batches)]
         if self._scale != 1.0:
@@ -203,7 +240,7 @@ class _Replay:
             self._step.before_update(self._model)
         return losses
 
-    def _micro_batch(self, number: int, batch: Any) -> tuple[float, float]:
+    def _micro_batch(self, number: int, batch: Any) -> tuple[float | None, float]:
         """Compute a micro-batch. Returns its recorded and replayed loss."""
         recorded = self._recorded
         with ExitStack() as stack:
@@ -221,7 +258,11 @@ class _Replay:
             scaled = loss if self._scale == 1.0 else loss * self._scale
             scaled.backward()
         before = recorded.losses(number)
-        return (before[-1] if before else math.nan, float(loss.detach()))
+        if len(before) > 1:
+            recorded.problems[
+                f"the program called backward() for {len(before)} losses of micro-batch {number}; the replay computes the last of them"
+            ] = None
+        return (before[-1] if before else None, float(loss.detach()))
 
     def _before_forward(self, number: int) -> Callable[..., None]:
         """Return a hook for the first forward pass of a micro-batch: the random states were recorded there."""
@@ -248,46 +289,44 @@ class _Replay:
                 f"autocast was {state} at the forward pass; use the same in ReplayStep.loss"
             ] = None
 
-    def compared(self, losses: list[tuple[float, float]]) -> ReplayResult:
+    def compared(self, losses: list[tuple[float | None, float]]) -> ReplayResult:
         """Compare gradients, and make the update if the program states its optimizer."""
-        recorded, parameters = self._recorded, dict(self._inner.named_parameters())
-        names = recorded.gradient_names()
-        digests = recorded.tensor(DIGESTS) if names else None
-        equal, compared, was_nonfinite, is_nonfinite = 0, 0, False, False
-        largest: GradientDifference | None = None
-        for place, name in enumerate(names):
-            parameter = parameters.get(name)
-            gradient = None if parameter is None else parameter.grad
-            before = recorded.gradient(name)
-            was_nonfinite |= before is not None and not bool(before.isfinite().all())
-            if gradient is None or digests is None:
-                continue
-            compared += 1
-            is_nonfinite |= not bool(gradient.isfinite().all())
-            if digest(gradient) == bytes(digests[place].numpy()):
-                equal += 1
-            elif before is not None:
-                relative = _relative(before, gradient)
-                if largest is None or relative > largest.relative:
-                    largest = GradientDifference(name, relative)
-        was_nonfinite |= any(not math.isfinite(before) for before, _ in losses)
-        is_nonfinite |= any(not math.isfinite(after) for _, after in losses)
+        recorded = self._recorded
+        comparison = _GradientComparison(recorded, dict(self._inner.named_parameters()))
+        other_loss = any(
+            before is not None and math.isfinite(before) != math.isfinite(after) for before, after in losses
+        )
+        gradients_finite = all(
+            bool(parameter.grad.isfinite().all())
+            for parameter in self._inner.parameters()
+            if parameter.grad is not None
+        )
         return ReplayResult(
             recorded.bundle,
             str(self._device),
             self._precision,
             tuple(losses),
-            compared,
-            equal,
-            largest,
-            was_nonfinite,
-            is_nonfinite,
-            self._update(),
+            gradients=len(recorded.gradient_names()),
+            equal_gradients=comparison.equal,
+            uncomputed=tuple(comparison.uncomputed),
+            undetermined=tuple(comparison.undetermined),
+            largest=comparison.largest,
+            was_nonfinite=comparison.was_nonfinite
+            or any(before is not None and not math.isfinite(before) for before, _ in losses),
+            is_nonfinite=not gradients_finite or any(not math.isfinite(after) for _, after in losses),
+            is_other_failure=other_loss or comparison.is_other_failure,
+            update_is_nonfinite=self._update(),
+            has_before_update=self._step.before_update is not None,
         )
 
     def _update(self) -> bool | None:
-        """Make the update. Returns whether it makes a parameter non-finite; None if the program states no optimizer, or its state is lost."""
+        """Make the update. Returns whether it makes a parameter non-finite; None if that is not known."""
         if self._step.optimizer is None or self._precision != "captured":
+            return None
+        if not all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters()):
+            self._recorded.problems["a parameter was not finite before the step: the update was not made"] = (
+                None
+            )
             return None
         optimizer = self._step.optimizer(self._model)
         if not self._recorded.set_optimizer(optimizer):
@@ -295,9 +334,8 @@ class _Replay:
                 "the bundle has no state of such an optimizer: the update was not made"
             ] = None
             return None
-        before = all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters())
         optimizer.step()
-        return before and not all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters())
+        return not all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters())
 
     def traced(self) -> Trace:
         """Compute the step again under a tracer."""
@@ -305,7 +343,51 @@ class _Replay:
         batches = self.set_state()
         with tracer.step(self._recorded.bundle.document.step):
             self.compute(batches)
+            self._update()
         return tracer.trace()
+
+
+class _GradientComparison:
+    """The recorded gradients against those of the replay.
+
+    Attributes:
+        equal: number of gradients that are equal bit for bit.
+        uncomputed, undetermined, largest: see `ReplayResult`.
+        was_nonfinite: whether a recorded gradient is not finite.
+        is_other_failure: whether gradients are not finite in both, and none of them is the same.
+    """
+
+    def __init__(self, recorded: RecordedStep, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.equal = 0
+        self.uncomputed: list[str] = []
+        self.undetermined: list[str] = []
+        self.largest: GradientDifference | None = None
+        bad_before, bad_after = set(), set()
+        names = recorded.gradient_names()
+        digests = recorded.tensor(DIGESTS) if names else None
+        for place, name in enumerate(names):
+            before = recorded.gradient(name)
+            parameter = parameters.get(name)
+            after = None if parameter is None else parameter.grad
+            if before is not None and not bool(before.isfinite().all()):
+                bad_before.add(name)
+            if after is not None and not bool(after.isfinite().all()):
+                bad_after.add(name)
+            if after is None or digests is None:
+                self.uncomputed.append(name)
+            elif digest(after) == bytes(digests[place].numpy()):
+                self.equal += 1
+            elif before is None:
+                self.undetermined.append(name)
+            else:
+                self._add(name, before, after)
+        self.was_nonfinite = bool(bad_before)
+        self.is_other_failure = bool(bad_before) and bool(bad_after) and bad_before.isdisjoint(bad_after)
+
+    def _add(self, name: str, before: Tensor, after: Tensor) -> None:
+        relative = _relative(before, after)
+        if self.largest is None or relative > self.largest.relative:
+            self.largest = GradientDifference(name, relative)
 
 
 def _relative(before: Tensor, after: Tensor) -> float:

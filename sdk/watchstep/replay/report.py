@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from watchstep.platform.terminal_text import printable
-from watchstep.replay.replayer import ReplayResult
+from watchstep.replay.replayer import GradientDifference, ReplayResult
 from watchstep.trace.report import render_diagnosis
 
 _MAX_LOST = 5
@@ -38,9 +38,13 @@ def replay_data(result: ReplayResult) -> dict[str, Any]:
         "precision": result.precision,
         "is_reproduced": result.is_reproduced,
         "is_exact": result.is_exact,
-        "losses": [[_number(before), _number(after)] for before, after in result.losses],
+        "losses": [
+            [None if before is None else _number(before), _number(after)] for before, after in result.losses
+        ],
         "gradients": result.gradients,
         "equal_gradients": result.equal_gradients,
+        "uncomputed": list(result.uncomputed),
+        "undetermined": list(result.undetermined),
         "largest_difference": None
         if result.largest is None
         else {"name": result.largest.name, "relative": _number(result.largest.relative)},
@@ -66,29 +70,76 @@ def _lines(result: ReplayResult, *, verbose: bool) -> Iterator[str]:
     )
     yield f"replayed on {result.device} in {result.precision} precision"
     for number, (before, after) in enumerate(result.losses):
-        yield f"  loss of micro-batch {number}: {before:.6g} recorded, {after:.6g} replayed"
+        recorded = "not observed" if before is None else f"{before:.6g} recorded"
+        yield f"  loss of micro-batch {number}: {recorded}, {after:.6g} replayed"
     yield f"  gradients: {result.equal_gradients} of {result.gradients} are equal bit for bit"
+    if result.uncomputed:
+        yield f"  {len(result.uncomputed)} gradients are recorded and were not computed, as {result.uncomputed[0]}"
+    if result.undetermined:
+        yield f"  {len(result.undetermined)} gradients differ by an unknown amount, as {result.undetermined[0]}: the bundle has only their digests"
     if result.largest is not None:
-        yield f"  largest difference: {result.largest.relative:.3g} of {result.largest.name}"
+        yield f"  largest difference: {_difference(result.largest)}"
     if result.update_is_nonfinite is not None:
         yield f"  the update makes parameters {'non-finite' if result.update_is_nonfinite else 'finite'}"
     yield f"reproduced: {_verdict(result)}"
     yield from (f"note: {problem}" for problem in result.problems)
+    yield from (f"hint: {hint}" for hint in _hints(result))
     lost = document.lost if verbose else document.lost[:_MAX_LOST]
     yield from (f"lost: {each.path}: {each.reason}" for each in lost)
     if len(lost) < len(document.lost):
         yield f"lost: {len(document.lost) - len(lost)} more values (--verbose)"
 
 
+def _difference(largest: GradientDifference) -> str:
+    if math.isinf(largest.relative):
+        return f"{largest.name} is finite in one of them only"
+    return f"{largest.relative:.3g} of {largest.name}"
+
+
+def _hints(result: ReplayResult) -> Iterator[str]:
+    """Yield likely causes of a difference, for a replay with the recorded precision."""
+    if result.is_exact or result.precision != "captured":
+        return
+    if result.uncomputed:
+        yield "the program computes gradients that ReplayStep.loss does not; return the sum of all losses"
+    elif not result.losses_are_equal:
+        yield (
+            "a loss differs: the step depends on something that the bundle does not have, such as a counter or a schedule of the program; give it to "
+            "hook.batch((batch, value)), or set it in the function that returns the ReplayStep"
+        )
+    elif result.gradients and not result.has_before_update:
+        yield "the losses are equal and the gradients are not: if the program or its trainer clips gradients, do so in ReplayStep.before_update"
+
+
 def _verdict(result: ReplayResult) -> str:
+    if result.has_failed:
+        return _verdict_of_failure(result)
     if result.is_exact:
-        return "yes, bit for bit"
-    failed = result.was_nonfinite or result.bundle.document.is_failing
-    if not result.is_reproduced:
-        if failed and result.precision != "captured":
-            return f"no: the step is finite in {result.precision}, so the captured precision is a part of the cause"
-        return "no: the step is finite in the replay" if failed else "no: the gradients differ"
-    if failed:
-        return "yes, the step is not finite again, but not bit for bit"
-    assert result.largest is not None
-    return f"yes, within {result.largest.relative:.3g}"
+        return (
+            "yes, bit for bit"
+            if result.gradients
+            else "yes: the losses are equal bit for bit; no gradients are recorded"
+        )
+    if result.difference is not None:
+        return f"yes, within {result.difference:.3g}"
+    if result.undetermined:
+        return "not known: the bundle has only digests of gradients that differ"
+    if not result.gradients and all(before is None for before, _ in result.losses):
+        return "not known: neither losses nor gradients are recorded"
+    return "no: the losses differ" if not result.losses_are_equal else "no: the gradients differ"
+
+
+def _verdict_of_failure(result: ReplayResult) -> str:
+    if result.is_reproduced:
+        return (
+            "yes, bit for bit"
+            if result.is_exact
+            else "yes, the step is not finite again, but not bit for bit"
+        )
+    if result.is_nonfinite or result.update_is_nonfinite:
+        return "no: the step fails in another way: a loss is finite in one of them only, or other gradients are not finite"
+    if result.precision != "captured":
+        return (
+            f"no: the step is finite in {result.precision}, so the captured precision is a part of the cause"
+        )
+    return "no: the step is finite in the replay"

@@ -14,7 +14,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,8 @@ MAX_DIRECTORY_BYTES = 4 * 2**20
 """Maximum size of the archive's directory: some 60,000 full tensors."""
 MAX_NEIGHBOURS = 200
 """Maximum number of operations of a neighbourhood."""
+MAX_EDGES = 20_000
+"""Maximum number of edges of a neighbourhood."""
 _MAX_OBJECT_BYTES = 16 * 2**30
 _MAX_LINE_BYTES = 2**20
 _MAX_TENSORS = 4_000_000
@@ -43,6 +44,11 @@ _BUFFER = 2**20
 _CHECKED = 4096
 """Number of lines after which the time is checked."""
 _HINT = "download it, and read it with 'watchstep trace'"
+_TENSOR_BYTES, _ROW_BYTES = 80, 80
+"""Maximum memory of a tensor and of an operation while they are indexed, measured with `tracemalloc`."""
+_LONG_LINE = 64 * 1024
+_LINE_BYTES = 8 * 2**20
+"""Maximum memory of a line of this length while it is parsed."""
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
 
 
@@ -102,8 +108,11 @@ class IndexedTrace:
         self.indexes, self.steps, self.bad = rows.indexes, rows.steps, rows.bad
         self._offsets = rows.offsets
         self._tensors = rows.tensors
-        self._order = np.lexsort((rows.tensors[:, 1], rows.tensors[:, 0]))
-        self._ids = rows.tensors[self._order, 0]
+        ids, places, writes = rows.tensors.T
+        order = np.lexsort((places, rows.steps[places], ids))
+        is_written = writes[order] != 0
+        # Rows of the tensors, ordered by id, step and place.
+        self._readers, self._writers = order[~is_written], order[is_written]
         self.memory = len(lines) + 64 * len(rows.indexes) + 40 * len(rows.tensors) + head_memory
 
     def __len__(self) -> int:
@@ -165,23 +174,29 @@ class IndexedTrace:
             raise NotFoundError(f"file {file[:200]!r}: not in the trace", "use a path of one of its stacks")
         return text
 
-    def neighbours(self, place: int, depth: int) -> tuple[list[int], list[tuple[int, int, int]], bool]:
+    def neighbours(
+        self, place: int, depth: int, check: Callable[[], None] = lambda: None
+    ) -> tuple[list[int], list[tuple[int, int, int]], bool]:
         """Return the operations that wrote what an operation read, and those that read what it wrote.
 
         Args:
             place: Place of the operation.
             depth: Number of steps from the operation.
+            check: Called from time to time; raises an error to end the work.
 
         Returns:
             Places, ascending; edges as place of the writer, place of the reader, and id of the tensor; and whether operations beyond
-            `MAX_NEIGHBOURS` were left out.
+            `MAX_NEIGHBOURS`, or edges beyond `MAX_EDGES`, were left out.
         """
         found = {place: 0}
         edges: set[tuple[int, int, int]] = set()
         waiting = [place]
         is_cut = False
         for current in waiting:
-            for edge in self._edges(current):
+            check()
+            for number, edge in enumerate(self._edges(current, check)):
+                if not number % _CHECKED:
+                    check()
                 other = edge[0] if edge[1] == current else edge[1]
                 if other not in found:
                     if found[current] >= depth:
@@ -191,40 +206,51 @@ class IndexedTrace:
                         continue
                     found[other] = found[current] + 1
                     waiting.append(other)
+                if len(edges) >= MAX_EDGES:
+                    return sorted(found), sorted(edges), True
                 edges.add(edge)
         return sorted(found), sorted(edges), is_cut
 
-    def _edges(self, place: int) -> Iterator[tuple[int, int, int]]:
+    def _edges(self, place: int, check: Callable[[], None]) -> Iterator[tuple[int, int, int]]:
         """Yield the edges of an operation: from the last writer of each input, and to the readers of each output up to its next writer."""
         first, end = np.searchsorted(self._tensors[:, 1], [place, place + 1])
         own = self._tensors[first:end]
-        for tensor, _, _ in own[own[:, 2] == 0].tolist():
-            before = [
-                each
-                for each, writes in self._users(tensor)
-                if writes and each < place and self._same_step(each, place)
-            ]
-            if before:
-                yield before[-1], place, tensor
-        for tensor, _, _ in own[own[:, 2] == 1].tolist():
-            for each, writes in self._users(tensor):
-                if each <= place or not self._same_step(each, place):
-                    continue
-                if not writes:
-                    yield place, each, tensor
-                else:
+        read, written = (dict.fromkeys(own[own[:, 2] == writes, 0].tolist()) for writes in (0, 1))
+        for number, tensor in enumerate(read):
+            if not number % _CHECKED:
+                check()
+            last = self._first(self._writers, tensor, place, place) - 1
+            if last >= 0 and self._is_of(self._writers[last], tensor, place):
+                yield int(self._tensors[self._writers[last], 1]), place, tensor
+        for number, tensor in enumerate(written):
+            if not number % _CHECKED:
+                check()
+            following = self._first(self._writers, tensor, place, place + 1)
+            is_last = following == len(self._writers) or not self._is_of(
+                self._writers[following], tensor, place
+            )
+            # The next writer may read the tensor itself.
+            until = len(self) - 1 if is_last else int(self._tensors[self._writers[following], 1])
+            for row in range(self._first(self._readers, tensor, place, place + 1), len(self._readers)):
+                reader = int(self._tensors[self._readers[row], 1])
+                if reader > until or not self._is_of(self._readers[row], tensor, place):
                     break
+                yield place, reader, tensor
 
-    def _users(self, tensor: int) -> Iterator[tuple[int, bool]]:
-        """Yield the places of the operations that read or wrote a tensor, ascending, a reader before a writer."""
-        start, end = np.searchsorted(self._ids, [tensor, tensor + 1])
-        for row in islice(self._order[start:end].tolist(), 100_000):
-            _, place, writes = self._tensors[row].tolist()
-            yield place, bool(writes)
+    def _first(self, rows: NDArray[np.intp], tensor: int, place: int, begin: int) -> int:
+        """Return the number of the first row of a tensor in the step of an operation that is at a place from ``begin`` on."""
+        step = int(self.steps[place])
 
-    def _same_step(self, one: int, other: int) -> bool:
-        """Whether two operations ran in one step: ids of tensors are those of a step."""
-        return bool(self.steps[one] == self.steps[other])
+        def key(row: int) -> tuple[int, int, int]:
+            number, at, _ = self._tensors[row].tolist()
+            return number, int(self.steps[at]), at
+
+        return bisect.bisect_left(rows, (tensor, step, begin), key=key)
+
+    def _is_of(self, row: int, tensor: int, place: int) -> bool:
+        """Whether a row is of a tensor, and of the step of an operation: ids of tensors are those of a step."""
+        number, at, _ = self._tensors[row].tolist()
+        return bool(number == tensor and self.steps[at] == self.steps[place])
 
 
 class _Rows:
@@ -331,11 +357,32 @@ class TraceArchive:
         try:
             with self._archive.open(name) as file:
                 content = file.read(size + 1)
-        except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            NotImplementedError,
+            zipfile.BadZipFile,
+            zlib.error,
+            RuntimeError,
+        ) as error:  # RuntimeError: encrypted
             raise FormatError(f"{self._name}: {str(error)[:200]}", _HINT) from error
         if len(content) != size:
             raise FormatError(f"{self._name}: {name} has not the size that its archive states", _HINT)
         return content
+
+
+def memory_to_index(operations: bytes) -> int:
+    """Return an upper bound of the memory in bytes that `index_trace` takes for the lines of the operations, with these lines."""
+    line_memory = _LINE_BYTES
+    start = 0
+    while start < len(operations):
+        end = operations.find(b"\n", start) + 1 or len(operations)
+        if _LONG_LINE < end - start <= _MAX_LINE_BYTES:  # longer ones are not parsed
+            line_memory = max(line_memory, memory_needed(operations[start:end]))
+        start = end
+    tensors = min(operations.count(b"["), _MAX_TENSORS)
+    return len(operations) + _TENSOR_BYTES * tensors + _ROW_BYTES * operations.count(b"\n") + line_memory
 
 
 def index_trace(name: str, head: bytes, operations: bytes, check: Callable[[], None]) -> IndexedTrace:

@@ -5,7 +5,9 @@ A step begins where the one before it is finished, and ends where it is finished
 
 - at most one hook of a process traces at a time
 - a step that begins in another thread, or within a backward pass, as with optimizers in hooks of gradients, is not traced
-- a program that is within a dispatch mode of its own at the end of a step ends the trace at a later step
+- a step that begins within a mode of the program, a compiled function or inference mode is not traced: what ends there would end
+  the tracer's mode, or restore the state of PyTorch's dispatcher from before it
+- where a step ends within one of them, nothing more is recorded, and the tracer's mode ends at a later backward pass or step
 - traces that wait for the store take at most `TraceSteps.max_bytes`, approximately
 """
 
@@ -16,18 +18,21 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.tensors.snapshots import SnapshotWriter, StoredFile
 from watchstep.format.layout import TraceKey
+from watchstep.pytorch import losses
 from watchstep.pytorch.observable import own_work
 from watchstep.trace.operations import Trace, TraceMode
 from watchstep.trace.trace_file import encode_trace
@@ -41,6 +46,25 @@ _ALL = 2**62
 
 _tracing = threading.Lock()
 """Held by the hook that traces. A second dispatch mode would observe the first one's operations."""
+
+
+_leaving: set[OnlineTracing] = set()
+"""Those that are closed, and whose mode could not end yet. Listeners of losses are only referred to weakly."""
+
+
+def _restores_dispatcher(frame: FrameType | None) -> bool:
+    """Whether the code around a frame restores the state of PyTorch's dispatcher when it ends: compiled functions, and inference mode.
+
+    A mode that begins or ends there is on the stack without being enabled in the dispatcher afterwards, or reversely, and operations
+    then fail.
+    """
+    if torch.is_inference_mode_enabled():
+        return True
+    while frame is not None:
+        if "saved_include_set" in frame.f_code.co_varnames:  # the wrapper of compiled functions
+            return True
+        frame = frame.f_back
+    return False
 
 
 class OnlineTracing:
@@ -90,6 +114,8 @@ class OnlineTracing:
         self._first = -1  # the first step that is not yet written
         self._last = -1
         self._running = -1  # the step that runs
+        self._is_over = False  # whether that step is finished, and its mode could not end yet
+        self._is_closed = False
         self._pending = 0
         self._lock = threading.Lock()
 
@@ -102,6 +128,16 @@ class OnlineTracing:
         if self._mode is None and not self._config.chooses(step + 1):
             return
         self._contained(lambda: self._finish(step))
+
+    def backward_begins(self) -> None:
+        """Leave the mode of a step that is over. See `LossListener`; this listens only meanwhile."""
+        self._contained(self._leave_late)
+
+    def found(self, loss: losses.BackwardLoss) -> None:
+        """Do nothing."""
+
+    def failed(self, error: Exception) -> None:
+        """Do nothing: watches count it."""
 
     def close(self) -> None:
         """End a step that runs, and write what is left."""
@@ -141,6 +177,12 @@ class OnlineTracing:
             return "steps that begin in another thread than Hook.watch was called in are not traced"
         if torch._C._current_autograd_node() is not None:  # noqa: SLF001 - has no public name
             return "steps that begin within a backward pass are not traced"
+        if _get_current_dispatch_mode() is not None or any(
+            not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+        ):
+            return "steps that begin within a dispatch or function mode of the program are not traced"
+        if _restores_dispatcher(sys._getframe()):  # noqa: SLF001 - the documented way to a frame
+            return "steps that begin within a compiled function or inference mode are not traced"
         if self._pending > self._config.max_bytes:
             return "traces wait for the store"
         return ""
@@ -148,39 +190,77 @@ class OnlineTracing:
     def _finish(self, step: int) -> None:
         if self._mode is not None:
             if not self._can_end():
-                self._health.note(
-                    "trace", "the program is in a dispatch mode or thread of its own at the end of a step"
-                )
+                self._wait_to_end(step)
                 return
-            self._end(step)
-            full = self._tracer.kept_bytes > _SHARE * self._config.max_bytes
-            if full or not self._config.chooses(step + 1):
-                self._write()
+            self._end_and_write(step)
         self._begin(step + 1)
 
+    def _end_and_write(self, step: int) -> None:
+        self._end(step)
+        full = self._tracer.kept_bytes > _SHARE * self._config.max_bytes
+        if full or not self._config.chooses(step + 1):
+            self._write()
+
+    def _wait_to_end(self, step: int) -> None:
+        if self._config.chooses(step + 1):
+            self._health.count("left_out_traces")
+        if self._is_over:
+            # The program's backward passes are not observed.
+            self._tracer.leave_eager()
+            return
+        self._health.note(
+            "trace",
+            "the program is in a dispatch mode, compiled function or thread of its own at the end of a step",
+        )
+        self._is_over, self._last = True, step
+        self._tracer.stop()
+        losses.listen(self)
+
+    def _leave_late(self) -> None:
+        """End the mode of a step that is over, or of which nothing is recorded after the close, if this is a place for it."""
+        if self._mode is None or not self._can_end():
+            return
+        self._end(self._last)
+        if not self._is_closed:
+            self._write()
+
     def _can_end(self) -> bool:
-        return threading.get_ident() == self._thread and _get_current_dispatch_mode() is self._mode
+        return (
+            threading.get_ident() == self._thread
+            and _get_current_dispatch_mode() is self._mode
+            and not _restores_dispatcher(sys._getframe())  # noqa: SLF001 - as above
+        )
 
     def _end(self, step: int, error: _Error = (None, None, None)) -> None:
         self._mode = None
-        self._last = step
+        if not self._is_over:
+            self._last = step
+        self._is_over = False
         try:
             self._open.__exit__(*error)
         finally:
             _tracing.release()
+            losses.forget(self)
+            _leaving.discard(self)
 
     def _close(self) -> None:
+        self._is_closed = True
         if self._mode is not None:
             if not self._can_end():
                 self._health.count("left_out_traces")
-                return
-            # An exception that ends the training also ends the step.
-            self._end(self._running, sys.exc_info())
+                self._tracer.stop(discards=True)
+                # The mode passes operations on until a backward pass of the thread that entered it.
+                self._is_over = True
+                _leaving.add(self)
+                losses.listen(self)
+            else:
+                # An exception that ends the training also ends the step.
+                self._end(self._running, (None, None, None) if self._is_over else sys.exc_info())
         self._write()
 
     def _write(self) -> None:
         """Hand the steps so far to the writer, which also converts them."""
-        if self._first < 0:
+        if not 0 <= self._first <= self._last:
             return
         size, take = self._tracer.kept_bytes, self._tracer.take()
         first, last, self._first = self._first, self._last, -1

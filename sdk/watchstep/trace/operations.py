@@ -114,6 +114,8 @@ class TensorHealth:
         counts = [(self.nan, "NaN"), (self.positive_infinite, "+inf"), (self.negative_infinite, "-inf")]
         parts = [f"{count} {name}" if self.is_exact else name for count, name in counts if count]
         text = f"{', '.join(parts)} of {self.elements}" if parts else f"finite, {self.elements} elements"
+        if self.zero and not parts:
+            text += f", {self.zero} zero"
         if self.minimum is not None and self.maximum is not None:
             text += f", finite values {self.minimum:.4g} … {self.maximum:.4g}"
         return f"{text}, first at {list(self.first_bad)}" if self.first_bad else text

@@ -6,7 +6,9 @@ Values that were damaged and then removed, as by ``torch.where``, reach nothing 
 
 Infinity that the program wrote is not a fault: a mask with -inf is filled in (``masked_fill``), read from a buffer, or passed to the
 model. NaN that arises from such a mask, as in a softmax over a row without any element, is one; its origin is
-the operation that made NaN of it.
+the operation that made NaN of it. Infinity is a mask only as long as operations select it, add finite values to it, scale it, or ignore it, as a
+softmax does. Other arithmetic with -inf that was there when the step began is a fault of that tensor, as of a sample with log(0). So is any
+arithmetic with -inf in a parameter that is trained, +inf that is made of -inf, and any infinity in a loss or gradient.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
 from typing import Literal
 
+from watchstep.trace.operation_kinds import OperationKind, is_elementwise, kind_of, may_mask
 from watchstep.trace.operations import Operation, Trace, TracedTensor
 
 Cause = Literal["operation", "tensor", "error"]
@@ -31,7 +36,7 @@ class BadOrigin:
 
     Attributes:
         cause: ``operation``: it made them from finite inputs. ``tensor``: a tensor was not finite when the step began, and the operation
-            read it first. ``error``: the operation raised.
+            is the first one that read it with a result that is not finite. ``error``: the operation raised.
         operation: the operation.
         tensor: the tensor that was not finite when the step began; the output for ``operation``; None for ``error``.
         reaches: what was damaged, e.g. ``gradient of fc.weight``; empty if nothing was.
@@ -93,55 +98,86 @@ def _diagnose_step(trace: Trace, step: int) -> Diagnosis:
     return Diagnosis(ordered[0] if ordered else None, tuple(ordered[1:]), contained)
 
 
+class _Infinity(IntEnum):
+    """Where infinity in a tensor comes from. Of several, the highest counts.
+
+    Attributes:
+        WRITTEN: the program wrote it in this step, or an operation like softmax has read it as a mask.
+        GIVEN: it was in a tensor when the step began, and may be a mask; all of it is -inf.
+        TRAINED: as GIVEN, in a parameter that is trained.
+        FAULT: anything else.
+    """
+
+    WRITTEN = 0
+    GIVEN = 1
+    TRAINED = 2
+    FAULT = 3
+
+
 class _Search:
-    """The operations of one step, with the writers of each tensor."""
+    """The operations of one step, with the writers of each tensor. Operations are identified by their place in the step."""
 
     def __init__(self, operations: list[Operation]) -> None:
         self.operations = operations
         self._place = {operation.index: place for place, operation in enumerate(operations)}
         self._writers: dict[int, list[int]] = {}
         self._bad_writers: dict[int, list[int]] = {}
+        self._first_changes: dict[int, int] = {}  # id → place of the first writer that is no optimizer
+        self._trained: set[str] = set()
         for place, operation in enumerate(operations):
-            if not operation.is_view:
-                for output in operation.outputs:
+            for output in operation.outputs:
+                if output.name.endswith(_GRADIENT):
+                    self._trained.add(output.name.removesuffix(_GRADIENT))
+                elif operation.phase == "optimizer" and output.name:
+                    self._trained.add(output.name)
+                if not operation.is_view:
                     self._writers.setdefault(output.id, []).append(place)
+                    if operation.phase != "optimizer":
+                        self._first_changes.setdefault(output.id, place)
                     if output.nonfinite:
                         self._bad_writers.setdefault(output.id, []).append(place)
-        self._intended: dict[int, bool] = {}
+        self._infinities: dict[int, _Infinity] = {}
 
-    def damages(self, losses: Iterable[tuple[int, int]]) -> Iterator[list[tuple[Operation, str]]]:
-        """Yield what was damaged, of one kind after the other, with the operations that show it. Most important first."""
+    def damages(self, losses: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, str]]]:
+        """Yield what was damaged, of one kind after the other, with the places of operations that show it. Most important first."""
         bad = [
-            (operation, output.name)
-            for operation in self.operations
+            (place, output.name)
+            for place, operation in enumerate(self.operations)
             for output in operation.outputs
-            if output.nonfinite and output.name
+            if output.name and (output.nonfinite or self._is_bad_gradient(operation, output, place))
         ]
         damaged = [
-            (operation, f"gradient of {name.removesuffix(_GRADIENT)}")
-            for operation, name in bad
+            (place, f"gradient of {name.removesuffix(_GRADIENT)}")
+            for place, name in bad
             if name.endswith(_GRADIENT)
         ]
         for tensor, index in losses:
-            if (
-                index in self._place
-                and (writer := self._writer_place(tensor, self._place[index])) is not None
-            ):
-                damaged.extend([(self.operations[writer], "loss")] if self.operations[writer].is_bad else [])
+            writer = self._writer_place(tensor, self._place[index]) if index in self._place else None
+            if writer is not None and self.operations[writer].is_bad:
+                damaged.append((writer, "loss"))
         yield damaged
+        # A mask is no damage where it is kept, passed on or returned.
+        bad = [(place, name) for place, name in bad if self._infinity(place) is _Infinity.FAULT]
         yield [
-            (operation, name)
-            for operation, name in bad
-            if not operation.is_view and not name.endswith(_GRADIENT) and not _is_argument(name)
+            (place, name)
+            for place, name in bad
+            if not self.operations[place].is_view and not name.endswith(_GRADIENT) and not _is_argument(name)
         ]
-        yield [(operation, name) for operation, name in bad if _is_argument(name)]
+        yield [(place, name) for place, name in bad if _is_argument(name)]
         if not any(operation.phase == "backward" for operation in self.operations):
-            last = next((operation for operation in reversed(self.operations) if operation.outputs), None)
-            yield [(last, "last result")] if last is not None and last.is_bad else []
+            places = range(len(self.operations) - 1, -1, -1)
+            last = next((place for place in places if self.operations[place].outputs), None)
+            is_fault = last is not None and self._infinity(last) is _Infinity.FAULT
+            yield [(last, "last result")] if last is not None and is_fault else []
 
-    def origins(self, damaged: list[tuple[Operation, str]]) -> Iterator[BadOrigin]:
+    def _is_bad_gradient(self, operation: Operation, output: TracedTensor, place: int) -> bool:
+        """Whether an unchecked output is a gradient in memory with bad values. On devices only what wrote the memory is checked."""
+        is_unchecked = operation.is_view and output.nonfinite is None and output.name.endswith(_GRADIENT)
+        return is_unchecked and self._was_bad(output, place)
+
+    def origins(self, damaged: list[tuple[int, str]]) -> Iterator[BadOrigin]:
         """Yield the origins of what was damaged, in no order."""
-        waiting = [(self._place[operation.index], name) for operation, name in damaged]
+        waiting = list(damaged)
         seen: set[int] = set()
         examined = 0
         while waiting and examined < _EXAMINED:
@@ -151,16 +187,28 @@ class _Search:
             seen.add(place)
             operation = self.operations[place]
             culprits = self._culprits(operation, place)
-            if not culprits and not self._is_intended(place):
-                output = next(output for output in operation.outputs if output.nonfinite)
+            output = next((output for output in operation.outputs if output.nonfinite), None)
+            if not culprits and output is not None:
                 yield BadOrigin("operation", operation, output, reaches)
             for culprit in culprits:
                 examined += 1
                 writer = self._bad_writer_place(culprit.id, place)
                 if writer is None:
-                    yield BadOrigin("tensor", operation, culprit, reaches)
+                    reader, tensor = self._first_readers.get(culprit.id, (operation, culprit))
+                    yield BadOrigin("tensor", reader, tensor, reaches)
                 else:
                     waiting.append((writer, reaches))
+
+    @cached_property
+    def _first_readers(self) -> dict[int, tuple[Operation, TracedTensor]]:
+        """The first operation with a bad result that read each tensor that was bad when the step began, and what it read, by id."""
+        readers: dict[int, tuple[Operation, TracedTensor]] = {}
+        for place, operation in enumerate(self.operations):
+            if operation.is_bad and not operation.is_view and operation.phase != "optimizer":
+                for tensor in self._bad_inputs(operation, place):
+                    if self._bad_writer_place(tensor.id, place) is None:
+                        readers.setdefault(tensor.id, (operation, tensor))
+        return readers
 
     def starting(self) -> Iterator[Operation]:
         """Yield the operations with bad outputs, no bad inputs and no infinity that the program wrote."""
@@ -171,18 +219,32 @@ class _Search:
                 operation.is_bad
                 and not operation.is_view
                 and not self._bad_inputs(operation, place)
-                and not self._is_intended(place)
+                and self._infinity(place) is _Infinity.FAULT
             ):
                 yield operation
 
     def _culprits(self, operation: Operation, place: int) -> list[TracedTensor]:
-        """The inputs that explain an operation's bad outputs."""
+        """The inputs that explain an operation's bad outputs, which are a fault or become one."""
         bad = self._bad_inputs(operation, place)
-        if _has_nan(operation.outputs):
+        has_nan = _has_nan(operation.outputs)
+        if has_nan:
             with_nan = [tensor for tensor in bad if self._may_have_nan(tensor, place)]
             if with_nan:
                 return with_nan
-        return [tensor for tensor in bad if not self._is_intended_input(tensor, place)]
+        read = [(tensor, self._infinity_read(operation, tensor, place)) for tensor in bad]
+        faults = [tensor for tensor, infinity in read if infinity is _Infinity.FAULT]
+        if faults:
+            return sorted(faults, key=_may_be_mask)  # NaN and +inf say more
+        kind = kind_of(operation)
+        # A row that is masked completely: what made NaN of the mask is at fault, not the mask.
+        reads_masks = kind in {OperationKind.FILL, OperationKind.SELECTION, OperationKind.ADDITION}
+        if (
+            kind is OperationKind.SOFTMAX
+            or (has_nan and reads_masks)
+            or _makes_more_infinities(operation, bad)
+        ):
+            return []
+        return [tensor for tensor, infinity in read if infinity is not _Infinity.WRITTEN]
 
     def _may_have_nan(self, tensor: TracedTensor, place: int) -> bool:
         if tensor.health is not None:
@@ -194,61 +256,106 @@ class _Search:
         bad = []
         written = {output.id for output in operation.outputs}
         for tensor in operation.inputs:
-            if tensor.health is not None and (tensor.id not in written or operation.is_view):
+            if operation.phase == "optimizer" and self._was_read_bad(tensor, place):
+                is_bad = True
+            elif tensor.health is not None and (tensor.id not in written or operation.is_view):
                 is_bad = not tensor.health.is_finite
             else:  # changed in place, so what was written before decides
                 is_bad = self._was_bad(tensor, place)
-            if is_bad:
+            if is_bad and _may_remain(operation, tensor):
                 bad.append(tensor)
         return bad
+
+    def _was_read_bad(self, tensor: TracedTensor, place: int) -> bool:
+        """Whether a parameter was bad where it was read before its optimizer's step, and only optimizers changed it since."""
+        is_changed = self._first_changes.get(tensor.id, place) < place
+        return not is_changed and tensor.id in self._first_readers
 
     def _was_bad(self, tensor: TracedTensor, place: int) -> bool:
         """Whether a tensor had values that are not finite before an operation: none that wrote as many elements has replaced them since."""
         writers = self._writers.get(tensor.id, [])
-        for writer in reversed(writers[: bisect.bisect_left(writers, place)]):
-            outputs = [output for output in self.operations[writer].outputs if output.id == tensor.id]
+        for position in range(bisect.bisect_left(writers, place) - 1, -1, -1):
+            outputs = [
+                output for output in self.operations[writers[position]].outputs if output.id == tensor.id
+            ]
             if any(output.nonfinite for output in outputs):
                 return True
             if any(math.prod(output.shape) >= math.prod(tensor.shape) for output in outputs):
                 return False
         return bool(tensor.nonfinite)
 
-    def _is_intended_input(self, tensor: TracedTensor, place: int) -> bool:
+    def _infinity_read(self, operation: Operation, tensor: TracedTensor, place: int) -> _Infinity:
+        """Where infinity in an input comes from, as far as the operation may read it as a mask."""
         writer = self._bad_writer_place(tensor.id, place)
         if writer is not None:
-            return self._is_intended(writer)
-        health = tensor.health
-        return health is not None and not health.nan and not health.positive_infinite
+            infinity = self._infinity(writer)
+        elif not _may_be_mask(tensor):
+            infinity = _Infinity.FAULT
+        else:
+            infinity = _Infinity.TRAINED if tensor.name in self._trained else _Infinity.GIVEN
+        if infinity is _Infinity.WRITTEN:
+            return infinity
+        kind = kind_of(operation)
+        if kind in {OperationKind.FILL, OperationKind.SELECTION}:
+            return infinity
+        is_mask = kind is not OperationKind.ARITHMETIC and may_mask(operation, tensor)
+        return infinity if is_mask and infinity is _Infinity.GIVEN else _Infinity.FAULT
 
-    def _is_intended(self, place: int) -> bool:
-        """Whether an operation's outputs are infinite because the program wrote so."""
+    def _infinity(self, place: int) -> _Infinity:
+        """Where infinity in an operation's outputs comes from. NaN is a fault."""
         # Without recursion, since masks may pass through many operations.
         chain = [place]
         while chain:
             current = chain[-1]
-            if current in self._intended:
+            if current in self._infinities:
                 chain.pop()
                 continue
             operation = self.operations[current]
+            kind = kind_of(operation)
             if not operation.is_bad or _has_nan(operation.outputs):
-                self._intended[current] = False
-            elif operation.is_constant or (operation.infinite_argument and _is_fill(operation)):
-                self._intended[current] = True
+                self._infinities[current] = _Infinity.FAULT
+            elif operation.is_constant:
+                self._infinities[current] = _Infinity.WRITTEN
+            elif kind is OperationKind.ARITHMETIC:
+                self._infinities[current] = _Infinity.FAULT
             else:
                 bad = self._bad_inputs(operation, current)
-                writers = [
+                waiting = [
                     writer
                     for tensor in bad
                     if (writer := self._bad_writer_place(tensor.id, current)) is not None
+                    and writer not in self._infinities
                 ]
-                waiting = [writer for writer in writers if writer not in self._intended]
                 if waiting:
                     chain.extend(waiting)
-                    continue
-                self._intended[current] = bool(bad) and all(
-                    self._is_intended_input(tensor, current) for tensor in bad
-                )
-        return self._intended[place]
+                else:
+                    self._infinities[current] = self._infinity_passed(operation, bad, current)
+        return self._infinities[place]
+
+    def _infinity_passed(self, operation: Operation, bad: list[TracedTensor], place: int) -> _Infinity:
+        """Where infinity in the outputs of an operation that may pass it on comes from."""
+        kind = kind_of(operation)
+        if kind is OperationKind.FILL:
+            written = [_Infinity.WRITTEN]
+        elif not bad or self._makes_positive(operation, bad, place) or _makes_more_infinities(operation, bad):
+            return _Infinity.FAULT
+        else:
+            written = []
+        highest = max(written + [self._infinity_read(operation, tensor, place) for tensor in bad])
+        is_mask = kind is OperationKind.SOFTMAX and highest is _Infinity.GIVEN
+        return _Infinity.WRITTEN if is_mask else highest
+
+    def _makes_positive(self, operation: Operation, bad: list[TracedTensor], place: int) -> bool:
+        """Whether an operation makes +inf of -inf alone."""
+        return _has_positive(operation.outputs) and not any(
+            self._may_have_positive(tensor, place) for tensor in bad
+        )
+
+    def _may_have_positive(self, tensor: TracedTensor, place: int) -> bool:
+        if tensor.health is not None:
+            return bool(tensor.health.positive_infinite)
+        writer = self._bad_writer_place(tensor.id, place)
+        return writer is None or _has_positive(self.operations[writer].outputs)
 
     def _writer_place(self, tensor: int, place: int) -> int | None:
         """The place of the last operation before another one that wrote a tensor's memory."""
@@ -263,38 +370,54 @@ class _Search:
         return writers[position - 1] if position else None
 
 
-_FILLS = frozenset(
-    [
-        "masked_fill",
-        "masked_fill_",
-        "full",
-        "full_like",
-        "new_full",
-        "fill",
-        "fill_",
-        "where",
-        "scalar_tensor",
-        "clamp",
-        "clamp_",
-        "clamp_min",
-        "clamp_max",
-        "constant_pad_nd",
-        "index_fill",
-        "index_fill_",
-    ]
-)
-"""Operations that write a number as it is, without arithmetic."""
-
-
 def _is_argument(name: str) -> bool:
     """Whether a name is that of an argument or output of the model, as ``input[0]`` and ``output``."""
     return name == "output" or name.startswith(("input[", "output["))
 
 
-def _is_fill(operation: Operation) -> bool:
-    return operation.name.split(".")[1:2] != [] and operation.name.split(".")[1] in _FILLS
-
-
 def _has_nan(tensors: Iterable[TracedTensor]) -> bool:
     """Whether NaN is among the elements, or may be, because only ``nonfinite`` is known."""
     return any(tensor.nonfinite and (tensor.health is None or tensor.health.nan) for tensor in tensors)
+
+
+def _may_be_mask(tensor: TracedTensor) -> bool:
+    """Whether -inf is all that is not finite."""
+    return tensor.health is not None and not tensor.health.nan and not tensor.health.positive_infinite
+
+
+def _has_positive(tensors: Iterable[TracedTensor]) -> bool:
+    """Whether +inf is among the elements, or may be, because only ``nonfinite`` is known."""
+    return any(
+        tensor.nonfinite and (tensor.health is None or tensor.health.positive_infinite) for tensor in tensors
+    )
+
+
+def _may_remain(operation: Operation, tensor: TracedTensor) -> bool:
+    """Whether values of an input that are not finite may be in the outputs of an operation that fills in numbers."""
+    health = tensor.health
+    if health is None or health.nan or kind_of(operation) is not OperationKind.FILL:
+        return True
+    counts = [output.health for output in operation.outputs]
+    return any(
+        found is None
+        or found.nan
+        or (found.positive_infinite and health.positive_infinite)
+        or (found.negative_infinite and health.negative_infinite)
+        for found in counts
+    )
+
+
+def _makes_more_infinities(operation: Operation, bad: list[TracedTensor]) -> bool:
+    """Whether an operation has overflowed: more elements are infinite than those that it read explain."""
+    if not is_elementwise(operation) or not operation.outputs:
+        return False
+    made = operation.outputs[0].health
+    if made is None or made.nan or not made.is_exact:
+        return False
+    explained = 0
+    for tensor in bad:
+        if tensor.health is None or not tensor.health.is_exact or not tensor.health.elements:
+            return False
+        # A smaller input is repeated over the output.
+        explained += math.ceil(tensor.health.infinite * made.elements / tensor.health.elements)
+    return made.infinite > explained

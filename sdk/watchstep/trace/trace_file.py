@@ -11,7 +11,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import FormatError, NotFoundError
+from watchstep.format.documents import memory_needed
 from watchstep.trace.operations import (
     CallSite,
     Operation,
@@ -39,6 +40,13 @@ _DTYPES = frozenset(
     {"|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"}
 )
 _MAX_OPERATION_BYTES = 16 * 2**20
+_MAX_NUMBERS = 1024
+_MAX_LINE_MEMORY = 256 * 2**20
+"""Maximum memory of an operation while its line is parsed."""
+_MAX_MEMORY = 4 * 2**30
+"""Maximum memory of a trace without its full tensors."""
+_OPERATION_BYTES, _TENSOR_BYTES, _NUMBER_BYTES = 600, 400, 40
+"""Approximate memory of an operation, of an input or output, and of a number or dimension."""
 _MAX_INDEX = 2**53
 _HINT = "record the trace again; it may be incomplete if its writer was killed"
 
@@ -94,7 +102,10 @@ def read_trace(path: str | os.PathLike[str] | IO[bytes]) -> Trace:
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else "(content)"
     try:
         with zipfile.ZipFile(path) as archive:
-            head = _json(_member(archive, name, _HEAD, _MAX_HEAD_BYTES))
+            memory = _Memory(name)
+            text = _member(archive, name, _HEAD, _MAX_HEAD_BYTES)
+            memory.take(memory_needed(text))
+            head = _json(text)
             if not isinstance(head, dict) or head.get("version") != VERSION:
                 raise FormatError(
                     f"trace {name}: version {head.get('version') if isinstance(head, dict) else head!r:.40}",
@@ -102,14 +113,29 @@ def read_trace(path: str | os.PathLike[str] | IO[bytes]) -> Trace:
                 )
             lines = _lines(archive, name)
             values = _Values(archive, name)
-            operations = tuple(_operation(_json(line), values) for line in lines)
+            operations = _ascending(memory.operation(line, values) for line in lines)
             return _trace(head, operations)
     except FileNotFoundError:
         raise NotFoundError(f"trace {name} does not exist", "check the path") from None
-    except (OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        # RuntimeError: a member is encrypted, or compressed in a way that is not supported, or its JSON is nested too deeply.
         raise FormatError(f"trace {name}: {error}", _HINT) from error
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(f"trace {name}: {type(error).__name__}: {str(error)[:200]}", _HINT) from error
+
+
+def _ascending(operations: Iterable[Operation]) -> tuple[Operation, ...]:
+    """Return operations after checking that their indexes ascend, as an index identifies an operation.
+
+    Raises:
+        ValueError: they do not.
+    """
+    found: list[Operation] = []
+    for operation in operations:
+        if found and operation.index <= found[-1].index:
+            raise ValueError(f"index {operation.index} follows index {found[-1].index}")
+        found.append(operation)
+    return tuple(found)
 
 
 def _member(archive: zipfile.ZipFile, name: str, member: str, limit: int) -> bytes:
@@ -137,6 +163,42 @@ def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[bytes]:
             if read > _MAX_OPERATIONS_BYTES or not line.endswith(b"\n"):
                 raise FormatError(f"trace {name}: {_OPERATIONS} is truncated or too long", _HINT)
             yield line
+
+
+class _Memory:
+    """The memory of a trace without its full tensors, up to `_MAX_MEMORY`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._left = _MAX_MEMORY
+
+    def take(self, size: int, limit: int = _MAX_MEMORY) -> None:
+        """Count memory that the trace takes.
+
+        Raises:
+            FormatError: it is more than the limit, or than what is left.
+        """
+        if size > min(self._left, limit):
+            raise FormatError(
+                f"trace {self._name}: its content could take more than {min(size, limit, _MAX_MEMORY) // 2**20} MiB of memory",
+                "trace fewer steps, or only some modules",
+            )
+        self._left -= size
+
+    def operation(self, line: bytes, values: _Values) -> Operation:
+        """Parse the line of an operation.
+
+        Raises:
+            FormatError: it would take too much memory.
+        """
+        needed = memory_needed(line)
+        self.take(needed, _MAX_LINE_MEMORY)
+        operation = _operation(_json(line), values)
+        self._left += needed  # of the parsed JSON
+        tensors = (*operation.inputs, *operation.outputs)
+        numbers = len(operation.numbers) + sum(len(tensor.shape) for tensor in tensors)
+        self.take(_OPERATION_BYTES + _TENSOR_BYTES * len(tensors) + _NUMBER_BYTES * numbers + len(line))
+        return operation
 
 
 class _Values:
@@ -266,6 +328,9 @@ def _operation(data: Any, values: _Values | _WithoutValues) -> Operation:
     index = int(data["index"])
     if not 0 <= index < _MAX_INDEX:
         raise ValueError("an index is out of range")
+    numbers = data.get("numbers", ())
+    if len(numbers) > _MAX_NUMBERS:
+        raise ValueError(f"{len(numbers)} numbers")
     outputs = []
     for place, (*tensor_data, last) in enumerate(data["outputs"]):
         if len(tensor_data) == _TENSOR_WORDS:
@@ -288,7 +353,7 @@ def _operation(data: Any, values: _Values | _WithoutValues) -> Operation:
         infinite_argument=bool(data.get("infinite_argument")),
         is_constant=bool(data.get("is_constant")),
         error=str(data.get("error", "")),
-        numbers=tuple(map(float, data.get("numbers", ()))),
+        numbers=tuple(map(float, numbers)),
     )
 
 

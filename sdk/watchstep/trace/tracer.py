@@ -67,6 +67,9 @@ _TENSOR_BYTES = 200
 _MAX_NUMBERS = 8
 _MAX_DEPTH, _MAX_ITEMS = 4, 100
 """Limits of the arguments of a model in which tensors are named."""
+_MAX_NAMED, _MAX_NAMED_WITHOUT_GRADIENTS = 10_000, 16
+"""Maximum number of named arguments in a step, and the number after which those of passes without gradients are not named. Each name pins
+a small block between the batches of an evaluation, which the system's allocator then cannot reuse as a whole."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,7 @@ class Tracer:
         self._model = model
         self._found = _FoundModules() if finds_modules else None
         self._current: _StepTrace | None = None
+        self._leave_eager: Callable[[], None] = _nothing
         self._keeps_hooks = finds_modules or keeps_hooks
         if self._keeps_hooks:
             _observe_optimizers(self)
@@ -184,7 +188,8 @@ class Tracer:
                 if _compiles_nothing():
                     pass
                 elif _eager.enter():
-                    stack.callback(_eager.leave)
+                    self._leave_eager = _once(_eager.leave)
+                    stack.callback(self._leave_eager)
                 else:
                     recording.notes.append(
                         "operations in compiled code are not observed by this version of PyTorch"
@@ -209,6 +214,21 @@ class Tracer:
     def current(self) -> _StepTrace | None:
         """The step that runs; None if none does."""
         return self._current
+
+    def stop(self, *, discards: bool = False) -> None:
+        """Record no more of the step that runs, whose block ends later. Any thread may call this.
+
+        Args:
+            discards: Whether what was recorded of the step is dropped, and compiled code is no longer kept from running.
+        """
+        if (current := self._current) is not None:
+            current.stop(discards=discards)
+        if discards:
+            self.leave_eager()
+
+    def leave_eager(self) -> None:
+        """Let compiled code run although the block of the step that runs has not ended. Any thread may call this."""
+        self._leave_eager()
 
     def release_model(self) -> None:
         """Drop the model, once no step follows."""
@@ -250,6 +270,24 @@ class Tracer:
             or sum(step.bytes for step in self._steps) > self.config.ring_bytes
         ):
             self._left_out += self._steps.popleft().count
+
+
+def _nothing() -> None:
+    return None
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls another one the first time."""
+    remaining = [call]
+
+    def first() -> None:
+        try:
+            pending = remaining.pop()  # in one operation, as threads may call this at the same time
+        except IndexError:
+            return
+        pending()
+
+    return first
 
 
 def _observe_optimizers(tracer: Tracer) -> None:
@@ -312,7 +350,9 @@ class _NamedTensors:
     def __init__(self, model: nn.Module | None) -> None:
         self.parameters: dict[int, str] = {}
         self.by_storage: dict[int, str] = {}
-        self._storages: list[Any] = []  # kept, so that no address of them is used again within the step
+        self.arguments = 0  # number of those that are no parameters or buffers
+        # A weak reference keeps the address, and not the memory, so that no address is used again within the step.
+        self._storages: list[StorageWeakRef] = []
         if model is not None:
             self.add_model(model)
 
@@ -325,9 +365,10 @@ class _NamedTensors:
             self._add(name, buffer)
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        if (key := _storage_key(tensor)) is not None:
-            self.by_storage.setdefault(key, name)
-            self._storages.append(tensor.untyped_storage())
+        key = _storage_key(tensor)
+        if key is not None and key not in self.by_storage:
+            self.by_storage[key] = name
+            self._storages.append(StorageWeakRef(tensor.untyped_storage()))
 
     def add_nested(self, name: str, value: Any, depth: int = 0) -> None:
         """Name the tensors in an argument or result of the model, to a limited depth and number."""
@@ -568,11 +609,15 @@ class _TensorTable:
 
 
 class _RunningModules(threading.local):
-    """Paths of the modules whose forward passes run in this thread, the innermost last; and whether what an operation changes was not finite."""
+    """Paths of the modules whose forward passes run in this thread, the innermost last; and whether what an operation changes was not finite.
+
+    On a device, where that is read later, its extremes.
+    """
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.before: dict[int, bool] = {}
+        self.extremes: dict[int, Tensor] = {}
 
 
 class _StepTrace(TorchDispatchMode):
@@ -605,6 +650,7 @@ class _StepTrace(TorchDispatchMode):
         self._running = _RunningModules()
         self._optimizers = 0
         self._is_checking = False
+        self._is_stopped = False
         self._process = os.getpid()
         self._optimizer_stack: int | None = None
         self._updated: dict[
@@ -701,10 +747,15 @@ class _StepTrace(TorchDispatchMode):
                 self._id_names.setdefault(self._ids[key], name)
 
     def _name_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        limit = _MAX_NAMED if torch.is_grad_enabled() else _MAX_NAMED_WITHOUT_GRADIENTS
+        if self._is_stopped or self._names.arguments >= limit:
+            return
+        before = len(self._names.by_storage)
         for place, argument in enumerate(args):
             self._names.add_nested(f"input[{place}]", argument)
         for name, argument in kwargs.items():
             self._names.add_nested(f"input[{name}]", argument)
+        self._names.arguments += len(self._names.by_storage) - before
         if self._config.checksums:
             self._name_ids()
 
@@ -722,7 +773,9 @@ class _StepTrace(TorchDispatchMode):
             while self._running.paths and self._running.paths.pop() != path:
                 pass
             if not self._running.paths and not path:
-                self._name_outputs(output)
+                with self._lock:
+                    if not self._is_stopped:
+                        self._name_outputs(output)
 
         return leave
 
@@ -741,6 +794,8 @@ class _StepTrace(TorchDispatchMode):
 
     def optimizer_begins(self, optimizer: Any, *_: Any) -> None:
         """Handle the start of an optimizer's step."""
+        if self._is_stopped:
+            return
         self._optimizers += 1
         if type(optimizer).__module__.startswith("torch."):
             # All frames within it are hidden, so its operations have one stack.
@@ -748,6 +803,8 @@ class _StepTrace(TorchDispatchMode):
 
     def optimizer_ends(self, *_: Any) -> None:
         """Handle the end of an optimizer's step."""
+        if self._is_stopped:
+            return
         self._optimizers = max(0, self._optimizers - 1)  # a step may begin within that of an optimizer
         self._optimizer_stack = None
         try:
@@ -763,6 +820,7 @@ class _StepTrace(TorchDispatchMode):
         # Operations of the tracer and of the recorder, those of a forked process, and operators that run other operations.
         if (
             self._is_checking
+            or self._is_stopped
             or own_work.depth
             or os.getpid() != self._process
             or not hasattr(func, "_schema")
@@ -782,6 +840,7 @@ class _StepTrace(TorchDispatchMode):
 
         Afterwards it is too late: what they contain then, the operation wrote.
         """
+        self._running.extremes = {}
         schema = _schemas.get(func) or _schemas.setdefault(func, _Schema.of(func))
         changes = schema.written or schema.written_names or schema.changes_statistics
         if not changes or self._optimizers or not self._mode.has_health:
@@ -791,12 +850,13 @@ class _StepTrace(TorchDispatchMode):
             for tensor in _changed(schema, args, kwargs):
                 key = _storage_key(tensor)
                 number = self._ids.get(key) if key is not None else None
-                if (
-                    (number is None or number not in self._flags)
-                    and is_on_host(tensor)
-                    and is_checkable(tensor)
-                ):
-                    self._is_checking = True
+                if (number is not None and number in self._flags) or not is_checkable(tensor):
+                    continue
+                self._is_checking = True
+                if not is_on_host(tensor):
+                    if key in self._names.by_storage:
+                        self._running.extremes[id(tensor)] = extremes(tensor)
+                else:
                     health = health_of(tensor, counts=False)
                     if health is not None:
                         flags[id(tensor)] = not health.is_finite
@@ -811,7 +871,8 @@ class _StepTrace(TorchDispatchMode):
     ) -> None:
         try:
             with self._lock:
-                self._record(func, args, kwargs, result, error)
+                if not self._is_stopped:
+                    self._record(func, args, kwargs, result, error)
         except Exception as fault:  # noqa: BLE001 - the recorder's faults never reach training
             self.notes.append(f"{func}: not recorded: {type(fault).__name__}: {fault}")
 
@@ -879,7 +940,7 @@ class _StepTrace(TorchDispatchMode):
         )
         if is_bad or error is not None:
             record.input_health = [
-                None if self._running.before.get(id(tensor)) is False else health_of(tensor, counts=False)
+                None if self._running.before.get(id(tensor)) is False else health_of(tensor)
                 for tensor in read
             ]
         if is_bad or (self._mode.has_health and self._mode is not TraceMode.CURT_HEALTH):
@@ -1004,7 +1065,8 @@ class _StepTrace(TorchDispatchMode):
         if self._mode.has_health and not is_on_host(tensor) and is_checkable(tensor):
             self._flags[number] = None
             self._examined[number] = entry
-            self._pending.append((entry, extremes(tensor)))
+            before = self._running.extremes.get(id(tensor))
+            self._pending.append((entry, extremes(tensor) if before is None else before))
 
     def _add_details(self, record: _Raw, written: list[Tensor]) -> None:
         mode = self._mode
@@ -1104,6 +1166,18 @@ class _StepTrace(TorchDispatchMode):
             values,
             table.checksums.get(entry),
         )
+
+    def stop(self, *, discards: bool) -> None:
+        """Record no more, and with `discards` drop what was recorded, though PyTorch calls this until its mode is left."""
+        with self._lock:
+            if not discards:
+                self.finish()
+            self._is_stopped = True
+            if discards:
+                self._records, self._tensors, self._loss_records, self._pending = [], _TensorTable(), [], []
+                self._examined, self._late_health, self.bytes = {}, {}, 0
+                self._ids, self._flags, self._updated, self._forward_of = {}, {}, {}, {}
+                self._names, self._storages = _NamedTensors(None), {}
 
     def finish(self) -> None:
         """Read the results of devices, and release what is needed only while the step runs."""

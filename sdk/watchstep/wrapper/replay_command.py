@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from watchstep.errors import ConfigError, NotFoundError
+from watchstep.errors import ConfigError, NotFoundError, WatchstepError
 from watchstep.format.bundle import Bundle, bundle_keys, open_bundle, open_bundle_file
 from watchstep.format.layout import BundleKey
 from watchstep.hook import STORE
@@ -19,7 +20,7 @@ from watchstep.platform.terminal_text import escaped_json, printable
 from watchstep.reading.run_lookup import find_run
 
 _DEFAULT_STORE = "watchstep-runs"
-_EXIT_DIFFERENT = 1
+_EXIT_DIFFERENT, _EXIT_ERROR = 1, 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +28,8 @@ def parser() -> argparse.ArgumentParser:
     parsed = argparse.ArgumentParser(
         prog="watchstep replay",
         description="Compute a bundled training step again, report whether it is reproduced, and name the first bad operation with its source "
-        "line. Exit code 0 if it is reproduced, 1 if not. Under torchrun each rank replays its own bundle.",
+        "line. Exit code 0 if it is reproduced, 1 if not. Under torchrun each rank replays its own bundle. The program's file is run, so its "
+        "training belongs under 'if __name__ == \"__main__\":'.",
     )
     parsed.add_argument(
         "bundle", metavar="BUNDLE", help="a bundle's file, or a run: its id, PROJECT/ID, folder or URL"
@@ -85,11 +87,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     bundle = find_bundle(options.bundle, options.store, options.step, options.worker, options.attempt)
     from watchstep.replay import load_step, render_replay, replay, replay_data
 
-    with _process_group():
-        step = load_step(options.program)
-        result = replay(
-            bundle, step, device=options.device, precision=options.precision, traces=not options.no_trace
-        )
+    try:
+        with _process_group():
+            step = load_step(options.program)
+            result = replay(
+                bundle, step, device=options.device, precision=options.precision, traces=not options.no_trace
+            )
+    except WatchstepError:
+        raise
+    except Exception:  # noqa: BLE001 - an exception of the program: not a difference
+        traceback.print_exc()
+        raise SystemExit(_EXIT_ERROR) from None
     if options.trace is not None and result.trace is not None:
         from watchstep.trace import write_trace
 

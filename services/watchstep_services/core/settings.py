@@ -321,6 +321,9 @@ OF_OTHERS = frozenset(
     f"{PREFIX}{name}"
     for name in (
         "ATTEMPT",
+        "AUDIT",
+        "AUDIT_SEED",
+        "AUDIT_STEPS",
         "CAPTURE",
         "CREDENTIALS",
         "FIRST_STEP",
@@ -328,6 +331,7 @@ OF_OTHERS = frozenset(
         "JOBS",
         "LAUNCH",
         "LAUNCHED",
+        "ON_NONFINITE",
         "ON_STOP",
         "OVERHEAD_BUDGET",
         "NEEDS",
@@ -343,6 +347,7 @@ OF_OTHERS = frozenset(
         "SPILL",
         "STORE",
         "STORE_ID",
+        "TRACE",
         "TENSORBOARD",
         "TOKEN",
     )

@@ -20,7 +20,7 @@ from watchstep.errors import ConfigError, StoreError
 from watchstep.format.layout import (
     ENDS,
     RUN_DOCUMENT,
-    SNAPSHOTS,
+    TRACES,
     attempt_document,
     check_name,
 )
@@ -180,6 +180,9 @@ _ADDED = "s????/"
 """Segments (``stats/``), notes of checkpoints (``saved/``) and answers to stops (``stops/``) in one pattern, because a policy has no room
 for several. A ``?`` is one character, so the next part can only be the attempt."""
 
+_LARGE = "??????s/"
+"""Snapshots (``tensors/``), bundles (``bundles/``) and samples (``samples/``) in one pattern. ``journal/``, of the service, does not match."""
+
 _CREATES_ONLY = {"Null": {"s3:if-none-match": "false"}}
 """Requires ``If-None-Match`` in the request, so that it replaces nothing."""
 
@@ -203,7 +206,7 @@ def project_policy(place: StorePlace) -> str:
 
 
 def attempt_policy(place: StorePlace, run: str, attempt: str) -> str:
-    """The permissions of a recorder on one attempt: create the run and the attempt, add statistics, write snapshots and ends.
+    """The permissions of a recorder on one attempt: create the run and the attempt, add statistics, write snapshots, bundles, samples, traces and ends.
 
     It may read and list its own run, not only the attempt, to keep the policy short. It cannot replace or delete documents of runs or
     attempts, or segments.
@@ -216,9 +219,9 @@ def attempt_policy(place: StorePlace, run: str, attempt: str) -> str:
     check_name("attempt", attempt)
     within = f"{place.key}/{check_name('run', run)}"
     root = f"{bucket}/{within}"
-    added, snapshots, ends = (f"{folder}{attempt}/*" for folder in (_ADDED, SNAPSHOTS, ENDS))
+    added, *large = (f"{folder}{attempt}/*" for folder in (_ADDED, _LARGE, TRACES, ENDS))
     created = [f"{root}/{key}" for key in (RUN_DOCUMENT, attempt_document(attempt), added)]
-    changed = [f"{root}/{key}" for key in (snapshots, ends)]
+    changed = [f"{root}/{key}" for key in large]
     change = ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
     return _text(
         place,

@@ -62,6 +62,12 @@ def test_a_snapshot_is_requested_once_and_of_its_attempt() -> None:
     }
 
 
+def test_only_the_newest_snapshot_requests_are_read() -> None:
+    requests = tuple(SnapshotRequest(f"s{number}", number) for number in range(9000))
+    document = ControlDocument.decode(ControlDocument(1, snapshots=requests).encode())
+    assert document.snapshots == requests[-MAX_SNAPSHOTS:]
+
+
 def test_what_changes_nothing_is_no_new_version() -> None:
     stop = StopRequest("a1", 120, "NaN in conv1", "event-1")
     document = ControlDocument(version=4).with_stop(stop).with_cadence({"weights": 5, "biases": 7})

@@ -27,7 +27,7 @@ from watchstep.format.samples.samples import (
     intact_frames,
     plain_id,
 )
-from watchstep.format.samples.skip_list import SkipList, load_skip_list
+from watchstep.format.samples.skip_list import KIND, SkipList, load_skip_list
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 SCALARS = st.one_of(
@@ -136,6 +136,23 @@ def test_ids_of_other_libraries() -> None:
     for value in (1.5, object(), None):
         with pytest.raises(TypeError):
             plain_id(value)
+
+
+def test_the_first_ids_of_a_batch() -> None:
+    """Ids beyond a limit count as left out, whatever their form."""
+    for ids in (range(7, 300), (5, 1, 2**40, 3), ("a", 1, ("b", 2)), range(-4, 9, 3)):
+        payload = encode_batch(SampleBatch(3, tuple(ids), left_out=2))
+        for limit in (0, 2, 1000):
+            expected = SampleBatch(3, tuple(ids[:limit]), left_out=2 + max(0, len(ids) - limit))
+            assert decode_batch(payload, "batch", limit) == expected
+
+
+def test_a_skip_list_of_many_groups() -> None:
+    """Time is linear in the number of groups of one dataset."""
+    groups = [{"source": "Numbers", "ids": [number]} for number in range(150_000)]
+    document = {"kind": KIND, "schema": 1, "run": "", "steps": [], "samples": groups}
+    found = SkipList.decode(json.dumps(document).encode(), "skip list")
+    assert found.samples == {"Numbers": tuple(range(150_000))}
 
 
 def test_keys() -> None:

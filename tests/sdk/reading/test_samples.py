@@ -12,7 +12,7 @@ from watchstep.errors import ConfigError
 from watchstep.format import documents
 from watchstep.format.layout import SamplesKey, attempt_document
 from watchstep.format.samples.samples import SampleBatch, encode_batch, encode_object
-from watchstep.reading.samples import list_samples
+from watchstep.reading.samples import list_samples, read_samples
 from watchstep.store.store import Store
 from watchstep.wrapper.samples_command import samples_main, skip_list_main
 
@@ -64,6 +64,27 @@ def test_damage_is_listed(run_folder: Path) -> None:
     (run_folder / "samples" / "notes.txt").write_text("mine")
     assert [batch.ids for batch in run.samples(2)] == [(2, 3), (102,)]
     assert set(run.damaged) == {"samples/a1/1/99-2-3.samples", "samples/notes.txt"}
+
+
+def test_the_limit_of_samples_is_that_of_a_query_and_newer_attempts_come_first(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What many attempts have of one step is not read; what exceeds the limit is reported."""
+    store = Store.open(run_folder)
+    for number in range(20):
+        write(store, f"old{number:02}", 0, 1, SampleBatch(4, tuple(range(100))), SampleBatch(9, (number,)))
+    monkeypatch.setattr("watchstep.reading.samples._MAX_SAMPLES", 80)
+    attempts = [*(f"old{number:02}" for number in range(20)), "a1", "a2"]
+    found = read_samples(store, attempts, range(4, 5))
+    assert [(batch.attempt, batch.ids[:1]) for batch in found.batches] == [("a2", ("again",))]
+    assert [batch.ids for batch in read_samples(store, attempts, range(9, 10)).batches] == [(19,)]
+    assert found.damaged == {}
+    whole = read_samples(store, attempts)
+    assert [batch.step for batch in whole.batches if batch.attempt == "a2"] == [4, 5]
+    monkeypatch.setattr("watchstep.reading.samples._MAX_SAMPLES", 40)
+    part = read_samples(store, attempts)
+    assert {batch.attempt for batch in part.batches} == {"a1", "a2"}
+    assert "more than 40 samples" in part.damaged["samples/"]
 
 
 def test_commands(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

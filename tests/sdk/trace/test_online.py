@@ -6,6 +6,7 @@ import contextlib
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import watchstep
@@ -281,3 +283,123 @@ def test_the_command_reads_runs(tmp_path: Path) -> None:
     alerts = command("--alerts", "--step", "4", folder)
     assert "aten.log.default" in alerts.stdout.splitlines()[0]
     assert "-inf" in alerts.stdout.splitlines()[0]
+
+
+def test_a_step_within_a_mode_of_the_program_is_left_out(tmp_path: Path) -> None:
+    def steps(*, in_mode: bool) -> None:
+        with Mode() if in_mode else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    with watchstep.Hook(tmp_path, trace="1:3") as hook:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook.watch(model, optimizer)
+        steps(in_mode=True)
+        assert _get_current_dispatch_mode() is None
+        steps(in_mode=False)
+        steps(in_mode=False)
+        steps(in_mode=False)
+    assert open_trace(watchstep.open_run(hook.run_url), 2).steps == [2, 3]
+    assert counts(hook)["left_out_traces"] == 1
+    assert "mode of the program" in hook.health["notes"]["trace"]
+
+
+def test_the_default_device_is_no_obstacle(tmp_path: Path) -> None:
+    with torch.device("cpu"):
+        hook, _ = trained(tmp_path, "1", steps=3)
+    assert counts(hook)["traces"] == 1
+
+
+def test_steps_that_end_in_inference_mode(tmp_path: Path) -> None:
+    with watchstep.Hook(tmp_path, trace="0:1,3:4") as hook:
+        model = nn.Linear(2, 2)
+        hook.watch(model)
+        for _ in range(6):
+            model(torch.ones(1, 2)).sum().backward()
+            with torch.inference_mode():
+                hook.step()
+            torch.zeros(1)
+    assert open_trace(watchstep.open_run(hook.run_url), 0).steps == [0]
+    assert counts(hook)["left_out_traces"] == 3
+
+
+def test_compiled_steps_of_an_optimizer(tmp_path: Path) -> None:
+    """PyTorch restores its dispatcher's state after a compiled function, so no mode may begin or end within it."""
+
+    def losses(trace: str | None) -> tuple[watchstep.Hook, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        update = torch.compile(optimizer.step, backend="eager")
+        called = torch.compile(model, backend="eager")
+        found = []
+        with watchstep.Hook(tmp_path / str(trace), trace=trace) as hook:
+            hook.watch(model, optimizer)
+            for _ in range(5):
+                optimizer.zero_grad()
+                loss = called(torch.randn(3, 2)).square().mean()
+                loss.backward()
+                update()
+                found.append(loss.item())
+        return hook, found
+
+    hook, traced = losses("0:1")
+    assert open_trace(watchstep.open_run(hook.run_url), 0).steps == [0]
+    assert counts(hook)["left_out_traces"] == 1
+    assert traced == losses(None)[1]
+    assert _get_current_dispatch_mode() is None
+
+
+def test_divided_losses_of_traced_steps_are_recorded(tmp_path: Path) -> None:
+    with watchstep.Hook(tmp_path, trace="1:2") as hook:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook.watch(model, optimizer)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2)).square().mean() / 4).backward()
+            optimizer.step()
+    counts(hook)
+    assert watchstep.open_run(hook.run_url).losses()["step"].to_pylist() == [0, 1, 2, 3]
+
+
+def test_a_close_in_another_thread(tmp_path: Path) -> None:
+    hook = watchstep.Hook(tmp_path, trace="0:99")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook.watch(model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        optimizer.step()
+    loss = model(torch.ones(1, 2)).sum()
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    thread = threading.Thread(target=hook.close)
+    thread.start()
+    thread.join()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    loss.backward()
+    optimizer.step()
+    assert _get_current_dispatch_mode() is None
+    assert open_trace(watchstep.open_run(hook.run_url), 0).steps == [0, 1, 2]
+    assert counts(hook)["left_out_traces"] == 1
+    other, _ = trained(tmp_path / "other", "1", steps=2)
+    assert counts(other)["traces"] == 1
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_inputs_are_not_kept_until_the_step_ends(tmp_path: Path, gradients: bool) -> None:
+    model, batch = nn.Linear(2, 2), torch.ones(3, 2)
+    with watchstep.Hook(tmp_path, trace="0", config=watchstep.CaptureConfig(bundles=None)) as hook:
+        hook.watch(model)
+        memory = StorageWeakRef(batch.untyped_storage())
+        with torch.set_grad_enabled(gradients):
+            model(batch)
+        del batch
+        assert memory.expired()
+    trace = open_trace(watchstep.open_run(hook.run_url), 0)
+    names = {read.name for operation in trace.operations for read in operation.inputs}
+    assert {"input[0]", "weight"} <= names

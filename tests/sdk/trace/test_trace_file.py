@@ -40,6 +40,28 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+def test_the_memory_of_a_line_is_checked_before_it_is_parsed(content: bytes, tmp_path: Path) -> None:
+    line = operation(inputs=[], outputs=[]).replace('"inputs": []', f'"inputs": [{"[]," * 2_500_000}[]]')
+    with pytest.raises(FormatError, match="256 MiB of memory"):
+        read_trace(rewritten(content, tmp_path / "a.trace", **{"operations.jsonl": line}))
+
+
+def test_an_operation_has_few_numbers(content: bytes, tmp_path: Path) -> None:
+    line = operation(inputs=[], outputs=[], numbers=[7.5] * 5000)
+    with pytest.raises(FormatError, match="5000 numbers"):
+        read_trace(rewritten(content, tmp_path / "a.trace", **{"operations.jsonl": line}))
+
+
+def test_the_memory_of_a_trace_is_limited(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchstep.trace.trace_file._MAX_MEMORY", 2**24)
+    read_trace(io.BytesIO(content))
+    lines = "".join(operation(index=index, inputs=[], outputs=[]) for index in range(30_000))
+    with pytest.raises(FormatError, match="of memory"):
+        read_trace(rewritten(content, tmp_path / "a.trace", **{"operations.jsonl": lines}))
+
+
 @pytest.mark.parametrize("mode", list(TraceMode), ids=lambda mode: mode.value)
 def test_a_trace_is_read_as_it_was_written(mode: TraceMode, tmp_path: Path) -> None:
     trace = traced(mode)
@@ -127,3 +149,23 @@ def operation(**changes: Any) -> str:
 def test_hostile_members_are_refused(content: bytes, members: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(FormatError):
         read_trace(rewritten(content, tmp_path / "hostile.trace", **members))
+
+
+@pytest.mark.parametrize("indexes", [(0, 0), (1, 0)])
+def test_indexes_that_do_not_ascend_are_refused(
+    content: bytes, indexes: tuple[int, int], tmp_path: Path
+) -> None:
+    lines = "".join(operation(index=index, inputs=[], outputs=[]) for index in indexes)
+    with pytest.raises(FormatError, match=f"index {indexes[1]} follows index {indexes[0]}"):
+        read_trace(rewritten(content, tmp_path / "a.trace", **{"operations.jsonl": lines}))
+
+
+def test_an_encrypted_member_is_refused(content: bytes) -> None:
+    encrypted = bytearray(content)
+    for signature, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        start = 0
+        while (start := encrypted.find(signature, start)) >= 0:
+            encrypted[start + flags] |= 1
+            start += len(signature)
+    with pytest.raises(FormatError, match="encrypted"):
+        read_trace(io.BytesIO(bytes(encrypted)))

@@ -219,6 +219,68 @@ class Branch(nn.Module):
     assert result.data["recorded"]["step"] is None  # the values are the same
 
 
+def test_a_tensor_that_changes_outside_of_pytorch_is_named(audit: Any) -> None:
+    program = """
+model = nn.Linear(4, 2)
+order = torch.arange(64)
+"""
+    change = "    model.weight.detach().numpy()[0, 0] += int.from_bytes(os.urandom(2), 'big')\n"
+    result = audit(PROLOGUE + SEEDED + program + TRAINING + change)
+    assert (result.code, result.cause["what"]) == (1, "the values of weight")
+    assert "outside of PyTorch's operations" in result.cause["hint"]
+
+
+AGAIN = """
+import pathlib
+flag = pathlib.Path(__file__).with_name("flag")
+second = flag.exists()
+flag.touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("break", 0),
+        pytest.param("raise SystemExit('a device error')", 1, marks=pytest.mark.slow),
+        pytest.param("os._exit(7)", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_ends_early_differs(
+    end: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "train.py"
+    early = f"    if second and step == 1:\n        {end}\n"
+    loop = TRAINING.replace("    rows =", f"{early}    rows =", 1)
+    program.write_text(f"{PROLOGUE}{SEEDED}{AGAIN}{MODEL}{ORDER}{loop}")
+    with pytest.raises(SystemExit) as ended:
+        main(["--", sys.executable, str(program)])
+    lines = capfd.readouterr().out.splitlines()
+    assert ended.value.code == 1
+    assert lines[0].startswith("not deterministic: 2 runs of ")
+    assert lines[1] == "cause: the runs end differently"
+    assert "run 0: stopped by the audit after 3 step(s)" in lines
+    after = "no step that was reported" if code == 7 else "1 step(s)"
+    assert f"run 1: ended by itself with code {code} after {after}" in lines
+    assert ("  a device error" in lines) == (code == 1)
+
+
+def test_a_run_that_fails_before_its_first_step_differs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "train.py"
+    failing = "if not second:\n    raise SystemExit('no data')\n"
+    program.write_text(f"{PROLOGUE}{SEEDED}{AGAIN}{failing}{MODEL}{ORDER}{TRAINING}")
+    with pytest.raises(SystemExit) as ended:
+        main(["--steps", "1", "--json", "--", sys.executable, str(program)])
+    report = json.loads(capfd.readouterr().out)
+    assert (ended.value.code, report["differs"]) == (1, True)
+    assert report["cause"]["what"] == "the runs end differently"
+    first, second = report["ends"]
+    assert (first["code"], first["steps"], first["stopped"], first["tail"]) == (1, {}, False, "no data")
+    assert (second["steps"], second["stopped"], second["tail"]) == ({"0": 1}, True, "")
+
+
 def test_a_program_that_fails_or_trains_nothing(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("raise SystemExit('no data')")

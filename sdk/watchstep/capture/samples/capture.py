@@ -76,7 +76,8 @@ class SampleCapture:
         self._had_pass = False
         self._waiting: deque[_Waiting] = deque(maxlen=_MAX_WAITING)
         self._aside: list[_Waiting] = []
-        self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        # By identity, because comparing data loaders may run methods of the program.
+        self._loaders: dict[int, tuple[weakref.ref[Any], _Loader]] = {}
         self._unknown_loader = _Loader("")
 
     def add(self, ids: Any, step: int) -> None:
@@ -140,10 +141,14 @@ class SampleCapture:
     def _loader_of(self, loader: Any) -> _Loader:
         if loader is None:
             return self._unknown_loader
-        known = self._loaders.get(loader)
-        if known is None:
-            known = self._loaders[loader] = _Loader(type(getattr(loader, "dataset", None)).__name__)
-        return known
+        loaders, key = self._loaders, id(loader)
+        known = loaders.get(key)
+        if known is None or known[0]() is not loader:
+            reference = weakref.ref(loader, lambda _: loaders.pop(key, None))
+            # A property of the program is not read.
+            dataset = getattr(loader, "__dict__", {}).get("dataset")
+            known = loaders[key] = (reference, _Loader(type(dataset).__name__))
+        return known[1]
 
     def _set_aside(self) -> None:
         """Take back the batches of the data loader that yielded last: an evaluation has begun."""

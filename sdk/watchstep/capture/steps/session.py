@@ -105,7 +105,7 @@ class Session:
             schedule,
             queue,
             health,
-            SnapshotPlan(config.snapshots),
+            SnapshotPlan(config.snapshots, health),
             writer,
             recorder.full_tensors,
             BundlePlan(config.bundles, health),

@@ -30,6 +30,10 @@ MAX_BY_GATE = 2
 """Snapshots that the gate takes in one attempt, at the first bad steps of two series."""
 
 
+MAX_BY_REQUEST = 32
+"""Requests of control documents that are fulfilled in one attempt."""
+
+
 @dataclass(frozen=True)
 class Occasion:
     """Why a snapshot is taken.
@@ -43,13 +47,19 @@ class Occasion:
     requests: tuple[str, ...] = ()
 
 
+_MAX_REFUSED = 64
+"""Ids of refused requests that are stored, so that each is counted once: a document has fewer."""
+
+
 class SnapshotPlan:
     """Decides at each updated step whether a snapshot is taken. Used on the training thread, except for `request`."""
 
-    def __init__(self, config: Snapshots) -> None:
+    def __init__(self, config: Snapshots, health: RecorderHealth | None = None) -> None:
         self._config = config
+        self._health = health
         self._lock = threading.RLock()  # reentrant, because a signal handler may call it
         self._seen: set[str] = set()
+        self._refused: deque[str] = deque(maxlen=_MAX_REFUSED)
         self._requests: dict[str, int] = {}
         self._is_requested = False
         self._bad_step = -2
@@ -62,9 +72,18 @@ class SnapshotPlan:
         self._is_requested = True
 
     def request(self, name: str, step: int) -> bool:
-        """Add a request of the control document; returns False for a known id. Thread-safe."""
+        """Add a request of the control document. Thread-safe.
+
+        Returns:
+            False for an earlier id, or if it is refused, because the attempt has fulfilled `MAX_BY_REQUEST`. Health counts refused requests.
+        """
         with self._lock:
-            if name in self._seen:
+            if name in self._seen or name in self._refused:
+                return False
+            if len(self._seen) >= MAX_BY_REQUEST:
+                self._refused.append(name)
+                if self._health is not None:
+                    self._health.count("refused_snapshots")
                 return False
             self._seen.add(name)
             self._requests[name] = step

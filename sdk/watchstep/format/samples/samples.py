@@ -172,12 +172,13 @@ def _little(values: array[int]) -> bytes:
     return values.tobytes()
 
 
-def decode_batch(payload: bytes, name: str) -> SampleBatch:
+def decode_batch(payload: bytes, name: str, limit: int = MAX_IDS) -> SampleBatch:
     """Parse the result of `encode_batch`.
 
     Args:
         payload: the bytes.
         name: name of the file or object, for messages.
+        limit: maximum number of ids; further ones count as left out.
 
     Raises:
         FormatError: the bytes have another form.
@@ -186,31 +187,34 @@ def decode_batch(payload: bytes, name: str) -> SampleBatch:
         step, epoch, number, left_out, source_bytes, form = _HEAD.unpack_from(payload)
         start = _HEAD.size + source_bytes
         source = payload[_HEAD.size : start].decode("utf-8", "replace")
-        ids = _decoded_ids(form, payload[start:])
+        ids, more = _decoded_ids(form, payload[start:], limit)
     except (ValueError, TypeError, KeyError, RecursionError, struct.error) as error:
         raise FormatError(f"{name}: a record of samples is damaged ({error})", _HINT) from error
-    return SampleBatch(step, ids, source, epoch, number, left_out)
+    return SampleBatch(step, ids, source, epoch, number, left_out + more)
 
 
-def _decoded_ids(form: int, data: bytes) -> tuple[SampleId, ...]:
+def _decoded_ids(form: int, data: bytes, limit: int) -> tuple[tuple[SampleId, ...], int]:
+    """Return the first ids, and the number of further ones. Only ids in JSON are all parsed."""
     if form == _RANGE:
         first, count = _PAIR.unpack(data)
         if not 0 < count <= MAX_IDS:
             raise ValueError(f"{count} ids")
-        return tuple(range(first, first + count))
+        return tuple(range(first, first + min(count, limit))), max(0, count - limit)
     if form == _JSON:
         parsed = parse_json(data, _MAX_JSON_MEMORY)
         if not isinstance(parsed, list) or len(parsed) > MAX_IDS:
             raise ValueError("ids are not a list")
-        return tuple(_checked(value) for value in parsed)
+        return tuple(_checked(value) for value in parsed[:limit]), max(0, len(parsed) - limit)
     offsets = array(_WIDTHS[form])
     if len(data) < 8 or (len(data) - 8) // form > MAX_IDS:
         raise ValueError(f"{len(data)} bytes of ids")
-    offsets.frombytes(data[8:])
+    count = (len(data) - 8) // form
+    offsets.frombytes(data[8 : 8 + form * min(count, limit)] if (len(data) - 8) % form == 0 else data[8:])
     if struct.pack("=H", 1) != b"\x01\x00":
         offsets.byteswap()
     first = int.from_bytes(data[:8], "little", signed=True)
-    return tuple(offsets) if not first else tuple(first + offset for offset in offsets)
+    ids = tuple(offsets) if not first else tuple(first + offset for offset in offsets)
+    return ids, max(0, count - limit)
 
 
 def _checked(value: Any) -> SampleId:
@@ -287,6 +291,21 @@ def decode_object(data: bytes, name: str, steps: range | None = None) -> Iterato
     Raises:
         FormatError: it is damaged or cut off; batches before the damage are yielded.
     """
+    for payload in payloads_of(data, name, steps):
+        yield decode_batch(payload, name)
+
+
+def payloads_of(data: bytes, name: str, steps: range | None = None) -> Iterator[bytes]:
+    """Yield the payloads of the records of an object, each of which `decode_batch` parses.
+
+    Args:
+        data: its bytes.
+        name: its name, for messages.
+        steps: only records of these steps; all if None.
+
+    Raises:
+        FormatError: it is damaged or cut off; records before the damage are yielded.
+    """
     if len(data) > MAX_OBJECT_BYTES or not data.startswith(OBJECT_MAGIC):
         raise FormatError(f"{name} is not an object with samples of steps", _HINT)
     place = len(OBJECT_MAGIC)
@@ -296,4 +315,4 @@ def decode_object(data: bytes, name: str, steps: range | None = None) -> Iterato
             raise FormatError(f"{name}: damaged at byte {place} of {len(data)}", _HINT)
         _, payload, place = framed
         if steps is None or step_of(payload) in steps:
-            yield decode_batch(payload, name)
+            yield payload

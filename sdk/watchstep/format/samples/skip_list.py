@@ -95,10 +95,11 @@ class SkipList:
                     f"{name}: schema {document['schema']!r}, this version reads schema {SCHEMA}",
                     "read it with a newer watchstep",
                 )
-            samples: dict[str, tuple[SampleId, ...]] = {}
+            lists: dict[str, list[SampleId]] = {}
             for group in document["samples"]:
-                ids = tuple(plain_id(value) for value in group["ids"])
-                samples[str(group["source"])] = samples.get(str(group["source"]), ()) + ids
+                ids = [plain_id(value) for value in group["ids"]]
+                lists.setdefault(str(group["source"]), []).extend(ids)
+            samples = {name: tuple(ids) for name, ids in lists.items()}
             run, steps = str(document["run"]), tuple(int(step) for step in document["steps"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"{name} is not a skip list ({error!r})", _HINT) from error

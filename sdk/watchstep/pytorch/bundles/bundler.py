@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import sys
 import tempfile
 import time
@@ -46,6 +47,9 @@ from watchstep.pytorch.bundles.step_inputs import MicroBatch, StepInputs
 from watchstep.pytorch.bundles.values import ValueEncoder
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, swap_bytes
 
+_STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+
+_log = logging.getLogger("watchstep")
 _MAX_SAMPLE_IDS = 10_000
 
 
@@ -65,12 +69,15 @@ class Bundler:
         inputs: the inputs of the current step.
     """
 
-    def __init__(self, session: Session, identity: Identity, inputs: StepInputs, model: nn.Module) -> None:
+    def __init__(
+        self, session: Session, identity: Identity, run_url: str, inputs: StepInputs, model: nn.Module
+    ) -> None:
         assert session.config.bundles is not None
         self.inputs = inputs
         self._config = session.config.bundles
         self._session = session
         self._identity = identity
+        self._run_url = run_url
         self._model = model
         self._objects: dict[str, Any] = {}
 
@@ -103,7 +110,8 @@ class Bundler:
             return
         since = self._session.schedule.now()
         try:
-            self._write(step, occasion, list(optimizers))
+            with random_states.unchanged():
+                self._write(step, occasion, list(optimizers))
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             health.fault("bundle", error)
             health.count("dropped_bundles")
@@ -119,6 +127,12 @@ class Bundler:
         self._session.snapshot_writer.offer(
             StoredFile(lambda attempt: BundleKey(attempt, worker, step, reason).path, data, "bundles")
         )
+        if reason == "gate":
+            _log.warning(
+                "watchstep: step %d is not finite and is bundled: watchstep replay %s --program FILE.py",
+                step,
+                self._run_url,
+            )
         if document.lost:
             self._session.health.note(
                 "bundles", f"the bundle of step {step} lacks {len(document.lost)} values"
@@ -172,15 +186,21 @@ class _BundleContent:
         optimizer_values = tuple(
             {
                 "class": type(optimizer).__name__,
-                "state": encoder.encode(_state_of(optimizer), f"optimizers/{number}"),
+                "state": encoder.encode(
+                    self._state_of_torch(optimizer, f"optimizers/{number}"), f"optimizers/{number}"
+                ),
                 "parameters": self._names_of(optimizer),
             }
             for number, optimizer in enumerate(optimizers)
         )
-        found = {**_companions(optimizers), **objects}
+        states = {
+            name: (each, self._state_of_torch(each, f"objects/{name}"))
+            for name, each in _companions(optimizers).items()
+        }
+        states.update({name: (each, _state_of(each)) for name, each in objects.items()})
         object_values = {
-            name: {"class": type(each).__name__, "state": encoder.encode(_state_of(each), f"objects/{name}")}
-            for name, each in found.items()
+            name: {"class": type(each).__name__, "state": encoder.encode(state, f"objects/{name}")}
+            for name, (each, state) in states.items()
         }
         self._values_are(3)
         self._gradient_tensors()
@@ -271,14 +291,10 @@ class _BundleContent:
     def _loader(self) -> dict[str, Any] | None:
         if self._inputs.loader is None:
             return None
-        reference, epoch, number, ids = self._inputs.loader
-        loader = reference()
+        epoch, number, ids = self._inputs.loader
         data: dict[str, Any] = {"epoch": epoch, "batch": number}
         if ids is not None:
             data["sample_ids"] = self._encoder.encode(list(ids)[:_MAX_SAMPLE_IDS], "loader/sample_ids")
-        for name, owner in (("loader", loader), ("sampler", getattr(loader, "sampler", None))):
-            if callable(getattr(owner, "state_dict", None)):
-                data[name] = self._encoder.encode(_state_of(owner), f"loader/{name}")
         return data
 
     def _buffers(self) -> None:
@@ -345,6 +361,22 @@ class _BundleContent:
         for group, number in lost.items():
             self._lose(group, f"{number} tensors do not fit into Bundles.limit_bytes")
         return names
+
+    def _state_of_torch(self, owner: Any, path: str) -> Any:
+        """Return the state dictionary of an object whose class leaves it to PyTorch; None for others.
+
+        The program's own code is not called here: it may compute, draw random numbers or wait for other ranks. Objects that the program
+        names itself are asked for theirs.
+        """
+        method = type(owner).state_dict
+        hooks = [getattr(owner, name, None) for name in _STATE_HOOKS]
+        if not str(getattr(method, "__module__", "")).startswith("torch.") or any(hooks):
+            self._lose(
+                path,
+                f"{type(owner).__name__} has a state_dict of its own: name it by hook.include_in_bundles",
+            )
+            return None
+        return _state_of(owner)
 
     def _is_changed(self, tensor: Tensor) -> bool:
         return self._batch is not None and self._batch.versions.is_changed(tensor)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +90,23 @@ def _device_states() -> dict[str, Tensor]:
     return {f"cuda:{current}": torch.cuda.get_rng_state(current)}
 
 
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Set all generators to their present states afterwards, if something in the block has drawn from them."""
+    host, cpu, devices = HostStates.capture(), torch.get_rng_state(), _device_states()
+    try:
+        yield
+    finally:
+        if not host.equals(HostStates.capture()):
+            random.setstate(host.python)
+            if host.numpy is not None:
+                sys.modules["numpy"].random.set_state(host.numpy)
+        if not torch.equal(cpu, torch.get_rng_state()):
+            torch.set_rng_state(cpu)
+        for device, state in devices.items():
+            torch.cuda.set_rng_state(state, device)
+
+
 def as_value(states: RandomStates) -> dict[str, Any]:
     """Return states as a value for a bundle. Those of Python and NumPy are None if they are lost."""
     value: dict[str, Any] = {
@@ -102,6 +121,26 @@ def as_value(states: RandomStates) -> dict[str, Any]:
         value["python"] = {"version": version, "words": " ".join(map(str, words)), "gauss": gauss}
         value["numpy"] = states.host.numpy
     return value
+
+
+def _check_numpy(state: dict[str, Any]) -> None:
+    """Check a state of NumPy, which itself does not: a position behind the end reads memory that is not the state's.
+
+    Raises:
+        ValueError: it is not a state of a Mersenne Twister.
+    """
+    key, position = state["state"]["key"], state["state"]["pos"]
+    is_sound = (
+        state["bit_generator"] == "MT19937"
+        and key.dtype.name == "uint32"
+        and key.shape == (624,)
+        and type(position) is int
+        and 0 <= position <= 624
+        and state["has_gauss"] in {0, 1}
+        and isinstance(state["gauss"], float | int)
+    )
+    if not is_sound:
+        raise ValueError("NumPy: not a state of a Mersenne Twister")
 
 
 def restore(value: dict[str, Any]) -> list[str]:
@@ -130,6 +169,7 @@ def restore(value: dict[str, Any]) -> list[str]:
         if value["numpy"] is not None:
             import numpy as np
 
+            _check_numpy(value["numpy"])
             np.random.set_state(value["numpy"])  # noqa: NPY002 - the generator that programs use
         elif python is None:
             lost.append("numpy")

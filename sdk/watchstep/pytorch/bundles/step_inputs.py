@@ -8,10 +8,13 @@ dropped when the next step begins; of a step with many micro-batches, those beyo
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # base of layers with running statistics; not public
@@ -19,26 +22,101 @@ from torch.nn.modules.batchnorm import _NormBase  # base of layers with running 
 from watchstep.capture.config import Bundles
 from watchstep.pytorch.bundles.random_states import RandomStateCopies, RandomStates
 
-_MAX_DEPTH, _MAX_TENSORS = 4, 64
-"""Limits of the values in which tensors are looked for at each pass."""
+_MAX_DEPTH, _MAX_VISITS = 6, 512
+"""Limits of the values that are looked at at each pass."""
 
 _MAX_MICRO_BATCHES = 4096
+_MAX_LOSSES = 16
+"""Losses of a micro-batch that are referenced."""
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only its free space is read
+_MIN_SHARED_BYTES = 256 * 2**20
+_SHARED_FACTOR = 8
+"""Earlier micro-batches in the shared memory of loader workers stay referenced only while so many bytes of it, and so many times their size, are
+free: a container has 64 MiB of it by default, and workers that find it full end the program."""
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors in a value of a program: in lists, tuples, mappings and dataclasses, not deeper than `_MAX_DEPTH`."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth >= _MAX_DEPTH or value is None or isinstance(value, str | bytes | int | float):
-        return
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from tensors_in(entry, depth + 1)
-    elif isinstance(value, list | tuple):
-        for entry in value[:_MAX_TENSORS]:
-            yield from tensors_in(entry, depth + 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in(vars(value), depth + 1)
+@dataclasses.dataclass
+class Contents:
+    """What a value of a program refers to, as far as it was looked at.
+
+    Attributes:
+        tensors: the tensors in it.
+        bytes: their size, and that of arrays and text.
+        is_complete: whether all of it was looked at, and understood.
+        is_shared: whether a tensor is in shared memory.
+    """
+
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    bytes: int = 0
+    is_complete: bool = True
+    is_shared: bool = False
+
+    @classmethod
+    def of(cls, *values: Any) -> Contents:
+        """Look at values: at lists, tuples, dictionaries and dataclasses, not deeper than `_MAX_DEPTH`, and `_MAX_VISITS` values in all.
+
+        No method of the program's own classes is called, because a container may load or compute what it returns.
+        """
+        contents = cls()
+        waiting = [(value, 0) for value in values]
+        visits = 0
+        while waiting:
+            value, depth = waiting.pop()
+            visits += 1
+            entries = None if contents._add(value) else _entries_of(value)
+            if entries is None:
+                continue
+            room = _MAX_VISITS - visits - len(waiting)
+            if depth >= _MAX_DEPTH or room <= 0:
+                contents.is_complete = False
+                continue
+            taken = list(islice(entries, room + 1))
+            contents.is_complete &= len(taken) <= room
+            waiting += [(entry, depth + 1) for entry in taken[:room]]
+        return contents
+
+    def _add(self, value: Any) -> bool:
+        """Add a value without entries. Returns False for any other."""
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided and not value.is_nested:
+                self.bytes += value.numel() * value.element_size()
+                self.is_shared |= value.device.type == "cpu" and type(value) is Tensor and value.is_shared()
+            else:
+                self.is_complete = False
+            self.tensors.append(value)
+        elif type(value) is np.ndarray:
+            self.bytes += value.nbytes
+        elif type(value) in {str, bytes}:
+            self.bytes += len(value)
+        elif value is not None and type(value) not in {bool, int, float}:
+            if _entries_of(value) is not None:
+                return False
+            self.is_complete = False
+        return True
+
+
+def _entries_of(value: Any) -> Iterator[Any] | None:
+    """Return the entries of a container without a call of the program's own methods; None for another value."""
+    if isinstance(value, dict):
+        return iter(dict.values(value))
+    if isinstance(value, list):
+        return list.__iter__(value)
+    if isinstance(value, tuple):
+        return tuple.__iter__(value)
+    if isinstance(value, UserDict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        own = _own_attributes(value)
+        return None if own is None else iter(own.values())
+    return None
+
+
+def _own_attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object; None for a class with slots."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if isinstance(own, dict) else None
 
 
 def version_of(tensor: Tensor) -> int:
@@ -47,20 +125,28 @@ def version_of(tensor: Tensor) -> int:
 
 
 class TensorVersions:
-    """Versions of referenced tensors, which are kept alive by the references."""
+    """Versions of referenced tensors, which are kept alive by the references.
+
+    Attributes:
+        bytes: size of what is referenced.
+        is_complete: whether all of it is counted.
+        is_shared: whether some of it is in shared memory.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[int, tuple[Tensor, int]] = {}
         self.bytes = 0
+        self.is_complete = True
+        self.is_shared = False
 
-    def note(self, value: Any) -> None:
-        """Note the versions of the tensors in a value."""
-        for number, tensor in enumerate(tensors_in(value)):
-            if number >= _MAX_TENSORS:
-                return
-            if id(tensor) not in self._versions:
-                self._versions[id(tensor)] = (tensor, version_of(tensor))
-                self.bytes += tensor.nbytes
+    def note(self, *values: Any) -> None:
+        """Note the versions of the tensors in values."""
+        contents = Contents.of(*values)
+        self.bytes += contents.bytes
+        self.is_complete &= contents.is_complete
+        self.is_shared |= contents.is_shared
+        for tensor in contents.tensors:
+            self._versions.setdefault(id(tensor), (tensor, version_of(tensor)))
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Return whether a tensor was changed in place since its version was noted. False for one that was not noted."""
@@ -103,6 +189,9 @@ class MicroBatch:
         self.is_dropped = True
 
 
+_PLAIN = (Tensor, nn.Buffer)
+
+
 class BufferCopies:
     """Copies of the buffers of a model before the first pass of a step. Only those that may have changed since are copied again.
 
@@ -129,7 +218,10 @@ class BufferCopies:
             if buffer is None or buffer.is_meta:
                 self._copies.pop(name, None)
                 continue
-            size += buffer.nbytes
+            if buffer.layout is not torch.strided or buffer.is_nested or type(buffer) not in _PLAIN:
+                self.left_out.add(name)
+                continue
+            size += buffer.numel() * buffer.element_size()
             if size > self._limit:
                 self._copies.pop(name, None)
                 self.left_out.add(name)
@@ -178,8 +270,8 @@ class StepInputs:
         micro_batches: forward passes of the step, in order.
         buffers: copies of the model's buffers before the first of them.
         step: the step; -1 before the first.
-        loader: the data loader and its position after its last batch: epoch, number, ids of its samples. The reference is weak, because
-            a data loader ends its worker processes when it is no longer used.
+        loader: the position of the data loader after its last batch: epoch, number, ids of its samples. The data loader itself is not
+            referenced, because it ends its worker processes when it is no longer used.
     """
 
     def __init__(self, model: nn.Module, outer: Any, config: Bundles) -> None:
@@ -193,7 +285,7 @@ class StepInputs:
         self.micro_batches: list[MicroBatch] = []
         self.buffers = BufferCopies(model, config.buffer_bytes)
         self.step = -1
-        self.loader: tuple[Callable[[], Any], int, int, Any] | None = None
+        self.loader: tuple[int, int, Any] | None = None
 
     def begin_pass(self, step: int) -> None:
         """Handle the start of a forward pass of training."""
@@ -231,11 +323,11 @@ class StepInputs:
         batch = self.micro_batches[-1]
         if batch.arguments is None and not batch.is_dropped:
             batch.arguments, batch.keywords = arguments, dict(keywords)
-            batch.versions.note((arguments, batch.keywords))
+            batch.versions.note(arguments, batch.keywords)
 
     def backward(self, loss: Tensor) -> None:
         """Handle a loss at ``backward()``."""
-        if self.micro_batches and loss.numel() == 1:
+        if self.micro_batches and loss.numel() == 1 and len(self.micro_batches[-1].losses) < _MAX_LOSSES:
             self.micro_batches[-1].losses.append(loss.detach())
 
     def give_batch(self, batch: Any) -> None:
@@ -248,8 +340,7 @@ class StepInputs:
         if not self._given and torch.is_grad_enabled():
             self._next_batches.pop(id(loader), None)  # so that the order is that of the last batches
             self._next_batches[id(loader)] = batch
-            reference = _no_loader if loader is None else weakref.ref(loader)
-            self.loader = (reference, epoch, number, sample_ids)
+            self.loader = (epoch, number, sample_ids)
 
     def forget(self) -> None:
         """Drop all references to the program, at the end of the recording."""
@@ -274,16 +365,26 @@ class StepInputs:
         }
 
     def _drop_old(self) -> None:
-        """Drop references of the oldest micro-batches beyond the limit. Those of the current pass are alive anyway."""
+        """Drop references of the oldest micro-batches beyond the limits. Those of the current pass are alive anyway."""
         size = 0
         for batch in reversed(self.micro_batches[:-1]):
+            if batch.is_dropped:
+                return  # as are all before it
             size += batch.versions.bytes
-            if size > self._config.reference_bytes and not batch.is_dropped:
+            is_kept = batch.versions.is_complete and size <= self._config.reference_bytes
+            if is_kept and batch.versions.is_shared:
+                is_kept = _free_shared_bytes() >= max(_MIN_SHARED_BYTES, _SHARED_FACTOR * size)
+            if not is_kept:
                 batch.drop()
+                size = self._config.reference_bytes + 1
 
 
-def _no_loader() -> None:
-    return None
+def _free_shared_bytes() -> int:
+    try:
+        free = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return 0
+    return free.f_bavail * free.f_frsize
 
 
 def _autocast() -> dict[str, tuple[bool, torch.dtype]]:

@@ -6,7 +6,8 @@ value                       JSON
 None, bool, int, float, str the same; a large integer ``{"int": text}``, NaN and infinity ``{"float": text}``
 list, tuple, set            ``{"list"|"tuple"|"set": [...]}``; a named tuple also has ``fields``
 dict                        ``{"dict": [[key, value], ...]}``
-mapping, dataclass          the same with ``type``, the name of its class; read as `RecordedMapping`
+subclass, dataclass         the same with ``type``, the name of its class; read as `RecordedMapping`; also `collections.UserDict`
+long list of numbers        ``{"numbers": name, "of": "list"|"tuple"}``
 torch.Tensor                ``{"tensor": name, "device", "requires_grad"}``
 numpy array or scalar       ``{"array": name}``
 bytes                       ``{"bytes": base64}``
@@ -22,7 +23,8 @@ import base64
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,13 @@ from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, shard_of
 
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
+MAX_DECODED = 1_000_000
+"""Values of a bundle that a reader decodes, in all of its documents."""
 _MAX_TEXT = 1024 * 1024
+_MAX_LOST = 1000
+_LONG = 256
+"""Length from which a list of numbers is stored as an array."""
+
 _EXACT_INTEGERS = 2**53
 _NUMPY_NAMES = {
     dtype: name for name, dtype in DTYPES.items() if name not in {"BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0"}
@@ -114,10 +122,12 @@ class ValueEncoder:
             depth: Number of containers around it.
         """
         self._number += 1
+        if self._number > MAX_VALUES:
+            return {"lost": "the bundle has too many values", "type": type(value).__name__}
         if self._redact and self.is_redacted(path):
             return {"redacted": _described(value)}
-        if self._number > MAX_VALUES or depth > MAX_DEPTH:
-            return self._lose(value, path, "it has too many or too deeply nested values")
+        if depth > MAX_DEPTH:
+            return self._lose(value, path, "it is nested too deeply")
         try:
             return self._encoded(value, path, depth)
         except Exception as error:  # noqa: BLE001 - a value of the program may do anything
@@ -134,25 +144,52 @@ class ValueEncoder:
             return self._plain(value, path)
         if isinstance(value, torch.dtype | torch.device):
             return {"torch": str(value)}
-        if isinstance(value, Mapping):
-            entries = [
-                [self.encode(key, path, depth + 1), self.encode(entry, f"{path}/{key}", depth + 1)]
-                for key, entry in list(value.items())
-            ]
-            data: dict[str, Any] = {"dict": entries}
-            return data if type(value) is dict else {**data, "type": type(value).__name__}
+        if isinstance(value, dict):
+            return self._dictionary(value, path, depth)
+        if isinstance(value, UserDict):
+            return {
+                **self._dictionary(object.__getattribute__(value, "__dict__")["data"], path, depth),
+                "type": type(value).__name__,
+            }
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            entries = [
-                [entry.name, self.encode(getattr(value, entry.name), f"{path}/{entry.name}", depth + 1)]
-                for entry in dataclasses.fields(value)
-            ]
-            return {"dict": entries, "type": type(value).__name__}
+            own = object.__getattribute__(value, "__dict__")
+            named = {entry.name: own[entry.name] for entry in dataclasses.fields(value) if entry.name in own}
+            return {**self._dictionary(named, path, depth), "type": type(value).__name__}
         for kind, word in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "set")):
             if isinstance(value, kind):
-                items = [self.encode(item, f"{path}/{place}", depth + 1) for place, item in enumerate(value)]
-                fields = list(getattr(value, "_fields", ()))
-                return {word: items, "fields": fields} if fields else {word: items}
+                return self._sequence(kind, word, value, path, depth)
         return self._lose(value, path, "values of this type are not stored")
+
+    def _dictionary(self, value: dict[Any, Any], path: str, depth: int) -> dict[str, Any]:
+        """Encode a dictionary without a call of the methods of its class, which may load or compute what they return."""
+        if not self._has_room_for(dict.__len__(value)):
+            return self._lose_large(value, path)
+        entries = []
+        for key, entry in list(dict.items(value)):
+            word = key if type(key) in {str, int} else type(key).__name__
+            entries.append(
+                [self.encode(key, path, depth + 1), self.encode(entry, f"{path}/{word}", depth + 1)]
+            )
+        data: dict[str, Any] = {"dict": entries}
+        return data if type(value) is dict else {**data, "type": type(value).__name__}
+
+    def _sequence(self, kind: Any, word: str, value: Any, path: str, depth: int) -> dict[str, Any]:
+        length = kind.__len__(value)
+        items = list(kind.__iter__(value))
+        if length >= _LONG and word in {"list", "tuple"} and (numbers := _numbers_of(items)) is not None:
+            name = self._referenced(value, _NUMPY_NAMES[numbers.dtype], numbers)
+            return {"numbers": name, "of": word}
+        if not self._has_room_for(length):
+            return self._lose_large(value, path)
+        encoded = [self.encode(item, f"{path}/{place}", depth + 1) for place, item in enumerate(items)]
+        fields = list(getattr(type(value), "_fields", ())) if word == "tuple" else []
+        return {word: encoded, "fields": fields} if fields else {word: encoded}
+
+    def _has_room_for(self, values: int) -> bool:
+        return self._number + values <= MAX_VALUES
+
+    def _lose_large(self, value: Any, path: str) -> dict[str, Any]:
+        return self._lose(value, path, f"it has too many values; a bundle has at most {MAX_VALUES}")
 
     def _plain(self, value: Any, path: str) -> Any:
         if isinstance(value, float):
@@ -167,6 +204,8 @@ class ValueEncoder:
         return value
 
     def _tensor(self, tensor: Tensor, path: str) -> Any:
+        if tensor.is_meta or tensor.is_nested:
+            return self._lose(tensor, path, "nested and meta tensors are not stored")
         if self._is_changed(tensor):
             return self._lose(tensor, path, "it was changed in place after the forward pass read it")
         local, part = shard_of(tensor)
@@ -195,9 +234,21 @@ class ValueEncoder:
             self.tensors.append(ReferencedTensor(name, dtype, values))
         return name
 
-    def _lose(self, value: Any, path: str, reason: str) -> Any:
-        self.lost.append(LostValue(path, reason))
+    def _lose(self, value: Any, path: str, reason: str) -> dict[str, Any]:
+        if len(self.lost) < _MAX_LOST:
+            self.lost.append(LostValue(path, reason))
         return {"lost": reason, "type": type(value).__name__}
+
+
+def _numbers_of(items: list[Any]) -> NDArray[Any] | None:
+    """Return whole numbers of 64 bits, or floating-point numbers, as an array; None for other items."""
+    kinds = set(map(type, items))
+    try:
+        if kinds == {int}:
+            return np.array(items, np.int64)
+        return np.array(items, np.float64) if kinds == {float} else None
+    except OverflowError:
+        return None
 
 
 def _described(value: Any) -> str:
@@ -210,18 +261,37 @@ class LostValueError(Exception):
     """A value that is needed is not in the bundle."""
 
 
-def decode(data: Any, read: Callable[[str], tuple[NDArray[Any], str]], device: torch.device) -> Any:
+@dataclasses.dataclass
+class ValueSource:
+    """Where the tensors of values come from.
+
+    Attributes:
+        read: returns the elements and the dtype of a tensor of the bundle by its name.
+        device: device for tensors that were not in host memory.
+        tensors: tensors that were read before, by name and whether they are on the device: values that shared a tensor share it again.
+        number: number of values that were decoded.
+    """
+
+    read: Callable[[str], tuple[NDArray[Any], str]]
+    device: torch.device
+    tensors: dict[tuple[str, bool], Tensor] = dataclasses.field(default_factory=dict)
+    number: int = 0
+
+
+def decode(data: Any, source: ValueSource) -> Any:
     """Decode a value.
 
     Args:
         data: The result of `ValueEncoder.encode`.
-        read: Returns the elements and the dtype of a tensor of the bundle by its name.
-        device: Device for tensors that were not in host memory.
+        source: Where its tensors come from.
 
     Raises:
         LostValueError: A part of it was lost or redacted.
         ValueError: The data has another form.
     """
+    source.number += 1
+    if source.number > MAX_DECODED:
+        raise ValueError(f"it has more than {MAX_DECODED} values")
     if data is None or isinstance(data, bool | int | float | str):
         return data
     if not isinstance(data, dict):
@@ -231,7 +301,7 @@ def decode(data: Any, read: Callable[[str], tuple[NDArray[Any], str]], device: t
         raise LostValueError(f"a value of type {data.get('type', data.get('redacted'))} {missing}")
     for word, build in _BUILDERS.items():
         if word in data:
-            return build(data, read, device)
+            return build(data, source)
     raise ValueError(f"{str(data)[:40]!r} is not a value")
 
 
@@ -245,19 +315,22 @@ def torch_tensor(elements: NDArray[Any], dtype: str) -> Tensor:
     return flat.view(_TORCH_DTYPES[dtype]).reshape(elements.shape)
 
 
-def _tensor_of(data: Any, read: Any, device: torch.device) -> Tensor:
-    tensor = torch_tensor(*read(_name(data["tensor"])))
-    if torch.device(str(data.get("device", "cpu"))).type != "cpu":
-        tensor = tensor.to(device)
-    return (
-        tensor.requires_grad_()
-        if data.get("requires_grad") is True and tensor.is_floating_point()
-        else tensor
-    )
+def _tensor_of(data: Any, source: ValueSource) -> Tensor:
+    name = _name(data["tensor"])
+    on_device = torch.device(str(data.get("device", "cpu"))).type != "cpu"
+    tensor = source.tensors.get((name, on_device))
+    if tensor is None:
+        tensor = torch_tensor(*source.read(name))
+        if on_device:
+            tensor = tensor.to(source.device)
+        if data.get("requires_grad") is True and tensor.is_floating_point():
+            tensor.requires_grad_()
+        source.tensors[name, on_device] = tensor
+    return tensor
 
 
-def _array_of(data: Any, read: Any, _device: torch.device) -> Any:
-    return read(_name(data["array"]))[0].copy()
+def _array_of(data: Any, source: ValueSource) -> Any:
+    return source.read(_name(data["array"]))[0].copy()
 
 
 def _name(name: Any) -> str:
@@ -266,17 +339,17 @@ def _name(name: Any) -> str:
     return name
 
 
-def _items(items: Any, read: Any, device: torch.device) -> list[Any]:
+def _items(items: Any, source: ValueSource) -> list[Any]:
     if not isinstance(items, list):
         raise ValueError("items are not a list")  # noqa: TRY004 - as above
-    return [decode(item, read, device) for item in items]
+    return [decode(item, source) for item in items]
 
 
-def _mapping_of(data: Any, read: Any, device: torch.device) -> Any:
+def _mapping_of(data: Any, source: ValueSource) -> Any:
     entries = {}
     for key, value in data["dict"]:
-        decoded = decode(key, read, device)
-        entries[decoded] = decode(value, read, device)
+        decoded = decode(key, source)
+        entries[decoded] = decode(value, source)
     if "type" not in data:
         return entries
     mapping = RecordedMapping(entries)
@@ -284,7 +357,14 @@ def _mapping_of(data: Any, read: Any, device: torch.device) -> Any:
     return mapping
 
 
-def _torch_value(data: Any, _read: Any, _device: torch.device) -> Any:
+def _long_of(data: Any, source: ValueSource) -> Any:
+    numbers = source.read(_name(data["numbers"]))[0].tolist()
+    if not isinstance(numbers, list):
+        raise ValueError("long numbers are no list")  # noqa: TRY004 - as above
+    return tuple(numbers) if data.get("of") == "tuple" else numbers
+
+
+def _torch_value(data: Any, _source: ValueSource) -> Any:
     text = str(data["torch"])
     if text.startswith("torch."):
         dtype = getattr(torch, text.removeprefix("torch."), None)
@@ -294,15 +374,16 @@ def _torch_value(data: Any, _read: Any, _device: torch.device) -> Any:
     return torch.device(text)
 
 
-_BUILDERS: dict[str, Callable[[Any, Any, torch.device], Any]] = {
+_BUILDERS: dict[str, Callable[[Any, ValueSource], Any]] = {
     "tensor": _tensor_of,
     "array": _array_of,
-    "list": lambda data, read, device: _items(data["list"], read, device),
-    "tuple": lambda data, read, device: tuple(_items(data["tuple"], read, device)),
-    "set": lambda data, read, device: set(_items(data["set"], read, device)),
+    "list": lambda data, source: _items(data["list"], source),
+    "tuple": lambda data, source: tuple(_items(data["tuple"], source)),
+    "set": lambda data, source: set(_items(data["set"], source)),
     "dict": _mapping_of,
-    "bytes": lambda data, read, device: base64.b64decode(data["bytes"], validate=True),  # noqa: ARG005 - one signature
-    "int": lambda data, read, device: int(str(data["int"])[:5000]),  # noqa: ARG005 - as above
-    "float": lambda data, read, device: float(data["float"]),  # noqa: ARG005 - as above
+    "numbers": _long_of,
+    "bytes": lambda data, _source: base64.b64decode(data["bytes"], validate=True),
+    "int": lambda data, _source: int(str(data["int"])[:5000]),
+    "float": lambda data, _source: float(data["float"]),
     "torch": _torch_value,
 }

@@ -23,13 +23,14 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.weak import WeakIdKeyDictionary
 
 _LOOKS_AHEAD = ("accelerate.data_loader", "__iter__")
 """Module and name of the generators of Accelerate that fetch a batch before they yield the previous one."""
@@ -39,6 +40,9 @@ _STATE = "_watchstep_iteration"
 
 _MAX_REQUESTS = 4096
 """Requests whose ids are remembered. More are outstanding only with very many workers."""
+
+_MAX_COPIED = 2**20
+"""Samples of a batch whose ids are reported."""
 
 _MAX_NESTED = 16
 """Subsets of subsets that are resolved."""
@@ -113,7 +117,8 @@ class _Iteration:
 
 
 _listeners: list[weakref.ref[BatchListener]] = []
-_epochs: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
+# Of this kind, because comparing data loaders may run methods of the program.
+_epochs: MutableMapping[DataLoader[Any], int] = WeakIdKeyDictionary()
 _originals: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _at_fork: list[bool] = []
 
@@ -258,6 +263,7 @@ def _state_of(iterator: Any) -> _Iteration:
 def _note_request(iterator: Any, index: Any) -> None:
     """Note the ids of a batch that is requested: of a worker, or for the batch that is yielded next."""
     state = _state_of(iterator)
+    index = _copied(index)
     request = getattr(iterator, "_send_idx", None)
     if request is None:
         state.yielding = index
@@ -323,11 +329,58 @@ def _ids_of(iterator: Any, state: _Iteration) -> Sequence[Any] | None:
         return None
     if not iterator._auto_collation and not isinstance(index, list):  # noqa: SLF001 - as above
         index = (index,)  # one sample; a sampler of batches gives lists
-    elif isinstance(index, torch.Tensor):
-        index = index.tolist()
-    elif not isinstance(index, Sequence):
+    elif isinstance(index, tuple):
+        index = tuple(tuple.__iter__(index))
+    elif type(index) is torch.Tensor:
+        with _unobserved():
+            index = index.tolist()
+    elif type(index) not in _PLAIN:
         return None  # the program may read it only once
-    return underlying_ids(dataset, index)
+    if not _has_plain_subsets(dataset):
+        return None
+    with _unobserved():
+        return underlying_ids(dataset, index)
+
+
+_unobserved: Any = torch._C._DisableTorchDispatch  # noqa: SLF001 - has no public name
+"""Dispatch modes of the program do not observe the operations within it."""
+
+
+_PLAIN = frozenset({list, tuple, range})
+"""Sequences whose items can be read without code of the program."""
+
+
+def _copied(index: Any) -> Any:
+    """Return a copy of the ids that a sampler gave, which may give the same list again with others. None if there are too many."""
+    if type(index) is torch.Tensor:
+        with _unobserved():
+            return index.detach().clone() if index.numel() <= _MAX_COPIED else None
+    if isinstance(index, list):
+        return list(list.__iter__(index)) if list.__len__(index) <= _MAX_COPIED else None
+    return index
+
+
+def _has_plain_subsets(dataset: Any) -> bool:
+    """Whether the indices of a `Subset`, also of subsets of subsets, can be read without code of the program, such as one that draws a number."""
+    for _ in range(_MAX_NESTED):
+        if type(dataset) is not Subset:
+            break
+        indices = _stored(dataset, "indices")
+        if type(indices) not in {*_PLAIN, torch.Tensor} and type(indices).__module__ != "numpy":
+            return False
+        dataset = _stored(dataset, "dataset")
+    return True
+
+
+def _stored(value: Any, name: str) -> Any:
+    """Return an attribute that an object of the program stores; None if it stores none.
+
+    Reading it in the usual way may run a property, and a truth test may run ``__len__``, which makes batches in some samplers.
+    """
+    try:
+        return object.__getattribute__(value, "__dict__").get(name)
+    except AttributeError:
+        return None
 
 
 def _epoch_of(iterator: Any, loader: DataLoader[Any] | None) -> int:
@@ -337,10 +390,11 @@ def _epoch_of(iterator: Any, loader: DataLoader[Any] | None) -> int:
         count = _epochs[loader] = _epochs.get(loader, -1) + 1
     sampler = iterator._index_sampler  # noqa: SLF001 - as above
     for _ in range(_MAX_NESTED):
-        epoch = getattr(sampler, "epoch", None)
-        if isinstance(epoch, int) and not isinstance(epoch, bool):
+        epoch = _stored(sampler, "epoch")
+        if type(epoch) is int:
             return max(count, epoch)
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        inner = _stored(sampler, "batch_sampler")
+        sampler = inner if inner is not None else _stored(sampler, "sampler")
         if sampler is None:
             break
     return count

@@ -127,7 +127,7 @@ def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, optimizer, *args, **kwargs)
         if not isinstance(optimizer, Optimizer):
             return step(self, optimizer, *args, **kwargs)
-        for reference in _listeners:
+        for reference in tuple(_listeners):  # it may change meanwhile
             if (listener := reference()) is not None:
                 listener.scaled(optimizer, scale)
         steps_before = optimizer_steps.begun()
@@ -137,7 +137,7 @@ def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _stepping.pop()
         if optimizer_steps.begun() == steps_before and _overflowed(self, optimizer):
-            for reference in _listeners:
+            for reference in tuple(_listeners):  # it may change meanwhile
                 if (listener := reference()) is not None:
                     listener.skipped(optimizer, scale)
         return result

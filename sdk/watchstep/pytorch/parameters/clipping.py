@@ -136,14 +136,14 @@ def _as_list(parameters: Any) -> list[Any]:
 
 
 def _notify_clipping(parameters: list[Any]) -> None:
-    for reference in _listeners:
+    for reference in tuple(_listeners):  # it may change meanwhile
         if (listener := reference()) is not None:
             listener.clipping(parameters)
 
 
 def _notify_norm(parameters: list[Any], norm: Any) -> None:
     if isinstance(norm, Tensor):
-        for reference in _listeners:
+        for reference in tuple(_listeners):  # it may change meanwhile
             if (listener := reference()) is not None:
                 listener.clipped(parameters, norm)
 

@@ -87,6 +87,11 @@ def pass_begins() -> None:
             step.pass_since = True
 
 
+def _living() -> list[StepListener]:
+    """Return the listeners. The list itself may change while they are notified: garbage collection may end one."""
+    return [listener for reference in tuple(_listeners) if (listener := reference()) is not None]
+
+
 def begun() -> int:
     """Return the number of optimizer steps that have begun since the hooks were installed."""
     return _step_count[0]
@@ -121,19 +126,25 @@ def _reporting_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Cal
         result = closure(*args, **kwargs)
         if not reported:
             reported = True
-            for reference in _listeners:
-                if (listener := reference()) is not None:
-                    listener.closure_done(optimizer)
+            for listener in _living():
+                _notify(listener, functools.partial(listener.closure_done, optimizer))
         return result
 
     return call
 
 
+def _notify(listener: StepListener, call: Callable[[], None]) -> None:
+    """Notify one listener. Its fault does not keep others from being notified. `StopTraining` is no Exception."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+        listener.failed(error)
+
+
 def _report(error: Exception) -> None:
     """Report a fault of this module to all listeners, which count it in their health."""
-    for reference in _listeners:
-        if (listener := reference()) is not None:
-            listener.failed(error)
+    for listener in _living():
+        listener.failed(error)
 
 
 def _before(
@@ -159,9 +170,11 @@ def _begin(
     _step_count[0] += 1
     has_closure = _has_closure(_without_self(optimizer, args), kwargs)
     is_retry = step is not None and not step.pass_since
-    for reference in _listeners:
-        if (listener := reference()) is not None:
-            listener.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
+    for listener in _living():
+        _notify(
+            listener,
+            functools.partial(listener.before_step, optimizer, has_closure=has_closure, is_retry=is_retry),
+        )
     return _observed_closure(optimizer, args, kwargs) if has_closure else None
 
 
@@ -183,9 +196,8 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wr
         return
     del _steps_in_progress[optimizer]
     has_closure = _has_closure(_without_self(optimizer, args), kwargs)
-    for reference in _listeners:
-        if (listener := reference()) is not None:
-            listener.after_step(optimizer, has_closure=has_closure)
+    for listener in _living():
+        _notify(listener, functools.partial(listener.after_step, optimizer, has_closure=has_closure))
 
 
 def _observed_closure(

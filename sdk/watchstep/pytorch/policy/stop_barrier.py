@@ -42,11 +42,13 @@ class StopBarrier:
     If a vote fails (a rank makes other updates, or has ended), the rank stops voting: it continues, and no guard stops it.
     """
 
-    def __init__(self, voter: Voter, health: RecorderHealth, models: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, voter: Voter, health: RecorderHealth, votes: HostVotes, models: Iterable[nn.Module] = ()
+    ) -> None:
         self._voter = voter
         self._health = health
         self._process = os.getpid()
-        self._votes = HostVotes()
+        self._votes = votes
         self._watched = WatchedOptimizers()
         for model in models:
             self.watch(model)

@@ -2,12 +2,11 @@
 
 Two listeners of optimizer steps, around those that measure::
 
-    before the step   GradientRestorer   watches measure …   UpdatePolicy decides: keep, hide the gradients, or raise
-    after the step    GradientRestorer restores them   watches …   UpdatePolicy verifies
+    before the step   UpdateEnd ends what a failed step left   watches measure …   UpdatePolicy decides: keep, prevent, or raise
+    after the step    UpdateEnd ends the prevented update      watches …
 
-An update is skipped by hiding the gradients of the optimizer's parameters during its step: an optimizer of PyTorch leaves a parameter
-without a gradient, its momentum and its step count as they are, and does not decay its weight. Learning rate schedules, callbacks and
-the program's counters see an ordinary step.
+If the program has hooks of its own before the step of an optimizer, which may change gradients, the decision follows them. Learning rate schedules,
+callbacks and the program's counters see an ordinary step.
 
 A `torch.amp.GradScaler` skips updates by itself to find its scale. The policy leaves those to it.
 """
@@ -17,8 +16,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,6 +29,7 @@ from watchstep.pytorch.gate import any_is_nonfinite
 from watchstep.pytorch.observable import own_work
 from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.policy.host_votes import HostVotes
+from watchstep.pytorch.policy.prevented_update import PreventedUpdate, has_own_hooks, prevent, tolerates_none
 from watchstep.pytorch.policy.watched_optimizers import WatchedOptimizers
 from watchstep.stopping import OnNonfinite
 
@@ -37,72 +38,38 @@ SKIPPED = "updates:skipped"
 
 _CLOSED, _FINITE, _NONFINITE = 0, 1, 2
 
-_live: set[UpdatePolicy] = (
-    set()
-)  # keeps those of several ranks alive after their hooks: a closed rank still votes
+# Keeps those of several ranks alive after their hooks: a closed rank still votes.
+_live: set[UpdatePolicy] = set()
 
 
-@dataclass
-class _HiddenGradients:
-    """Gradients of an optimizer that are hidden during its step, and the versions of its parameters."""
-
-    gradients: list[tuple[Tensor, Tensor]]
-    versions: list[int] = field(default_factory=list)
-
-    @classmethod
-    def hide(cls, optimizer: Optimizer) -> _HiddenGradients:
-        hidden = cls([])
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    hidden.gradients.append((parameter, parameter.grad))
-                    hidden.versions.append(parameter._version)  # noqa: SLF001 - has no public name
-                    parameter.grad = None
-        return hidden
-
-    def restore(self) -> None:
-        for parameter, gradient in self.gradients:
-            if parameter.grad is None:
-                parameter.grad = gradient
-
-    @property
-    def are_unchanged(self) -> bool:
-        """Whether no parameter has been changed in place since."""
-        return all(
-            parameter._version == version  # noqa: SLF001 - as above
-            for (parameter, _), version in zip(self.gradients, self.versions, strict=True)
-        )
-
-
-class GradientRestorer:
-    """Makes the gradients of a skipped update visible again, before anything else observes the end of the step.
-
-    Attributes:
-        hidden: The hidden gradients, by optimizer.
-    """
+class UpdateEnd:
+    """Ends prevented updates, before anything else observes the end of the step."""
 
     def __init__(self) -> None:
-        self.hidden: MutableMapping[Optimizer, _HiddenGradients] = WeakIdKeyDictionary()
+        self._prevented: MutableMapping[Optimizer, PreventedUpdate] = WeakIdKeyDictionary()
+
+    def prevent(self, optimizer: Optimizer) -> None:
+        """Prevent the update that an optimizer is about to make."""
+        self._prevented[optimizer] = prevent(optimizer)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:  # noqa: ARG002 - as `StepListener`
-        """Restore gradients that a step which raised has left hidden."""
-        self.restore(optimizer)
+        """End an update whose step raised."""
+        self._end(optimizer)
 
     def closure_done(self, optimizer: Optimizer) -> None:
         """Do nothing: the gradients are the program's."""
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:  # noqa: ARG002 - as `StepListener`
-        """Restore the gradients of a skipped update."""
-        self.restore(optimizer)
+        """End a prevented update."""
+        self._end(optimizer)
 
     def failed(self, error: Exception) -> None:
         """Do nothing: the policy counts the fault."""
 
-    def restore(self, optimizer: Optimizer) -> None:
-        """Restore the hidden gradients of an optimizer."""
-        hidden = self.hidden.get(optimizer)
-        if hidden is not None:
-            hidden.restore()
+    def _end(self, optimizer: Optimizer) -> None:
+        prevented = self._prevented.pop(optimizer, None)
+        if prevented is not None:
+            prevented.end()
 
 
 @dataclass
@@ -113,11 +80,15 @@ class _Decision:
         is_nonfinite: The gate's result for the next update, of all gradients completely; None if it is unknown.
         skips: Whether the update was skipped.
         in_a_row: Number of skipped updates in a row.
+        versions: Versions of the parameters before a closure ran inside the step; empty without a closure.
+        handle: Removes the hook that decides after the program's own; None if there is none.
     """
 
     is_nonfinite: bool | None = None
     skips: bool = False
     in_a_row: int = 0
+    versions: list[int] = field(default_factory=list)
+    handle: Any = None
 
 
 class UpdatePolicy:
@@ -133,24 +104,29 @@ class UpdatePolicy:
     """
 
     def __init__(
-        self, policy: OnNonfinite, recorder: Recorder, health: RecorderHealth, *, ranks: int
+        self, policy: OnNonfinite, recorder: Recorder, health: RecorderHealth, *, votes: HostVotes | None
     ) -> None:
         self._policy = policy
         self._recorder = recorder
         self._health = health
-        self._votes = HostVotes() if ranks > 1 else None
+        self._votes = votes
         self._votes_failed = False
         self._closed = False
         self._process = os.getpid()
         self._watched = WatchedOptimizers()
         self._decisions: MutableMapping[Optimizer, _Decision] = WeakIdKeyDictionary()
         self.restores: list[Callable[[], int]] = []
-        self._restorer = GradientRestorer()
-        optimizer_steps.listen(self._restorer)
+        self._end = UpdateEnd()
+        optimizer_steps.listen(self._end)
 
-    def watch(self, model: nn.Module) -> None:
-        """Also decide about updates of this model. Call this after the measuring hooks are registered, so that the decision is last."""
+    def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Also decide about updates of this model, and of an optimizer that has other parameters, such as copies in higher precision.
+
+        Call this after the measuring hooks are registered, so that the decision is last.
+        """
         self._watched.add(model, self._forget)
+        if optimizer is not None:
+            self._watched.include(optimizer)
         _live.add(self)
         optimizer_steps.forget(self)
         optimizer_steps.listen(self)
@@ -167,36 +143,43 @@ class UpdatePolicy:
         self._decision_of(optimizer).is_nonfinite = is_nonfinite
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
-        """Decide about an update. May raise `StopTraining`, on all ranks. A retry repeats the decision without a vote."""
+        """Decide about an update. May raise `StopTraining`, on all ranks. A retry is checked again, without a vote."""
+        decision = self._decision_of(optimizer)
         if has_closure:
-            return
-        decision = self._decisions.get(optimizer)
-        if is_retry and decision is not None:
-            decision.is_nonfinite = None
-            if decision.skips:
-                self._hide(optimizer)
-            return
-        self._decide(optimizer)
+            decision.versions = [] if tolerates_none(optimizer) else _versions_of(optimizer)
+        elif has_own_hooks(optimizer, before_only=True):
+            decision.is_nonfinite = None  # the program's hooks may change the gradients
+            self._decide_after_hooks(optimizer, decision, is_retry=is_retry)
+        else:
+            self._decide(optimizer, votes=not is_retry)
 
     def closure_done(self, optimizer: Optimizer) -> None:
         """Decide when the gradients of a step with a closure are known. May raise `StopTraining` on all ranks."""
-        self._decide(optimizer)
+        self._decide(optimizer, votes=True)
 
-    def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:  # noqa: ARG002 - as `StepListener`
-        """Verify that a skipped update has changed nothing."""
-        hidden = self._restorer.hidden.pop(optimizer, None)
-        if hidden is not None and not hidden.are_unchanged:
-            self._health.note(
-                "updates",
-                f"{type(optimizer).__name__} changes parameters that have no gradient: its updates cannot be skipped; "
-                'use Hook(on_nonfinite="stop")',
-            )
+    def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Do nothing: `UpdateEnd` ends the update."""
 
     def failed(self, error: Exception) -> None:
         """Count a fault in the observation of a step."""
         self._health.fault("update policy", error)
 
-    def _decide(self, optimizer: Optimizer) -> None:
+    def _decide_after_hooks(self, optimizer: Optimizer, decision: _Decision, *, is_retry: bool) -> None:
+        """Register a hook of the optimizer behind all others. PyTorch calls those of the optimizer after the global ones."""
+        if decision.handle is not None:
+            decision.handle.remove()
+
+        def decide(*_: Any) -> None:
+            decision.handle.remove()
+            decision.handle = None
+            try:
+                self._decide(optimizer, votes=not is_retry)
+            except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training; `StopTraining` is no Exception
+                self._health.fault("update policy", error)
+
+        decision.handle = optimizer.register_step_pre_hook(decide)
+
+    def _decide(self, optimizer: Optimizer, *, votes: bool) -> None:
         if self not in _live or os.getpid() != self._process or device_kernel.capturing():
             return
         if optimizer not in self._watched:
@@ -205,26 +188,39 @@ class UpdatePolicy:
         own_work.depth += 1
         try:
             local = not self._closed and self._is_nonfinite(optimizer, decision)
-            nonfinite = self._agreed(local)
+            nonfinite = self._agreed(local) if votes else decision.skips or local
         finally:
             own_work.depth -= 1
             decision.is_nonfinite = None
         if nonfinite is None:
             self._forget()
             return
+        is_repeated = not votes and decision.skips
         decision.skips = nonfinite
-        decision.in_a_row = decision.in_a_row + 1 if nonfinite else 0
         if not nonfinite:
+            decision.in_a_row = 0
             return
-        may_stop = not self._votes_failed
-        if may_stop and self._policy.stops_at(decision.in_a_row):
-            self._stop(decision.in_a_row)
-        self._hide(optimizer)
+        if not is_repeated:
+            decision.in_a_row += 1
+            if not self._votes_failed and votes and self._policy.stops_at(decision.in_a_row):
+                self._stop(decision.in_a_row)
+        self._skip(optimizer, decision, counts=not is_repeated)
+
+    def _skip(self, optimizer: Optimizer, decision: _Decision, *, counts: bool) -> None:
+        if decision.versions and decision.versions != _versions_of(optimizer):
+            self._health.note(
+                "updates",
+                f"{type(optimizer).__name__} changes parameters before its closure ends, so its updates cannot be skipped; "
+                'use Hook(on_nonfinite="stop")',
+            )
+            return
+        self._end.prevent(optimizer)
         for restore in self.restores:
             if restored := restore():
                 self._health.count("restored_buffers", restored)
-        self._health.count("skipped_updates")
-        self._recorder.scalar(SKIPPED, 1.0)
+        if counts:
+            self._health.count("skipped_updates")
+            self._recorder.scalar(SKIPPED, 1.0)
 
     def _is_nonfinite(self, optimizer: Optimizer, decision: _Decision) -> bool:
         """Return whether this rank's gradients are non-finite, and no gradient scaler decides about them."""
@@ -257,9 +253,6 @@ class UpdatePolicy:
             return None if self._closed else local
         return None if highest == _CLOSED else highest == _NONFINITE
 
-    def _hide(self, optimizer: Optimizer) -> None:
-        self._restorer.hidden[optimizer] = _HiddenGradients.hide(optimizer)
-
     def _stop(self, in_a_row: int) -> None:
         """Raise `StopTraining`; the update is not made."""
         skipped = f", after {in_a_row - 1} skipped updates" if in_a_row > 1 else ""
@@ -283,3 +276,11 @@ class UpdatePolicy:
                 self._votes.close()
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("update policy", error)
+
+
+def _versions_of(optimizer: Optimizer) -> list[int]:
+    return [
+        parameter._version  # noqa: SLF001 - has no public name
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]

@@ -27,6 +27,10 @@ class WatchedOptimizers:
 
         self._models.append(weakref.ref(model, forget))
 
+    def include(self, optimizer: Optimizer) -> None:
+        """Add an optimizer, whatever its parameters are."""
+        self._updating[optimizer] = True
+
     def __contains__(self, optimizer: Optimizer) -> bool:
         if optimizer in self._updating:
             return True

@@ -49,7 +49,10 @@ _MAX_EVENTS = 2_000_000
 _MAX_BYTES = 2 * 2**30
 """Maximum memory of a dump and its trace, in bytes."""
 _EVENT_BYTES = 1_000
-"""Approximate memory of an event and of the operation that it becomes, in addition to its record."""
+"""Approximate memory of an event with up to `_USUAL_ITEMS` items and of the operation that it becomes, in addition to its record."""
+_ITEM_BYTES = 300
+"""Maximum memory of each further item, measured with `tracemalloc`: an input, a device, what was recorded of an output, a frame. An output counts as two."""
+_USUAL_ITEMS = 12
 _MAX_SOURCE_BYTES = 128 * 2**20
 """Maximum size of the source texts that are kept."""
 _HINT = "the folder is no dump of tf.debugging.experimental.enable_dump_debug_info, or it is damaged; record it again"
@@ -226,7 +229,8 @@ class _Reading:
         events = _Events(prefix, suffix)
         for event in events:
             self._events += 1
-            self._bytes += _EVENT_BYTES + events.record_bytes
+            items = self._items(event)
+            self._bytes += _EVENT_BYTES + events.record_bytes + _ITEM_BYTES * max(0, items - _USUAL_ITEMS)
             if self._events > _MAX_EVENTS or self._bytes > _MAX_BYTES:
                 raise FormatError(
                     f"dump {prefix.parent}: more than {_MAX_EVENTS} events, or {_MAX_BYTES} bytes",
@@ -239,6 +243,15 @@ class _Reading:
             )
         if events.is_missing:
             self._dump.notes.append(f"{events.path.name} is missing")
+
+    def _items(self, event: DumpEvent) -> int:
+        """Number of items of an event that take memory; most stacks are those of other events."""
+        if not isinstance(event, DumpedExecution | GraphOperation):
+            return 0
+        items = len(event.inputs) + (0 if event.frames in self._stacks else len(event.frames))
+        if isinstance(event, DumpedExecution):
+            items += 2 * len(event.outputs) + len(event.devices) + len(event.tensors)
+        return items
 
     def _add(self, event: DumpEvent, events: _Events, paths: dict[tuple[str, str], int]) -> None:
         dump = self._dump

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from watchstep.trace.debugger_v2.events import DumpedGraph, GraphOperation
@@ -39,12 +40,15 @@ _PARTS = {
     "StatelessWhile": re.compile(r"(?:body|cond)_\d+$"),
 }
 """Names of the graphs that belong to an operation, by its type."""
+_PATTERNS = tuple(dict.fromkeys(_PARTS.values()))
 _LOOPS = frozenset({"While", "StatelessWhile"})
 _BODY = re.compile(r"body_\d+$")
 _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderWithDefault"})
 _MAX_SOURCES = 16
 _MAX_VISITED = 256
 """Limits of a search for sources: deeper ones stay unknown."""
+_MAX_CALLABLE = 1024
+"""Maximum number of functions in a graph of which an unknown operation may be a call."""
 
 
 class OutputKey(NamedTuple):
@@ -92,6 +96,10 @@ class GraphIndex:
         ] = {}  # the names of the operations at the end of a graph that return its results
         self._parts: dict[tuple[str, str], list[str]] = {}
         self._caller: dict[str, GraphOperation] = {}
+        # Graph and pattern → the graphs in it with a name of the pattern that have operations, and no caller so far.
+        self._waiting: dict[tuple[str, re.Pattern[str]], list[str]] = {}
+        self._number = {graph: number for number, graph in enumerate(graphs)}
+        self._callable: dict[str, list[str]] = {}
         self._sources: dict[tuple[str, str], tuple[Source, ...]] = {}
         self.read: set[OutputKey] = set()
         for graph in graphs.values():
@@ -102,6 +110,7 @@ class GraphIndex:
 
     def _add(self, operation: GraphOperation) -> None:
         graph = operation.graph
+        is_first = graph not in self._last
         self._operations[graph, operation.name] = operation
         if operation.type in _PLACEHOLDERS:
             arguments = self._arguments.setdefault(graph, [])
@@ -111,19 +120,26 @@ class GraphIndex:
             self._last.setdefault(graph, []).append(operation.name)
         elif operation.type != "NoOp":
             self._last[graph] = []
+        if is_first and graph in self._last:
+            self._add_part(graph)
         for reference in operation.inputs:
             self.read.add(OutputKey(graph, *_split(reference)))
         if operation.type in _PARTS:
-            pattern = _PARTS[operation.type]
             # The graphs of an operation are created just before it.
-            for child in self._children.get(graph, []):
-                if child not in self._caller and pattern.search(self.graphs[child].name) and self._has(child):
-                    self._caller[child] = operation
-                    self._parts.setdefault((graph, operation.name), []).append(child)
+            parts = self._waiting.pop((graph, _PARTS[operation.type]), [])
+            for child in sorted(parts, key=self._number.__getitem__):
+                self._caller[child] = operation
+                self._parts.setdefault((graph, operation.name), []).append(child)
 
-    def _has(self, graph: str) -> bool:
-        """Whether operations of a graph were created so far."""
-        return graph in self._last
+    def _add_part(self, graph: str) -> None:
+        """Add a graph whose first operation was created to those that an operation of its outer graph may run."""
+        found = self.graphs.get(graph)
+        if found is None or not found.outer:
+            return
+        for pattern in _PATTERNS:
+            if pattern.search(found.name):
+                self._waiting.setdefault((found.outer, pattern), []).append(graph)
+                return
 
     def operation(self, graph: str, name: str) -> GraphOperation | None:
         """Return an operation; None if its creation is not recorded."""
@@ -245,11 +261,14 @@ class GraphIndex:
 
     def _results_of_calls(self, key: OutputKey) -> Iterator[Source]:
         """The results of the functions that an unknown operation may have called."""
-        for child in self._children.get(key.graph, []):
-            if child not in self._caller and self._last.get(child):
-                names = self._last[child]
-                if key.output < len(names):
-                    yield OutputKey(child, names[key.output], 0)
+        if key.graph not in self._callable:
+            children = self._children.get(key.graph, [])
+            found = (child for child in children if child not in self._caller and self._last.get(child))
+            self._callable[key.graph] = list(islice(found, _MAX_CALLABLE))
+        for child in self._callable[key.graph]:
+            names = self._last[child]
+            if key.output < len(names):
+                yield OutputKey(child, names[key.output], 0)
 
     def _passed(self, key: OutputKey) -> list[Source]:
         """What is passed to a placeholder."""

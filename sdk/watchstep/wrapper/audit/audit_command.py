@@ -32,6 +32,7 @@ from watchstep.trace.trace_file import read_trace
 from watchstep.wrapper.audit.findings import (
     AuditReport,
     RankAudit,
+    RunEnd,
     cause_of,
     differing_generators,
     record_data,
@@ -50,7 +51,9 @@ from watchstep.wrapper.environment import AttemptLaunch, environment
 _PROJECT = "audit"
 _MAX_RUNS, _MAX_STEPS = 20, 1000
 _MOST_ROWS = 10
-_TAIL_LINES = 20
+_TAIL_LINES, _TAIL_BYTES = 20, 20_000
+_END_CAUSE = "the runs end differently"
+_END_HINT = "look at the output of the run that ended by itself: an error, or a decision that depends on time or on random numbers"
 _CAPTURE = {"system": None, "snapshots": {"at_gate": False}}
 
 
@@ -85,7 +88,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Run the program, print the report, and exit with 1 if the runs differ, else 0.
 
     Raises:
-        ConfigError: an option is invalid, the program does not exist, or it took no step.
+        ConfigError: an option is invalid, the program does not exist, or it took no step in the first two runs.
         FormatError, StoreError: what a run has recorded cannot be read.
     """
     options = parser().parse_args(arguments)
@@ -93,11 +96,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     _check(options, program)
     tolerances = Tolerances.parse(options.tolerance) if options.tolerance else Tolerances.uniform(0.0)
     with _folder(options.keep) as folder:
-        runs = []
-        for number in range(options.runs):
-            runs.append(_Run(folder, number))
-            runs[-1].execute(program, options.steps, options.seed)
-        report = _compared(runs, tolerances)
+        runs = [_Run(folder, number) for number in range(options.runs)]
+        ends: list[RunEnd] = []
+        for run in runs:
+            ends.append(run.execute(program, options.steps, options.seed))
+            if len(ends) > 1 and not any(end.steps for end in ends):
+                raise ConfigError(
+                    f"run 0 of {program[0]} ended with code {ends[0].code}, and took no step of a PyTorch optimizer that was observed:\n"
+                    f"{_indented(ends[0].tail)}",
+                    "check that the program runs by itself, and that its Python is not started with -I, -S or -E",
+                )
+        report = _compared(runs, ends, tolerances)
     if options.json:
         sys.stdout.write(f"{escaped_json(json.dumps(report_data(report), indent=2))}\n")
     else:
@@ -152,11 +161,11 @@ class _Run:
         """Folder of the reports and the output."""
         return self.root / f"reports-{self.number}"
 
-    def execute(self, program: Sequence[str], steps: int, seed: int | None) -> None:
+    def execute(self, program: Sequence[str], steps: int, seed: int | None) -> RunEnd:
         """Run the program until it is stopped or ends.
 
         Raises:
-            ConfigError: it took no step.
+            FormatError: a report of it is damaged.
         """
         self.folder.mkdir()
         launch = AttemptLaunch(
@@ -186,15 +195,20 @@ class _Run:
                 stderr=subprocess.STDOUT,
                 check=False,
             ).returncode
-        if not read_records(self.folder):
-            raise ConfigError(
-                f"run {self.number} of {program[0]} ended with code {code}, and took no step of a PyTorch optimizer that was observed:\n{self._tail()}",
-                "check that the program runs by itself, and that its Python is not started with -I, -S or -E",
-            )
+        records = read_records(self.folder)
+        return RunEnd(
+            self.number,
+            code,
+            {rank: record.steps for rank, record in records.items()},
+            bool(records) and all(record.is_complete for record in records.values()),
+            self._tail(),
+        )
 
     def _tail(self) -> str:
-        text = (self.folder / "output.txt").read_bytes()[-20_000:].decode("utf-8", "replace")
-        return "\n".join(f"  {line}" for line in text.splitlines()[-_TAIL_LINES:])
+        with (self.folder / "output.txt").open("rb") as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = output.read(_TAIL_BYTES).decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     def difference(self, other: _Run, tolerances: Tolerances) -> RunDifference | None:
         """Compare the recorded figures with those of another run; None if the program did not record to the audit's store."""
@@ -205,13 +219,14 @@ class _Run:
         return diff(runs[0], runs[1], tolerances)
 
 
-def _compared(runs: Sequence[_Run], tolerances: Tolerances) -> AuditReport:
+def _compared(runs: Sequence[_Run], ends: Sequence[RunEnd], tolerances: Tolerances) -> AuditReport:
     report = None
     for other in runs[1:]:
         ranks = tuple(_ranks(runs[0], other, tolerances))
         risks = risks_of(ranks, os.environ.get("PYTHONHASHSEED", ""))
         recorded = runs[0].difference(other, tolerances)
-        report = AuditReport(len(runs), other.number, ranks, recorded, tuple(risks))
+        compared = ends[0], ends[other.number]
+        report = AuditReport(len(runs), other.number, compared, ranks, recorded, tuple(risks))
         if report.differs:
             break
     assert report is not None
@@ -220,12 +235,7 @@ def _compared(runs: Sequence[_Run], tolerances: Tolerances) -> AuditReport:
 
 def _ranks(a: _Run, b: _Run, tolerances: Tolerances) -> Iterator[RankAudit]:
     records_a, records_b = read_records(a.folder), read_records(b.folder)
-    if records_a.keys() != records_b.keys():
-        raise ConfigError(
-            f"ranks {sorted(records_a)} took steps in run {a.number}, and ranks {sorted(records_b)} in run {b.number}",
-            "check that the program starts the same number of processes each time",
-        )
-    for rank in sorted(records_a):
+    for rank in sorted(records_a.keys() & records_b.keys()):
         traces = [read_trace(trace_path(run.folder, rank)) for run in (a, b)]
         difference = compare_traces(traces[0], traces[1], tolerances)
         yield RankAudit(rank, (records_a[rank], records_b[rank]), traces[0], difference)
@@ -233,7 +243,7 @@ def _ranks(a: _Run, b: _Run, tolerances: Tolerances) -> Iterator[RankAudit]:
 
 def report_lines(report: AuditReport) -> Iterator[str]:
     """Yield a report as lines of text."""
-    steps = min(record.steps for audit in report.ranks for record in audit.records)
+    steps = min((record.steps for audit in report.ranks for record in audit.records), default=0)
     operations = sum(audit.operations.compared for audit in report.ranks)
     what = f"{report.runs} runs of {steps} step(s), {operations} operations"
     if not report.differs:
@@ -248,6 +258,10 @@ def report_lines(report: AuditReport) -> Iterator[str]:
         yield f"cause: {cause}"
         yield from render_trace_difference(first.trace, first.operations).splitlines()
         yield f"hint: {hint}"
+    elif report.ends_differ:
+        yield f"cause: {_END_CAUSE}"
+        yield f"hint: {_END_HINT}"
+    yield from _end_lines(report)
     if report.recorded is None:
         yield "nothing was recorded: only operations were compared"
     elif report.recorded.step is not None:
@@ -256,6 +270,40 @@ def report_lines(report: AuditReport) -> Iterator[str]:
     yield from (f"risk: {risk}" for risk in report.risks)
     for audit in report.ranks[:1]:
         yield from _record_lines(audit.records[0])
+
+
+def _end_lines(report: AuditReport) -> Iterator[str]:
+    """Yield how the runs ended, unless both ended alike and without an error."""
+    is_alike = not report.ends_differ
+    if is_alike and (report.ends[0].is_stopped or not report.ends[0].code):
+        return
+    for end in report.ends:
+        steps = ", ".join(
+            f"{steps} step(s)" if len(end.steps) == 1 else f"{steps} step(s) of rank {rank}"
+            for rank, steps in sorted(end.steps.items())
+        )
+        after = steps or "no step that was reported"
+        if end.is_stopped:
+            yield f"run {end.run}: stopped by the audit after {after}"
+            continue
+        yield f"run {end.run}: ended by itself with code {end.code} after {after}"
+        if end.tail and (end.run == report.compared or not is_alike):
+            yield f"last lines of the output of run {end.run}:"
+            yield from _indented(end.tail).splitlines()
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _end_data(end: RunEnd) -> dict[str, Any]:
+    return {
+        "run": end.run,
+        "code": end.code,
+        "steps": {str(rank): steps for rank, steps in sorted(end.steps.items())},
+        "stopped": end.is_stopped,
+        "tail": "" if end.is_stopped else end.tail,
+    }
 
 
 def _record_lines(record: ProgramRecord) -> Iterator[str]:
@@ -269,15 +317,18 @@ def _record_lines(record: ProgramRecord) -> Iterator[str]:
 def report_data(report: AuditReport) -> dict[str, Any]:
     """Return a report as JSON data."""
     first = report.first
-    cause = None
+    cause: dict[str, Any] | None = None
     if first is not None:
         what, hint = cause_of(first)
         cause = {"rank": first.rank, "what": what, "hint": hint}
+    elif report.ends_differ:
+        cause = {"rank": None, "what": _END_CAUSE, "hint": _END_HINT}
     return {
         "differs": report.differs,
         "runs": report.runs,
         "compared": report.compared,
         "cause": cause,
+        "ends": [_end_data(end) for end in report.ends],
         "ranks": [
             {
                 "rank": audit.rank,

@@ -46,19 +46,45 @@ class RankAudit:
 
 
 @dataclass(frozen=True)
+class RunEnd:
+    """How one run of an audited program ended.
+
+    Attributes:
+        run: number of the run, from 0.
+        code: its exit code; negative for a signal.
+        steps: rank → number of finished steps. A rank that wrote no report is missing.
+        is_stopped: whether the audit stopped all of these ranks, after the requested number of steps.
+        tail: the last lines of its output.
+    """
+
+    run: int
+    code: int
+    steps: Mapping[int, int]
+    is_stopped: bool
+    tail: str
+
+    def differs(self, other: RunEnd) -> bool:
+        """Whether another run took other steps, or ended with another code. The codes of runs that the audit has stopped mean nothing."""
+        is_own_end = self.is_stopped and other.is_stopped
+        return self.steps != other.steps or not (is_own_end or self.code == other.code)
+
+
+@dataclass(frozen=True)
 class AuditReport:
     """The result of an audit.
 
     Attributes:
         runs: number of runs.
         compared: number of the run, from 0, that was compared with the first one: the first one that differs, else the last one.
-        ranks: by rank.
+        ends: how the first and the compared run ended.
+        ranks: by rank, those that wrote a report in both runs.
         recorded: the comparison of the recorded figures; None if nothing was recorded.
         risks: what may differ later, or elsewhere.
     """
 
     runs: int
     compared: int
+    ends: tuple[RunEnd, RunEnd]
     ranks: tuple[RankAudit, ...]
     recorded: RunDifference | None
     risks: tuple[str, ...] = field(default=())
@@ -67,13 +93,27 @@ class AuditReport:
     def differs(self) -> bool:
         """Whether anything differs."""
         recorded = self.recorded is not None and self.recorded.step is not None
-        return recorded or any(rank.operations.differs for rank in self.ranks)
+        return recorded or self.ends_differ or any(rank.operations.differs for rank in self.ranks)
+
+    @property
+    def ends_differ(self) -> bool:
+        """Whether the runs took different numbers of steps, or ended differently."""
+        return self.ends[0].differs(self.ends[1])
 
     @property
     def first(self) -> RankAudit | None:
-        """The rank with the earliest difference in its operations; None if there is none."""
+        """The rank with the earliest difference in its operations; None if there is none.
+
+        A step that one run did not finish has fewer operations; that is a difference of their ends.
+        """
         differing = [rank for rank in self.ranks if rank.operations.differs]
+        if self.ends_differ:
+            differing = [rank for rank in differing if _place(rank)[0] < _common_steps(rank)]
         return min(differing, key=_place, default=None)
+
+
+def _common_steps(audit: RankAudit) -> int:
+    return min(record.steps for record in audit.records)
 
 
 def _place(audit: RankAudit) -> tuple[int, int]:
@@ -129,13 +169,16 @@ def _random_cause(audit: RankAudit, first: OperationDifference) -> tuple[str, st
 
 def _input_cause(audit: RankAudit, first: OperationDifference) -> tuple[str, str]:
     tensor = first.a.inputs[first.position]
-    is_data = tensor.name.startswith("input[") or (first.a.phase == "forward" and not first.a.module)
-    if is_data:
+    is_in_module = first.a.phase != "forward" or bool(first.a.module)
+    if tensor.name and not tensor.name.startswith("input["):
+        return f"the values of {tensor.name}", _outside_hint(
+            audit,
+            "something changes them outside of PyTorch's operations, such as NumPy, a file or another library",
+        )
+    if tensor.name or not is_in_module:
         what = "the samples: other data, or the same in another order"
     else:
-        what = (
-            f"the values of {tensor.name}" if tensor.name else "values from outside of PyTorch's operations"
-        )
+        what = "values from outside of PyTorch's operations"
     differing = differing_generators(audit.records)
     workers = [loader for record in audit.records for loader in record.loaders if loader.workers]
     hint = "it comes from outside of PyTorch's operations: files, NumPy, or a data loader's worker"
@@ -144,9 +187,14 @@ def _input_cause(audit: RankAudit, first: OperationDifference) -> tuple[str, str
             "the seeds of the data loader's workers come from PyTorch's generator, which was not seeded; "
             + _SEED_ALL
         )
-    elif differing:
-        hint = f"generators that were not seeded: {', '.join(differing)}; {_SEED_ALL}"
-    return what, hint
+        return what, hint
+    return what, _outside_hint(audit, hint)
+
+
+def _outside_hint(audit: RankAudit, hint: str) -> str:
+    """Return a hint, or one about the generators that were not seeded if there are any."""
+    differing = differing_generators(audit.records)
+    return f"generators that were not seeded: {', '.join(differing)}; {_SEED_ALL}" if differing else hint
 
 
 def _result_cause(audit: RankAudit, operation: Operation) -> tuple[str, str]:

@@ -9,13 +9,13 @@ from watchstep.errors import NotFoundError
 from watchstep.format.documents import memory_needed
 from watchstep.reading.budget import PROCESS, ReadBudget
 from watchstep.store.store import Store
-from watchstep.trace.indexed_trace import IndexedTrace, TraceArchive, index_trace
+from watchstep.trace.indexed_trace import IndexedTrace, TraceArchive, index_trace, memory_to_index
 
 _MAX_BYTES = 256 * 1024 * 1024
 """Memory for all opened traces."""
 
-_FACTOR = 3
-"""Memory while the lines of the operations are indexed, as a multiple of their size."""
+_READ_FACTOR = 2
+"""Memory while the members of the archive are read, as a multiple of their size."""
 
 _Key = tuple[str, str, int]
 
@@ -66,9 +66,9 @@ class OpenedTraces:
 
 def _opened(store: Store, path: str, size: int, budget: ReadBudget) -> IndexedTrace:
     archive = TraceArchive(store, path, size)
-    with PROCESS.reserve(archive.head_bytes + _FACTOR * archive.operations_bytes, budget):
+    with PROCESS.reserve(_READ_FACTOR * (archive.head_bytes + archive.operations_bytes), budget):
         head, operations = archive.head(), archive.operations()
         budget.check()
     # Parsing takes several times the memory of the text, so it is reserved by what the text contains.
-    with PROCESS.reserve(memory_needed(head) + _FACTOR * archive.operations_bytes, budget):
+    with PROCESS.reserve(memory_needed(head) + memory_to_index(operations), budget):
         return index_trace(path, head, operations, budget.check)

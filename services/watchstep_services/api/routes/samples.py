@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -11,9 +12,9 @@ from sqlalchemy import select
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError
 from watchstep.format.layout import SamplesKey, check_name
-from watchstep.format.samples.samples import MAX_OBJECT_BYTES, SampleBatch
+from watchstep.format.samples.samples import MAX_OBJECT_BYTES, decode_batch, payloads_of
 from watchstep.reading.budget import PROCESS, ReadBudget
-from watchstep.reading.samples import batches_of, list_samples
+from watchstep.reading.samples import keys_by_attempt, list_samples
 from watchstep.store.store import Store
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import permits
@@ -108,59 +109,73 @@ def _read(
     """Read the samples of a step, of an attempt or the newest one that has any, and of a worker or all."""
     attempt, worker = place
     index = list_samples(store, budget.check)
-    keys = [
+    by_attempt = keys_by_attempt(
         key
         for key in index.keys
         if key.first <= step <= key.last
         and (attempt is None or key.attempt == attempt)
         and (worker is None or key.worker == worker)
-    ]
+    )
     # Numbers of records begin with the time.
-    for chosen in sorted({key.attempt for key in keys}, key=lambda name: -_newest(keys, name)):
-        damaged: list[str] = []
-        batches: list[SampleBatchOutput] = []
-        more = 0
-        for batch in _batches(store, budget, [key for key in keys if key.attempt == chosen], step, damaged):
-            if len(batches) >= _MAX_BATCHES:
-                more += 1
-            else:
-                batches.append(_output(batch, limit))
-        if batches or damaged:
-            return StepSamples(attempt=chosen, step=step, batches=batches, more_batches=more, damaged=damaged)
+    for chosen in sorted(by_attempt, key=lambda name: -max(key.seq for key in by_attempt[name])):
+        reading = _Reading(store, budget, step, limit)
+        reading.read(by_attempt[chosen])
+        if reading.batches or reading.damaged:
+            return StepSamples(
+                attempt=chosen,
+                step=step,
+                batches=reading.batches,
+                more_batches=reading.more_batches,
+                damaged=reading.damaged,
+            )
     return StepSamples(attempt="", step=step, batches=[], more_batches=0, damaged=[])
 
 
-def _newest(keys: list[SamplesKey], attempt: str) -> int:
-    return max(key.seq for key in keys if key.attempt == attempt)
+@dataclass
+class _Reading:
+    """Reads the samples of a step from the objects of an attempt. Batches beyond `_MAX_BATCHES` are counted, and not decoded."""
 
+    store: Store
+    budget: ReadBudget
+    step: int
+    limit: int
+    batches: list[SampleBatchOutput] = field(default_factory=list)
+    more_batches: int = 0
+    damaged: list[str] = field(default_factory=list)
 
-def _batches(
-    store: Store, budget: ReadBudget, keys: list[SamplesKey], step: int, damaged: list[str]
-) -> Iterator[SampleBatch]:
-    for key in keys:
-        budget.check()
-        try:
-            size = store.size(key.path)
-            if size > MAX_OBJECT_BYTES:
-                raise FormatError(f"{key.path}: {size} bytes", "remove it")  # noqa: TRY301 - as for other damage
-            with PROCESS.reserve(_MEMORY_FACTOR * size, budget):
-                data = store.get(key.path, limit=size)
-                yield from batches_of(data, key, range(step, step + 1))
-        except NotFoundError:
-            continue  # removed after listing
-        except FormatError:
-            damaged.append(key.path)
+    def read(self, keys: Sequence[SamplesKey]) -> None:
+        """Read the objects."""
+        for key in keys:
+            self.budget.check()
+            try:
+                size = self.store.size(key.path)
+                if size > MAX_OBJECT_BYTES:
+                    self.damaged.append(key.path)
+                    continue
+                with PROCESS.reserve(_MEMORY_FACTOR * size, self.budget):
+                    self._add(key, self.store.get(key.path, limit=size))
+            except NotFoundError:
+                continue  # removed after listing
+            except FormatError:
+                self.damaged.append(key.path)
 
-
-def _output(batch: SampleBatch, limit: int) -> SampleBatchOutput:
-    return SampleBatchOutput(
-        worker=batch.worker,
-        source=batch.source,
-        epoch=batch.epoch,
-        number=batch.number,
-        ids=[_shortened(sample) for sample in batch.ids[:limit]],
-        more=max(0, len(batch.ids) - limit) + batch.left_out,
-    )
+    def _add(self, key: SamplesKey, data: bytes) -> None:
+        for payload in payloads_of(data, key.path, range(self.step, self.step + 1)):
+            self.budget.check()
+            if len(self.batches) >= _MAX_BATCHES:
+                self.more_batches += 1
+                continue
+            batch = decode_batch(payload, key.path, self.limit)
+            self.batches.append(
+                SampleBatchOutput(
+                    worker=key.worker,
+                    source=batch.source,
+                    epoch=batch.epoch,
+                    number=batch.number,
+                    ids=[_shortened(sample) for sample in batch.ids],
+                    more=batch.left_out,
+                )
+            )
 
 
 def _shortened(sample: Any) -> Any:

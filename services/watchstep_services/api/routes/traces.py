@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from watchstep.errors import FormatError
 from watchstep.format.layout import TRACES, TraceKey, check_name
 from watchstep.store.store import Store
-from watchstep.trace.indexed_trace import MAX_NEIGHBOURS, IndexedTrace
+from watchstep.trace.indexed_trace import MAX_EDGES, MAX_NEIGHBOURS, IndexedTrace
 from watchstep.trace.operations import Operation, TensorHealth, TracedTensor
 from watchstep_services.api.middleware.access import permits
 from watchstep_services.api.queries.answers import Numbers, numbers
@@ -202,7 +202,9 @@ class OperationGraph(BaseModel):
 
     operations: list[OperationDigest] = Field(description="In the order in which they ran.")
     edges: list[OperationEdge]
-    truncated: bool = Field(description=f"Whether operations beyond {MAX_NEIGHBOURS} were left out.")
+    truncated: bool = Field(
+        description=f"Whether operations beyond {MAX_NEIGHBOURS}, or edges beyond {MAX_EDGES:,}, were left out."
+    )
 
 
 class SourceOutput(BaseModel):
@@ -240,7 +242,7 @@ def get_trace(place: Placed, queries: Querying, response: Response) -> TraceOutp
             steps=np.unique(trace.steps)[:_MAX_STEPS].tolist(),
             raised=list(trace.raised[:_MAX_STEPS]),
             notes=[_cut(note) for note in trace.notes[:_MAX_NOTES]],
-            files=[file for file in trace.files[:_MAX_FILES] if len(file) <= _MAX_CHARACTERS],
+            files=[_valid(file) for file in trace.files[:_MAX_FILES] if len(file) <= _MAX_CHARACTERS],
         )
 
 
@@ -305,11 +307,16 @@ def get_operation_graph(
     depth: Annotated[int, Query(ge=1, le=2, description="Number of steps from the operation.")] = 1,
 ) -> OperationGraph:
     """Return the operations that wrote what an operation read, and those that read what it wrote."""
+    budget = queries.budget()
     with _opened(place, queries, response) as (trace, _):
-        places, edges, is_cut = trace.neighbours(trace.place_of(index), depth)
+        places, edges, is_cut = trace.neighbours(trace.place_of(index), depth, budget.check)
         indexes = trace.indexes
+        operations = []
+        for each in places:
+            budget.check()
+            operations.append(_digest(trace.at(each)))
         return OperationGraph(
-            operations=[_digest(trace.at(each)) for each in places],
+            operations=operations,
             edges=[
                 OperationEdge(source=int(indexes[source]), target=int(indexes[target]), tensor=tensor)
                 for source, target, tensor in edges

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from watchstep import Snapshots
-from watchstep.capture.tensors.snapshots import Occasion, SnapshotMemory, SnapshotPlan, SnapshotRing, fitting
+from watchstep.capture.health import RecorderHealth
+from watchstep.capture.tensors.snapshots import (
+    MAX_BY_REQUEST,
+    Occasion,
+    SnapshotMemory,
+    SnapshotPlan,
+    SnapshotRing,
+    fitting,
+)
 from watchstep.errors import ConfigError
 
 
@@ -61,6 +69,16 @@ def test_a_request_is_answered_once_at_its_step_or_the_next() -> None:
         4: Occasion("request", ("late",)),
         5: Occasion("request", ("a",)),
     }
+
+
+def test_requests_beyond_a_limit_are_refused_and_counted_once() -> None:
+    health = RecorderHealth()
+    plan = SnapshotPlan(Snapshots(), health)
+    assert all(plan.request(f"a{number}", number) for number in range(MAX_BY_REQUEST))
+    assert not any(plan.request(f"b{number % 8}", number) for number in range(24))
+    assert health.counted()["counts"] == {"refused_snapshots": 8}
+    assert not plan.request("a0", 0)
+    assert len(taken(plan, range(100))) == MAX_BY_REQUEST
 
 
 def test_the_rarer_reason_counts_and_a_request_stays_answered() -> None:

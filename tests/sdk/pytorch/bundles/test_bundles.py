@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +300,169 @@ def test_training_is_the_same_with_and_without_bundles(tmp_path: Path) -> None:
         hook.close()
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.equal(*weights)
+
+
+def test_no_code_of_the_program_runs_while_it_is_recorded_or_bundled(tmp_path: Path) -> None:
+    import torch
+
+    class Lazy(Mapping[str, Any]):
+        """Loads what it returns, and draws random numbers."""
+
+        def __getitem__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+        def __iter__(self) -> Any:
+            raise AssertionError
+
+        def __len__(self) -> int:
+            raise AssertionError
+
+    class Own(dict[str, Any]):
+        def items(self) -> Any:
+            raise AssertionError
+
+        values = __iter__ = keys = items
+
+    class Scheduler(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self) -> Any:
+            raise AssertionError
+
+    hook = Hook(tmp_path)
+    states: list[torch.Tensor] = []
+
+    def use(model: Any, batch: Any) -> Any:
+        if not states:
+            holder.append(Scheduler(torch.optim.SGD(model.parameters(), lr=0.1), 2))
+        hook.batch([Lazy(), Own(x=batch), batch])
+        value = model(batch).pow(2).mean()
+        states.append(torch.get_rng_state())
+        return value
+
+    holder: list[Any] = []
+    train(hook, inputs(3, bad=1), use=use)
+    hook.close()
+    (bundle,) = bundles(hook)
+    assert hook.health["faults"] == {}
+    assert ("micro_batches/0/batch/0", "values of this type are not stored") in [
+        (lost.path, lost.reason) for lost in bundle.document.lost
+    ]
+    assert bundle.document.micro_batches[0]["batch"]["list"][1]["type"] == "Own"
+
+
+def test_taking_a_bundle_draws_no_random_numbers(tmp_path: Path) -> None:
+    import torch
+
+    class Drawing:
+        def state_dict(self) -> dict[str, Any]:
+            return {"drawn": float(torch.rand(())) + random.random()}
+
+    drawn = []
+    for bundled in (False, True):
+        hook = Hook(tmp_path)
+
+        def before(number: int, hook: Hook = hook, bundled: bool = bundled) -> None:
+            if number == 1:
+                random.seed(1)
+                torch.manual_seed(1)
+                hook.include_in_bundles(drawing=Drawing())
+                if bundled:
+                    hook.bundle()
+
+        train(hook, inputs(2), before=before)
+        drawn.append((float(torch.rand(())), random.random()))
+        hook.close()
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (lambda: [list(range(1_000_000))], 16_000_000),
+        (lambda: [[{"word": "text"}] * 200_000], 1_000_000),
+    ],
+)
+def test_large_python_containers_neither_stall_nor_lose_a_bundle(
+    tmp_path: Path, make: Callable[[], Any], most: int
+) -> None:
+    hook = Hook(tmp_path)
+    large = make()
+
+    def use(model: Any, batch: Any) -> Any:
+        hook.batch([batch, large])
+        return model(batch).pow(2).mean()
+
+    train(hook, inputs(2), use=use, before=lambda number: hook.bundle() if number else None)
+    hook.close()
+    (bundle,) = bundles(hook)
+    assert bundle.size < most
+    assert len(bundle.document.lost) <= 1
+
+
+def test_a_value_is_looked_at_within_a_limit() -> None:
+    from watchstep.pytorch.bundles.step_inputs import Contents
+
+    words = [[["word"] * 64] * 64] * 64
+    contents = Contents.of(words)
+    assert not contents.is_complete
+    assert contents.bytes < 64 * 1024
+    small = Contents.of([np.zeros(1000), {"text": "x" * 50}])
+    assert small.is_complete
+    assert small.bytes == 8050
+
+
+def test_references_of_earlier_micro_batches_keep_to_their_limit(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = CaptureConfig(bundles=Bundles(reference_bytes=20_000))
+    references = []
+    with Hook(tmp_path, config=config) as hook:
+        hook.watch(model, optimizer)
+        hook.bundle()
+        for _ in range(6):
+            array = np.zeros(1000)
+            references.append(weakref.ref(array))
+            hook.batch([torch.ones(2, 4), array])
+            model(torch.ones(2, 4)).mean().backward()
+            del array
+        assert [reference() is not None for reference in references] == [False] * 3 + [True] * 3
+        optimizer.step()
+    (bundle,) = bundles(hook)
+    assert ["batch" in batch for batch in bundle.document.micro_batches] == [False] * 3 + [True] * 3
+    assert len(bundle.document.lost) == 3
+
+
+def test_values_and_buffers_without_dense_memory_are_lost_alone(tmp_path: Path) -> None:
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(4)
+            self.layer = torch.nn.Linear(4, 1)
+            self.register_buffer("edges", torch.eye(3).to_sparse(), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.layer(self.norm(x))
+            return output
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        for batch in inputs(3, bad=1):
+            hook.batch([batch, torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+    assert hook.health["faults"] == {}
+    assert model.norm.running_mean is not None
+    assert model.norm.running_mean.isfinite().all()
+    (bundle,) = bundles(hook)
+    assert sorted(lost.path for lost in bundle.document.lost) == [
+        "buffers/edges",
+        "micro_batches/0/batch/1",
+        "micro_batches/0/batch/2",
+    ]

@@ -40,7 +40,7 @@ def round_trip(value: Any) -> tuple[Any, list[Any]]:
     """Return the value after it was stored as JSON and tensors, and what was lost."""
     import torch
 
-    from watchstep.pytorch.bundles.values import ValueEncoder, decode
+    from watchstep.pytorch.bundles.values import ValueEncoder, ValueSource, decode
 
     encoder = ValueEncoder()
     data = json.loads(json.dumps(encoder.encode(value, "value"), allow_nan=False))
@@ -57,7 +57,7 @@ def round_trip(value: Any) -> tuple[Any, list[Any]]:
             return bits.view(dtype).reshape(values.shape), referenced.dtype
         return values, referenced.dtype
 
-    return decode(data, read, torch.device("cpu")), encoder.lost
+    return decode(data, ValueSource(read, torch.device("cpu"))), encoder.lost
 
 
 @given(VALUES)
@@ -130,7 +130,7 @@ def test_mappings_and_dataclasses_have_their_entries_as_attributes() -> None:
 
 
 def test_what_has_no_representation_is_lost_and_said_so() -> None:
-    from watchstep.pytorch.bundles.values import LostValueError, ValueEncoder, decode
+    from watchstep.pytorch.bundles.values import LostValueError, ValueEncoder, ValueSource, decode
 
     class Malicious:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def test_what_has_no_representation_is_lost_and_said_so() -> None:
         ("batch/bad/0", "values of this type are not stored")
     ]
     with pytest.raises(LostValueError, match="Malicious"):
-        decode(data, pytest.fail, torch.device("cpu"))
+        decode(data, ValueSource(pytest.fail, torch.device("cpu")))
     assert pickle.PROTO not in json.dumps(data).encode()
 
 
@@ -186,7 +186,7 @@ def test_deep_and_recursive_values_end() -> None:
     value.append(value)
     encoder = ValueEncoder()
     encoder.encode(value, "batch")
-    assert encoder.lost[0].reason == "it has too many or too deeply nested values"
+    assert encoder.lost[0].reason == "it is nested too deeply"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_deep_and_recursive_values_end() -> None:
 def test_malformed_data_raises_and_executes_nothing(data: Any) -> None:
     import torch
 
-    from watchstep.pytorch.bundles.values import decode
+    from watchstep.pytorch.bundles.values import ValueSource, decode
 
     with pytest.raises((ValueError, TypeError, RuntimeError)):
-        decode(data, pytest.fail, torch.device("cpu"))
+        decode(data, ValueSource(pytest.fail, torch.device("cpu")))

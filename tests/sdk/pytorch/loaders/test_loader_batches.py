@@ -17,6 +17,7 @@ class Reported:
         self.loaders: list[Any] = []
         self.contents: list[list[Any]] = []
         self.ids: list[list[Any] | None] = []
+        self.references: list[Sequence[Any] | None] = []
         self.places: list[tuple[int, int]] = []
         self.errors: list[Exception] = []
 
@@ -26,6 +27,7 @@ class Reported:
         """Collect."""
         self.loaders.append(loader)
         self.contents.append(batch.flatten().tolist() if hasattr(batch, "flatten") else [batch])
+        self.references.append(sample_ids)
         self.ids.append(None if sample_ids is None else [_plain(value) for value in sample_ids])
         self.places.append((epoch, number))
 
@@ -262,3 +264,91 @@ def test_faults_and_children_do_not_matter(loader_batches: Any) -> None:
     process.start()
     assert receiver.recv() == ([[0, 1], [2, 3]], 2)
     process.join()
+
+
+class Wrapped:
+    """A batch sampler around one whose length and truth draw numbers, and whose properties raise."""
+
+    class Inner:
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[3, 1], [2]])
+
+        def __len__(self) -> int:
+            raise TypeError("makes its batches")
+
+        @property
+        def epoch(self) -> int:
+            raise AssertionError
+
+        @property
+        def sampler(self) -> Any:
+            raise AssertionError
+
+    def __init__(self) -> None:
+        self.batch_sampler = self.Inner()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batch_sampler)
+
+
+class Again:
+    """A batch sampler that gives one list again with other ids."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        given = [0, 0]
+        for first in (0, 2, 4):
+            given[:] = [first, first + 1]
+            yield given
+
+
+@pytest.mark.parametrize(("sampler", "workers"), [(Wrapped, 0), (Wrapped, 1), (Again, 0)])
+def test_samplers_of_the_program_are_left_alone(loader_batches: Any, sampler: Any, workers: int) -> None:
+    """No length, truth or property of a sampler is read, and the ids are those of the request."""
+    reported = Reported()
+    loader_batches.listen(reported)
+    loader = _loader(Numbers(6), batch_sampler=sampler(), num_workers=workers)
+    batches = [batch.tolist() for _ in range(2) for batch in loader]
+    assert reported.errors == []
+    assert reported.ids == reported.references == batches
+    assert [epoch for epoch, _ in reported.places] == sorted([0, 1] * (len(batches) // 2))
+
+
+def test_subsets_with_indices_of_the_program(loader_batches: Any) -> None:
+    """Indices that run code of the program are not read a second time."""
+    from torch.utils.data import Subset
+
+    class Drawn:
+        reads = 0
+
+        def __getitem__(self, index: int) -> int:
+            self.reads += 1
+            return index
+
+        def __len__(self) -> int:
+            return 4
+
+    numbers: Any = Numbers(4)
+    drawn: Any = Drawn()
+    reported = Reported()
+    loader_batches.listen(reported)
+    assert len(list(_loader(Subset(numbers, drawn), batch_size=2))) == 2
+    assert drawn.reads == 4
+    assert reported.ids == [None, None]
+
+
+def test_loaders_are_distinguished_by_identity(loader_batches: Any) -> None:
+    """Comparison and hash of a data loader of the program are not called."""
+    from torch.utils.data import DataLoader
+
+    class Odd(DataLoader[Any]):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError
+
+    loader: Any = Odd(Numbers(2))  # type: ignore[arg-type]
+    reported = Reported()
+    loader_batches.listen(reported)
+    assert [batch.tolist() for _ in range(2) for batch in loader] == [[0], [1]] * 2
+    assert reported.errors == []
+    assert [epoch for epoch, _ in reported.places] == [0, 0, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,28 @@ def equal(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(equal, first, second))
     return bool(first == second)
+
+
+class _Optimizer:
+    """An optimizer of the program: `of` makes one with the update of the class."""
+
+    def update(self, parameter: Any, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, parameters: Any) -> Any:
+        import torch
+
+        rule = cls()
+
+        class Made(torch.optim.Optimizer):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                with torch.no_grad():
+                    for group in self.param_groups:
+                        for parameter in group["params"]:
+                            rule.update(parameter, self.state[parameter])
+
+        return Made(parameters, {"lr": 0.1})
 
 
 @pytest.mark.parametrize(("name", "arguments"), VARIANTS)
@@ -234,26 +257,132 @@ def test_gradients_are_visible_after_a_skipped_update(tmp_path: Path) -> None:
         assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
 
 
-def test_an_optimizer_that_updates_without_gradients_is_reported(tmp_path: Path) -> None:
+class Decaying(_Optimizer):
+    """Changes parameters that have no gradient."""
+
+    def update(self, parameter: Any, state: dict[str, Any]) -> None:
+        parameter.mul_(0.9)
+
+
+class NeedsGradients(_Optimizer):
+    """Fails without a gradient, and clears gradients itself."""
+
+    def update(self, parameter: Any, state: dict[str, Any]) -> None:
+        state["sum"] = state.get("sum", 0) + parameter.grad
+        parameter.sub_(state["sum"] * 0.1)
+        parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("kind", [Decaying, NeedsGradients])
+def test_updates_of_any_optimizer_are_undone(tmp_path: Path, kind: type[_Optimizer]) -> None:
+    inputs = batches({2, 3}, 6)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        state = train(kind.of, inputs, hook=hook)
+    assert equal(state, train(kind.of, [x for step, x in enumerate(inputs) if step not in {2, 3}]))
+    assert hook.health["counts"]["skipped_updates"] == 2
+    assert hook.health["faults"] == {}
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_hooks_of_the_program_see_its_gradients_and_may_change_them(tmp_path: Path, where: str) -> None:
     import torch
 
-    class Decaying(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {})
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = list(model.parameters())
+    norms: list[float] = []
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def divide(*_: Any) -> None:
+        norms.append(float(weights[0].grad.norm()))  # type: ignore[union-attr]
+        if where == "before":
+            for parameter in weights:
+                parameter.grad.div_(torch.zeros(())) if len(norms) == 2 else None  # type: ignore[union-attr]
+
+    register = optimizer.register_step_pre_hook if where == "before" else optimizer.register_step_post_hook
+    register(divide)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        for number in range(4):
+            optimizer.zero_grad()
+            x = torch.ones(2, 4) * (math.nan if where == "after" and number == 1 else 1.0)
+            model(x).sum().backward()
+            optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in weights)
+    assert len(norms) == 4
+    assert hook.health["counts"]["skipped_updates"] == 1
+    assert hook.health["faults"] == {}
+
+
+def test_an_optimizer_that_changes_parameters_before_its_closure_ends_is_reported(tmp_path: Path) -> None:
+    import torch
+
+    class Perturbing(torch.optim.SGD):  # as sharpness-aware minimization
+        def step(self, closure: Any = None) -> Any:
             with torch.no_grad():
                 for group in self.param_groups:
                     for parameter in group["params"]:
-                        parameter.mul_(0.9)
+                        parameter.add_(0.1)
+            closure()
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.sub_(0.1)
 
     model = network()
-    optimizer = Decaying(model.parameters())
+    optimizer = Perturbing(model.parameters(), lr=0.1)
+    start = copy.deepcopy(model.state_dict())
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.full((1, 4), math.nan)).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert all(torch.allclose(model.state_dict()[name], tensor) for name, tensor in start.items())
+    assert "Perturbing changes parameters before its closure ends" in hook.health["notes"]["updates"]
+
+
+def test_gradients_that_change_before_a_retry_are_checked_again(tmp_path: Path) -> None:
+    import torch
+
+    class Failing(torch.optim.SGD):
+        failures = 1
+
+        def step(self, closure: Any = None) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("once")
+            return super().step(closure)
+
+    model = network()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match="once"):
+            optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad.fill_(math.inf)  # type: ignore[union-attr]
+        optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_an_optimizer_of_copies_of_the_weights_is_decided_about_too(tmp_path: Path) -> None:
+    import torch
+
+    model = network()
+    masters = [torch.nn.Parameter(parameter.detach().double()) for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
     with Hook(tmp_path, on_nonfinite="skip") as hook:
         hook.watch(model, optimizer)
         model(torch.full((1, 4), math.nan)).sum().backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.double()  # type: ignore[union-attr]
         optimizer.step()
-    assert "Decaying changes parameters that have no gradient" in hook.health["notes"]["updates"]
+    assert all(master.isfinite().all() for master in masters)
 
 
 def test_a_step_that_raises_is_retried_with_the_same_decision(tmp_path: Path) -> None:
@@ -280,6 +409,73 @@ def test_a_step_that_raises_is_retried_with_the_same_decision(tmp_path: Path) ->
         assert all(parameter.grad is not None for parameter in model.parameters())
     assert equal(model.state_dict(), start)
     assert hook.health["counts"]["skipped_updates"] == 1
+
+
+def test_a_model_that_is_collected_during_a_step_keeps_no_policy_from_deciding(tmp_path: Path) -> None:
+    import torch
+
+    from watchstep.pytorch.parameters import optimizer_steps
+
+    class Collects:
+        def before_step(self, optimizer: Any, *, has_closure: bool, is_retry: bool) -> None:
+            others.clear()
+            gc.collect()
+
+        def closure_done(self, optimizer: Any) -> None:
+            pass
+
+        def after_step(self, optimizer: Any, *, has_closure: bool) -> None:
+            pass
+
+        def failed(self, error: Exception) -> None:
+            raise error
+
+    others = [network() for _ in range(3)]
+    collects = Collects()
+    hooks = [Hook(tmp_path, on_nonfinite="skip") for _ in others]
+    for hook, other in zip(hooks, others, strict=True):
+        hook.watch(other)
+    del other, hook
+    for each in hooks:
+        each.close()
+    optimizer_steps.listen(collects)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        model(torch.full((1, 4), math.nan)).sum().backward()
+        optimizer.step()
+    optimizer_steps.forget(collects)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_fault_of_another_listener_keeps_no_policy_from_deciding(tmp_path: Path) -> None:
+    import torch
+
+    from watchstep.pytorch.parameters import optimizer_steps
+
+    class Fails:
+        faults = 0
+
+        def before_step(self, optimizer: Any, *, has_closure: bool, is_retry: bool) -> None:
+            raise OSError("fault")
+
+        closure_done = after_step = before_step
+
+        def failed(self, error: Exception) -> None:
+            self.faults += 1
+
+    fails = Fails()
+    optimizer_steps.listen(fails)  # type: ignore[arg-type]
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        model(torch.full((1, 4), math.nan)).sum().backward()
+        optimizer.step()
+    optimizer_steps.forget(fails)  # type: ignore[arg-type]
+    assert fails.faults
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_after_close_updates_are_the_program_s(tmp_path: Path) -> None:

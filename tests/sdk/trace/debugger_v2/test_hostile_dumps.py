@@ -20,7 +20,8 @@ from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.event_files.tf_records import record
 from watchstep.trace import Trace, diagnose, read_debugger_v2
 from watchstep.trace.debugger_v2 import is_debugger_v2
-from watchstep.trace.debugger_v2.events import event_of
+from watchstep.trace.debugger_v2.events import DumpedGraph, GraphOperation, event_of
+from watchstep.trace.debugger_v2.graphs import GraphIndex, OutputKey
 from watchstep.trace.debugger_v2.tensor_values import recorded_tensor
 from watchstep.trace.debugger_v2.wire import WireError
 
@@ -125,6 +126,25 @@ def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path) -> None:
     with made.path("execution").open("ab") as file:
         file.write(head + _checksum(head) + b"abc")
     assert any("ends within an event" in note for note in read_debugger_v2(tmp_path).notes)
+
+
+def test_the_items_of_events_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty output is two bytes of a file, and much more of memory."""
+    made = composed(tmp_path)
+    monkeypatch.setattr("watchstep.trace.debugger_v2.dump._MAX_BYTES", 2**20)
+    read_debugger_v2(tmp_path)
+    made.executed("Mul", (), (1,) * 3000, *[b""] * 3000)
+    with pytest.raises(FormatError, match="1048576 bytes"):
+        read_debugger_v2(tmp_path)
+
+
+def test_graphs_without_callers_take_linear_time() -> None:
+    count = 60_000
+    graphs = {str(number): DumpedGraph(str(number), f"true_{number}", "g") for number in range(count)}
+    operations = [GraphOperation("g", "If", f"if{number}", (), 1, ()) for number in range(count)]
+    index = GraphIndex(graphs, operations, frozenset())
+    for number in range(count):
+        assert index.sources("g", f"unknown{number}:0") == (OutputKey("g", f"unknown{number}", 0),)
 
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:

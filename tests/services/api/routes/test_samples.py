@@ -9,8 +9,10 @@ import pytest
 from tests.sdk.reading.test_samples import write
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording, damage_from
-from watchstep.format.samples.samples import SampleBatch
+from watchstep.format.samples.samples import MAX_IDS, SampleBatch, encode_batch, encode_object
+from watchstep.reading.budget import OverBudgetError, ReadBudget
 from watchstep.store.store import Store
+from watchstep_services.api.routes.samples import _read
 
 PLACE = "/v1/projects/vision/runs/run-1/samples"
 
@@ -64,6 +66,33 @@ def test_steps_without_samples(recorded: Api) -> None:
     )
     assert _get(recorded, "worker=0")[0] == 422
     assert _get(recorded, "event=unknown")[0] == 404
+
+
+def test_many_batches_of_many_samples(recorded: Api, folder_store: Store) -> None:
+    """Only the samples that are returned are decoded, and batches beyond a limit are counted."""
+    payload = encode_batch(SampleBatch(7, tuple(range(5, 5 + MAX_IDS))))
+    content = encode_object((number, payload) for number in range(20_000))
+    folder_store.put("vision/run-1/samples/a1/0/40-7-7.samples", content)
+    answer = _get(recorded, "step=7&limit=2")[1]
+    assert (len(answer["batches"]), answer["more_batches"]) == (1000, 19_000)
+    assert (answer["batches"][-1]["ids"], answer["batches"][-1]["more"]) == ([5, 6], MAX_IDS - 2)
+
+
+def test_the_time_is_checked_after_each_batch(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object with many batches does not exceed the time of a query."""
+    write(folder_store, "a1", 0, 10, *(SampleBatch(3, (number,)) for number in range(100)))
+    budget = ReadBudget(60, 256)
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks > 50:
+            raise OverBudgetError("the query took too long", "query less")
+
+    monkeypatch.setattr(budget, "check", check)
+    with pytest.raises(OverBudgetError):
+        _read(folder_store, budget, 3, (None, None), 10)
 
 
 def test_an_alerts_event_names_the_samples(api: Api, folder_store: Store) -> None:

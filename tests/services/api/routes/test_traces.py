@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+import tracemalloc
 import zipfile
 from typing import Any
 from urllib.parse import quote
@@ -12,6 +13,8 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.sdk.trace.debugger_v2.dumps import dump
 from tests.services.api.conftest import Api
@@ -30,7 +33,9 @@ from watchstep.trace import (
     alerts_of,
     read_debugger_v2,
 )
+from watchstep.trace.indexed_trace import index_trace, memory_to_index
 from watchstep.trace.trace_file import encode_trace
+from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.queries.traces import OpenedTraces
 from watchstep_services.retention import delete_objects
 
@@ -173,6 +178,93 @@ def test_a_large_neighbourhood_is_cut(traced: Api, folder_store: Store) -> None:
     recording.store.put(TraceKey("a1", 2, 5, 5).path, encode_trace(Trace(operations)))
     found = ask(traced, "/a1/2/5/5/operations/0/graph").json()
     assert (len(found["operations"]), found["truncated"]) == (200, True)
+
+
+def test_neighbours_of_a_tensor_that_one_operation_reads_often(folder_store: Store) -> None:
+    """Each tensor of an operation is followed once, and the time is checked meanwhile."""
+    count = 20_000
+    wide = operation(0, "first", [1] * 2000, [])
+    rest = [operation(n, "y", [1], [2] if n == count else []) for n in range(1, count + 1)]
+    last = operation(count + 1, "z", [2, 2], [1])
+    path = TraceKey("a1", 0, 0, 0).path
+    folder_store.put(path, encode_trace(Trace([wide, *rest, last])))
+    trace = OpenedTraces().open(folder_store, path, ReadBudget(60, 10))
+    assert trace.neighbours(0, 2) == ([0], [], False)
+    assert trace.neighbours(count + 1, 1) == ([count, count + 1], [(count, count + 1, 2)], False)
+    with pytest.raises(OverBudgetError):
+        trace.neighbours(0, 1, ReadBudget(0, 10).check)
+
+
+def test_a_neighbourhood_takes_limited_time(traced: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fetched(traced, "/operations/1/graph")["edges"]  # the trace is in the cache
+    monkeypatch.setattr(Queries, "budget", lambda _: ReadBudget(0, 10))
+    assert ask(traced, "/a1/0/5/6/operations/1").status_code == 200
+    assert ask(traced, "/a1/0/5/6/operations/1/graph").status_code == 413
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 4), max_size=4), st.lists(st.integers(1, 4), max_size=3)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 11),
+)
+def test_edges_lead_from_the_last_writer_to_its_readers(
+    operations: list[tuple[list[int], list[int]]], boundary: int
+) -> None:
+    """Every edge is from the last writer of a tensor in the step; the steps of a trace have ids of their own."""
+    made = [
+        operation(n, "x", inputs, outputs, step=int(n >= boundary))
+        for n, (inputs, outputs) in enumerate(operations)
+    ]
+    expected: set[tuple[int, int, int]] = set()
+    writer: dict[tuple[int, int], int] = {}
+    for n, each in enumerate(made):
+        expected |= {
+            (writer[each.step, tensor.id], n, tensor.id)
+            for tensor in each.inputs
+            if (each.step, tensor.id) in writer
+        }
+        writer |= {(each.step, tensor.id): n for tensor in each.outputs}
+    content = zipfile.ZipFile(io.BytesIO(encode_trace(Trace(made))))
+    trace = index_trace("t", content.read("trace.json"), content.read("operations.jsonl"), lambda: None)
+    for n in range(len(made)):
+        edges = {edge for edge in trace.neighbours(n, 1)[1] if n in edge[:2]}
+        assert edges == {edge for edge in expected if n in edge[:2]}
+
+
+@pytest.mark.parametrize("tensors", [0, 5000])
+def test_the_memory_of_an_index_is_reserved(tensors: int) -> None:
+    """The bound covers lines of many small tensors, and many small lines."""
+    inputs = b",".join([b"[1]"] * tensors)
+    line = b'{"index":%d,"step":0,"inputs":[%b],"outputs":[]}\n'
+    lines = b"".join(line % (number, inputs) for number in range(60 if tensors else 60_000))
+    tracemalloc.start()
+    try:
+        index_trace("t", HEAD, lines, lambda: None)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(lines) + peak < memory_to_index(lines) + 2**20
+
+
+def test_names_of_files_that_cannot_be_encoded(traced: Api, folder_store: Store) -> None:
+    head = HEAD.replace(b'"sources": {}', b'"sources": {"a\\ud800": "text"}')
+    content = archive(trace_json=head, operations_jsonl=LINE)
+    Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, content)
+    assert ask(traced, "/a1/4/0/0").json()["files"] == ["a?"]
+
+
+def test_an_encrypted_trace_is_refused(traced: Api, folder_store: Store) -> None:
+    content = bytearray(archive(trace_json=HEAD, operations_jsonl=LINE))
+    for signature, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        place = content.find(signature)
+        while place >= 0:
+            content[place + offset] |= 1
+            place = content.find(signature, place + 1)
+    Recording(folder_store).store.put(TraceKey("a1", 4, 0, 0).path, bytes(content))
+    assert ask(traced, "/a1/4/0/0").status_code == 502
 
 
 def test_only_files_of_the_trace_are_read(traced: Api) -> None:
