@@ -190,12 +190,19 @@ class MicroBatch:
 
 
 _PLAIN = (Tensor, nn.Buffer)
+_SMALL_BUFFER = 8192
+"""Elements of running statistics; tables of positions and masks, which do not change, are larger."""
+
+
+def _are_alike(first: Tensor, second: Tensor) -> bool:
+    return (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
 
 
 class BufferCopies:
     """Copies of the buffers of a model before the first pass of a step. Only those that may have changed since are copied again.
 
-    PyTorch's normalization layers change their running statistics without counting it as a change in place.
+    PyTorch's batch normalization changes running statistics without counting it as a change in place. So all small buffers of floating-point
+    numbers are copied at each step, and those of its layers of any size.
     """
 
     def __init__(self, model: nn.Module, limit: int) -> None:
@@ -228,10 +235,11 @@ class BufferCopies:
                 continue
             copy = self._copies.get(name)
             version = version_of(buffer)
-            is_counted = not buffer.is_inference() and not isinstance(module, _NormBase)
+            is_small = buffer.numel() <= _SMALL_BUFFER and buffer.is_floating_point()
+            is_counted = not (is_small or buffer.is_inference() or isinstance(module, _NormBase))
             if copy is not None and copy[0] is buffer and copy[1] == version and is_counted:
                 continue
-            if copy is not None and copy[0] is buffer and copy[2].shape == buffer.shape:
+            if copy is not None and copy[0] is buffer and _are_alike(copy[2], buffer):
                 targets.append(copy[2])
                 sources.append(buffer.detach())
                 self._copies[name] = (buffer, version, copy[2])

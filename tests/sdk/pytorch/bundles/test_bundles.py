@@ -466,3 +466,38 @@ def test_values_and_buffers_without_dense_memory_are_lost_alone(tmp_path: Path) 
         "micro_batches/0/batch/1",
         "micro_batches/0/batch/2",
     ]
+
+
+def test_running_statistics_of_own_modules_are_those_before_the_pass(tmp_path: Path) -> None:
+    import torch
+
+    from watchstep.pytorch.bundles.values import torch_tensor
+
+    class Normalized(torch.nn.Module):
+        """Changes its buffers by PyTorch's function, which does not count it as a change."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("variance", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.nn.functional.batch_norm(
+                x, self.get_buffer("mean"), self.get_buffer("variance"), training=True
+            )
+            output: torch.Tensor = self.layer(x)
+            return output
+
+    model = Normalized()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path) as hook:
+        hook.watch(model, optimizer)
+        for number, batch in enumerate(inputs(4)):
+            if number == 3:
+                hook.bundle()
+                before = model.get_buffer("mean").clone()
+            model(batch).mean().backward()
+            optimizer.step()
+    (bundle,) = bundles(hook)
+    assert torch.equal(torch_tensor(*bundle.read("buffers/mean")), before)
