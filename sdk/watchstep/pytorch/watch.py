@@ -22,6 +22,7 @@ from watchstep.pytorch import device_kernel, losses
 from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses
 from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.bundles.bundler import Bundler
+from watchstep.pytorch.bundles.step_inputs import StepInputs
 from watchstep.pytorch.function_calls import FunctionCalls
 from watchstep.pytorch.gate import FewestGradients, GradientGate
 from watchstep.pytorch.kernel import TorchKernel
@@ -55,6 +56,9 @@ _STEPS_UNTIL_REPORT = (
     3  # number of finished steps after which tensors without rows are reported as not observed
 )
 _MAX_PASSES = 500  # number of backward passes without an update after which a warning is reported
+_INPUTS_MEASURED = 16
+"""Number of steps after which the cost of noting the inputs of a step is measured again."""
+
 NONFINITE_APPLIED = "gradients:nonfinite_applied"
 """Metric: 1 at a step with an update by a non-finite gradient; 0 if the optimizer ignored that gradient."""
 
@@ -141,7 +145,7 @@ class Watch:
                 f"watch(…, {type(optimizer).__name__})", "give a torch.optim.Optimizer, or leave it out"
             )
         self.counts_steps = counts_steps
-        self._steps, self._inputs_seconds = 0, 0.0
+        self._steps, self._inputs_seconds, self._pass_seconds = 0, 0.0, 0.0
         self._session = session
         self._recorder = session.recorder
         self._health = session.health
@@ -450,12 +454,22 @@ class Watch:
         self._parts.began()
         self._activations.live.forget()
         if self.bundler is not None:
-            since = self._schedule.now()
-            self.bundler.inputs.begin_pass(self._recorder.step)
-            self._inputs_seconds += self._schedule.now() - since
+            self._begin_inputs(self.bundler.inputs)
         if logged_nan := self._recorder.logged_nan:
             self._suspect()
         self._missing.pass_begins(logged_nan=logged_nan)
+
+    def _begin_inputs(self, inputs: StepInputs) -> None:
+        """Note what the pass is computed from. The cost is measured at some steps, because reading the clock is a part of it."""
+        step = self._recorder.step
+        if step % _INPUTS_MEASURED:
+            inputs.begin_pass(step)
+            self._inputs_seconds += self._pass_seconds
+            return
+        since = self._schedule.now()
+        inputs.begin_pass(step)
+        self._pass_seconds = self._schedule.now() - since
+        self._inputs_seconds += self._pass_seconds
 
     def _suspect(self) -> None:
         """Handle a non-finite loss or gradient norm: check buffers, which this pass has changed, now and updated tensors later."""

@@ -156,7 +156,7 @@ def one_positive_in_thirty_as_floats(seed: int) -> Built:
 @training("class_imbalance")
 def one_rare_class_of_five(seed: int) -> Built:
     x, y = Task(seed, size=4000).data
-    chosen = (y != 3) | (torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 0.03)
+    chosen = (y != 3) | (torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < 0.02)
     model = layers(20, 32, 5)
     return model, adam(model), F.cross_entropy, drawn(x[chosen], y[chosen], seed)
 
