@@ -16,6 +16,7 @@ from watchstep.format.bundle import DIGESTS, Bundle
 from watchstep.pytorch.bundles.bundler import digest
 from watchstep.pytorch.bundles.program import restore_precision
 from watchstep.pytorch.names import unwrap
+from watchstep.pytorch.observable import own_work
 from watchstep.replay.recorded_step import RecordedStep
 from watchstep.replay.replay_step import ReplayStep
 from watchstep.trace.operations import Trace
@@ -246,7 +247,11 @@ class _Replay:
         with ExitStack() as stack:
             if not recorded.syncs(number) and isinstance(self._model, nn.parallel.DistributedDataParallel):
                 stack.enter_context(self._model.no_sync())
-            recorded.set_random_states(number)
+            own_work.depth += 1
+            try:
+                recorded.set_random_states(number)
+            finally:
+                own_work.depth -= 1
             hook = self._inner.register_forward_pre_hook(self._before_forward(number))
             stack.callback(hook.remove)
             loss = self._step.loss(self._model, batch)
@@ -272,10 +277,17 @@ class _Replay:
             nonlocal is_first
             if is_first:
                 is_first = False
-                self._recorded.set_random_states(number)
-                self._check_autocast(number)
+                own_work.depth += 1  # no operations of the program
+                try:
+                    self._set_pass(number)
+                finally:
+                    own_work.depth -= 1
 
         return before
+
+    def _set_pass(self, number: int) -> None:
+        self._recorded.set_random_states(number)
+        self._check_autocast(number)
 
     def _check_autocast(self, number: int) -> None:
         kind = self._device.type
