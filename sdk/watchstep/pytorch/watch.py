@@ -248,7 +248,7 @@ class Watch:
             self.bundler.inputs.backward(loss.value)
         is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, name or "")
         if is_bad:
-            self._measure_bad_pass()
+            self._measure_bad_pass(is_late=loss.value.device.type != "cpu")
             self._suspect()
         self._missing.backward_begins(finite=not is_bad)
         if self.counts_steps and not is_bad:  # a program may skip the update of a non-finite loss
@@ -507,11 +507,15 @@ class Watch:
         if self._records_applied:
             self._recorder.scalar(self._applied, value)
 
-    def _measure_bad_pass(self) -> None:
-        """Measure remaining outputs of the forward pass, and the rest of this step, because the loss is not finite."""
+    def _measure_bad_pass(self, *, is_late: bool) -> None:
+        """Measure remaining outputs of the forward pass, and the rest of this step, because the loss is not finite.
+
+        Args:
+            is_late: Whether the loss is of an earlier pass, and has just arrived from a device.
+        """
         self._activations.record_live()
         self._schedule.demand(self._recorder.step)
-        self._note_nonfinite(self._recorder.step)
+        self._note_nonfinite(self._recorder.step, is_late=is_late)
 
     def _updated(self, optimizer: Optimizer) -> Updated | None:
         """Return the watched parameters of an optimizer that is about to update; None if it has none."""
@@ -587,11 +591,11 @@ class Watch:
         elif self._config.gate and self._has_nonfinite(optimizer, updated):
             self._schedule.demand(step)
             self._parameters.measure_again()
-            self._note_nonfinite(step)
+            on_device = updated.parameters[0].parameter.device.type != "cpu"
+            at_once = self._recorder.guarding is not None or self.update_policy is not None
+            self._note_nonfinite(step, is_late=on_device and not at_once)
             self._attempts[optimizer] = replace(attempt, nonfinite=True)
-            if (
-                updated.parameters[0].parameter.device.type == "cpu"
-            ):  # on a device it may be of an earlier update
+            if not on_device:  # there it may be of an earlier update
                 self._record_applied(1.0)
         self._schedule.floor(
             self._schedule.now() - start + self._activations.idle_seconds + self._inputs_seconds
@@ -625,8 +629,8 @@ class Watch:
             self.update_policy.note_check(optimizer, is_nonfinite=nonfinite)
         return nonfinite
 
-    def _note_nonfinite(self, step: int) -> None:
-        self._session.bundles.bad(step)
+    def _note_nonfinite(self, step: int, *, is_late: bool) -> None:
+        self._session.bundles.bad(step, is_late=is_late)
         if self._session.snapshots.bad(step):
             self._session.snapshot_writer.protect()
             self._session.samples.request_upload()

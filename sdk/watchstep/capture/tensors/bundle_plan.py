@@ -18,6 +18,10 @@ _REQUESTED = "requested-"
 """Start of the ids of requests that a person made; the others are ids of events."""
 
 
+LATE = "gate"
+"""Id of a request of the gate itself, whose result for an earlier step of a device has just arrived."""
+
+
 class BundleOccasion(NamedTuple):
     """Why a bundle is taken, and the ids of the events or requests that it fulfils."""
 
@@ -54,13 +58,22 @@ class BundlePlan:
         """Request a bundle of the next complete step, by the program."""
         self._is_requested = self._config is not None
 
-    def bad(self, step: int) -> None:
-        """Report a step with NaN or infinity, before its update. The first of a series is bundled, at most twice."""
+    def bad(self, step: int, *, is_late: bool = False) -> None:
+        """Report a step with NaN or infinity, before its update. The first of a series is bundled, at most twice.
+
+        Args:
+            step: The step.
+            is_late: Whether an earlier step may be the bad one, because the gate does not wait for a device. Then the bundle is of the next
+                complete step, and does not claim to be of the failing one.
+        """
         first = step not in {self._last_bad, self._last_bad + 1}
         self._last_bad = step
         if first and self._config is not None and self._config.at_gate and self._by_gate < MAX_BY_GATE:
             self._by_gate += 1
-            self._gate_step = step
+            if is_late:
+                self._requests.append(LATE)
+            else:
+                self._gate_step = step
 
     @property
     def is_pending(self) -> bool:

@@ -104,7 +104,7 @@ class SampleUpload:
                 self._start_or_wake()
 
     def close(self) -> None:
-        """Upload the rest, then end. Does not block. In a forked child, only let go of the folder, which belongs to the parent."""
+        """Upload the rest, then end. Does not block. In a forked child, only release the folder, which belongs to the parent."""
         if os.getpid() != self._process:
             if self._folder is not None:
                 self._folder.release()

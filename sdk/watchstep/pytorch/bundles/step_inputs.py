@@ -359,11 +359,6 @@ class StepInputs:
     def failed(self, error: Exception) -> None:
         """Ignore a failure of the observation of data loaders: the recording of samples counts it."""
 
-    @property
-    def parameters_are_unchanged(self) -> bool:
-        """Whether no parameter was changed in place since the first pass of the step."""
-        return self._parameter_versions == [version_of(parameter) for parameter in self._parameters]
-
     def changed_parameters(self) -> set[int]:
         """Return the ids of parameters that were changed in place since the first pass of the step."""
         return {

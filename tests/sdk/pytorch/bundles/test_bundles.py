@@ -501,3 +501,15 @@ def test_running_statistics_of_own_modules_are_those_before_the_pass(tmp_path: P
             optimizer.step()
     (bundle,) = bundles(hook)
     assert torch.equal(torch_tensor(*bundle.read("buffers/mean")), before)
+
+
+def test_a_late_result_of_a_device_does_not_claim_that_its_step_failed() -> None:
+    from watchstep.capture.health import RecorderHealth
+    from watchstep.capture.tensors.bundle_plan import BundleOccasion, BundlePlan
+
+    plan = BundlePlan(Bundles(), RecorderHealth())
+    plan.bad(7, is_late=True)
+    assert plan.due(7, is_complete=False) is None
+    assert plan.due(8, is_complete=True) == BundleOccasion("alert", ("gate",))
+    plan.bad(20)
+    assert plan.due(20, is_complete=True) == BundleOccasion("gate")
