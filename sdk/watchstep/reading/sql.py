@@ -90,13 +90,30 @@ def lazy_table(
     import pyarrow as pa
     import pyarrow.dataset as ds
 
+    class Scan:
+        """What DuckDB requests of a scanner: one reader, which DuckDB's own thread pulls."""
+
+        def __init__(self, names: list[str], condition: Any) -> None:
+            filtered = [] if condition is None else [n for n in schema.names if _mentions(str(condition), n)]
+            self._read = pa.schema([schema.field(name) for name in dict.fromkeys([*names, *filtered])])
+            self._names, self._condition = names, condition
+            self.projected_schema = pa.schema([schema.field(name) for name in names])
+
+        def to_reader(self) -> pa.RecordBatchReader:
+            return pa.RecordBatchReader.from_batches(self.projected_schema, self._batches())
+
+        def _batches(self) -> Iterator[pa.RecordBatch]:
+            for batch in batches(self._read, _tensors_of(self._condition)):
+                rows = ds.dataset(pa.Table.from_batches([batch]))
+                yield from rows.to_table(
+                    columns=self._names, filter=self._condition, use_threads=False
+                ).to_batches()
+
     class Statistics(ds.InMemoryDataset):  # type: ignore[misc]
+        # A scanner of Arrow's reads ahead on threads of its own: a query that needs a part of the rows would end while
+        # they still request more.
         def scanner(self, columns: list[str] | None = None, filter: Any = None, **_: Any) -> Any:  # noqa: A002
-            names = [*schema.names] if columns is None else [*columns]
-            filtered = [] if filter is None else [n for n in schema.names if _mentions(str(filter), n)]
-            read = pa.schema([schema.field(name) for name in dict.fromkeys([*names, *filtered])])
-            reader = pa.RecordBatchReader.from_batches(read, batches(read, _tensors_of(filter)))
-            return ds.Scanner.from_batches(reader, columns=names, filter=filter)
+            return Scan([*schema.names] if columns is None else [*columns], filter)
 
     return Statistics(schema.empty_table())
 

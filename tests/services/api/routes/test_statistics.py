@@ -153,7 +153,9 @@ def test_sql(recorded: Api) -> None:
     assert answer["more"] is False
     cut = sql(recorded, "SELECT step FROM statistics", 7).json()
     assert (len(cut["rows"]), cut["more"]) == (7, True)
-    odd = sql(recorded, "SELECT 1/0.0 AS a, NULL AS b, 1.5::DECIMAL(4, 2) AS c, true AS d").json()
+    response = sql(recorded, "SELECT 1/0.0 AS a, NULL AS b, 1.5::DECIMAL(4, 2) AS c, true AS d")
+    assert response.status_code == 200, response.text
+    odd = response.json()
     assert odd["rows"][0][1:] == [None, 1.5, True]
     assert np.isfinite([value for value in odd["rows"][0] if isinstance(value, float)]).all()
 
