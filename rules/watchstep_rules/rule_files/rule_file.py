@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from watchstep.errors import RuleError
+from watchstep.format.yaml_aliases import check_aliases
 from watchstep.hook_arguments import RequestedRules
 from watchstep_rules.config.attached import capture_needs
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -83,13 +84,9 @@ class YamlNodes:
         return sorted(duplicates, key=lambda place: place[1])
 
 
-MOST_FROM_ALIASES = 20_000
-"""Limit of nodes that aliases add when they are expanded."""
-
 _LONGEST_NUMBER = 1000
 """Limit of characters in a number, because parsing time grows with their square."""
 
-_MUCH = 1 << 40
 _NUMBERS = frozenset({"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"})
 _FAULTS = (ValueError, KeyError, IndexError, AttributeError, TypeError, ArithmeticError)
 """Exceptions of PyYAML's constructors for text that does not match its tag."""
@@ -113,12 +110,12 @@ def nodes_of(text: str) -> yaml.Node | None:
     """The root node of a document; None if it is empty.
 
     Raises:
-        yaml.YAMLError: the text is not valid YAML, or its aliases expand to more than `MOST_FROM_ALIASES` nodes or contain themselves.
+        yaml.YAMLError: the text is not valid YAML, or its aliases expand to too many nodes (`check_aliases`).
         RecursionError: the document is nested too deeply.
     """
     root: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     if root is not None:
-        _check_aliases(root)
+        check_aliases(root)
     return root
 
 
@@ -137,41 +134,6 @@ def data_of(text: str) -> Any:
         return loader.construct_document(root)
     finally:
         loader.dispose()
-
-
-def _check_aliases(root: yaml.Node) -> None:
-    """Check the size with expanded aliases. Each node is visited once, after its children."""
-    sizes: dict[int, int] = {}
-    opened: set[int] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting[-1]
-        place, inside = id(node), _inside(node)
-        if place in sizes:
-            waiting.pop()
-        elif place in opened:
-            sizes[place] = min(_MUCH, 1 + sum(sizes[id(part)] for part in inside))
-            waiting.pop()
-        else:
-            opened.add(place)
-            for part in inside:
-                if id(part) in opened and id(part) not in sizes:
-                    _refuse("an alias contains itself", part)
-            waiting += inside
-    if sizes[id(root)] > len(sizes) + MOST_FROM_ALIASES:
-        _refuse(f"aliases expand to more than {MOST_FROM_ALIASES} values: use fewer aliases", root)
-
-
-def _inside(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.SequenceNode):
-        return list(node.value)
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return []
-
-
-def _refuse(problem: str, node: yaml.Node) -> None:
-    raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -129,6 +129,7 @@ class ServiceRefusedError(ServiceError):
         return bool(self.type) and 400 <= self.status < 500 and self.status not in _RETRIED_LATER
 
 
+_PROBLEM = "urn:watchstep:problem:"
 _RETRIED_LATER = frozenset((401, 403, 408, 429))
 
 
@@ -507,6 +508,8 @@ def _refusal(url: str, answer: BaseHTTPResponse) -> ServiceRefusedError:
     try:
         problem = json.loads(_read(answer, _MAX_PROBLEM))
         kind, what, hint = str(problem.get("type", "")), str(problem["detail"]), str(problem["hint"])
+        if not kind.startswith(_PROBLEM):
+            kind = ""  # another service: what it refuses may be accepted once the right one answers
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         pass
     after = retry_after(answer.headers.get("Retry-After", ""))

@@ -10,9 +10,6 @@ import array
 import bisect
 import io
 import json
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +19,7 @@ from numpy.typing import NDArray
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.documents import memory_needed
 from watchstep.store.store import Store
+from watchstep.trace.archive import open_archive, read_member
 from watchstep.trace.operations import Operation
 from watchstep.trace.trace_file import VERSION, operation_of
 
@@ -29,8 +27,6 @@ MAX_OPERATIONS_BYTES = 128 * 2**20
 """Maximum size of the lines of the operations: some 200,000 operations."""
 MAX_HEAD_BYTES = 32 * 2**20
 """Maximum size of the stacks and sources."""
-MAX_DIRECTORY_BYTES = 4 * 2**20
-"""Maximum size of the archive's directory: some 60,000 full tensors."""
 MAX_NEIGHBOURS = 200
 """Maximum number of operations of a neighbourhood."""
 MAX_EDGES = 20_000
@@ -39,10 +35,11 @@ _MAX_OBJECT_BYTES = 16 * 2**30
 _MAX_LINE_BYTES = 2**20
 _MAX_TENSORS = 4_000_000
 """Maximum number of inputs and outputs of all operations: 64 MB."""
-_END_OF_DIRECTORY = struct.Struct("<4sHHHHIIH")
 _BUFFER = 2**20
 _CHECKED = 4096
-"""Number of lines after which the time is checked."""
+"""Number of edges after which the time is checked."""
+_CHECKED_BYTES = 2**18
+"""Size of lines after which the time is checked."""
 _HINT = "download it, and read it with 'watchstep trace'"
 _TENSOR_BYTES, _ROW_BYTES = 80, 80
 """Maximum memory of a tensor and of an operation while they are indexed, measured with `tracemalloc`."""
@@ -264,8 +261,11 @@ class _Rows:
     def __init__(self, lines: bytes, check: Callable[[], None]) -> None:
         indexes, steps, offsets, tensors = (array.array("q") for _ in range(4))
         bad = bytearray()
-        place = start = 0
+        place = start = checked = 0
         while start < len(lines):
+            if start - checked > _CHECKED_BYTES:
+                checked = start
+                check()
             end = lines.find(b"\n", start) + 1
             if not 0 < end - start <= _MAX_LINE_BYTES:
                 raise ValueError("a line is too long, or has no end")
@@ -284,8 +284,6 @@ class _Rows:
                 raise ValueError(f"more than {_MAX_TENSORS} inputs and outputs")
             start = end
             place += 1
-            if not place % _CHECKED:
-                check()
         offsets.append(len(lines))
         self.indexes: NDArray[np.int64] = np.frombuffer(indexes, np.int64)
         self.steps: NDArray[np.int64] = np.frombuffer(steps, np.int64)
@@ -315,13 +313,16 @@ class TraceArchive:
             FormatError: it is no trace, or too large to be opened.
         """
         self._name = f"trace {key}"
-        self._check_directory(store, key, size)
+        if size > _MAX_OBJECT_BYTES:
+            raise FormatError(f"{self._name}: {size} bytes; the limit is {_MAX_OBJECT_BYTES}", _HINT)
+        self._archive = open_archive(
+            io.BufferedReader(_StoredFile(store, key, size), _BUFFER), self._name, _HINT
+        )
         try:
-            self._archive = zipfile.ZipFile(io.BufferedReader(_StoredFile(store, key, size), _BUFFER))
             self.head_bytes = self._archive.getinfo("trace.json").file_size
             self.operations_bytes = self._archive.getinfo("operations.jsonl").file_size
-        except (OSError, EOFError, KeyError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-            raise FormatError(f"{self._name}: {str(error)[:200]}", _HINT) from error
+        except KeyError as error:
+            raise FormatError(f"{self._name}: {error}", _HINT) from error
         for size_of, limit in (
             (self.head_bytes, MAX_HEAD_BYTES),
             (self.operations_bytes, MAX_OPERATIONS_BYTES),
@@ -329,20 +330,9 @@ class TraceArchive:
             if size_of > limit:
                 raise FormatError(f"{self._name}: {size_of} bytes; the limit is {limit}", _HINT)
 
-    def _check_directory(self, store: Store, key: str, size: int) -> None:
-        """Check the size of the archive's directory, all of which is in memory when the archive is opened."""
-        if not _END_OF_DIRECTORY.size <= size <= _MAX_OBJECT_BYTES:
-            raise FormatError(f"{self._name}: {size} bytes", _HINT)
-        end = store.get_range(key, size - _END_OF_DIRECTORY.size, _END_OF_DIRECTORY.size)
-        signature, *_, directory, _, _ = _END_OF_DIRECTORY.unpack(end)
-        if signature != b"PK\5\6" or directory > MAX_DIRECTORY_BYTES:
-            raise FormatError(
-                f"{self._name}: no archive, or one with more than {MAX_DIRECTORY_BYTES} bytes of names", _HINT
-            )
-
     def head(self) -> bytes:
         """Return the member with stacks and sources, as JSON. The raised errors are those of `operations`."""
-        return self._member("trace.json", self.head_bytes)
+        return read_member(self._archive, self._name, "trace.json", self.head_bytes, _HINT)
 
     def operations(self) -> bytes:
         """Return the lines of the operations.
@@ -351,32 +341,22 @@ class TraceArchive:
             FormatError: they are damaged.
             StoreError: the store cannot be read.
         """
-        return self._member("operations.jsonl", self.operations_bytes)
-
-    def _member(self, name: str, size: int) -> bytes:
-        try:
-            with self._archive.open(name) as file:
-                content = file.read(size + 1)
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            NotImplementedError,
-            zipfile.BadZipFile,
-            zlib.error,
-            RuntimeError,
-        ) as error:  # RuntimeError: encrypted
-            raise FormatError(f"{self._name}: {str(error)[:200]}", _HINT) from error
-        if len(content) != size:
-            raise FormatError(f"{self._name}: {name} has not the size that its archive states", _HINT)
-        return content
+        return read_member(self._archive, self._name, "operations.jsonl", self.operations_bytes, _HINT)
 
 
-def memory_to_index(operations: bytes) -> int:
-    """Return an upper bound of the memory in bytes that `index_trace` takes for the lines of the operations, with these lines."""
+def memory_to_index(operations: bytes, check: Callable[[], None]) -> int:
+    """Return an upper bound of the memory in bytes that `index_trace` takes for the lines of the operations, with these lines.
+
+    Args:
+        operations: `TraceArchive.operations`.
+        check: Called from time to time; raises an error to end the work.
+    """
     line_memory = _LINE_BYTES
-    start = 0
+    start = checked = 0
     while start < len(operations):
+        if start - checked > _CHECKED_BYTES:
+            checked = start
+            check()
         end = operations.find(b"\n", start) + 1 or len(operations)
         if _LONG_LINE < end - start <= _MAX_LINE_BYTES:  # longer ones are not parsed
             line_memory = max(line_memory, memory_needed(operations[start:end]))

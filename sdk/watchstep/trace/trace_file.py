@@ -10,8 +10,8 @@ import io
 import json
 import os
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.documents import memory_needed
+from watchstep.trace.archive import DAMAGED, open_archive, read_member
 from watchstep.trace.operations import (
     CallSite,
     Operation,
@@ -36,6 +37,9 @@ _HEAD, _OPERATIONS = "trace.json", "operations.jsonl"
 _MAX_HEAD_BYTES = 128 * 2**20
 _MAX_OPERATIONS_BYTES = 1024 * 2**20
 _MAX_TENSOR_BYTES = 8 * 2**30
+_SURE_TENSOR_BYTES = 2**30
+_MAX_RATIO = 20
+"""Maximum size of full tensors as a multiple of the file's size, from `_SURE_TENSOR_BYTES` on."""
 _DTYPES = frozenset(
     {"|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"}
 )
@@ -99,29 +103,32 @@ def read_trace(path: str | os.PathLike[str] | IO[bytes]) -> Trace:
         NotFoundError: the file does not exist.
         FormatError: the file is no trace, is damaged, or is too large.
     """
-    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else "(content)"
+    name = f"trace {os.fspath(path) if isinstance(path, (str, os.PathLike)) else '(content)'}"
     try:
-        with zipfile.ZipFile(path) as archive:
+        with ExitStack() as stack:
+            file = (
+                stack.enter_context(Path(path).open("rb")) if isinstance(path, (str, os.PathLike)) else path
+            )
+            archive = stack.enter_context(open_archive(file, name, _HINT))
             memory = _Memory(name)
-            text = _member(archive, name, _HEAD, _MAX_HEAD_BYTES)
+            text = read_member(archive, name, _HEAD, _MAX_HEAD_BYTES, _HINT)
             memory.take(memory_needed(text))
             head = _json(text)
             if not isinstance(head, dict) or head.get("version") != VERSION:
                 raise FormatError(
-                    f"trace {name}: version {head.get('version') if isinstance(head, dict) else head!r:.40}",
+                    f"{name}: version {head.get('version') if isinstance(head, dict) else head!r:.40}",
                     f"this program reads version {VERSION}; install the version that wrote it",
                 )
-            lines = _lines(archive, name)
-            values = _Values(archive, name)
-            operations = _ascending(memory.operation(line, values) for line in lines)
+            values = _Values(archive, name, file.seek(0, os.SEEK_END))
+            operations = _ascending(memory.operation(line, values) for line in _lines(archive, name))
             return _trace(head, operations)
     except FileNotFoundError:
-        raise NotFoundError(f"trace {name} does not exist", "check the path") from None
-    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        # RuntimeError: a member is encrypted, or compressed in a way that is not supported, or its JSON is nested too deeply.
-        raise FormatError(f"trace {name}: {error}", _HINT) from error
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise FormatError(f"trace {name}: {type(error).__name__}: {str(error)[:200]}", _HINT) from error
+        raise NotFoundError(f"{name} does not exist", "check the path") from None
+    except DAMAGED as error:  # RuntimeError also if its JSON is nested too deeply
+        detail = f"{type(error).__name__}: " if isinstance(error, (KeyError, ValueError)) else ""
+        raise FormatError(f"{name}: {detail}{str(error)[:200]}", _HINT) from error
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise FormatError(f"{name}: {type(error).__name__}: {str(error)[:200]}", _HINT) from error
 
 
 def _ascending(operations: Iterable[Operation]) -> tuple[Operation, ...]:
@@ -138,22 +145,11 @@ def _ascending(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     return tuple(found)
 
 
-def _member(archive: zipfile.ZipFile, name: str, member: str, limit: int) -> bytes:
-    info = archive.getinfo(member)
-    if info.file_size > limit:
-        raise FormatError(f"trace {name}: {member} has {info.file_size} bytes; the limit is {limit}", _HINT)
-    with archive.open(info) as file:
-        content = file.read(limit + 1)  # a member may be longer than it claims
-    if len(content) > limit:
-        raise FormatError(f"trace {name}: {member} is longer than {limit} bytes", _HINT)
-    return content
-
-
 def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[bytes]:
     info = archive.getinfo(_OPERATIONS)
     if info.file_size > _MAX_OPERATIONS_BYTES:
         raise FormatError(
-            f"trace {name}: {_OPERATIONS} has {info.file_size} bytes; the limit is {_MAX_OPERATIONS_BYTES}",
+            f"{name}: {_OPERATIONS} has {info.file_size} bytes; the limit is {_MAX_OPERATIONS_BYTES}",
             _HINT,
         )
     read = 0
@@ -161,7 +157,7 @@ def _lines(archive: zipfile.ZipFile, name: str) -> Iterator[bytes]:
         while line := member.readline(_MAX_OPERATION_BYTES):
             read += len(line)
             if read > _MAX_OPERATIONS_BYTES or not line.endswith(b"\n"):
-                raise FormatError(f"trace {name}: {_OPERATIONS} is truncated or too long", _HINT)
+                raise FormatError(f"{name}: {_OPERATIONS} is truncated or too long", _HINT)
             yield line
 
 
@@ -180,7 +176,7 @@ class _Memory:
         """
         if size > min(self._left, limit):
             raise FormatError(
-                f"trace {self._name}: its content could take more than {min(size, limit, _MAX_MEMORY) // 2**20} MiB of memory",
+                f"{self._name}: its content could take more than {min(size, limit, _MAX_MEMORY) // 2**20} MiB of memory",
                 "trace fewer steps, or only some modules",
             )
         self._left -= size
@@ -202,12 +198,19 @@ class _Memory:
 
 
 class _Values:
-    """The full tensors of an archive, up to `_MAX_TENSOR_BYTES` in all."""
+    """The full tensors of an archive.
 
-    def __init__(self, archive: zipfile.ZipFile, name: str) -> None:
+    Args:
+        archive: the archive.
+        name: its name in messages.
+        size: its size in bytes. A small file cannot have large tensors, unless they are a gigabyte in all: zeros are compressed to a
+            thousandth.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, name: str, size: int) -> None:
         self._archive = archive
         self._name = name
-        self._left = _MAX_TENSOR_BYTES
+        self._left = min(_MAX_TENSOR_BYTES, max(_SURE_TENSOR_BYTES, _MAX_RATIO * size))
 
     def read(self, operation: int, output: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         """Read one tensor.
@@ -218,7 +221,8 @@ class _Values:
         """
         if dtype not in _DTYPES:
             raise ValueError(f"dtype {dtype[:20]!r}")
-        content = _member(self._archive, self._name, _values_member(operation, output), self._left)
+        member = _values_member(operation, output)
+        content = read_member(self._archive, self._name, member, self._left, _HINT)
         self._left -= len(content)
         return np.frombuffer(content, dtype).reshape(shape)
 

@@ -34,7 +34,7 @@ from watchstep.capture.document.document import (
     document_schema,
     validated,
 )
-from watchstep.capture.document.files import data_of, from_environment, inline, load
+from watchstep.capture.document.files import data_of, from_environment, inline, load, load_data
 from watchstep.errors import ConfigError
 from watchstep.format.documents import AttemptDocument
 from watchstep.format.layout import check_name
@@ -491,3 +491,18 @@ def test_the_document_of_an_attempt_stays_small_enough_to_be_read(tmp_path: Path
 
 def test_the_names_of_the_tests_are_valid() -> None:
     assert all(check_name("collection", name) for name in NAMES)
+
+
+def test_merge_keys_cannot_make_a_small_file_large(tmp_path: Path) -> None:
+    keys = "".join(f"  k{number}: 0\n" for number in range(500))
+    merges = "".join(f"- {{<<: *a, x{number}: 1}}\n" for number in range(500))
+    file = tmp_path / "capture.yaml"
+    file.write_text(f"a: &a\n{keys}b:\n{merges}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="aliases expand to more than"):
+        load_data(file)
+
+
+def test_a_large_document_is_refused_before_it_is_validated() -> None:
+    document = {"collections": [{"name": "a" * 100, "nonsense": number} for number in range(30_000)]}
+    with pytest.raises(ConfigError, match="bytes as JSON"):
+        inline(document, "document")

@@ -289,3 +289,34 @@ def test_bounded_requests_share_a_connection(server: Server) -> None:
     bounded = Transport(ServiceAddress(server.url), 60.0, bounds_request=True)
     assert [post(bounded, "x" * 100_000) for _ in range(3)] == [b'"' + b"x" * 100_000 + b'"'] * 3
     assert server.connections == 1
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Answers with a problem document of its own."""
+
+    def do_GET(self) -> None:
+        body = b'{"type": "https://gateway.example/refused", "detail": "a", "hint": "b"}'
+        self.send_response(400)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_problem_of_another_service_is_not_final() -> None:
+    """Otherwise a gateway in front of a service that restarts would keep a program from starting."""
+    gateway = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
+    thread = threading.Thread(target=gateway.serve_forever, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(ServiceRefusedError, match="a") as refused:
+            Transport(ServiceAddress(f"http://127.0.0.1:{gateway.server_address[1]}"), 60.0).fetch(
+                "GET", "/x"
+            )
+    finally:
+        gateway.shutdown()
+        gateway.server_close()
+        thread.join()
+    assert not refused.value.is_final

@@ -125,7 +125,6 @@ def inline(data: Any, source: str) -> str:
     Raises:
         ConfigError: the document is invalid or too large.
     """
-    config_of(data, source)
     text = json.dumps({} if data is None else data, separators=(",", ":"))
     text = text.replace("$", "\\u0024")  # Kubernetes expands $(NAME) in values
     if len(text) > MAX_INLINE_BYTES:
@@ -133,6 +132,7 @@ def inline(data: Any, source: str) -> str:
             f"{source}: {len(text)} bytes as JSON, more than the {MAX_INLINE_BYTES} that a variable can hold",
             "use fewer collections, or pass the file to Hook(config=…)",
         )
+    config_of(data, source)  # after the size, as a large document takes minutes to validate
     return text
 
 
@@ -155,6 +155,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _yaml_data(text: str, source: str) -> Any:
     try:
         import yaml
+
+        from watchstep.format.yaml_aliases import check_aliases
     except ImportError:
         raise ConfigError(
             f"{source}: not JSON, and PyYAML, which reads YAML, is not installed",
@@ -166,15 +168,20 @@ def _yaml_data(text: str, source: str) -> Any:
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for number, key in enumerate(keys):
-                if key in keys[:number] and key != "<<":
+            seen: set[str] = set()
+            for key in keys:
+                if key in seen and key != "<<":
                     raise yaml.constructor.ConstructorError(
                         None, None, f"duplicate key {key!r}", node.start_mark
                     )
+                seen.add(key)
             return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
     try:
+        root = yaml.compose(text, Loader)
+        if root is not None:
+            check_aliases(root)
         return yaml.load(text, Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -70,5 +70,5 @@ def _opened(store: Store, path: str, size: int, budget: ReadBudget) -> IndexedTr
         head, operations = archive.head(), archive.operations()
         budget.check()
     # Parsing takes several times the memory of the text, so it is reserved by what the text contains.
-    with PROCESS.reserve(memory_needed(head) + memory_to_index(operations), budget):
+    with PROCESS.reserve(memory_needed(head) + memory_to_index(operations, budget.check), budget):
         return index_trace(path, head, operations, budget.check)
