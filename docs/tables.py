@@ -23,6 +23,7 @@ from watchstep.wrapper.check_config import parser as check_config_parser
 from watchstep.wrapper.diff_command import parser as diff_parser
 from watchstep.wrapper.replay_command import bundles_parser
 from watchstep.wrapper.replay_command import parser as replay_parser
+from watchstep.wrapper.report_command import parser as report_parser
 from watchstep.wrapper.run_command import parser as run_parser
 from watchstep.wrapper.samples_command import samples_parser, skip_list_parser
 from watchstep.wrapper.store_commands import migrate_parser, sync_parser
@@ -58,6 +59,7 @@ _OWN_PARSERS = {
     "watchstep migrate-store": migrate_parser,
     "watchstep check-config": check_config_parser,
     "watchstep trace": trace_parser,
+    "watchstep report": report_parser,
     "watchstep replay": replay_parser,
     "watchstep bundles": bundles_parser,
     "watchstep samples": samples_parser,
@@ -98,6 +100,8 @@ _VARIABLES = {
     "WATCHSTEP_AUDIT_STEPS": "Set by `watchstep audit`: number of steps after which the program is stopped.",
     "WATCHSTEP_AUDIT_SEED": "Set by `watchstep audit --seed`: seed that the program gets at its start.",
     "WATCHSTEP_TRACE": "Steps whose operations are traced, as `100:103,5000`, if `Hook(trace=…)` does not set them.",
+    "WATCHSTEP_MIRROR": "Tools that alerts and series are mirrored into if `Hook(mirror=…)` does not set them: `wandb`, `mlflow`, `trackio`, `tensorboard:FOLDER`, separated by commas.",
+    "WATCHSTEP_MIRROR_SERIES": "Series that are mirrored, unless the program passes a `Mirror`: `losses`, `metrics` and `COLLECTION/FIGURE`, separated by commas.",
     "WATCHSTEP_TENSORBOARD": "Folder for TensorBoard event files that are written during the run, if `Hook(tensorboard=…)` does not set it.",
 }
 

@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store``, ``check-config FILE``, ``trace``, ``replay``, ``bundles``, ``samples``, ``skip-list``, ``diff``, ``audit`` and ``--version`` belong to the SDK; other packages provide the other commands."""
+"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store``, ``check-config FILE``, ``trace``, ``report``, ``replay``, ``bundles``, ``samples``, ``skip-list``, ``diff``, ``audit`` and ``--version`` belong to the SDK; other packages provide the other commands."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ def main() -> None:
             from watchstep.wrapper.trace_command import main as trace
 
             trace(arguments[1:])
+        if arguments[:1] == ["report"]:
+            from watchstep.wrapper.report_command import main as report
+
+            report(arguments[1:])
         _application()(arguments)
     except WatchstepError as error:
         sys.stderr.write(f"watchstep: {printable_lines(error)}\n")

@@ -34,6 +34,7 @@ PACKAGES = (
     "watchstep",
     "watchstep.client",
     "watchstep.reading",
+    "watchstep.report",
     "watchstep.trace",
     "watchstep_launch",
     "watchstep_rules",

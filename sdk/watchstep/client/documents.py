@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from watchstep.errors import ServiceError
+
+if TYPE_CHECKING:
+    from watchstep.plots.plot_figure import PlotFigure
 
 Document = TypeVar("Document")
 
@@ -54,6 +57,13 @@ class RunState:
     health: Mapping[str, Any]
 
 
+class RecordedRun(Protocol):
+    """A recorded run that can draw an alert: `watchstep.Run`."""
+
+    def plot_alert(self, rule: str, finding: Mapping[str, Any]) -> PlotFigure:
+        """Draw an alert."""
+
+
 @dataclass(frozen=True)
 class Alert:
     """An alert: a rule config on one attempt. ``details`` is set once it has fired."""
@@ -71,6 +81,38 @@ class Alert:
     finding: Mapping[str, Any] | None
     details: Mapping[str, Any] | None
     raw: Mapping[str, Any] = field(repr=False, compare=False)
+
+    def plot(self, run: RecordedRun) -> PlotFigure:
+        """Draw the series that the alert is about, with the threshold, around its step; needs the extra ``plots``.
+
+        Args:
+            run: the recorded run of the alert, as `watchstep.open_run` returns it.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or the alert has no finding yet.
+            StoreError: the store cannot be read.
+        """
+        return run.plot_alert(self.name, self.finding or {})
+
+    def _repr_html_(self) -> str:
+        from watchstep.plots.notebook import notebook_html
+
+        finding, details = self.finding or {}, self.details or {}
+        explanation = details.get("explanation") or {}
+        facts = [
+            ("rule", self.rule),
+            ("run", f"{self.run}, attempt {self.attempt}"),
+            ("phase", f"{self.phase} ({self.severity})"),
+            ("where", str(explanation.get("where") or finding.get("tensor") or "")),
+            ("against", str(explanation.get("against", ""))),
+            ("since", f"step {self.since_step}"),
+        ]
+        lists = [
+            ("Usual causes", [str(cause) for cause in explanation.get("usual_causes", ())]),
+            ("What to try", [str(remedy) for remedy in explanation.get("what_to_try", ())]),
+        ]
+        seen = str(details.get("message") or finding.get("message") or "no finding yet")
+        return notebook_html(f"{self.name} {self.phase}: {seen}", facts, lists=lists)
 
 
 @dataclass(frozen=True)

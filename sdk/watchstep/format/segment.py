@@ -243,6 +243,7 @@ __all__ = [
     "check_version",
     "decode",
     "encode",
+    "histograms_of",
     "metadata",
     "metadata_of",
     "to_block",
@@ -538,6 +539,17 @@ def _ints(table: Any, name: str, dtype: Any) -> Any:
 
 def _floats(table: Any, name: str) -> Any:
     return np.ascontiguousarray(to_numbers(table.column(name)).astype(np.float64))
+
+
+def histograms_of(table: pa.Table) -> Histograms:
+    """Return the histograms of some rows of a segment.
+
+    Raises:
+        ValueError: They are not valid.
+    """
+    histograms = _histograms(table)
+    _check_histograms(histograms)
+    return histograms
 
 
 def _histograms(table: Any) -> Histograms:

@@ -270,9 +270,17 @@ class CompactedObject:
 
 @dataclass(frozen=True)
 class Compacted:
-    """One attempt of the generation in use."""
+    """One attempt of the generation in use.
+
+    Attributes:
+        started_ns: time of its first record.
+        catalogue: its tensors, in the order of their first occurrence.
+        objects: all rows.
+        recent: a copy of the rows of the last steps.
+    """
 
     started_ns: int
+    catalogue: tuple[TensorInfo, ...]
     objects: list[CompactedObject]
     recent: CompactedObject | None
 
@@ -344,7 +352,7 @@ class Generations:
                 recent = None
                 if attempt.recent is not None:
                     recent = CompactedObject(self._store, attempt.recent, catalogue, self._catalogues)
-                attempts[attempt.attempt] = Compacted(attempt.started_ns, objects, recent)
+                attempts[attempt.attempt] = Compacted(attempt.started_ns, catalogue, objects, recent)
         except (FormatError, NotFoundError, ValueError, TypeError, LookupError, zlib.error):
             return False
         self.manifest, self.attempts, self.sources = manifest, attempts, frozenset(manifest.sources)

@@ -49,6 +49,9 @@ _PASS_ROWS = 1_000_000
 
 _RECENT_ROWS = 16_384
 
+_MOSTLY_ZERO = ("nan", "pos_inf", "neg_inf", "zero")
+"""Counts that are not read from objects in which they are all zero; most derived figures need them."""
+
 
 @dataclass(frozen=True)
 class Compaction:
@@ -134,20 +137,22 @@ def _claim_key(generation: int) -> str:
 
 
 def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> CompactedAttempt:
-    seen = [located.object for located in index.objects(attempt)]
-    catalogue = tuple({info.name: info for stored in seen for info in stored.catalogue}.values())
+    catalogue = tuple(index.tensors_of(attempt))
     order = {info.name: index for index, info in enumerate(catalogue)}
+    # Tensors of a collection follow each other, because pictures read one collection, and skip the objects of the others.
+    by_collection = sorted(catalogue, key=lambda info: (info.collections, info.order, info.name))
+    ranks = {info.name: rank for rank, info in enumerate(by_collection)}
     packed = catalogue_bytes(catalogue)
     writer = _CompactedWriter(store, f"{COMPACTED}{generation:010d}/{attempt}/", packed)
     segments: list[CompactedSegment] = []
     started: list[int] = []
-    for names in _passes(index, attempt, list(order)):
+    for names in _passes(index, attempt, list(ranks)):
         block = concatenate(index.blocks(attempt, Selection((), names)))
-        block = _by_tensor(block, order)
+        block = _by_tensor(block, ranks)
         started.append(int(block.time_ns.min()))
         segments.extend(writer.write(piece, order) for piece in _pieces(block))
     since = _recent_from(index, attempt)
-    recent = _by_tensor(concatenate(index.blocks(attempt, Selection((), None, since))), order)
+    recent = _by_tensor(concatenate(index.blocks(attempt, Selection((), None, since))), ranks)
     fits = 0 < len(recent) <= _MAX_ROWS
     return CompactedAttempt(
         attempt,
@@ -175,9 +180,9 @@ def _passes(index: RunIndex, attempt: str, names: list[str]) -> Iterator[frozens
         yield frozenset(group)
 
 
-def _by_tensor(block: Block, order: dict[str, int]) -> Block:
+def _by_tensor(block: Block, ranks: dict[str, int]) -> Block:
     """Order rows by tensor, step, worker, mode and place; the order of equal rows is preserved."""
-    rank = np.array([order[info.name] for info in block.catalogue] or [0], np.int64)
+    rank = np.array([ranks[info.name] for info in block.catalogue] or [0], np.int64)
     places = block.places
     keys = (places.stage, places.replica, places.shard_index, block.mode, block.worker, block.step)
     return block.take(np.lexsort((*keys, rank[block.tensor])))
@@ -259,7 +264,11 @@ def _constants(block: Block) -> dict[str, int]:
         "worker": block.worker,
         **vars(block.places),
     }
-    return {name: int(columns[name][0]) for name in CONSTANT if (columns[name] == columns[name][0]).all()}
+    constants = {
+        name: int(columns[name][0]) for name in CONSTANT if (columns[name] == columns[name][0]).all()
+    }
+    zeros = {name: 0 for name in _MOSTLY_ZERO if not getattr(block.statistics, name).any()}
+    return constants | zeros
 
 
 def _delete_old(

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.block import Block, concatenate
 from watchstep.format.layout import SEGMENTS, SegmentKey
-from watchstep.format.segment import PROBE, check_columns, check_steps, to_block, whole
+from watchstep.format.segment import (
+    HISTOGRAM_COLUMNS,
+    PROBE,
+    check_columns,
+    check_steps,
+    histograms_of,
+    to_block,
+    whole,
+)
+from watchstep.format.statistics import Histograms
 from watchstep.format.tensors import TensorInfo
 from watchstep.reading.budget import PROCESS, ReadBudget
 from watchstep.reading.columns import (
@@ -318,14 +327,23 @@ class RunIndex:
         """Return all tensors in the order of their first occurrence, as the newest segment describes them."""
         if self._tensors is None:
             infos: dict[str, TensorInfo] = {}
-            seen: set[int] = set()
             for attempt in self.attempts():
-                for located in self.objects(attempt):
-                    if id(located.object.catalogue) not in seen:
-                        infos.update({info.name: info for info in located.object.catalogue})
-                        seen = {id(located.object.catalogue)}
+                infos.update({info.name: info for info in self.tensors_of(attempt)})
             self._tensors = list(infos.values())
         return self._tensors
+
+    def tensors_of(self, attempt: str) -> list[TensorInfo]:
+        """Return the tensors of an attempt in the order of their first occurrence, as its newest segment describes them."""
+        found: dict[str, TensorInfo] = {}
+        previous: tuple[TensorInfo, ...] = ()
+        for located in self.objects(attempt):
+            if located.object.catalogue is not previous:
+                previous = located.object.catalogue
+                found.update({info.name: info for info in previous})
+        # Compacted objects are in another order; their manifest has the original one.
+        compacted = self._generations.attempts.get(attempt)
+        names = [info.name for info in compacted.catalogue if info.name in found] if compacted else []
+        return [found[name] for name in dict.fromkeys([*names, *found])]
 
     def step_range(self) -> tuple[int, int]:
         """Return the first and last step of the default view; (0, -1) if it is empty.
@@ -387,15 +405,45 @@ class RunIndex:
             blocks.append(block)
         return blocks
 
-    def each_block(self, selection: Selection) -> Iterator[Block]:
-        """Yield whole rows of the default view, object by object, in no particular order. Damaged objects are omitted.
+    def histograms(self, selection: Selection) -> Iterator[tuple[Columns, Histograms]]:
+        """Yield columns of the default view with the histograms of their rows, object by object, in no particular order.
+
+        Only the selected columns, those of identity and the histograms are read. Damaged objects are omitted.
 
         Raises:
             StoreError: the store cannot be read.
             OverBudgetError: `budget` is exceeded.
         """
-        for block, _ in self._each_block(None, selection):
-            yield block
+        selection = self._within(selection)
+        scan = Scan(tuple(dict.fromkeys((*IDENTITY, *selection.columns))), selection, self.tensors())
+
+        def read(located: Located) -> tuple[Columns, Histograms, int] | None:
+            stored = located.object
+            places = scan.places(stored.catalogue)
+            if not scan.is_selected(places):
+                return None
+            with self._decoding(stored, stored.columns & {*scan.names, *HISTOGRAM_COLUMNS}) as table:
+                rows = None if table is None else _rows_of(table, located, selection)
+                if rows is None:
+                    return None
+                try:
+                    with whole(stored.key):
+                        histograms = histograms_of(rows)
+                        columns = from_table(rows.drop_columns(sorted(HISTOGRAM_COLUMNS)), places)
+                        check_columns(columns)
+                        check_steps(columns["step"], stored.first, stored.last)
+                except FormatError as error:
+                    self.damaged[stored.key] = error.what
+                    return None
+                size = _COPIES * rows.nbytes
+                return (columns, histograms, size) if self._take(size) else None
+
+        for result in prefetch(read, self._due(selection), self._readers):
+            self._spend()
+            if result is not None:
+                columns, histograms, size = result
+                yield columns, histograms
+                self._release(size)
 
     def _each_block(self, attempt: str | None, selection: Selection) -> Iterator[tuple[Block, int]]:
         """Yield blocks, and the bytes of their rows."""
@@ -537,4 +585,7 @@ def _rows_of(table: pa.Table, located: Located, selection: Selection) -> pa.Tabl
         chosen &= (step >= selection.first) & (step <= selection.last) & (step < located.cut)
     if selection.tensors is not None:
         chosen &= is_one_of(table["tensor"], selection.tensors)
-    return table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen)))
+    rows = np.flatnonzero(chosen)
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
+        return table.slice(int(rows[0]), len(rows))  # without a copy: the usual form of a compacted object
+    return table.take(pa.array(rows))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.format.block import STAGES, Block, from_codes, from_numbers
+from watchstep.format.block import STAGES, from_codes, from_numbers
 from watchstep.format.segment import PROBE
 from watchstep.format.statistics import (
     Floats,
@@ -21,7 +21,16 @@ from watchstep.format.statistics import (
     sum_rows,
 )
 from watchstep.format.tensors import LOSSES, MODES, Mode, mode_index
-from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Selection, batch_of, figure_of, needs_of
+from watchstep.reading.columns import (
+    COUNTED,
+    IDENTITY,
+    NO_CUT,
+    Columns,
+    Selection,
+    batch_of,
+    figure_of,
+    needs_of,
+)
 from watchstep.reading.index import RunIndex
 
 if TYPE_CHECKING:
@@ -62,6 +71,7 @@ def merged(columns: Columns) -> Columns:
 
 
 Reduce = Literal["mean", "min", "max"]
+REDUCTIONS: tuple[Reduce, ...] = ("mean", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -144,94 +154,26 @@ def as_table(index: RunIndex, data: Columns, figures: Sequence[str], chosen: NDA
     )
 
 
-def heatmap(
-    index: RunIndex, names: list[str], figure: str, bins: int, mode_and_reduce: tuple[Mode | None, Reduce]
-) -> Heatmap:
-    """See `Run.heatmap`; ``mode_and_reduce`` is the mode and how the values of a bin are combined."""
-    if bins < 1:
-        raise ConfigError(f"invalid number of bins {bins}", "use 1 or more")
-    mode, reduce = mode_and_reduce
-    if mode is not None:
-        mode_index(mode)  # raises if it is unknown
-    if reduce not in {"mean", "min", "max"}:
-        raise ConfigError(f"unknown reduce {reduce!r}", "use mean, min or max")
-    needs = needs_of(figure, index.probes())
-    edges = _edges(*index.step_range(), bins)
-    cells = _Cells(index, names, edges, reduce)
-    selection = Selection(needs, frozenset(names))
-    for columns in index.scan(selection):
-        if (columns["shard_count"] > 1).any():
-            cells = _Cells(index, names, edges, reduce)
-            cells.add(columns_of(index, [figure], selection, merge=True), figure, mode)
-            break
-        cells.add(columns, figure, mode)
-    return Heatmap(names, edges, cells.values())
-
-
-def _edges(first: int, last: int, bins: int) -> NDArray[np.int64]:
+def edges_between(first: int, last: int, bins: int) -> NDArray[np.int64]:
     """Return the edges of at most ``bins`` bins of nearly equal width; one bin per step if there are fewer steps."""
     steps = max(0, last - first + 1)
     count = max(1, min(bins, steps))
     return (first + np.arange(count + 1) * steps // count).astype(np.int64)
 
 
-class _Cells:
-    """One number for each tensor and bin, accumulated part by part."""
-
-    def __init__(self, index: RunIndex, names: list[str], edges: NDArray[np.int64], reduce: Reduce) -> None:
-        rows_by_name = {name: row for row, name in enumerate(names)}
-        self._edges, self._reduce = edges, reduce
-        self._shape = (len(names), len(edges) - 1)
-        rows = np.array([rows_by_name.get(info.name, -1) for info in index.tensors()] or [-1], np.int64)
-        self._start = rows * self._shape[1]
-        self._count = np.zeros(self._shape[0] * self._shape[1], np.int64)
-        self._totals = np.full(len(self._count), 0.0 if reduce == "mean" else np.nan)
-
-    def add(self, columns: Columns, figure: str, mode: Mode | None) -> None:
-        values = figure_of(columns, figure)
-        chosen = np.isfinite(values)
-        if mode is not None:
-            chosen &= columns["mode"] == mode_index(mode)
-        step, tensor = columns["step"], columns["tensor"]
-        if not chosen.all():
-            values, step, tensor = values[chosen], step[chosen], tensor[chosen]
-        if not len(values):
-            return
-        cell = self._bin_of(step) + self._start[tensor]
-        low = int(cell.min())  # only touch the cells of the object's tensors
-        cell -= low
-        counts = np.bincount(cell)
-        here = slice(low, low + len(counts))
-        self._count[here] += counts
-        if self._reduce == "mean":
-            self._totals[here] += np.bincount(cell, values)
-        else:
-            pick = np.fmin if self._reduce == "min" else np.fmax
-            pick.at(self._totals[here], cell, values)
-
-    def _bin_of(self, step: NDArray[np.int64]) -> NDArray[np.intp]:
-        first, last = int(self._edges[0]), int(self._edges[-1])
-        if last - first > 1 << 24:  # a lookup table of all steps would be larger than the rows
-            return np.searchsorted(self._edges, step, side="right") - 1
-        bins = np.repeat(np.arange(self._shape[1]), np.diff(self._edges))
-        return bins[step - first]
-
-    def values(self) -> Floats:
-        result = self._totals
-        if self._reduce == "mean":
-            with np.errstate(invalid="ignore"):
-                result = np.where(self._count > 0, result / np.maximum(self._count, 1), np.nan)
-        return result.reshape(self._shape)
-
-
 def histogram(
-    index: RunIndex, tensor: str, steps: int, worker: int | None, mode: Mode | None
+    index: RunIndex,
+    tensor: str,
+    steps: int,
+    worker: int | None,
+    mode: Mode | None,
+    within: tuple[int, int] = (0, NO_CUT),
 ) -> HistogramSeries:
-    """See `Run.histogram`."""
+    """See `Run.histogram`; ``within`` is the first and the last step."""
     if steps < 1:
         raise ConfigError(f"invalid number of steps {steps}", "use 1 or more")
-    only = frozenset([tensor])
-    identity_columns = index.collect(Selection((), only))
+    selection = Selection((), frozenset([tensor]), *within)
+    identity_columns = index.collect(selection)
     lead = _Lead.of(identity_columns, worker, mode)
     step = identity_columns["step"][lead.rows(identity_columns)]
     if not len(step):
@@ -239,19 +181,21 @@ def histogram(
             f"tensor {tensor!r} has no row of mode {mode} and worker {worker}",
             "see Tensor.steps() and .workers",
         )
-    edges = _edges(int(step.min()), int(step.max()), steps)
+    edges = edges_between(int(step.min()), int(step.max()), steps)
     rows = len(edges) - 1
     zeros, nonfinite = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     sums = Histograms.empty(rows)
-    for block in index.each_block(
-        Selection((), only)
-    ):  # summed one by one, because together they may not fit into memory
-        of_lead = block.where(lead.rows(_identity(block)))
-        group = np.searchsorted(edges, of_lead.step, side="right") - 1
-        parts = [sums, sum_rows(of_lead.statistics.histogram, group, rows)]
+    counted = replace(selection, columns=("zero", "nan", "pos_inf", "neg_inf"))
+    for columns, histograms in index.histograms(
+        counted
+    ):  # summed one by one, because all may not fit into memory
+        of_lead = np.flatnonzero(lead.rows(columns))
+        group = np.searchsorted(edges, columns["step"][of_lead], side="right") - 1
+        parts = [sums, sum_rows(histograms.take(of_lead), group, rows)]
         sums = sum_rows(Histograms.concatenate(parts), np.tile(np.arange(rows), 2), rows)
-        zeros += np.bincount(group, of_lead.statistics.zero, rows).astype(np.int64)
-        nonfinite += np.bincount(group, of_lead.statistics.nonfinite, rows).astype(np.int64)
+        bad = columns["nan"] + columns["pos_inf"] + columns["neg_inf"]
+        np.add.at(zeros, group, columns["zero"][of_lead])
+        np.add.at(nonfinite, group, bad[of_lead])
     sums_of_bins = sums
     bins = np.unique(sums_of_bins.bins)
     sign = np.where(is_negative_bin(bins), -1.0, 1.0)
@@ -301,17 +245,6 @@ class _Lead:
         if self.whole_of is not None:
             chosen &= (columns["shard_count"] != 1) | (columns["worker"] == self.whole_of)
         return chosen
-
-
-def _identity(block: Block) -> Columns:
-    return {
-        "step": block.step,
-        "mode": block.mode,
-        "worker": block.worker,
-        "shard_count": block.places.shard_count,
-        "replica": block.places.replica,
-        "stage": block.places.stage,
-    }
 
 
 _FIGURES = ("mean", "count", "nan", "pos_inf", "neg_inf")

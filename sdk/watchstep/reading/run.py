@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -21,6 +21,7 @@ from watchstep.format.snapshot import Snapshot
 from watchstep.format.tensors import (
     BUILT_IN,
     FINITE_CHECKS,
+    GRADIENTS,
     ROLES,
     SAVED,
     SYSTEM,
@@ -29,10 +30,15 @@ from watchstep.format.tensors import (
     mode_index,
 )
 from watchstep.platform.folders import absolute_path
-from watchstep.reading import queries
+from watchstep.plots.html_chart import LineChart
+from watchstep.plots.notebook import NOTEBOOK_POINTS, notebook_html
+from watchstep.reading import pictures, queries
+from watchstep.reading.binning import Lines, SeriesRequest, read_lines
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import NO_CUT, Columns, Selection
+from watchstep.reading.grid import Grid, GridRequest, read_grid, read_heatmap
 from watchstep.reading.index import RunIndex
+from watchstep.reading.outcome import RunOutcome, read_outcome
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce, losses_of
 from watchstep.reading.run_documents import END, read_documents, read_state
 from watchstep.reading.samples import read_samples
@@ -52,6 +58,8 @@ from watchstep.store.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from watchstep.plots.plot_figure import PlotFigure
 
 
 _PREDEFINED = frozenset({*BUILT_IN, FINITE_CHECKS, SAVED, SYSTEM})
@@ -439,7 +447,7 @@ class Run:
                 lambda: concatenate(self._index.blocks(None, selection)).ordered()
             )
 
-        return Tensor(info, read_rows, self._saved)
+        return Tensor(info, read_rows, self._saved, self._index)
 
     def losses(self) -> pa.Table:
         """All losses: step, mode, worker, name, value, count and derived.
@@ -486,6 +494,17 @@ class Run:
         if mode is not None:
             chosen &= columns["mode"] == mode_index(mode)
         return queries.as_table(self._index, columns, [figure], chosen)
+
+    def binned_series(self, request: SeriesRequest) -> Lines:
+        """One figure of one tensor over the steps, with a limited number of points: lines of one mode, worker, replica and stage each.
+
+        Raises:
+            ConfigError: the figure does not exist, or the mode is unknown.
+            NotFoundError: the tensor does not exist.
+            OverBudgetError: the query exceeds the run's budget.
+        """
+        self.check_tensors([request.tensor])
+        return read_lines(self._index, request)
 
     def at_step(
         self, figures: Sequence[str], step: int | None = None, mode: Mode | None = None, *, merge: bool = True
@@ -535,12 +554,27 @@ class Run:
                 "see Run.collections for the names, or GET …/tensors of the service",
             )
         self.check_tensors(names)
-        return self._index.consistently(
-            lambda: queries.heatmap(self._index, names, figure, bins, (mode, reduce))
-        )
+        return read_heatmap(self._index, names, figure, bins, (mode, reduce))
+
+    def grid(self, request: GridRequest) -> Grid:
+        """One figure of many tensors over a range of steps, in columns with mean, extremes and the number of elements that are not finite.
+
+        Raises:
+            ConfigError: the figure or the mode does not exist.
+            NotFoundError: a tensor does not exist.
+        """
+        self.check_tensors(request.tensors)
+        return read_grid(self._index, request)
 
     def histogram(
-        self, tensor: str, steps: int = 100, worker: int | None = None, mode: Mode | None = "train"
+        self,
+        tensor: str,
+        steps: int = 100,
+        worker: int | None = None,
+        mode: Mode | None = "train",
+        *,
+        first: int = 0,
+        last: int = NO_CUT,
     ) -> HistogramSeries:
         """The distribution of a tensor's elements over powers of two, over the steps.
 
@@ -549,13 +583,17 @@ class Run:
             steps: maximum number of rows; the histograms of several steps are added up in one row.
             worker: only rows of this worker. Default: all shards of the first replica, or the first worker.
             mode: only steps of this mode.
+            first: first step.
+            last: last step.
 
         Raises:
             ConfigError: the mode is unknown.
             NotFoundError: the tensor does not exist, or has no such rows.
         """
         self.check_tensors([tensor])
-        return self._index.consistently(lambda: queries.histogram(self._index, tensor, steps, worker, mode))
+        return self._index.consistently(
+            lambda: queries.histogram(self._index, tensor, steps, worker, mode, (first, last))
+        )
 
     def _columns(self, figures: Sequence[str], selection: Selection, *, merge: bool) -> Columns:
         return self._index.consistently(
@@ -642,6 +680,55 @@ class Run:
         """Return the run's current state; see `watchstep.reading.run_documents.StoredState`."""
         return read_state(self._store).state
 
+    def outcome(self) -> RunOutcome:
+        """Return what happened to the run: its state, its last step, and what stopped it.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return read_outcome(self._store, max(self.steps(), default=-1))
+
+    def plot(self, statistic: str = "l2", collection: str = GRADIENTS, *, width: int = 1000) -> PlotFigure:
+        """Draw losses with events, a figure of a collection by layer and step, and learning rates; needs the extra ``plots``.
+
+        Each cell of the heatmap has the largest value of its steps, until the next measurement.
+
+        Args:
+            statistic: the figure of the heatmap, as for `series`.
+            collection: the collection of the heatmap.
+            width: width in pixels.
+
+        Returns:
+            A matplotlib figure that belongs to no window. Notebooks show it; ``save("run.png")`` or ``save("run.svg")`` writes it.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or an argument is invalid.
+            StoreError: the store cannot be read.
+        """
+        from watchstep.plots.run_plot import run_figure
+
+        outcome = self.outcome()
+        heading = (outcome.as_sentence(self.id), outcome.marks())
+        return run_figure(pictures.run_picture(self._index, heading, statistic, collection, width), width)
+
+    def plot_alert(self, rule: str, finding: Mapping[str, Any]) -> PlotFigure:
+        """Draw the series that an alert is about, with the threshold, around its step; needs the extra ``plots``.
+
+        Args:
+            rule: name of the rule config.
+            finding: the alert's finding, as data.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or the finding has no step.
+            StoreError: the store cannot be read.
+        """
+        from watchstep.plots.alert_evidence import alert_figure
+
+        outcome = self.outcome()
+        stopped_at = outcome.last_step if outcome.state == "stopped" else None
+        evidence = pictures.alert_evidence(self._index, rule, finding, run=self.id, stopped_at=stopped_at)
+        return alert_figure(evidence)
+
     def wait_for_steps(
         self, steps: list[int], mode: Mode | None = None, timeout: float | None = None
     ) -> list[int]:
@@ -685,6 +772,21 @@ class Run:
 
         found = self._index.consistently(codes)
         return {info.name for code, info in enumerate(self._index.tensors()) if code in found}
+
+    def _repr_html_(self) -> str:
+        outcome = self.outcome()
+        facts = [
+            ("run", self.id),
+            ("project", self.document.project),
+            ("state", outcome.state),
+            ("steps", f"{len(self.steps())} recorded, the last is {outcome.last_step}"),
+            ("workers", str(len(self.workers))),
+            ("tensors", ", ".join(f"{len(names)} {name}" for name, names in self.collections.items())),
+            ("location", self.location),
+        ]
+        lines = pictures.loss_lines(self._index, NOTEBOOK_POINTS)
+        chart = LineChart("loss", lines, outcome.marks())
+        return notebook_html(outcome.as_sentence(self.id), facts, [chart])
 
     def __repr__(self) -> str:
         return f"Run({self._store.location!r}, {len(self.steps())} steps)"

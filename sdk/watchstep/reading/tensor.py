@@ -8,17 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from watchstep.errors import NotFoundError
+from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.block import Block
 from watchstep.format.segment import to_table
 from watchstep.format.statistics import DERIVED
 from watchstep.format.tensors import Mode, TensorInfo, mode_index
+from watchstep.plots.binned import NamedSeries
+from watchstep.plots.distribution_animation import DistributionAnimation
+from watchstep.plots.html_chart import LineChart
+from watchstep.plots.notebook import NOTEBOOK_POINTS, notebook_html
+from watchstep.reading import pictures, queries
+from watchstep.reading.binning import SeriesRequest, read_lines
+from watchstep.reading.index import RunIndex
+from watchstep.reading.queries import HistogramSeries
 from watchstep.reading.saved.saved_objects import SavedObjects, SavedRequest
 from watchstep.reading.saved.saved_tensor import Framework, SavedTensor
 from watchstep.reading.steps import checked_step
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from watchstep.plots.plot_figure import PlotFigure
 
 
 class Tensor:
@@ -28,9 +38,12 @@ class Tensor:
         info: description of the tensor. For one that only saved objects contain, it follows from these.
     """
 
-    def __init__(self, info: TensorInfo, read_rows: Callable[[], Block], saved: SavedObjects) -> None:
+    def __init__(
+        self, info: TensorInfo, read_rows: Callable[[], Block], saved: SavedObjects, index: RunIndex
+    ) -> None:
         self._read_rows = read_rows
         self._saved = saved
+        self._index = index
         self.info = info
 
     @property
@@ -194,6 +207,102 @@ class Tensor:
             ConfigError, NotFoundError, FormatError, StoreError: as for `saved`.
         """
         return self.saved(step, mode=mode, worker=worker).shape
+
+    def plot(
+        self,
+        statistic: str = "rms",
+        *,
+        mode: Mode | None = "train",
+        worker: int | None = None,
+        width: int = 900,
+    ) -> PlotFigure:
+        """Draw a figure over the steps, and below it the distribution of the elements; needs the extra ``plots``.
+
+        Args:
+            statistic: the figure, as for `Run.series`.
+            mode: only rows of this mode.
+            worker: only rows of this worker; by default shards are merged.
+            width: width in pixels.
+
+        Returns:
+            A matplotlib figure that belongs to no window. Notebooks show it; ``save("tensor.png")`` or ``save("tensor.svg")`` writes it.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or an argument is invalid.
+            NotFoundError: the tensor has no such rows.
+            StoreError: the store cannot be read.
+        """
+        from watchstep.plots.tensor_plot import tensor_figure
+
+        lines = self._lines(statistic, mode, worker, pictures.checked_width(width))
+        return tensor_figure(
+            self.name, statistic, lines, self._histogram(mode, worker, width // 4), width=width
+        )
+
+    def plot_ridges(
+        self, *, mode: Mode | None = "train", worker: int | None = None, width: int = 900
+    ) -> PlotFigure:
+        """Draw the distribution of the elements at up to 24 ranges of steps as ridges; arguments and errors as for `plot`."""
+        from watchstep.plots.tensor_plot import ridge_figure
+
+        return ridge_figure(
+            self.name, self._histogram(mode, worker, pictures.MAX_FRAMES), pictures.checked_width(width)
+        )
+
+    def animate(
+        self,
+        frames: int = 60,
+        *,
+        mode: Mode | None = "train",
+        worker: int | None = None,
+        frame_ms: int = 120,
+    ) -> DistributionAnimation:
+        """Return the distribution of the elements through the steps as an animation; needs the extra ``plots``.
+
+        Args:
+            frames: maximum number of frames, up to 240. A frame has the elements of a range of steps.
+            mode: only steps of this mode.
+            worker: only rows of this worker; by default shards are merged.
+            frame_ms: time of one frame in milliseconds.
+
+        Returns:
+            An animation that notebooks show; ``save("tensor.gif")`` writes it.
+
+        Raises:
+            ConfigError: an argument is invalid.
+            NotFoundError: the tensor has no such rows.
+            StoreError: the store cannot be read.
+        """
+        if not 1 <= frames <= pictures.MAX_FRAMES:
+            raise ConfigError(f"invalid frames={frames!r}", f"use 1 to {pictures.MAX_FRAMES}")
+        return DistributionAnimation(self.name, self._histogram(mode, worker, frames), frame_ms)
+
+    def _lines(self, statistic: str, mode: Mode | None, worker: int | None, points: int) -> list[NamedSeries]:
+        request = SeriesRequest(self.name, statistic, worker, mode, points=points)
+        lines = read_lines(self._index, request).lines
+        if not lines:
+            raise NotFoundError(
+                f"tensor {self.name!r} has no row of mode {mode} and worker {worker}",
+                "see Tensor.steps() and .workers",
+            )
+        return pictures.named_lines(lines[: pictures.MAX_LINES], statistic)
+
+    def _histogram(self, mode: Mode | None, worker: int | None, rows: int) -> HistogramSeries:
+        return self._index.consistently(lambda: queries.histogram(self._index, self.name, rows, worker, mode))
+
+    def _repr_html_(self) -> str:
+        facts = [
+            ("tensor", self.name),
+            ("shape", " x ".join(map(str, self.info.shape)) or "one number"),
+            ("dtype", self.info.dtype),
+            ("module", f"{self.info.module} ({self.info.module_type})" if self.info.module else ""),
+            ("collections", ", ".join(self.info.collections)),
+            ("recorded", f"{len(self.steps())} steps"),
+        ]
+        charts = []
+        if len(self.rows):
+            charts = [LineChart("rms", self._lines("rms", None, None, NOTEBOOK_POINTS))]
+        return notebook_html(self.name, facts, charts)
 
     def _of_mode(self, mode: Mode | None) -> Block:
         return self.rows if mode is None else self.rows.where(self.rows.mode == mode_index(mode))

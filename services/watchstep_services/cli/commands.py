@@ -209,6 +209,11 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
         "trace",
         "Name the first bad operation of a trace, with its source line. Exit code 1 if there is one.",
     ),
+    "report": CommandEntry(
+        "jobs",
+        "report",
+        "Write what happened to a run as one HTML file that needs no server and no network.",
+    ),
     "replay": CommandEntry(
         "jobs",
         "replay",

@@ -1,6 +1,6 @@
 """``watchstep attach`` and ``watchstep watch``, which run without the service's packages, and the commands of the SDK.
 
-The SDK itself executes ``run``, ``sync``, ``migrate-store``, ``trace``, ``samples``, ``skip-list``, ``replay``, ``bundles``, ``diff`` and ``audit``. Their definitions here provide help and shell completion.
+The SDK itself executes ``run``, ``sync``, ``migrate-store``, ``trace``, ``report``, ``samples``, ``skip-list``, ``replay``, ``bundles``, ``diff`` and ``audit``. Their definitions here provide help and shell completion.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from watchstep.wrapper.audit.audit_command import parser as audit_parser
 from watchstep.wrapper.diff_command import parser as diff_parser
 from watchstep.wrapper.replay_command import bundles_parser
 from watchstep.wrapper.replay_command import parser as replay_parser
+from watchstep.wrapper.report_command import parser as report_parser
 from watchstep.wrapper.run_command import parser as run_options
 from watchstep.wrapper.samples_command import samples_parser, skip_list_parser
 from watchstep.wrapper.store_commands import migrate_parser, sync_parser
@@ -184,6 +185,7 @@ run = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 sync = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 migrate_store = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 trace = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+report = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 replay = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 bundles = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 diff = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -294,6 +296,20 @@ def _trace(
         watchstep trace tensorflow-dump/
     """
     trace_parser().parse_args(arguments or ["--help"])
+
+
+@report.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _report(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] RUN")] = None,
+) -> None:
+    """Write what happened to a run as one HTML file that needs no server and no network.
+
+    Examples:
+        watchstep report default/my-run -o report.html
+        watchstep report s3://bucket/runs/default/my-run
+        watchstep report runs/default/my-run --no-service
+    """
+    report_parser().parse_args(arguments or ["--help"])
 
 
 @diff.command(add_help_option=False, context_settings={"ignore_unknown_options": True})

@@ -21,20 +21,23 @@ from rich.text import Text
 from watchstep.errors import ServiceError
 from watchstep.format.tensors import GRADIENTS
 from watchstep.platform.terminal_text import printable
+from watchstep.plots.binned import NamedSeries, PlotMark
+from watchstep.reading.binning import bin_values
+from watchstep.reading.pictures import heat_cells
 from watchstep.reading.run import Run
 from watchstep_services.core.console import figure, table
 from watchstep_services.demo.digits import STEPS
 from watchstep_services.demo.trainings import WatchedRun
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
 _MARGIN = 0.01
 _TITLE_COLUMNS = 140
-_HEALTHY, _FAULTY = "#1b7f5c", "#c62f2f"
-"""Colours of the runs in the PNG: the green and the red of the terminal, dark enough for a white background."""
+_WIDTH, _HEIGHT = 1000, 660
+"""Size of the PNG in pixels."""
+
 _HEALTHY_ANSI, _FAULTY_ANSI = "green", "red"
 """Colours of the runs on a terminal, in the table and in the plot."""
 
@@ -70,44 +73,31 @@ def draw_png(evidence: Evidence, path: Path) -> None:
 
     Args:
         evidence: the data.
-        path: output file, a PNG of about 1400 by 900 pixels.
+        path: output file, a PNG of about 1000 by 660 pixels.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from watchstep.plots.plot_figure import new_figure, write_picture
+    from watchstep.plots.run_plot import draw_heatmap, draw_lines, draw_marks
 
-    figure = Figure(figsize=(10, 6.6), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_WIDTH, _HEIGHT)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
     _set_title(figure, evidence.title)
-    for run, colour, label in (
-        (evidence.healthy, _HEALTHY, "healthy"),
-        (evidence.faulty, _FAULTY, "faulty"),
-    ):
-        top.plot(*losses(run), color=colour, linewidth=1.3, label=f"{label} run: loss")
-    top.set_yscale("log")
-    top.set_ylabel("loss")
-    _draw_gradients(bottom, evidence)
-    for axes in (top, bottom):
-        axes.axvline(
-            evidence.bad_step,
-            color=_FAULTY,
-            linewidth=1.2,
-            linestyle=":",
-            label=f"step {evidence.bad_step}: bad",
-        )
-        axes.axvspan(evidence.bad_step, evidence.stopped_at, color=_FAULTY, alpha=0.10, linewidth=0)
-        axes.axvline(
-            evidence.stopped_at,
-            color="black",
-            linewidth=1.2,
-            linestyle="--",
-            label=f"{evidence.stopped_at}: stopped",
-        )
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.2)
-    top.legend(loc="upper right", fontsize=8, frameon=False)
+    lines = [
+        NamedSeries(f"{label} run: loss", bin_values(*losses(run), _WIDTH))
+        for run, label in ((evidence.healthy, "healthy"), (evidence.faulty, "faulty"))
+    ]
+    draw_lines(top, lines, "loss")
+    marks = [
+        PlotMark(evidence.bad_step, "bad", "fired"),
+        PlotMark(evidence.stopped_at, "stopped", "stopped"),
+    ]
+    draw_marks(top, marks, with_labels=True)
+    names = [name for name in evidence.faulty.tensors(GRADIENTS) if name.endswith("weight:gradient")]
+    cells = heat_cells(evidence.faulty.index, names, "rms", _WIDTH // 4)
+    if cells is not None:
+        draw_heatmap(bottom, cells, "rms of the gradients of the faulty run")
+    draw_marks(bottom, marks)
     bottom.set_xlabel("step")
-    figure.savefig(path)
+    write_picture(path, figure.encode("png"))
 
 
 def _set_title(figure: Figure, text: str) -> None:
@@ -118,29 +108,6 @@ def _set_title(figure: Figure, text: str) -> None:
         title.set_text(textwrap.fill(printable(text), columns))
         if title.get_window_extent().width <= available:
             return
-
-
-def _draw_gradients(axes: Axes, evidence: Evidence) -> None:
-    names = [n for n in evidence.faulty.tensors(GRADIENTS) if n.endswith("weight:gradient")]
-    rows = np.full((len(names), evidence.stopped_at + 1), np.nan)
-    broken = np.zeros_like(rows, dtype=bool)
-    for row, name in enumerate(names):
-        table = evidence.faulty.tensor(name).statistics()
-        steps = table["step"].to_numpy()
-        keep = steps <= evidence.stopped_at
-        rows[row, steps[keep]] = np.log10(np.maximum(table["rms"].to_numpy().astype(float)[keep], 1e-12))
-        broken[row, steps[keep]] = table["nan"].to_numpy()[keep] > 0
-    for step in range(1, rows.shape[1]):  # steps without a measurement keep the last value
-        rows[:, step] = np.where(np.isnan(rows[:, step]), rows[:, step - 1], rows[:, step])
-        broken[:, step] |= broken[:, step - 1]
-    image = axes.imshow(rows, aspect="auto", cmap="viridis", interpolation="nearest", origin="upper")
-    hidden = np.where(broken, 1.0, np.nan)
-    axes.imshow(hidden, aspect="auto", cmap="autumn", interpolation="nearest", origin="upper", vmin=1, vmax=2)
-    axes.set_yticks(range(len(names)), [name.removesuffix(":gradient") for name in names], fontsize=8)
-    axes.set_title(
-        "gradients of the faulty run, log10 of their root mean square; red: NaN", fontsize=9, loc="left"
-    )
-    axes.figure.colorbar(image, ax=axes, pad=0.01)
 
 
 def draw_text(evidence: Evidence, width: int, *, colours: bool) -> str:

@@ -7,8 +7,9 @@ update made: optimizer state and updates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from watchstep.format.layout import SnapshotKey
 from watchstep.format.segment import PROBE
 from watchstep.format.statistics import COUNT_COLUMNS, Floats
 from watchstep.format.tensors import MODES, SYSTEM, Mode, TensorInfo
-from watchstep.reading.columns import COUNTED, Columns, Selection
+from watchstep.reading.columns import COUNTED, NO_CUT, Columns, Selection
 from watchstep.reading.comparison.tolerances import ElementDifference, Tolerances, differing_element
 from watchstep.reading.run import Run
 from watchstep.reading.saved.saved_tensor import SavedTensor
@@ -160,6 +161,232 @@ def diff(
     )
 
 
+FIRST_FIGURES = ("count", "nan", "pos_inf", "neg_inf", "min", "max", "mean", "abs_sum", "square_sum")
+"""Figures that `first_divergences` compares: those that show any difference of the others, with fewer columns to read."""
+
+_PART_ROWS = 200_000
+_PROBED_STEPS = 8
+"""Steps that are compared before all others: runs with other seeds differ everywhere from the first step on."""
+
+
+@dataclass(frozen=True)
+class TensorDivergence:
+    """The first difference of a tensor between two runs.
+
+    Attributes:
+        step: step of the difference.
+        mode: mode of the step.
+        tensor: name of the tensor.
+        worker: worker of the rows.
+        figure: figure that differs.
+        a: value of the first run; NaN for none.
+        b: value of the second run.
+        relative: difference in relation to the figure's scale, as in `diff`.
+    """
+
+    step: int
+    mode: Mode
+    tensor: str
+    worker: int
+    figure: str
+    a: float
+    b: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class RunDivergences:
+    """The first difference of each tensor between two runs.
+
+    Attributes:
+        tensors: by step and the order of the computation; the first one is the first difference of the runs.
+        first: first compared step.
+        last: last compared step; -1 if no step was compared.
+        rows: number of compared rows of each run.
+        left_out: number of tensors that were not compared up to ``last`` because the time was over.
+        only_a: tensors of the first run only.
+        only_b: tensors of the second run only.
+        notes: attempts and repeated steps.
+    """
+
+    tensors: list[TensorDivergence]
+    first: int
+    last: int
+    rows: int
+    left_out: int
+    only_a: list[str]
+    only_b: list[str]
+    notes: tuple[str, ...]
+
+
+def first_divergences(
+    run_a: Run,
+    run_b: Run,
+    tolerance: float | Tolerances | None = None,
+    *,
+    steps: tuple[int, int] = (0, NO_CUT),
+    seconds: float = float("inf"),
+) -> RunDivergences:
+    """Find where each tensor first differs, as `diff` compares figures, from a bounded number of rows in memory.
+
+    Rows are read in parts: of some tensors over all steps if the objects of a run have few tensors, as those of a compaction, else of all
+    tensors over some steps. A tensor is not read any further after its first difference.
+
+    Args:
+        run_a: a run.
+        run_b: another run.
+        tolerance: as for `diff`.
+        steps: the first and the last step to compare.
+        seconds: time after which no further part is read.
+
+    Raises:
+        ConfigError: the tolerance is negative.
+        StoreError: a run cannot be read.
+        OverBudgetError: reading exceeds the budget of a run.
+    """
+    deadline = time.monotonic() + seconds
+    if tolerance is None:
+        tolerance = Tolerances()
+    elif not isinstance(tolerance, Tolerances):
+        tolerance = Tolerances.uniform(tolerance)
+    infos_a, infos_b = (_compared(run, tolerance) for run in (run_a, run_b))
+    infos = _in_order({**infos_b, **infos_a})
+    allowances = (_by_tensor(infos, {**infos_b, **infos_a}, infos_b, tolerance), tolerance.of("float32"))
+    ranges = [run.index.step_range() for run in (run_a, run_b)]
+    first = max(steps[0], *(low for low, _ in ranges))
+    last = min(steps[1], *(high for _, high in ranges))
+    search = _DivergenceSearch((run_a, run_b), [info.name for info in infos], allowances)
+    shared = [info.name for info in infos if info.name in infos_a and info.name in infos_b]
+    compared, left_out = search.run(shared, (first, last), deadline)
+    return RunDivergences(
+        search.in_order(),
+        first,
+        compared,
+        search.rows,
+        left_out,
+        [name for name in infos_a if name not in infos_b],
+        [name for name in infos_b if name not in infos_a],
+        (*_attempts(run_a, "A"), *_attempts(run_b, "B")),
+    )
+
+
+@dataclass
+class _DivergenceSearch:
+    """Searches the first difference of each tensor.
+
+    Attributes:
+        runs: both runs.
+        names: names of their tensors, in the order of the computation.
+        allowances: tolerance of each tensor, and of probes.
+        found: name of the tensor → its first difference.
+        rows: number of compared rows.
+    """
+
+    runs: tuple[Run, Run]
+    names: list[str]
+    allowances: tuple[Floats, float]
+    found: dict[str, TensorDivergence] = field(default_factory=dict)
+    rows: int = 0
+
+    def run(self, shared: list[str], steps: tuple[int, int], deadline: float) -> tuple[int, int]:
+        """Compare the tensors that both runs have; return the last compared step, -1 for none, and the number of tensors left out."""
+        first, last = steps
+        if not shared or last < first:
+            return -1, 0
+        if _has_objects_of_few_tensors(self.runs[0]):
+            groups = _tensor_groups(self.runs[0], shared)
+            for place, group in enumerate(groups):
+                if time.monotonic() >= deadline:
+                    return last, sum(map(len, groups[place:]))
+                self.compare(group, steps)
+            return last, 0
+        low, width = first, _PROBED_STEPS
+        while low <= last:
+            remaining = [name for name in shared if name not in self.found]
+            if not remaining:
+                return last, 0
+            if time.monotonic() >= deadline:
+                return (low - 1 if low > first else -1), 0
+            high = min(last, low + width - 1)
+            self.compare(remaining, (low, high))
+            low, width = high + 1, _steps_of_part(self.runs[0])
+        return last, 0
+
+    def compare(self, tensors: Collection[str], steps: tuple[int, int]) -> None:
+        """Compare some tensors at some steps."""
+        a, b = (_rows(run, self.names, FIRST_FIGURES, frozenset(tensors), steps) for run in self.runs)
+        reserved = [sum(column.nbytes for column in columns.values()) for columns in (a, b)]
+        left, right = _common(a, b)
+        order = np.lexsort([a[name][left] for name in ("worker", "mode", "step", "tensor")])
+        a = {name: column[left[order]] for name, column in a.items()}
+        b = {name: column[right[order]] for name, column in b.items()}
+        self.rows += len(left)
+        firsts: dict[int, tuple[int, str, float]] = {}
+        for figure in FIRST_FIGURES:
+            rows, relatives = _differing(a, b, figure, self.allowances)
+            # Rows are ordered by tensor and step, so the first one of a tensor is its first difference.
+            tensor, place = np.unique(a["tensor"][rows], return_index=True)
+            for number, row, relative in zip(
+                tensor.tolist(), rows[place].tolist(), relatives[place].tolist(), strict=True
+            ):
+                if number not in firsts or row < firsts[number][0]:
+                    firsts[number] = row, figure, relative
+        for number, (row, figure, relative) in firsts.items():
+            self.found[self.names[number]] = TensorDivergence(
+                int(a["step"][row]),
+                MODES[a["mode"][row]],
+                self.names[number],
+                int(a["worker"][row]),
+                figure,
+                float(a[figure][row]),
+                float(b[figure][row]),
+                relative,
+            )
+        for run, size in zip(self.runs, reserved, strict=True):
+            if run.index.budget is not None:
+                run.index.budget.release(size)
+
+    def in_order(self) -> list[TensorDivergence]:
+        """Return the differences by step and the order of the computation."""
+        ranks = {name: rank for rank, name in enumerate(self.names)}
+        return sorted(self.found.values(), key=lambda entry: (entry.step, ranks[entry.tensor]))
+
+
+def _has_objects_of_few_tensors(run: Run) -> bool:
+    """Return whether the objects of a run have less than half of its tensors on average, as those of a compaction have."""
+    objects = run.index.objects()
+    tensors = sum(len(located.object.catalogue) for located in objects)
+    return bool(objects) and 2 * tensors < len(objects) * len(run.index.tensors())
+
+
+def _tensor_groups(run: Run, names: list[str]) -> list[list[str]]:
+    """Return the tensors in groups, each with those of one object or of several small ones, so that an object is read once."""
+    objects: dict[str, str] = {}
+    total = 0
+    for located in run.index.objects():
+        total += located.object.rows
+        for info in located.object.catalogue:
+            objects.setdefault(info.name, located.object.key)
+    by_object: dict[str, list[str]] = {}
+    for name in names:
+        by_object.setdefault(objects.get(name, ""), []).append(name)
+    size = max(1, _PART_ROWS * max(1, len(objects)) // max(1, total))
+    groups: list[list[str]] = []
+    for members in by_object.values():
+        if groups and len(groups[-1]) + len(members) <= size:
+            groups[-1] += members
+        else:
+            groups += [members[place : place + size] for place in range(0, len(members), size)]
+    return groups
+
+
+def _steps_of_part(run: Run) -> int:
+    """Return the number of steps with about `_PART_ROWS` rows."""
+    first, last = run.index.step_range()
+    rows = sum(located.object.rows for located in run.index.objects())
+    return max(1, _PART_ROWS * (last - first + 1) // max(1, rows))
+
+
 def _compared(run: Run, tolerances: Tolerances) -> dict[str, TensorInfo]:
     return {
         info.name: info
@@ -225,9 +452,17 @@ def _gaps(
     return int(np.count_nonzero(unmatched & is_shared[columns["tensor"]]))
 
 
-def _rows(run: Run, names: list[str], figures: tuple[str, ...]) -> Columns:
+def _rows(
+    run: Run,
+    names: list[str],
+    figures: tuple[str, ...],
+    tensors: frozenset[str] | None = None,
+    steps: tuple[int, int] = (0, NO_CUT),
+) -> Columns:
+    """Return rows of a run with the rank of each tensor, by default all; ``steps`` are the first and the last."""
     index = run.index
-    columns = index.consistently(lambda: index.collect(Selection((*figures, "shard_index"))))
+    selection = Selection((*figures, "shard_index"), tensors, *steps)
+    columns = index.consistently(lambda: index.collect(selection))
     ranks_by_name = {name: rank for rank, name in enumerate(names)}
     ranks = np.array([ranks_by_name.get(info.name, -1) for info in index.tensors()] or [0], np.int64)[
         columns["tensor"]
@@ -286,24 +521,12 @@ def _table(
     import pyarrow as pa
 
     names, compared = keys
-    tolerances, of_probes = allowances
     rows, figures, relatives = [], [], []
-    of_row = tolerances[a["tensor"]] if len(tolerances) else np.zeros(len(a["tensor"]))
     for index, figure in enumerate(compared):
-        x, y = a[figure].astype(np.float64), b[figure].astype(np.float64)
-        scale = _scale(a, b, figure)
-        with np.errstate(all="ignore"):
-            distance = np.abs(x - y)
-            same = (x == y) | (np.isnan(x) & np.isnan(y))
-            allowed = np.zeros(len(of_row)) if figure in _EXACT_FIGURES else of_row * scale
-            if figure.startswith(PROBE):
-                allowed = np.where(of_row > 0, np.fmax(of_row, of_probes) * scale, 0.0)
-            elif figure in COUNT_COLUMNS and figure not in _EXACT_FIGURES:
-                allowed = np.where(of_row > 0, np.fmax(allowed, 1.0), 0.0)
-            differs = ~same & ~(distance <= allowed)
-            relatives.append((distance / scale)[differs])
-        rows.append(np.flatnonzero(differs))
-        figures.append(np.full(len(rows[-1]), index))
+        differs, relative = _differing(a, b, figure, allowances)
+        rows.append(differs)
+        figures.append(np.full(len(differs), index))
+        relatives.append(relative)
     row, figure_at = np.concatenate(rows), np.concatenate(figures)
     order = np.lexsort([figure_at, row])
     row, figure_at = row[order], figure_at[order]
@@ -326,6 +549,33 @@ def _table(
             "relative": pa.array(np.concatenate(relatives)[order], from_pandas=True),
         }
     )
+
+
+def _differing(
+    a: Columns, b: Columns, figure: str, allowances: tuple[Floats, float]
+) -> tuple[NDArray[np.intp], Floats]:
+    """Return the rows whose figure differs, ascending, and their difference in relation to the figure's scale.
+
+    Args:
+        a: rows of the first run.
+        b: the same rows of the second run.
+        figure: the figure.
+        allowances: tolerance of each tensor, and of probes.
+    """
+    tolerances, of_probes = allowances
+    of_row = tolerances[a["tensor"]] if len(tolerances) else np.zeros(len(a["tensor"]))
+    x, y = a[figure].astype(np.float64), b[figure].astype(np.float64)
+    scale = _scale(a, b, figure)
+    with np.errstate(all="ignore"):
+        distance = np.abs(x - y)
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        allowed = np.zeros(len(of_row)) if figure in _EXACT_FIGURES else of_row * scale
+        if figure.startswith(PROBE):
+            allowed = np.where(of_row > 0, np.fmax(of_row, of_probes) * scale, 0.0)
+        elif figure in COUNT_COLUMNS and figure not in _EXACT_FIGURES:
+            allowed = np.where(of_row > 0, np.fmax(allowed, 1.0), 0.0)
+        rows = np.flatnonzero(~same & ~(distance <= allowed))
+        return rows, (distance[rows] / scale[rows]).astype(np.float64)
 
 
 class _SavedValues:

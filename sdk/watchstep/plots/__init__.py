@@ -1,0 +1,1 @@
+"""Pictures of runs, tensors and alerts, and the report of a run."""

@@ -1,0 +1,130 @@
+"""What happened to a run, as far as its store determines it: its state, its last step, what stopped it, and the steps of its bundles."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.format import documents
+from watchstep.format.bundle import bundle_keys
+from watchstep.format.control import MAX_BYTES, ControlDocument, StopRequest
+from watchstep.format.layout import CONTROL_DOCUMENT
+from watchstep.plots.binned import PlotMark
+from watchstep.reading.run_documents import END, get_document, read_documents, read_state
+from watchstep.store.store import Store
+
+_RULE_STOP = re.compile(r"rule (\S{1,128}) at step (\d{1,18}): ")
+"""Beginning of the reason of a stop by a rule, as the service and a guard write it."""
+
+_MAX_BUNDLES = 8
+_OPEN = {
+    "open": "is recording, or ended without an end document",
+    "stopping": "is about to stop",
+    "created": "has no records yet",
+    "ended": "ended without records",
+}
+
+
+@dataclass(frozen=True)
+class RuleStop:
+    """The rule that stopped a run."""
+
+    rule: str
+    step: int
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What happened to a run.
+
+    Attributes:
+        state: as in `watchstep.reading.run_documents.StoredState`.
+        last_step: the last step that a worker finished or recorded; -1 without one.
+        stop: the newest stop request; None without one.
+        reason: why it stopped or failed, in one line; empty if it did neither.
+        bundle_steps: steps whose inputs were saved because they went wrong, ascending.
+    """
+
+    state: str
+    last_step: int
+    stop: StopRequest | None = None
+    reason: str = ""
+    bundle_steps: tuple[int, ...] = ()
+
+    @property
+    def rule_stop(self) -> RuleStop | None:
+        """The rule and the step of its alert, if a rule stopped the run."""
+        match = _RULE_STOP.match(self.reason) if self.state in {"stopped", "stopping"} else None
+        return None if match is None else RuleStop(match[1], int(match[2]))
+
+    def as_sentence(self, run: str) -> str:
+        """Say what happened to the run of this name, in one or two sentences."""
+        last = f"the last step is {self.last_step}" if self.last_step >= 0 else "it has no step"
+        if self.state == "completed":
+            return f"Run {run} completed; {last}."
+        if self.state == "stopped":
+            rule = self.rule_stop
+            if rule is None:
+                return f"Run {run} was stopped after step {self.last_step}. {_sentence(self.reason)}".strip()
+            because = self.reason.split(": ", 1)[1]
+            return (
+                f"Run {run} was stopped after step {self.last_step} by rule {rule.rule}, which fired at step {rule.step}. "
+                f"{_sentence(because)}"
+            )
+        if self.state == "failed":
+            return f"Run {run} failed after step {self.last_step}. {_sentence(self.reason)}".strip()
+        if self.state == "damaged":
+            return f"Run {run} has a damaged document. {_sentence(self.reason)}"
+        return f"Run {run} {_OPEN.get(self.state, self.state)}; {last}."
+
+    def marks(self) -> list[PlotMark]:
+        """Return its events for pictures: the alert that stopped it, the stop, and bundled steps."""
+        rule = self.rule_stop
+        marks = [] if rule is None else [PlotMark(rule.step, f"{rule.rule} fired", "fired")]
+        if self.state == "stopped":
+            marks.append(PlotMark(self.last_step, "stopped", "stopped"))
+        elif self.state == "failed":
+            marks.append(PlotMark(self.last_step, "failed", "stopped"))
+        fired = {mark.step for mark in marks}
+        bundled = [step for step in self.bundle_steps if step not in fired]
+        return marks + [PlotMark(step, "bundle") for step in bundled[:_MAX_BUNDLES]]
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) or not text else ".")
+
+
+def read_outcome(store: Store, recorded_step: int) -> RunOutcome:
+    """Read what happened to a run. Damaged documents are omitted.
+
+    Args:
+        store: the run's store.
+        recorded_step: the last step with records; -1 without one.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    state = read_state(store)
+    ends = read_documents(store, END).documents
+    last = max([recorded_step, *(end.last_step for end in ends)])
+    stop = _stop_request(store)
+    bundles = tuple(sorted({key.step for key in bundle_keys(store)}))
+    return RunOutcome(state.state, last, stop, _reason(state.state, state.damage, ends, stop), bundles)
+
+
+def _reason(state: str, damage: str, ends: list[documents.EndDocument], stop: StopRequest | None) -> str:
+    if state == "damaged":
+        return damage
+    reasons = [end.reason for end in sorted(ends, key=lambda end: end.ended_ns) if end.state == state]
+    if state in {"stopped", "stopping"} and stop is not None:
+        return stop.reason
+    return next((reason for reason in reasons if reason), "")
+
+
+def _stop_request(store: Store) -> StopRequest | None:
+    try:
+        return ControlDocument.decode(get_document(store, CONTROL_DOCUMENT, MAX_BYTES)).stop
+    except (NotFoundError, FormatError):
+        return None
