@@ -83,10 +83,12 @@ def _alert(notification: Notification, alert: NotifiedAlert, ends_ns: int) -> di
     # An alert that ends at the time of its start would be refused.
     ended_ns = max(resolved_ns, starts_ns + _NANOSECONDS) if alert.phase == "resolved" else ends_ns
     labels = {**alert.labels, "alertname": alert.name, "attempt": alert.attempt}
+    # The address of the alert's page; the field is optional, and must not be empty.
+    page = {"generatorURL": alert.url} if alert.url else {}
     return {
         "labels": {name: value for name, value in labels.items() if value},
         "annotations": {name: value for name, value in annotations.items() if value},
         "startsAt": rfc3339(starts_ns),
         "endsAt": rfc3339(ended_ns),
-        "generatorURL": notification.run_url,
+        **page,
     }

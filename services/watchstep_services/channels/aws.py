@@ -139,6 +139,9 @@ MOST_SUBJECT = 99
 MOST_SMS = 160
 """Characters of one SMS in the GSM alphabet; only its ASCII characters are used."""
 
+_LEAST_TITLE = 40
+"""Characters of a title that must fit into an SMS beside the link; otherwise the link is left out."""
+
 _TOPIC = rf"^{ARN_PARTITION}:sns:[a-z0-9-]+:[0-9]{{12}}:[A-Za-z0-9_-]+(\.fifo)?$"
 _DOUBLE = "[]{}\\^~|"
 """Characters that GSM encodes as two."""
@@ -151,7 +154,7 @@ class SnsReceiver(AwsReceiver):
     topic_arn: Annotated[str, StringConstraints(pattern=_TOPIC, max_length=400)] | None = None
     phone_number: Annotated[str, StringConstraints(pattern=r"^\+[1-9][0-9]{6,14}$")] | None = Field(
         None,
-        description="With + and the country code; receives one SMS of the title, truncated to 160 characters.",
+        description="With + and the country code; receives one SMS of the title, truncated to 160 characters, and the link if it fits.",
     )
     region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-[0-9]$")] | None = Field(
         None, description="Region for SMS; a topic's ARN contains its own."
@@ -184,14 +187,21 @@ def send_to_sns(receiver: SnsReceiver, message: Message, delivery: DeliveryConte
     return call_service(receiver, delivery, "sns", region, publish)
 
 
-def sms(text: str) -> str:
-    """A text as one SMS: ASCII without control characters, truncated to one SMS."""
+def sms(text: str, url: str = "") -> str:
+    """A text as one SMS: ASCII without control characters, truncated to one SMS; followed by a link if enough of the text remains."""
+    room = MOST_SMS - _length(url) - 1 if url and url.isascii() else 0
+    if room >= _LEAST_TITLE:
+        return f"{_short(text, room)} {url}"
+    return _short(text, MOST_SMS)
+
+
+def _short(text: str, most: int) -> str:
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     printable = "".join(character if character.isprintable() else " " for character in ascii_text)
     content = " ".join(printable.split()).replace("`", "'")
-    if _length(content) <= MOST_SMS:
+    if _length(content) <= most:
         return content
-    while _length(content) > MOST_SMS - 3:
+    while _length(content) > most - 3:
         content = content[:-1]
     return content + "..."
 
@@ -224,7 +234,11 @@ def _length(text: str) -> int:
 
 def _sms(receiver: SnsReceiver, message: Message) -> dict[str, Any]:
     kind = {"AWS.SNS.SMS.SMSType": {"DataType": "String", "StringValue": "Transactional"}}
-    return {"PhoneNumber": receiver.phone_number, "Message": sms(message.title), "MessageAttributes": kind}
+    return {
+        "PhoneNumber": receiver.phone_number,
+        "Message": sms(message.title, message.notification.url),
+        "MessageAttributes": kind,
+    }
 
 
 def _topic(receiver: SnsReceiver, topic: str, message: Message) -> dict[str, Any]:
@@ -327,7 +341,7 @@ def entries(receiver: EventBridgeReceiver, notification: Notification) -> list[d
                 "DetailType": f"io.watchstep.alert.{alert['phase']}",
                 "Detail": text,
                 "EventBusName": receiver.bus_arn,
-                "Resources": [notification.run_url[:2048]],
+                "Resources": [notification.source[:2048]],
                 "Time": datetime.fromtimestamp(notification.at_ns // _NANOSECONDS, timezone.utc),
             }
         )

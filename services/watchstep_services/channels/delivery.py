@@ -61,6 +61,30 @@ class DeliveryContext:
 
 
 @dataclass(frozen=True)
+class MessagePicture:
+    """The picture of one alert of a notification.
+
+    Attributes:
+        alert: fingerprint of the alert.
+        text: one line for readers who do not see it.
+        page: the alert's page; empty without a public URL.
+        url: address from which a chat program fetches the picture without a token, for a limited time; empty for none.
+        png: the picture; empty if the message only links to it.
+    """
+
+    alert: str
+    text: str
+    page: str = ""
+    url: str = field(default="", repr=False)
+    png: bytes = field(default=b"", repr=False)
+
+    @property
+    def secure_url(self) -> str:
+        """``url`` if it is HTTPS; empty otherwise. PagerDuty and Teams show no other pictures."""
+        return self.url if self.url.startswith("https://") else ""
+
+
+@dataclass(frozen=True)
 class Message:
     """A rendered notification.
 
@@ -70,6 +94,7 @@ class Message:
         text: a few lines.
         has_custom_text: whether the receiver has templates of its own.
         event: the notification as a CloudEvent, JSON-ready.
+        picture: the picture of its first alert; None for none.
     """
 
     notification: Notification
@@ -77,6 +102,7 @@ class Message:
     text: str
     has_custom_text: bool
     event: dict[str, Any]
+    picture: MessagePicture | None = None
 
 
 class Cutoff:

@@ -16,8 +16,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from watchstep_services.channels.delivery import Cutoff, DeliveryContext, Message, connect, tls_context
-from watchstep_services.channels.receiver import Receiver, Secret
+from watchstep_services.channels.delivery import (
+    Cutoff,
+    DeliveryContext,
+    Message,
+    MessagePicture,
+    connect,
+    tls_context,
+)
+from watchstep_services.channels.receiver import PictureUse, Receiver, Secret
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import check_host
 
@@ -40,6 +47,7 @@ class EmailReceiver(Receiver):
     """Sends e-mail through an SMTP server."""
 
     secret_fields: ClassVar[tuple[str, ...]] = ("password",)
+    picture: ClassVar[PictureUse] = "inline"
 
     kind: Literal["email"]
     host: Annotated[str, StringConstraints(max_length=253), AfterValidator(check_host)] = Field(
@@ -117,17 +125,31 @@ def render_email(receiver: EmailReceiver, message: Message) -> EmailMessage:
     mail["X-Watchstep-Notification"] = _short(notification.id)
     mail["X-Watchstep-Status"] = notification.status
     mail.set_content(message.text + "\n", charset="utf-8")
-    mail.add_alternative(_page(message), subtype="html", charset="utf-8")
+    picture = message.picture if message.picture is not None and message.picture.png else None
+    content_id = f"{_short(notification.id)}.picture@{domain}"
+    mail.add_alternative(_page(message, picture, content_id), subtype="html", charset="utf-8")
+    if picture is not None:
+        # Related to the HTML part only, so that programs show it in its place and list no attachment.
+        *_, html_part = mail.iter_parts()
+        assert isinstance(html_part, EmailMessage)
+        html_part.add_related(
+            picture.png, "image", "png", cid=f"<{content_id}>", disposition="inline", filename="alert.png"
+        )
     return mail
 
 
-def _page(message: Message) -> str:
-    colour = "#2e8b57" if message.notification.status == "resolved" else "#d0312d"
+def _page(message: Message, picture: MessagePicture | None, content_id: str) -> str:
+    notification = message.notification
+    link = html.escape(notification.url)
+    image = ""
+    if picture is not None:
+        image = f'<p><img src="cid:{html.escape(content_id)}" alt="{html.escape(picture.text)}" width="800" style="max-width: 100%"></p>'
+    colour = "#2e8b57" if notification.status == "resolved" else "#d0312d"
     return (
         '<!doctype html><html><body style="font-family: sans-serif">'
         f'<h2 style="border-left: 6px solid {colour}; padding-left: 10px">{html.escape(message.title)}</h2>'
-        f'<pre style="white-space: pre-wrap">{html.escape(message.text)}</pre>'
-        f'<p><a href="{html.escape(message.notification.run_url)}">In the API</a> (JSON, with a token)</p>'
+        + (f'<p><a href="{link}">Open the {notification.page}</a></p>' if link else "")
+        + f'{image}<pre style="white-space: pre-wrap">{html.escape(message.text)}</pre>'
         "</body></html>\n"
     )
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from watchstep.errors import FormatError
 from watchstep_rules.engine.incident import Explanation, IncidentSummary
-from watchstep_services.core.events import rfc3339
+from watchstep_services.core.events import project_url, rfc3339, run_url
 
 Status = Literal["firing", "resolved"]
 
@@ -51,6 +51,7 @@ class NotifiedAlert:
         event_id: of the CloudEvent of its last change.
         acknowledged_by: who has taken it up; empty for nobody.
         incident: which incident it belongs to; None for none.
+        url: the alert's page; empty if the service has no public URL.
     """
 
     name: str
@@ -69,6 +70,7 @@ class NotifiedAlert:
     event_id: str = ""
     acknowledged_by: str = ""
     incident: IncidentSummary | None = None
+    url: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,8 @@ class Notification:
         id: stable over all tries; one that comes twice carries the same. At most 128 letters, digits, ``-``, ``_``, ``.``, ``:``.
         project: whose alerts.
         run: whose alerts; empty where they are of several runs.
-        run_url: the run's address on the API; the project's where they are of several runs.
+        run_url: the run's page, or the project's where they are of several runs; empty if the service has no public URL.
+        service_url: URL of the API, without a slash at its end.
         status: ``firing`` while any of the alerts fires.
         group_key: of the group, stable as long as it lives: the same for its first, repeated and last notification.
         group_labels: what the alerts of the group have in common by the route's ``group_by``.
@@ -92,6 +95,7 @@ class Notification:
     project: str
     run: str
     run_url: str
+    service_url: str = ""
     status: Status
     group_key: str
     group_labels: Mapping[str, str] = field(default_factory=dict)
@@ -121,9 +125,28 @@ class Notification:
             ) from error
 
     @property
+    def url(self) -> str:
+        """The page of the alert if there is only one, otherwise that of the run or the project; empty without a public URL."""
+        return self.alerts[0].url if len(self.alerts) == 1 and self.alerts[0].url else self.run_url
+
+    @property
+    def page(self) -> str:
+        """What ``url`` leads to: ``alert``, ``run`` or ``runs``."""
+        if len(self.alerts) == 1 and self.alerts[0].url:
+            return "alert"
+        return "run" if self.run_url.rpartition("/")[0].endswith("/runs") else "runs"
+
+    @property
+    def source(self) -> str:
+        """What the events are about, as an address on the API; it identifies the run, and is no link for people."""
+        if self.run:
+            return run_url(self.service_url, self.project, self.run)
+        return project_url(self.service_url, self.project)
+
+    @property
     def command(self) -> str:
-        """What shows the alerts in a terminal, for ``run_url`` asks for a token and answers in JSON."""
-        service = shlex.quote(self.run_url.rpartition("/v1/projects/")[0])
+        """What shows the alerts in a terminal, also where no page can be reached."""
+        service = shlex.quote(self.service_url)
         if self.run:
             return f"watchstep runs alerts {self.project}/{self.run} --service {service}"
         return f"watchstep runs list --project {self.project} --service {service}"
@@ -143,7 +166,7 @@ def as_cloud_event(notification: Notification, title: str, text: str) -> dict[st
     return {
         "specversion": "1.0",
         "id": notification.id,
-        "source": notification.run_url,
+        "source": notification.source,
         "type": f"io.watchstep.notification.{notification.status}",
         "subject": subject,
         "time": rfc3339(notification.at_ns),

@@ -46,6 +46,10 @@ HttpAddress = Annotated[
 """An address without credentials. Secrets in its path are shown to users who may change receivers."""
 
 
+PictureUse = Literal["none", "link", "inline"]
+"""``link``: by a signed address, if the service has a public URL; ``inline``: within the message."""
+
+
 class Receiver(BaseModel):
     """A recipient of alerts."""
 
@@ -56,6 +60,12 @@ class Receiver(BaseModel):
 
     administered: ClassVar[bool] = False
     """Whether it uses the service's own permissions, so that only an admin may write one."""
+
+    picture: ClassVar[PictureUse] = "none"
+    """How its messages carry the picture of an alert."""
+
+    acknowledges: ClassVar[bool] = False
+    """Whether it is notified when a person acknowledges the alerts that it was notified of."""
 
     name: ReceiverName
     title: Annotated[_Template, AfterValidator(wording.check_title)] | None = Field(

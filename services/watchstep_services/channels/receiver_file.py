@@ -28,7 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from watchstep.errors import ConfigError
 from watchstep_rules.rule_files.rule_file import Loc, YamlNodes, data_of
-from watchstep_services.channels import alertmanager, aws, mail, slack, webhook
+from watchstep_services.channels import alertmanager, aws, mail, pagerduty, slack, teams, webhook
 from watchstep_services.channels.delivery import DeliveryContext, Message
 from watchstep_services.channels.receiver import EncryptedSecret, PlainSecret, Receiver
 from watchstep_services.channels.routing import RootNode, RouteNode
@@ -44,6 +44,8 @@ again.
 AnyReceiver = Annotated[
     webhook.WebhookReceiver
     | slack.SlackReceiver
+    | teams.TeamsReceiver
+    | pagerduty.PagerDutyReceiver
     | mail.EmailReceiver
     | aws.SnsReceiver
     | aws.SqsReceiver
@@ -57,6 +59,8 @@ RECEIVER: TypeAdapter[AnyReceiver] = TypeAdapter(AnyReceiver, config=ConfigDict(
 _SENDERS: dict[type[Receiver], Sender] = {
     webhook.WebhookReceiver: webhook.send,
     slack.SlackReceiver: slack.send,
+    teams.TeamsReceiver: teams.send,
+    pagerduty.PagerDutyReceiver: pagerduty.send,
     mail.EmailReceiver: mail.send,
     aws.SnsReceiver: aws.send_to_sns,
     aws.SqsReceiver: aws.send_to_sqs,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from watchstep.errors import ConfigError
-from watchstep_services.channels.delivery import DeliveryContext, Message, try_post
+from watchstep_services.channels.delivery import DeliveryContext, Message, MessagePicture, try_post
 from watchstep_services.channels.notification import NotifiedAlert
-from watchstep_services.channels.receiver import Receiver, Secret
+from watchstep_services.channels.receiver import PictureUse, Receiver, Secret
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import Address, parse_address
 
@@ -25,6 +27,7 @@ class SlackReceiver(Receiver):
     """Posts a message with blocks to an incoming webhook."""
 
     secret_fields: ClassVar[tuple[str, ...]] = ("url",)
+    picture: ClassVar[PictureUse] = "link"
 
     kind: Literal["slack"]
     url: Secret = Field(
@@ -37,9 +40,16 @@ class SlackReceiver(Receiver):
 
 
 def send(_receiver: SlackReceiver, message: Message, delivery: DeliveryContext) -> AttemptResult:
-    """Post the message once."""
-    body = json.dumps(render_payload(message)).encode()
-    return try_post(delivery, _address(delivery.secret("url")), {"Content-Type": "application/json"}, body)
+    """Post the message once. If it is refused with a picture, it is posted again without."""
+    ends = time.monotonic() + delivery.seconds
+    address = _address(delivery.secret("url"))
+    headers = {"Content-Type": "application/json"}
+    result = try_post(delivery, address, headers, json.dumps(render_payload(message)).encode())
+    if result.result == "failed" and message.picture is not None and message.picture.url:
+        rest = replace(delivery, seconds=max(0.001, ends - time.monotonic()))
+        body = json.dumps(render_payload(replace(message, picture=None))).encode()
+        return try_post(rest, address, headers, body)
+    return result
 
 
 def render_payload(message: Message) -> dict[str, Any]:
@@ -54,24 +64,32 @@ def render_payload(message: Message) -> dict[str, Any]:
         blocks += [_section(_alert_text(alert)) for alert in notification.alerts[:_ALERTS]]
         if len(notification.alerts) > _ALERTS:
             blocks.append(_section(f"and {len(notification.alerts) - _ALERTS} more"))
-    blocks.append(
-        {
-            "type": "context",
-            "elements": [
-                {
-                    "type": "mrkdwn",
-                    "text": f"`{_escape(notification.command)}` · {_link(notification.run_url, 'in the API')} · {_escape(notification.id)}",
-                }
-            ],
-        }
-    )
+    footer = [f"`{_escape(notification.command)}`", _escape(notification.id)]
+    if notification.url:
+        footer.insert(0, _link(notification.url, f"Open the {notification.page}"))
+    blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": " · ".join(footer)}]})
     resolved = notification.status == "resolved"
     colour = _RESOLVED if resolved else _COLOURS.get(notification.alerts[0].severity, "#808080")
-    return {"text": _escape(message.title), "attachments": [{"color": colour, "blocks": blocks}]}
+    attachments: list[dict[str, Any]] = [{"color": colour, "blocks": blocks}]
+    if message.picture is not None and message.picture.url:
+        # Not an image block: Slack refuses a whole message with a block whose picture it cannot fetch, and Mattermost has no blocks.
+        attachments.append(_picture(message.picture, colour))
+    return {"text": _escape(message.title), "attachments": attachments}
+
+
+def _picture(picture: MessagePicture, colour: str) -> dict[str, Any]:
+    attachment = {
+        "color": colour,
+        "fallback": _escape(picture.text),
+        "title": _escape(picture.text),
+        "image_url": picture.url,
+    }
+    return {**attachment, "title_link": picture.page} if picture.page else attachment
 
 
 def _alert_text(alert: NotifiedAlert) -> str:
-    lines = [f"*{_escape(alert.name)}* ({_escape(alert.severity)}) {alert.phase} at step {alert.step}"]
+    name = _link(alert.url, _escape(alert.name)) if alert.url else _escape(alert.name)
+    lines = [f"*{name}* ({_escape(alert.severity)}) {alert.phase} at step {alert.step}"]
     explained = alert.explanation
     if explained is None or alert.message != explained.seen:
         lines.append(_escape(alert.message))

@@ -35,13 +35,15 @@ ALERT_FIELDS: dict[str, str] = {
     "causes": "what usually causes it",
     "try": "what to try",
     "acknowledged_by": "who has acknowledged it",
+    "alert_url": "the alert's page; empty if the service has no public URL",
 }
 """Fields of the template for one alert, in addition to ``{label.NAME}``; in title and text they are the first alert's."""
 
 FIELDS: dict[str, str] = {
     "project": "the project",
     "run": "the run's id; empty if the alerts are of several runs",
-    "run_url": "the run's address on the API, which requires a token and answers in JSON",
+    "url": "the page of the alert, or of the run if there are several alerts; empty if the service has no public URL",
+    "run_url": "the page of the run, or of the project if the alerts are of several runs; empty if the service has no public URL",
     "command": "a command that shows the alerts in a terminal",
     "status": "firing or resolved",
     "STATUS": "FIRING or RESOLVED",
@@ -61,7 +63,7 @@ TEXT_FIELDS = {
 """Fields of a text."""
 
 DEFAULT_TITLE = "[{STATUS}] {name} ({severity}) {project}/{run}{more}"
-DEFAULT_TEXT = "{incidents}\n\n{alerts}\n\n{command}\n{run_url}"
+DEFAULT_TEXT = "{incidents}\n\n{alerts}\n\n{command}\n{url}"
 DEFAULT_ALERT = (
     "{title}\n  message {message}\n  seen    {seen}\n  where   {where}\n  against {against}\n  since   {since}\n"
     "  usually {causes}\n  try     {try}"
@@ -120,7 +122,7 @@ def render(notification: Notification, templates: Templates) -> tuple[str, str]:
         "incidents": _incidents(notification)[:MOST_TEXT],
     }
     text = rule_config.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
-    return " ".join(_plain(title).split()), _plain(text).strip()
+    return " ".join(plain(title).split()), plain(text).strip()
 
 
 def _checked(text: str, fields: Mapping[str, str]) -> str:
@@ -135,6 +137,7 @@ def _values(notification: Notification) -> dict[str, str]:
         **_of_alert(first),
         "project": notification.project,
         "run": notification.run,
+        "url": notification.url,
         "run_url": notification.run_url,
         "command": notification.command,
         "status": notification.status,
@@ -167,6 +170,7 @@ def _of_alert(alert: NotifiedAlert) -> dict[str, str]:
         "message": alert.message,
         "title": f"{alert.name} ({alert.severity}) {alert.phase} at step {alert.step}",
         "acknowledged_by": alert.acknowledged_by or "-",
+        "alert_url": alert.url,
         **{rule_config.LABEL + name: value for name, value in alert.labels.items()},
     }
     if alert.explanation is not None:
@@ -188,5 +192,6 @@ _CONTROL = re.compile(
 )
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """A text whose control characters, other than line breaks, are spaces."""
     return _CONTROL.sub(" ", text)

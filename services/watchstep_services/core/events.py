@@ -30,7 +30,8 @@ _NANOSECONDS = 1_000_000_000
 class CloudEvent(BaseModel):
     """An event.
 
-    ``data`` of an alert holds the rule config, the finding, an explanation, and how to fetch the evidence. Where it names
+    ``data`` of an alert holds the rule config, the finding, an explanation, ``url``, which is the address of its page and empty if the
+    service has no public URL, and how to fetch the evidence. Where it names
     ``inhibited_by``, or a ``dry_run``, the event is a record: nothing was stopped and nobody was told.
     """
 
@@ -38,7 +39,7 @@ class CloudEvent(BaseModel):
 
     specversion: Literal["1.0"] = "1.0"
     id: str = Field(description="Unique; a notification that comes twice carries the same.")
-    source: str = Field(description="The run's address.")
+    source: str = Field(description="The run's address on the API.")
     type: EventType
     subject: str = Field(description="<project>/<run>")
     time: str = Field(description="RFC 3339, UTC, by the database's clock.")
@@ -49,6 +50,11 @@ class CloudEvent(BaseModel):
 def run_url(base_url: str, project: str, run: str) -> str:
     """Address of a run on the API."""
     return f"{base_url}/v1/projects/{project}/runs/{run}"
+
+
+def project_url(base_url: str, project: str) -> str:
+    """Address of a project on the API."""
+    return f"{base_url}/v1/projects/{project}"
 
 
 def make_event(

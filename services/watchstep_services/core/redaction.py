@@ -26,7 +26,7 @@ _SHORTEST = 6
 """Shorter values are ordinary words in logs, and not redacted."""
 
 _NAMES = (
-    r"[a-z0-9_-]{0,40}(?:password|passwd|secret|secret[_-]?key|signing[_-]?key|private[_-]?key|api[_-]?key|access[_-]?key"
+    r"[a-z0-9_-]{0,40}(?:password|passwd|secret|secret[_-]?key|signing[_-]?key|routing[_-]?key|private[_-]?key|api[_-]?key|access[_-]?key"
     r"|access[_-]?token|auth[_-]?token|session[_-]?token|security[_-]?token|signature|credentials?)"
 )
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(

@@ -154,6 +154,17 @@ class Settings(BaseSettings):
         description="Tries of a failing action before it is given up, over about an hour; a stop is retried while its attempt runs.",
     )
     webhook_seconds: float = Field(10.0, gt=0, description="Timeout of a receiver.")
+    picture_seconds: float = Field(
+        5.0,
+        ge=0,
+        description="How long a notification waits for the picture of its alert before it is sent without it; 0 for no pictures.",
+    )
+    picture_link_hours: float = Field(
+        168.0,
+        ge=0,
+        le=8760,
+        description="How long the links to pictures in notifications are valid, which need no token; 0 for no such links.",
+    )
     query_seconds: float = Field(10.0, gt=0, description="Timeout of one query over statistics.")
     query_mb: int = Field(256, ge=16, description="Memory limit of one query over statistics, in MiB.")
     project_queries: int = Field(
@@ -331,6 +342,8 @@ OF_OTHERS = frozenset(
         "JOBS",
         "LAUNCH",
         "LAUNCHED",
+        "MIRROR",
+        "MIRROR_SERIES",
         "ON_NONFINITE",
         "ON_STOP",
         "OVERHEAD_BUDGET",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import stat
@@ -83,6 +85,23 @@ class SecretBox:
     def has_key(self) -> bool:
         """Whether there is a key."""
         return self._fernet is not None
+
+
+def derived_keys(settings: Settings, purpose: str) -> tuple[bytes, ...]:
+    """Keys for signatures of one purpose, derived from the keys of the service; empty if it has none.
+
+    The first signs, and each verifies, as for `SecretBox`. No key of another purpose can be computed from them.
+
+    Args:
+        settings: the settings with the keys.
+        purpose: name of the purpose.
+    """
+    written = settings.secret_key.get_secret_value() if settings.secret_key is not None else ""
+    home = "" if settings.database_url.get_secret_value() else _key_of_home(settings)
+    keys = dict.fromkeys(key.strip() for key in (*written.split(","), home) if key.strip())
+    return tuple(
+        hmac.new(key.encode(), f"watchstep {purpose}".encode(), hashlib.sha256).digest() for key in keys
+    )
 
 
 def open_encrypted_database(settings: Settings) -> Database:

@@ -215,8 +215,9 @@ def _try(service: Service, due: DueAction) -> AttemptResult:
 
 def _claim(service: Service, action_id: int) -> DueAction | None:
     settings = service.settings
+    post_seconds = settings.lease_seconds + settings.webhook_seconds + settings.picture_seconds
     lease = case(
-        (ActionRow.kind.in_(POSTS), nanoseconds(settings.lease_seconds + settings.webhook_seconds)),
+        (ActionRow.kind.in_(POSTS), nanoseconds(post_seconds)),
         else_=nanoseconds(settings.lease_seconds),
     )
     with service.database.write() as session:

@@ -322,6 +322,7 @@ def _end(session: Session, context: EventContext, row: AlertInstanceRow, step: i
             "rule_config": {"name": row.name} if config is None else without_addresses(config.data),
             "finding": row.finding,
             "fingerprint": row.fingerprint,
+            "url": context.links.alert(context.project, context.run, row.fingerprint),
             "episode": row.episode,
             "ended_by": why,
         },
@@ -387,6 +388,7 @@ def _data(session: Session, context: EventContext, judged: Judged, transition: T
     finding, config = transition.finding, judged.config
     assert finding is not None  # only alerts that fire or resolve are published
     assert config is not None
+    name = fingerprint(context.project, context.run, judged.row)
     return {
         "attempt": context.attempt,
         "phase": transition.phase.value,
@@ -396,7 +398,8 @@ def _data(session: Session, context: EventContext, judged: Judged, transition: T
         **_details(context, config, transition),
         "rule_config": without_addresses(config.as_data()),
         "finding": json.loads(finding.model_dump_json()),
-        "fingerprint": fingerprint(context.project, context.run, judged.row),
+        "fingerprint": name,
+        "url": context.links.alert(context.project, context.run, name),
         "evidence": evidence_of(session, context, finding.step),
     }
 

@@ -348,7 +348,7 @@ def _write_news(
         start_run(
             service, session, claim.run_id, run.now_ns
         )  # before the events of rules, because events are read in this order
-    context = EventContext.of(service.base_url, claim, attempt, run.now_ns)
+    context = EventContext.of(service.base_url, claim, attempt, run.now_ns, service.links)
     states = _rule_states(session, claim.run_id, outcome)
     reported: dict[int, str | None] = {}
     for judged in outcome.judged:

@@ -19,20 +19,19 @@ from watchstep.errors import NotFoundError
 from watchstep_rules.engine.incident import Explanation, IncidentSummary
 from watchstep_rules.rule import SEVERITIES
 from watchstep_services.channels import receiver_file
-from watchstep_services.channels.delivery import DeliveryContext, Message
+from watchstep_services.channels.delivery import DeliveryContext, Message, MessagePicture
 from watchstep_services.channels.notification import Notification, NotifiedAlert, Status, as_cloud_event
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.wording import Templates, render
 from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.egress import AddressRefusedError
-from watchstep_services.core.events import run_url
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.models import AlertGroup, AlertInstanceRow, GroupMember, Incident, RunRow
 from watchstep_services.db.records import add_action
-from watchstep_services.notify import silences
+from watchstep_services.notify import pictures, silences
 from watchstep_services.notify.directory import egress_policy_of, find_receiver, open_secrets
 from watchstep_services.notify.silences import labels_of, mute
 from watchstep_services.runs.lifecycle import ENDED
@@ -40,7 +39,12 @@ from watchstep_services.service.context import Service
 
 
 def alert_of(
-    row: AlertInstanceRow, run: RunRow, status: Status, now_ns: int, incident: IncidentSummary | None = None
+    service: Service,
+    row: AlertInstanceRow,
+    run: RunRow,
+    status: Status,
+    now_ns: int,
+    incident: IncidentSummary | None = None,
 ) -> NotifiedAlert:
     """An alert for a notification. ``resolved_ns`` is also set if it is reported as firing and has resolved since."""
     ended = row.resolved_ns
@@ -63,11 +67,12 @@ def alert_of(
         event_id=row.event_id,
         acknowledged_by=row.acknowledged_by,
         incident=incident,
+        url=service.links.alert(run.project, run.run, row.fingerprint),
     )
 
 
 def notification_of(
-    base_url: str, group: AlertGroup, runs: Sequence[RunRow], alerts: Sequence[NotifiedAlert], now_ns: int
+    service: Service, group: AlertGroup, runs: Sequence[RunRow], alerts: Sequence[NotifiedAlert], now_ns: int
 ) -> Notification:
     """Build a notification, firing alerts first; its id is the group's number and generation."""
     alone = runs[0].run if len(runs) == 1 else ""
@@ -75,9 +80,8 @@ def notification_of(
         id=f"{group.id}-{group.generation}-{group.key[:16]}",
         project=group.project,
         run=alone,
-        run_url=run_url(base_url, group.project, alone)
-        if alone
-        else f"{base_url}/v1/projects/{group.project}",
+        run_url=service.links.run(group.project, alone) if alone else service.links.project(group.project),
+        service_url=service.base_url,
         status="firing" if any(alert.phase == "firing" for alert in alerts) else "resolved",
         group_key=group.key,
         group_labels=group.labels,
@@ -341,15 +345,15 @@ def _notify(
     group.notified_ns = now
     firing = sorted(news.firing, key=lambda member_alert: not member_alert.is_cause)
     alerts = [
-        alert_of(member_alert.row, member_alert.run, "firing", now, member_alert.incident)
+        alert_of(service, member_alert.row, member_alert.run, "firing", now, member_alert.incident)
         for member_alert in firing
     ]
     alerts += [
-        alert_of(member_alert.row, member_alert.run, "resolved", now, member_alert.incident)
+        alert_of(service, member_alert.row, member_alert.run, "resolved", now, member_alert.incident)
         for member_alert in news.over
     ]
     runs = {member_alert.run.id: member_alert.run for member_alert in (*news.firing, *news.over)}
-    notification = notification_of(service.base_url, group, list(runs.values()), alerts, now)
+    notification = notification_of(service, group, list(runs.values()), alerts, now)
     first = (*news.firing, *news.over)[0]
     payload: dict[str, Any] = {"receiver": group.receiver, "notification": notification.as_data()}
     cause = {"event_id": first.row.event_id, "at_ns": now, "payload": payload}
@@ -430,7 +434,8 @@ def try_notify(service: Service, due: DueAction) -> AttemptResult:
             delivery = delivery_context(service, session, project, receiver)
     except NotFoundError as error:
         return AttemptResult("failed", f"{error.what}; it existed when the alert was routed")
-    return deliver(receiver, notification, delivery)
+    picture = pictures.picture_for(service, receiver, notification, delivery.now_ns)
+    return deliver(receiver, notification, delivery, picture)
 
 
 def delivery_context(service: Service, session: Session, project: str, receiver: Receiver) -> DeliveryContext:
@@ -447,19 +452,26 @@ def delivery_context(service: Service, session: Session, project: str, receiver:
     )
 
 
-def deliver(receiver: Receiver, notification: Notification, delivery: DeliveryContext) -> AttemptResult:
+def deliver(
+    receiver: Receiver,
+    notification: Notification,
+    delivery: DeliveryContext,
+    picture: MessagePicture | None = None,
+) -> AttemptResult:
     """Render a notification with the receiver's templates and send it, once.
 
     Raises:
         WatchstepError: an error that the receiver's owner can correct.
     """
     try:
-        return receiver_file.send(receiver, message_of(notification, receiver.templates), delivery)
+        return receiver_file.send(receiver, message_of(notification, receiver.templates, picture), delivery)
     except AddressRefusedError as error:
         return AttemptResult("failed", f"{error.what} ({error.hint})")
 
 
-def message_of(notification: Notification, templates: Templates) -> Message:
+def message_of(
+    notification: Notification, templates: Templates, picture: MessagePicture | None = None
+) -> Message:
     """Render a notification as a message."""
     title, text = render(notification, templates)
     return Message(
@@ -468,4 +480,5 @@ def message_of(notification: Notification, templates: Templates) -> Message:
         text=text,
         has_custom_text=templates != Templates(),
         event=as_cloud_event(notification, title, text),
+        picture=picture,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -15,7 +16,6 @@ from watchstep_services.channels.notification import (
     Status,
     alert_labels,
 )
-from watchstep_services.core.events import run_url
 from watchstep_services.db.models import AlertRow, RuleConfigRow, RunRow
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import load_config
@@ -49,7 +49,12 @@ def example(service: Service, project: str, status: Status, at_ns: int) -> Notif
         fired_ns=at_ns - _SECOND,
         resolved_ns=at_ns if status == "resolved" else None,
     )
-    return _alone(service, alert, f"test-{uuid.uuid4()}", at_ns)
+    # All tests are one group, so that PagerDuty resolves a test that fires by one that is resolved. There is no run "test".
+    return replace(
+        _alone(service, alert, f"test-{uuid.uuid4()}", at_ns),
+        group_key="test",
+        run_url=service.links.project(project),
+    )
 
 
 def of_alert(service: Service, session: Session, run: RunRow, name: str, at_ns: int) -> Notification:
@@ -77,7 +82,8 @@ def of_alert(service: Service, session: Session, run: RunRow, name: str, at_ns: 
         labels=alert_labels(own, details.get("labels", {})),
         message=str(details.get("message", "")),
         explanation=Explanation.model_validate(details["explanation"]) if details else None,
-        fingerprint=f"{run.id}-{row.config_id}",
+        fingerprint=row.fingerprint or f"{run.id}-{row.config_id}",
+        url=service.links.alert(run.project, run.run, row.fingerprint) if row.fingerprint else "",
         since_ns=row.since_ns,
         fired_ns=row.fired_ns,
         resolved_ns=row.resolved_ns,
@@ -111,7 +117,8 @@ def _alone(service: Service, alert: NotifiedAlert, number: str, at_ns: int) -> N
         id=number,
         project=project,
         run=run,
-        run_url=run_url(service.base_url, project, run),
+        run_url=service.links.run(project, run),
+        service_url=service.base_url,
         status="resolved" if alert.phase == "resolved" else "firing",
         group_key=number,
         group_labels={"project": project, "run": run},

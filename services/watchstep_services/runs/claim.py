@@ -5,13 +5,14 @@ An evaluation's writes take effect only while its claim on the run is current. E
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import BigInteger, bindparam, case, exists, not_, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from watchstep_services.core.failpoints import failpoint
+from watchstep_services.core.links import PageLinks
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.db.clock import now_ns
@@ -350,6 +351,7 @@ class EventContext:
         location: URL or path of the project's runs.
         attempt: name of the attempt.
         now_ns: the database's time.
+        links: links to the web page.
     """
 
     base_url: str
@@ -359,11 +361,13 @@ class EventContext:
     location: str
     attempt: str
     now_ns: int
+    links: PageLinks = field(default_factory=lambda: PageLinks(""))
 
     @classmethod
-    def of(cls, base_url: str, claim: Claim, attempt: str, now_ns: int) -> EventContext:
+    def of(cls, base_url: str, claim: Claim, attempt: str, now_ns: int, links: PageLinks) -> EventContext:
         """The context of an evaluation."""
-        return cls(base_url, claim.run_id, claim.project, claim.run, claim.place.location, attempt, now_ns)
+        place = claim.place.location
+        return cls(base_url, claim.run_id, claim.project, claim.run, place, attempt, now_ns, links)
 
     @property
     def named(self) -> tuple[str, str]:

@@ -144,6 +144,12 @@ def key_of(row: Segment) -> SegmentKey:
     return SegmentKey(layout.WriterId(row.attempt, row.node, row.writer), row.seq, row.first, row.last)
 
 
+def corrupt_segments(session: Session, run_id: int) -> dict[str, str]:
+    """The segments of a run that evaluations skipped as corrupt: path to problem."""
+    rows = session.execute(select(Segment).filter_by(run_id=run_id, state="corrupt")).scalars()
+    return {key_of(row).path: row.problem for row in rows}
+
+
 @dataclass
 class _Documents:
     """Reads a run's documents, with a limit of bytes for one listing, and without refused documents.

@@ -8,8 +8,9 @@ has claimed the run since, and no rule config has changed. Anything else is a mi
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from watchstep_rules.engine.rule_inputs import History, Lookback
 from watchstep_services.service.judging import Loaded
@@ -99,3 +100,36 @@ class RuleStateCache:
         """Drop all entries."""
         with self._lock:
             self._entries.clear()
+
+
+_PICTURES = 64
+_PICTURE_SECONDS = 120.0
+"""A picture also shows the steps after the alert, so it is drawn again after this time."""
+
+
+class PictureCache:
+    """Pictures of alerts that this process drew last, each some tens of kilobytes. Thread-safe.
+
+    Args:
+        pictures: limit of pictures.
+        seconds: how long a picture is used.
+    """
+
+    def __init__(self, pictures: int = _PICTURES, seconds: float = _PICTURE_SECONDS) -> None:
+        self._most, self._seconds = pictures, seconds
+        self._entries: OrderedDict[Hashable, tuple[float, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> bytes | None:
+        """A picture; None if it is not cached, or too old."""
+        with self._lock:
+            ends, picture = self._entries.get(key, (0.0, b""))
+        return picture if time.monotonic() < ends else None
+
+    def put(self, key: Hashable, picture: bytes) -> None:
+        """Cache a picture."""
+        with self._lock:
+            self._entries.pop(key, None)
+            self._entries[key] = (time.monotonic() + self._seconds, picture)
+            while len(self._entries) > self._most:
+                self._entries.popitem(last=False)

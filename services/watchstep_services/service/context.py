@@ -24,10 +24,11 @@ from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.egress import parse_allowed
 from watchstep_services.core.fair_threads import FairThreads
+from watchstep_services.core.links import PageLinks
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.encryption import SecretBox
 from watchstep_services.db.engine import Database
-from watchstep_services.service.caches import HistoryCache, RuleStateCache
+from watchstep_services.service.caches import HistoryCache, PictureCache, RuleStateCache
 from watchstep_services.service.listings import ListingTimes, RefusedDocuments
 from watchstep_services.service.rule_time import LargeTurn, UsualTime
 from watchstep_services.stores.bulkhead import Bulkhead, HangingStores
@@ -77,7 +78,7 @@ class Service:
     Attributes:
         settings: the settings.
         database: the database.
-        base_url: URL of the API for people, without a trailing slash.
+        base_url: URL of the API, without a trailing slash; `links` has the addresses of the web page.
         owner_rules: rules that are evaluated on every run and may stop jobs.
         notifier: notifies workers of new work.
         backends: this process's own backends, by kind. Backends of other kinds are created from the settings that
@@ -91,6 +92,7 @@ class Service:
         local_jobs: whether jobs of a project that its first run creates may be processes of this machine.
         histories: cache of earlier rows of runs that this process has evaluated.
         rule_states: cache of their rule configs and states.
+        pictures: cache of pictures of alerts.
         refused_documents: damaged documents of runs that this process has read.
         listing_times: durations of this process's listings of runs.
         large_turn: the large evaluation in progress in this process.
@@ -123,6 +125,7 @@ class Service:
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
     rule_states: RuleStateCache = field(default_factory=RuleStateCache)
+    pictures: PictureCache = field(default_factory=PictureCache)
     refused_documents: RefusedDocuments = field(default_factory=RefusedDocuments)
     listing_times: ListingTimes = field(default_factory=ListingTimes)
     large_turn: LargeTurn = field(default_factory=LargeTurn)
@@ -146,6 +149,11 @@ class Service:
     )
     in_intake: dict[tuple[str, str], int] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def links(self) -> PageLinks:
+        """Links to the web page; empty without a public URL."""
+        return PageLinks(self.settings.public_url.rstrip("/"))
 
     def check_running(self) -> None:
         """Do nothing while the process runs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from watchstep_rules.engine.incident import Explanation
+from watchstep_services.channels.delivery import MessagePicture
 from watchstep_services.channels.notification import (
     Notification,
     NotifiedAlert,
@@ -12,6 +13,7 @@ from watchstep_services.channels.notification import (
     alert_labels,
 )
 
+RUN_PAGE = "https://watch.example/projects/vision/runs/run-1"
 NOW = 1_800_000_000_000_000_000
 _OWN = {
     "project": "vision", "run": "run-1", "name": "no-nans", "rule": "non_finite_values", "severity": "critical",
@@ -45,15 +47,40 @@ def sample(
         fired_ns=NOW - 1_000_000_000,
         resolved_ns=NOW if status == "resolved" else None,
         event_id="e-1",
+        url=f"{RUN_PAGE}/alerts/f0",
     )
     return Notification(
         id="n-0001",
         project="vision",
         run="run-1",
-        run_url="http://watch.example/v1/projects/vision/runs/run-1",
+        run_url=RUN_PAGE,
+        service_url="http://watch.example",
         status=status,
         group_key="g-1",
         group_labels={"project": "vision", "run": "run-1"},
-        alerts=tuple(replace(one, fingerprint=f"f{n}", step=5 + n, event_id=f"e-{n}") for n in range(alerts)),
+        alerts=tuple(
+            replace(one, fingerprint=f"f{n}", step=5 + n, event_id=f"e-{n}", url=f"{RUN_PAGE}/alerts/f{n}")
+            for n in range(alerts)
+        ),
         at_ns=NOW,
     )
+
+
+def without_public_url(notification: Notification) -> Notification:
+    """The same notification from a service whose page nobody can reach."""
+    return replace(
+        notification, run_url="", alerts=tuple(replace(alert, url="") for alert in notification.alerts)
+    )
+
+
+PICTURE_URL = (
+    "https://watch.example/v1/projects/vision/runs/run-1/alerts/f0/picture.png?expires=1&signature=abc"
+)
+
+
+def picture(*, inline: bool = False, url: str = PICTURE_URL) -> MessagePicture:
+    """The picture of the first alert of a sample."""
+    png = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 8
+    page = f"{RUN_PAGE}/alerts/f0"
+    text = "no-nans: conv1.weight:gradient around step 5"
+    return MessagePicture("f0", text, page, "" if inline else url, png if inline else b"")

@@ -6,7 +6,7 @@ import ipaddress
 from typing import Any
 
 from tests.services.channels.samples import NOW, sample
-from watchstep_services.channels.delivery import DeliveryContext
+from watchstep_services.channels.delivery import DeliveryContext, MessagePicture
 from watchstep_services.channels.notification import Notification
 from watchstep_services.channels.receiver_file import RECEIVER
 from watchstep_services.core.due_action import AttemptResult
@@ -23,8 +23,11 @@ def delivery_context(
 
 
 def send(
-    config: dict[str, Any], delivery: DeliveryContext, notification: Notification | None = None
+    config: dict[str, Any],
+    delivery: DeliveryContext,
+    notification: Notification | None = None,
+    picture: MessagePicture | None = None,
 ) -> AttemptResult:
     """Send to a receiver with this config."""
     receiver = RECEIVER.validate_python({"name": "r", **config})
-    return deliver(receiver, notification or sample(), delivery)
+    return deliver(receiver, notification or sample(), delivery, picture)

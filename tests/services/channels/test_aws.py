@@ -111,6 +111,15 @@ def test_the_length_of_an_sms() -> None:
         assert short.endswith("...")
 
 
+def test_an_sms_has_the_link_where_enough_of_the_title_remains() -> None:
+    link = "https://watch.example/projects/vision/runs/run-1/alerts/" + "f" * 32
+    assert sms("short", link) == f"short {link}"
+    both = sms("title " * 30, link)
+    assert both.endswith(f"... {link}")
+    assert len(both) <= MOST_SMS
+    assert sms("short", link + "f" * 60) == "short"
+
+
 def test_a_bus_gets_an_event_for_each_alert(aws: Any) -> None:
     url, arn = queue(aws, "target")
     events = aws("events")

@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 
 from tests.services.channels.http_server import HttpServer, status
-from tests.services.channels.samples import NOW, sample
+from tests.services.channels.samples import NOW, PICTURE_URL, RUN_PAGE, picture, sample, without_public_url
 from tests.services.channels.sending import delivery_context, send
 from watchstep.errors import ConfigError
 
@@ -23,7 +23,7 @@ def test_a_message_says_what_where_why_and_leads_to_the_evidence(server: HttpSer
     assert len(sections) == 10
     first = sections[0]["text"]["text"]
     for words in (
-        "*no-nans* (critical) firing at step 5",
+        f"*<{RUN_PAGE}/alerts/f0|no-nans>* (critical) firing at step 5",
         "&lt;!channel&gt; &amp; &lt;https://evil.example|here&gt;",
         "*What* 3 of 64 elements are NaN",
         "*Where* gradient/conv1.weight",
@@ -32,11 +32,40 @@ def test_a_message_says_what_where_why_and_leads_to_the_evidence(server: HttpSer
     ):
         assert words in first
     assert more["text"]["text"] == "and 2 more"
-    assert f"`{told.command}` · <{told.run_url}|in the API>" in context["elements"][0]["text"]
+    assert f"<{RUN_PAGE}|Open the run> · `{told.command}`" in context["elements"][0]["text"]
+    assert f"*<{RUN_PAGE}/alerts/f1|no-nans>*" in sections[1]["text"]["text"]
     for block in attachment["blocks"][1:-1]:
         assert len(block["text"]["text"]) <= 3000
     send(SLACK, delivery_context(url=server.url), sample("resolved"))
     assert json.loads(server.bodies[1])["attachments"][0]["color"] != attachment["color"]
+
+
+def test_without_a_public_url_a_message_has_no_link(server: HttpServer) -> None:
+    send(SLACK, delivery_context(url=server.url), without_public_url(sample()))
+    assert b"watch.example/" not in server.bodies[0]
+    assert b"Open the" not in server.bodies[0]
+    assert b"--service http://watch.example" in server.bodies[0]
+
+
+def test_a_picture_is_an_attachment_of_its_own(server: HttpServer) -> None:
+    assert send(SLACK, delivery_context(url=server.url), picture=picture()).result == "done"
+    blocks, shown = json.loads(server.bodies[0])["attachments"]
+    assert not any(block["type"] == "image" for block in blocks["blocks"])
+    assert shown["image_url"] == PICTURE_URL
+    assert shown["title_link"] == f"{RUN_PAGE}/alerts/f0"
+    assert "signature" not in repr(picture())
+
+
+def test_a_message_that_is_refused_with_its_picture_is_sent_without(server: HttpServer) -> None:
+    server.answers = [status(400, b"invalid_attachments")]
+    tried = send(SLACK, delivery_context(url=server.url), picture=picture())
+    assert (tried.result, len(server.bodies)) == ("done", 2)
+    assert len(json.loads(server.bodies[1])["attachments"]) == 1
+    server.answers = [status(400), status(403)]
+    assert send(SLACK, delivery_context(url=server.url), picture=picture()).result == "failed"
+    server.answers = [status(503)]  # it is tried again, with the picture
+    assert send(SLACK, delivery_context(url=server.url), picture=picture()).result == "error"
+    assert len(server.bodies) == 5
 
 
 def test_a_message_in_the_receivers_own_words(server: HttpServer) -> None:
@@ -72,7 +101,10 @@ def test_alerts_of_an_alertmanager(server: HttpServer) -> None:
     }  # fmt: skip
     assert first["labels"] == second["labels"]
     assert "step" not in first["labels"]
-    assert first["generatorURL"] == sample().run_url
+    assert [alert["generatorURL"] for alert in (first, second)] == [
+        f"{RUN_PAGE}/alerts/f0",
+        f"{RUN_PAGE}/alerts/f1",
+    ]
     assert "usually The learning rate is too high." in first["annotations"]["description"]
     starts, ends = (
         datetime.fromisoformat(first[key].replace("Z", "+00:00")) for key in ("startsAt", "endsAt")
@@ -80,6 +112,8 @@ def test_alerts_of_an_alertmanager(server: HttpServer) -> None:
     assert starts.timestamp() == NOW // 10**9 - 1
     assert ends.timestamp() == NOW // 10**9 + 4 * 60
     send(receiver, delivery_context(), sample("resolved"))
+    send(receiver, delivery_context(), without_public_url(sample()))
+    assert "generatorURL" not in json.loads(server.bodies[2])[0]
     (over,) = json.loads(server.bodies[1])
     assert over["labels"] == first["labels"]
     assert datetime.fromisoformat(over["endsAt"].replace("Z", "+00:00")).timestamp() == NOW // 10**9

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.services.channels.certificates import Certificate
-from tests.services.channels.samples import sample
+from tests.services.channels.samples import RUN_PAGE, picture, sample, without_public_url
 from tests.services.channels.sending import LOOPBACK, delivery_context, send
 from tests.services.channels.smtp_server import PASSWORD, USER, SmtpServer, smtp_server
 from watchstep_services.channels.mail import EmailReceiver, render_email
@@ -49,8 +49,32 @@ def test_a_message_is_text_and_html_and_keeps_its_id() -> None:
     assert text is not None
     assert page is not None
     assert "where   gradient/conv1.weight, of Conv2d conv1" in text.get_content()
-    assert f'<a href="{sample().run_url}">' in page.get_content()
+    assert f'<a href="{RUN_PAGE}/alerts/f0">Open the alert</a>' in page.get_content()
+    assert first.get_content_type() == "multipart/alternative"
     assert resolved["x-watchstep-status"] == "resolved"
+
+
+def test_a_picture_stands_in_the_html_and_is_no_attachment_of_the_message() -> None:
+    shown = picture(inline=True)
+    with smtp_server() as server:
+        assert send(to(server), delivery_context(), picture=shown).result == "done"
+        assert send(to(server), delivery_context(), without_public_url(sample()), shown).result == "done"
+        assert send(to(server), delivery_context(), picture=picture()).result == "done"
+    mail, unlinked, without = server.messages
+    text, related = mail.iter_parts()
+    assert (text.get_content_type(), related.get_content_type()) == ("text/plain", "multipart/related")
+    page, image = related.iter_parts()
+    assert page.get_content_type() == "text/html"
+    assert image.get_content_type() == "image/png"
+    assert image.get_content() == shown.png
+    assert image.get_content_disposition() == "inline"
+    assert f'src="cid:{image["content-id"].strip("<>")}"' in page.get_content()
+    assert shown.text in page.get_content()
+    body = unlinked.get_body(("html",))
+    assert body is not None
+    assert "<a " not in body.get_content()
+    assert "cid:" in body.get_content()
+    assert without.get_content_type() == "multipart/alternative"
 
 
 def test_starttls_and_login(trusted: Certificate) -> None:

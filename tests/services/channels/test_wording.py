@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.services.channels.samples import sample
+from tests.services.channels.samples import RUN_PAGE, sample, without_public_url
 from watchstep_services.channels.receiver_file import RECEIVER
 from watchstep_services.channels.wording import (
     ALERT_FIELDS,
@@ -22,7 +22,17 @@ def test_what_is_told_by_default() -> None:
     assert title == "[FIRING] no-nans (critical) vision/run-1, and 1 more"
     assert text.count("seen    3 of 64 elements are NaN") == 2
     shown = "watchstep runs alerts vision/run-1 --service http://watch.example"
-    assert text.endswith(f"{shown}\n{sample().run_url}")
+    assert text.endswith(f"{shown}\n{RUN_PAGE}")
+    _, text = render(sample(), Templates())
+    assert text.endswith(f"{shown}\n{RUN_PAGE}/alerts/f0")
+    _, text = render(without_public_url(sample()), Templates())
+    assert text.endswith(shown)
+
+
+def test_links_in_the_receivers_own_words() -> None:
+    own = Templates("{alert_url}", "{url} {run_url} {alerts}", "{alert_url}")
+    first, second = f"{RUN_PAGE}/alerts/f0", f"{RUN_PAGE}/alerts/f1"
+    assert render(sample(alerts=2), own) == (first, f"{RUN_PAGE} {RUN_PAGE} {first}\n\n{second}")
 
 
 def test_every_field_has_a_value() -> None:

@@ -32,7 +32,8 @@ FORMS = (
     "amqp://a.b:p/{}@h", "Authorization: Bearer {}", "{{'authorization': 'Basic {}'}}", "(b'authorization', b'Bearer {}')",
     "bearer {} was sent", "https://hooks.slack.com/services/T0/B0/{}", "https://s3/x?X-Amz-Signature={}&y=1",
     "https://blob/x?sv=1&sig={}", '{{"signing_secret": "{}"}}', "{{'smtp_password': '{}', 'port': 25}}", "password={}, retry",
-    "aws_secret_access_key={}", "-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----", "session_token='{}'",
+    "aws_secret_access_key={}", "-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----", "session_token='{}'", '{{"routing_key": "{}"}}',
+    "https://x.logic.azure.com/workflows/1/triggers/manual/paths/invoke?sp=1&sig={}", "GET /picture.png?expires=1&signature={} HTTP/1.1",
 )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 
+TAG_LENGTH = 64
+
 
 class RunRow(Base):
     """A run: its state, the fence of its evaluation, and the times of its next evaluation and poll.
@@ -55,6 +57,17 @@ class RunRow(Base):
     unfinished_claims: Mapped[int] = mapped_column(default=0, server_default="0")
     reading: Mapped[str] = mapped_column(Text, default="", server_default="")
     waits_for_turn: Mapped[bool] = mapped_column(default=False, server_default=false())
+
+
+class RunTag(Base):
+    """A tag of a run, by which people find it."""
+
+    __tablename__ = "run_tags"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    tag: Mapped[str] = mapped_column(String(TAG_LENGTH), primary_key=True)
+    added_ns: Mapped[int]
+    added_by: Mapped[str] = mapped_column(String(256), default="")
 
 
 class Attempt(Base):
