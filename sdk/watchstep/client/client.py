@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from watchstep.client.documents import (
     Action,
@@ -314,6 +314,62 @@ class Client:
         answer: Mapping[str, Any] = self._transport.call("GET", f"{self._of(run)}/deviations", query)
         return answer
 
+    def overview(
+        self, run: str, *, points: int = 1000, first: int = 0, last: int | None = None
+    ) -> Mapping[str, Any]:
+        """The page of a run: losses, learning rates, events, one lane per rule, configuration, attempts and health.
+
+        Args:
+            run: the run.
+            points: maximum number of columns over the steps.
+            first: first step.
+            last: last step; None for the last recorded one.
+        """
+        query = {"points": points, "first": first, "last": last}
+        answer: Mapping[str, Any] = self._transport.call("GET", f"{self._of(run)}/overview", query)
+        return answer
+
+    def alert_page(
+        self, run: str, fingerprint: str, *, before: int = 200, after: int = 50
+    ) -> Mapping[str, Any]:
+        """The page of an alert: evidence with thresholds, deviations, what happened before, actions, advice and commands.
+
+        Args:
+            run: the run.
+            fingerprint: fingerprint of the alert.
+            before: number of steps before the alert.
+            after: number of steps after it.
+        """
+        query = {"before": before, "after": after}
+        path = f"{self._of(run)}/alerts/{segment(fingerprint)}/page"
+        answer: Mapping[str, Any] = self._transport.call("GET", path, query)
+        return answer
+
+    def comparison(
+        self,
+        runs: Sequence[str],
+        tensors: Sequence[str] = (),
+        figure: str = "mean",
+        *,
+        align: Literal["step", "time"] = "step",
+        points: int = 1000,
+    ) -> Mapping[str, Any]:
+        """Series of two to eight runs over one grid, the first differences from the first run, and settings that differ.
+
+        Args:
+            runs: names of the runs.
+            tensors: names of tensors; by default the losses.
+            figure: figure of the tensors.
+            align: axis: the step, or the time since the first row of each run.
+            points: maximum number of columns.
+        """
+        query = {
+            "runs": ",".join(runs), "tensor": list(tensors) or None, "figure": figure, "align": align,
+            "points": points,
+        }  # fmt: skip
+        answer: Mapping[str, Any] = self._transport.call("GET", f"{self._root}/comparison", query)
+        return answer
+
     def series(  # noqa: PLR0913 - each narrows the question
         self,
         run: str,
@@ -366,7 +422,7 @@ class Client:
             "rows": 1000,
             **selection,
         }
-        return queries.heatmap(self._transport.call("GET", f"{self._of(run)}/heatmap", query))
+        return queries.heatmap(self._transport.call("GET", f"{self._of(run)}/heatmap", query), reduce)
 
     def histogram(
         self,

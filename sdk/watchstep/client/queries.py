@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import ServiceError
 from watchstep.format.snapshot import DTYPES
-from watchstep.reading.queries import Heatmap, HistogramSeries
+from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,10 +46,10 @@ def table(content: bytes) -> pa.Table:
         raise _invalid("Arrow", error) from error
 
 
-def heatmap(data: Any) -> Heatmap:
-    """Parse a heatmap; cells without a finite value are NaN."""
+def heatmap(data: Any, reduce: Reduce) -> Heatmap:
+    """Parse a heatmap with one reduction; cells without a finite value are NaN."""
     try:
-        values = np.array(data["values"], np.float64).reshape(len(data["tensors"]), -1)
+        values = np.array(data[reduce], np.float64).reshape(len(data["tensors"]), -1)
         return Heatmap(list(data["tensors"]), np.array(data["edges"], np.int64), values)
     except (KeyError, TypeError, ValueError) as error:
         raise _invalid("a heatmap", error) from error

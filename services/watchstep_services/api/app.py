@@ -14,22 +14,29 @@ from watchstep_services.api.middleware.policies import Routes
 from watchstep_services.api.middleware.rate_limits import rate_limits
 from watchstep_services.api.middleware.request_limits import WorkSlots
 from watchstep_services.api.middleware.transports import PacedAnswers, UnreadBytes
+from watchstep_services.api.page import install_page
 from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.routes import (
     actions,
+    alert_changes,
+    alert_page,
     alerts,
     announcements,
     backends,
     capture,
+    comparison,
     control,
     credentials,
     events,
     health,
+    pictures,
     projects,
     receivers,
     retention,
     routing,
+    rule_pages,
     rules,
+    run_pages,
     runs,
     samples,
     silences,
@@ -37,6 +44,7 @@ from watchstep_services.api.routes import (
     statistics,
     stops,
     stores,
+    tensor_pages,
     tokens,
     traces,
 )
@@ -47,6 +55,8 @@ from watchstep_services.service.context import Service
 ROUTERS = (
     announcements.router,  # by far the most frequent
     runs.router,
+    run_pages.router,
+    comparison.router,
     projects.router,
     stores.router,
     backends.router,
@@ -56,18 +66,23 @@ ROUTERS = (
     capture.router,
     alerts.router,
     alerts.notification_state_router,
+    alert_changes.router,
+    alert_page.router,
+    pictures.router,
     silences.router,
     stops.router,
     actions.router,
     runs.attempts_router,
     rules.run_rules_router,
     rules.project_rules_router,
+    rule_pages.router,
     receivers.router,
     routing.router,
     events.router,
     rules.router,
     rules.backtests_router,
     statistics.router,
+    tensor_pages.router,
     snapshots.router,
     samples.router,
     traces.router,
@@ -100,6 +115,7 @@ def create_app(service: Service) -> FastAPI:
     problems.install(app)
     openapi.install_conventions(app)
     openapi.install_document(app)
+    install_page(app)
     own = tuple(app.routes)
     for router in ROUTERS:
         policies.describe(router)

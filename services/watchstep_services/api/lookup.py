@@ -9,10 +9,11 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep.format.layout import SegmentKey, WriterId, check_name, run_prefix
+from watchstep.format.layout import check_name, run_prefix
 from watchstep.store.store import Store
 from watchstep_services.db.clock import now_ns
-from watchstep_services.db.models import AlertInstanceRow, Project, RunRow, Segment
+from watchstep_services.db.models import AlertInstanceRow, Project, RunRow
+from watchstep_services.runs.discovery import corrupt_segments
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy import archived
 
@@ -113,16 +114,7 @@ def damaged_segments(service: Service, project: str, run: str) -> dict[str, str]
     """
     with service.database.read() as session:
         row = find_run(session, project, run)
-        corrupt = session.execute(select(Segment).filter_by(run_id=row.id, state="corrupt")).scalars()
-        return {
-            SegmentKey(
-                WriterId(segment.attempt, segment.node, segment.writer),
-                segment.seq,
-                segment.first,
-                segment.last,
-            ).path: segment.problem
-            for segment in corrupt
-        }
+        return corrupt_segments(session, row.id)
 
 
 def find_project(session: Session, project: str) -> Project:

@@ -1,6 +1,6 @@
 """Examples that follow from a JSON schema: its own, its defaults, or what a field of that name may hold.
 
-The addresses of the OpenAPI document and of its page. Both need no token, so their answers are made once and cost nothing after.
+The addresses of the OpenAPI document and of its page, which need no token.
 
 The OpenAPI document: what FastAPI says, with what all addresses have in common, and an example for everything.
 
@@ -9,27 +9,21 @@ What all addresses have in common: ETags, keys for requests that create, a compl
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import json
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.routing import APIRoute
-from starlette.concurrency import run_in_threadpool
-from starlette.types import Receive, Scope, Send
 
-from watchstep_services.api.middleware.etags import ETags, names_tag
+from watchstep_services.api.middleware.etags import ETags
 from watchstep_services.api.middleware.idempotency import AnsweredError, Answers, answer_again
 from watchstep_services.api.middleware.policies import open_to_all
-from watchstep_services.api.middleware.transports import PART_BYTES
 from watchstep_services.api.schemas.problems import TYPES
+from watchstep_services.api.static_documents import StaticDocument, add_document
 
 _TIME = 1_795_212_000_000_000_000
 _HASH = "^[0-9a-f]{32}$"
@@ -192,14 +186,6 @@ ASSETS = {
 """The files of Swagger UI that the page loads, and their media types. `fastapi-swagger` ships them as released on npm."""
 
 
-@dataclass(frozen=True)
-class _Document:
-    plain: bytes
-    packed: bytes
-    tag: str
-    media_type: str
-
-
 def install_document(app: FastAPI) -> None:
     """Add both addresses, and those of the page's assets, to an application that has none of its own."""
     page = get_swagger_ui_html(
@@ -214,7 +200,7 @@ def install_document(app: FastAPI) -> None:
     async def swagger_ui_html(_request: Request) -> HTMLResponse:
         return page
 
-    _add_document(app, DOCUMENT, lambda: _document(bytes(JSONResponse(app.openapi()).body), _JSON))
+    add_document(app, DOCUMENT, lambda: StaticDocument.of(bytes(JSONResponse(app.openapi()).body), _JSON))
     app.add_route(PAGE, swagger_ui_html, include_in_schema=False)
     for path, media_type in ASSETS.items():
         _add_asset(app, path, media_type)
@@ -222,65 +208,7 @@ def install_document(app: FastAPI) -> None:
 
 def _add_asset(app: FastAPI, path: str, media_type: str) -> None:
     file = resources.files("fastapi_swagger") / "resources" / path.rpartition("/")[2]
-    _add_document(app, path, lambda: _document(file.read_bytes(), media_type))
-
-
-def _add_document(app: FastAPI, path: str, make: Callable[[], _Document]) -> None:
-    lock = threading.Lock()
-    made: list[_Document] = []
-
-    def make_once() -> None:
-        with lock:
-            if not made:
-                made.append(make())
-
-    @open_to_all(counted=True)
-    async def document(request: Request) -> Response:
-        if not made:
-            await run_in_threadpool(make_once)  # takes up to a second of CPU
-        return _answer(made[0], request)
-
-    app.add_route(path, document, include_in_schema=False)
-
-
-def _document(plain: bytes, media_type: str) -> _Document:
-    return _Document(plain, gzip.compress(plain, mtime=0), hashlib.sha256(plain).hexdigest()[:32], media_type)
-
-
-def _answer(document: _Document, request: Request) -> Response:
-    packed = _takes_gzip(request.headers.get("accept-encoding", ""))
-    tag = f'"{document.tag}-gzip"' if packed else f'"{document.tag}"'
-    headers = {"etag": tag, "vary": "accept-encoding", "cache-control": "no-cache"}
-    if names_tag(request.headers.get("if-none-match", ""), tag, weak=True):
-        return Response(None, 304, headers)
-    if packed:
-        headers["content-encoding"] = "gzip"
-    return _InParts(document.packed if packed else document.plain, 200, headers, document.media_type)
-
-
-def _takes_gzip(accepted: str) -> bool:
-    for entry in accepted.lower().split(","):
-        name, _, quality = entry.partition(";")
-        if name.strip() == "gzip":
-            return quality.replace(" ", "") not in {"q=0", "q=0.0", "q=0.00", "q=0.000"}
-    return False
-
-
-class _InParts(Response):
-    """Bytes that all answers share, and that therefore count for nobody's unread bytes."""
-
-    async def __call__(
-        self,
-        scope: Scope,  # noqa: ARG002 - as ASGI asks
-        receive: Receive,  # noqa: ARG002
-        send: Send,
-    ) -> None:
-        """One answer."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for first in range(0, len(self.body), PART_BYTES):
-            part = bytes(self.body[first : first + PART_BYTES])
-            more = first + PART_BYTES < len(self.body)
-            await send({"type": "http.response.body", "body": part, "more_body": more})
+    add_document(app, path, lambda: StaticDocument.of(file.read_bytes(), media_type))
 
 
 _JSON = "application/json"

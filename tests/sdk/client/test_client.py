@@ -126,6 +126,17 @@ def test_queries_give_arrays_and_tables(client: Client, driven: Driven) -> None:
         np.testing.assert_array_equal(downloaded.values, np.arange(6.0).reshape(2, 3) + first)
 
 
+def test_pages_are_fetched_in_one_request_each(client: Client) -> None:
+    overview = client.overview("run-1", points=10)
+    assert len(overview["grid"]["edges"]) == 11
+    fingerprint = next(lane["fingerprint"] for lane in overview["lanes"] if lane["fingerprint"])
+    page = client.alert_page("run-1", fingerprint, before=5)
+    assert page["finding"]["step"] == 5
+    compared = client.comparison(["run-1", "run-2"], ["loss"], points=5)
+    assert [line["run"] for line in compared["series"][0]["lines"]] == ["run-1", "run-2"]
+    assert compared["divergences"][0]["first"]["step"] == 5
+
+
 def test_all_tensors_of_a_snapshot_are_listed(
     client: Client, driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:

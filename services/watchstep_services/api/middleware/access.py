@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from watchstep.format.layout import run_prefix
@@ -29,6 +29,7 @@ from watchstep_services.api.middleware.request_limits import check_head, check_l
 from watchstep_services.api.schemas.filters import check_query
 from watchstep_services.api.schemas.problems import RequestRefusedError, answer_to
 from watchstep_services.auth import PERMISSIONS, AuthenticatedCaller, Permission, digest_of, identify
+from watchstep_services.notify.picture_links import PictureName, is_valid_link
 from watchstep_services.service.context import Service
 
 __all__ = ["Caller", "Gate", "Served", "document_token", "open_to_all", "permits"]
@@ -85,6 +86,11 @@ class Gate:
         if policy is None or policy.permission is not None:
             permission = None if policy is None else policy.permission
             token = _bearer_token(scope)
+            if policy is not None and policy.signed and not token and await self._is_signed(scope, values):
+                check_length(scope, policy.most_bytes)
+                if route is not None:
+                    check_query(scope, route)
+                return policy
             identity = self._token_cache.get(token)
             if identity is None:
                 identity = await run_in_threadpool(self._identify, scope, token, permission)
@@ -106,6 +112,28 @@ class Gate:
         if route is not None:
             check_query(scope, route)
         return policy
+
+    async def _is_signed(self, scope: Scope, values: dict[str, Any]) -> bool:
+        """Whether a request has a valid signature instead of a token; one without any needs a token.
+
+        Raises:
+            RequestRefusedError: 401, the signature is not valid or has expired; 429, too many requests from the address.
+        """
+        query = QueryParams(scope["query_string"])
+        if "signature" not in query:
+            return False
+        await run_in_threadpool(self._limits.count_open, address_of(scope))
+        picture = PictureName(str(values["project"]), str(values["run"]), str(values["fingerprint"]))
+        settings, expires = self._service.settings, query.get("expires", "")
+        if not await run_in_threadpool(
+            is_valid_link, settings, picture, expires, query["signature"], time.time_ns()
+        ):
+            raise RequestRefusedError(
+                401,
+                "the link to the picture is not valid, or has expired",
+                "open the alert's page, or send a bearer token",
+            )
+        return True
 
     def _identify(self, scope: Scope, token: str, permission: Permission | None) -> AuthenticatedCaller:
         address = address_of(scope)

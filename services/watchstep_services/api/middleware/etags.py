@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from functools import cache
 from typing import Annotated
 
 from fastapi import Header, Response
@@ -10,9 +12,11 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import watchstep
 from watchstep_services.api.schemas.problems import RequestRefusedError
 
 _JSON = "application/json"
+_CACHE_CONTROL = "private, no-cache"
 
 IfMatch = Annotated[
     str | None,
@@ -23,6 +27,9 @@ IfMatch = Annotated[
     ),
 ]
 
+IfNoneMatch = Annotated[str | None, Header(alias="If-None-Match", max_length=1000, include_in_schema=False)]
+"""The header for an endpoint that responds 304 itself; the OpenAPI document describes it for all endpoints."""
+
 
 def etag_of(model: BaseModel) -> str:
     """Return the ETag of an object."""
@@ -32,6 +39,28 @@ def etag_of(model: BaseModel) -> str:
 def tag(response: Response, model: BaseModel) -> None:
     """Set the ETag of a response, for use with ``If-Match``."""
     response.headers["etag"] = etag_of(model)
+
+
+def etag_of_inputs(model: type[BaseModel], *inputs: object) -> str:
+    """Return the ETag of a response that JSON-ready inputs determine, so that it is known before the response is made.
+
+    Args:
+        model: the model of the response; with another schema, or by another version, the same inputs give another response.
+        inputs: what the response depends on.
+    """
+    return _tag(json.dumps([_schema_of(model), *inputs], separators=(",", ":"), default=str).encode())
+
+
+@cache
+def _schema_of(model: type[BaseModel]) -> str:
+    return watchstep.__version__ + _tag(json.dumps(model.model_json_schema()).encode())
+
+
+def unchanged(condition: str | None, etag: str) -> Response | None:
+    """Return the response 304 if ``If-None-Match`` names the ETag; otherwise None."""
+    if condition is None or not names_tag(condition, etag, weak=True):
+        return None
+    return Response(None, 304, {"etag": etag, "cache-control": _CACHE_CONTROL})
 
 
 def require_match(condition: str | None, current: BaseModel | None) -> None:
@@ -52,6 +81,22 @@ def require_match(condition: str | None, current: BaseModel | None) -> None:
             412,
             "If-Match: the object has changed or does not exist",
             "read the object again, and send its current ETag",
+        )
+
+
+def require_absent(condition: str | None, exists: bool) -> None:
+    """Check that an object that the caller creates does not exist.
+
+    Args:
+        condition: the header ``If-None-Match`` of a change; ``*`` if the object must not exist. Other values are ignored.
+        exists: whether it exists.
+
+    Raises:
+        RequestRefusedError: 412, the object exists.
+    """
+    if condition is not None and condition.strip() == "*" and exists:
+        raise RequestRefusedError(
+            412, "If-None-Match: the object exists", "use another name, or change the object"
         )
 
 
@@ -97,7 +142,7 @@ class _Tagged:
     async def _finish(self, start: Message) -> None:
         headers = MutableHeaders(raw=list(start["headers"]))
         etag = headers.setdefault("etag", _tag(self._body))
-        headers.setdefault("cache-control", "private, no-cache")
+        headers.setdefault("cache-control", _CACHE_CONTROL)
         status = start["status"]
         if self._condition is not None and names_tag(self._condition, etag, weak=True):
             status, self._body = 304, b""

@@ -40,6 +40,8 @@ class RoutePolicy:
         run_in_body: whether the endpoint itself restricts tokens of one run, because its path contains no ``{run}``.
         counted: whether requests without a token are counted by address.
         any_text: whether a body may have unpaired surrogates, which the endpoint replaces.
+        signed: whether a request without a token is passed on to the endpoint if its query has a ``signature``, which the gate
+            verifies; such requests are counted by address.
     """
 
     permission: Permission | None
@@ -48,6 +50,7 @@ class RoutePolicy:
     run_in_body: bool = False
     counted: bool = False
     any_text: bool = False
+    signed: bool = False
 
 
 def permits(
@@ -57,6 +60,7 @@ def permits(
     most_bytes: int = MOST_BODY,
     run_in_body: bool = False,
     any_text: bool = False,
+    signed: bool = False,
 ) -> Callable[[Endpoint], Endpoint]:
     """Set the policy of an endpoint. Place the decorator below that of the route.
 
@@ -72,9 +76,12 @@ def permits(
         run_in_body: whether to accept tokens of one run although the path contains no ``{run}``; the endpoint then checks
             `Caller` itself.
         any_text: whether a body may have unpaired surrogates; the endpoint then replaces them.
+        signed: whether a signed link to a picture replaces the token. Only for the path of a picture.
     """
     needs_all = permission != "read" if all_projects is None else all_projects
-    return _mark(RoutePolicy(permission, needs_all, most_bytes, run_in_body, any_text=any_text))
+    return _mark(
+        RoutePolicy(permission, needs_all, most_bytes, run_in_body, any_text=any_text, signed=signed)
+    )
 
 
 def open_to_all(*, counted: bool) -> Callable[[Endpoint], Endpoint]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -187,12 +188,19 @@ class WorkSlots:
             RequestRefusedError: 429; too many checks are in progress.
             RuleError: the rule configs are not valid.
         """
-        data = {"rules": list(rules)}
         kinds = [rule.get("rule") for rule in rules if isinstance(rule, dict)]
-        if not any(isinstance(name, str) and name in KINDS for name in kinds):
-            return rule_file.check(data, "of the request")
-        with self.rule_checks.acquire(project):
-            return rule_file.check(data, "of the request")
+        with self.checking(project, kinds):
+            return rule_file.check({"rules": list(rules)}, "of the request")
+
+    def checking(self, project: str, kinds: Sequence[object]) -> AbstractContextManager[object]:
+        """Return a context in which rules may be checked: with a slot if the check of one of them needs a separate process.
+
+        Raises:
+            RequestRefusedError: 429; too many checks are in progress.
+        """
+        if any(isinstance(name, str) and name in KINDS for name in kinds):
+            return self.rule_checks.acquire(project)
+        return nullcontext()
 
 
 async def _work_slots(request: Request) -> WorkSlots:

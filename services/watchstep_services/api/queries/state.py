@@ -6,10 +6,11 @@ the footer of every segment.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -17,16 +18,20 @@ from typing import Annotated
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
-from watchstep.errors import NotFoundError
+from watchstep.errors import FormatError, NotFoundError, StoreError, WatchstepError
 from watchstep.format import documents
 from watchstep.format.layout import RUN_DOCUMENT
-from watchstep.reading.budget import ReadBudget
+from watchstep.reading.budget import OverBudgetError, ReadBudget
 from watchstep.reading.run import Run
 from watchstep.store.store import Store
 from watchstep_services.api.lookup import damaged_segments, run_store
 from watchstep_services.api.queries.traces import OpenedTraces
+from watchstep_services.api.queries.view_cache import ViewCache
 from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.service.context import Service
+
+UNREADABLE = (NotFoundError, FormatError, StoreError, OverBudgetError)
+"""Errors of a run whose statistics cannot be read, while the rest of its pages can be shown."""
 
 
 class Slots:
@@ -163,6 +168,7 @@ class Queries:
         sql_slots: additional slots of SQL queries.
         part_threads: threads that read parts of streamed responses.
         traces: cache of opened traces.
+        views: cache of encoded views.
     """
 
     service: Service
@@ -171,6 +177,7 @@ class Queries:
     sql_slots: Slots
     part_threads: CapacityLimiter
     traces: OpenedTraces
+    views: ViewCache
 
     @classmethod
     def of(cls, service: Service) -> Queries:
@@ -184,6 +191,7 @@ class Queries:
             Slots(max(1, processes // 2), processes, "SQL queries"),
             CapacityLimiter(_PARTS),
             OpenedTraces(),
+            ViewCache(),
         )
 
     def budget(self) -> ReadBudget:
@@ -204,6 +212,30 @@ class Queries:
             budget = self.budget()
             with self._opened(project, run, store, budget) as opened:
                 yield opened, budget
+
+    @contextmanager
+    def open_runs(
+        self, project: str, runs: Sequence[str]
+    ) -> Iterator[tuple[dict[str, Run | WatchstepError], ReadBudget]]:
+        """Open several runs for one query, with one slot and one budget.
+
+        A run whose statistics cannot be opened is represented by the error.
+
+        Raises:
+            NotFoundError: a run does not exist.
+            RequestRefusedError: 429; too many queries are in progress.
+        """
+        stores = {run: run_store(self.service, project, run) for run in runs}
+        with self.slots.acquire(project), ExitStack() as stack:
+            budget = self.budget()
+            opened: dict[str, Run | WatchstepError] = {}
+            # Always in the same order, so that two queries do not wait for each other's runs.
+            for run, store in sorted(stores.items(), key=lambda entry: entry[1].location):
+                try:
+                    opened[run] = stack.enter_context(self._opened(project, run, store, budget))
+                except UNREADABLE as error:
+                    opened[run] = error
+            yield opened, budget
 
     @contextmanager
     def open_sql(
@@ -238,6 +270,12 @@ class Queries:
         store = run_store(self.service, project, run)
         with self.slots.acquire(project):
             yield store
+
+
+def recorded_state(run: Run) -> list[str]:
+    """Return what identifies the statistics that queries of an opened run read. Objects never change, so nothing is read for it."""
+    objects = [f"{located.object.key}<{located.cut}" for located in run.index.objects()]
+    return [hashlib.sha256("\n".join(objects).encode()).hexdigest(), *sorted(run.index.damaged)]
 
 
 async def _queries(request: Request) -> Queries:

@@ -31,6 +31,7 @@ from watchstep_services.api.schemas.models import AlertList, AlertOutput
 from watchstep_services.api.schemas.paging import ListOrder, Paged, Paging
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, Incident, Muted, RunRow, Silence
+from watchstep_services.notify.acknowledged import notify_acknowledged
 from watchstep_services.notify.silences import acknowledge, active, covering, labels_of, withdraw
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["alerts"])
@@ -207,6 +208,7 @@ def acknowledge_alert(
     with service.database.write() as session:
         row = find_alert(session, project, run, fingerprint)
         acknowledge(session, service.base_url, row, caller.who, body.comment)
+        notify_acknowledged(service, session, row)
         return _output(session, row, project, run)
 
 

@@ -12,9 +12,10 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import PlainTextResponse
 from starlette.datastructures import State
 
+from watchstep import __version__
 from watchstep.errors import WatchstepError
 from watchstep_services.api.middleware.access import Caller, Served, open_to_all, permits
-from watchstep_services.api.schemas.models import ServiceHealth
+from watchstep_services.api.schemas.models import QueueStatus, ServiceHealth, ServiceStatus
 from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.core.telemetry.metrics import registry, written
 from watchstep_services.db.metrics import DatabaseFigures
@@ -69,6 +70,37 @@ def metrics(
         )
     text, kind = written(registry(_database_figures(request.app.state, service)), accept)
     return Response(text, media_type=kind)
+
+
+@metrics_router.get("/v1/service", summary="Describe the service's queues")
+@permits("read", all_projects=True)
+def get_service(request: Request, service: Served) -> ServiceStatus:
+    """Return what waits in the service, over all projects, and for how long. At most two seconds old."""
+    return _status_of(_database_figures(request.app.state, service))
+
+
+def _status_of(figures: DatabaseFigures) -> ServiceStatus:
+    values: dict[str, dict[str, float]] = {
+        family.name: {",".join(sample.labels.values()): sample.value for sample in family.samples}
+        for family in figures.collect()
+    }
+    ages = values.get("watchstep_queue_age_seconds", {})
+    return ServiceStatus(
+        version=__version__,
+        database=values["watchstep_database_up"][""] == 1,
+        queues=[
+            QueueStatus(name=name, length=int(length), oldest_seconds=ages.get(name, 0.0))
+            for name, length in values.get("watchstep_queue_length", {}).items()
+        ],
+        waiting_segments=int(values.get("watchstep_segments_waiting", {}).get("", 0)),
+        oldest_segment_seconds=values.get("watchstep_segments_waiting_age_seconds", {}).get("", 0.0),
+        pending_actions=_counts(values.get("watchstep_actions_pending", {})),
+        runs=_counts(values.get("watchstep_runs", {})),
+    )
+
+
+def _counts(values: dict[str, float]) -> dict[str, int]:
+    return {name: int(value) for name, value in values.items()}
 
 
 def _database_figures(state: State, service: Service) -> DatabaseFigures:

@@ -18,14 +18,16 @@ from sqlalchemy.orm import Session
 from watchstep.errors import NotFoundError, RuleError
 from watchstep.format.layout import check_name
 from watchstep_rules.backtest.backtest import report
-from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python_rule import Python
+from watchstep_rules.engine.incident import sentence
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.registry import KINDS, RULES, find_rule
+from watchstep_rules.rule import AnyRule
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
-from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
+from watchstep_services.api.middleware.etags import IfMatch, IfNoneMatch, require_absent, require_match, tag
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.middleware.request_limits import Working, WorkSlots
 from watchstep_services.api.schemas.models import (
@@ -61,7 +63,20 @@ router = APIRouter(prefix="/v1/rules", tags=["rules"])
 def list_rules() -> RuleList:
     """Return all rules, by name."""
     rules = {**RULES, **KINDS}
-    return RuleList(rules=[RuleSummary(name=name, summary=rules[name].summary) for name in sorted(rules)])
+    return RuleList(rules=[RuleSummary(**_summary_of(rules[name])) for name in sorted(rules)])
+
+
+def _summary_of(rule: AnyRule) -> dict[str, Any]:
+    configs = [config for config in DEFAULT_RULES if config.rule == rule.name]
+    _, _, module = type(rule).__module__.partition(".builtin.")
+    return {
+        "name": rule.name,
+        "summary": rule.summary,
+        "group": module.partition(".")[0] if module else "custom",
+        "usual_causes": [sentence(text) for text in rule.usual_causes],
+        "default": configs[0].severity if configs else "off",
+        "why_off": "" if configs else OFF_BY_DEFAULT.get(rule.name, ""),
+    }
 
 
 @router.get("/{name}", summary="Get a rule")
@@ -73,9 +88,10 @@ def get_rule(name: str) -> RuleOutput:
     except RuleError as error:
         raise NotFoundError(error.what, error.hint) from error
     return RuleOutput(
-        name=rule.name,
-        summary=rule.summary,
+        **_summary_of(rule),
         description=inspect.getdoc(type(rule)) or "",
+        what_to_try=[sentence(text) for text in rule.what_to_try],
+        cannot_distinguish=[sentence(text) for text in rule.cannot_distinguish],
         merge=rule.merge,
         collections=list(rule.needs.collections),
         parameters=rule.params_type.model_json_schema(),
@@ -298,16 +314,19 @@ def put_project_rule(
     slots: Working,
     response: Response,
     if_match: IfMatch = None,
+    if_none_match: IfNoneMatch = None,
 ) -> ConfigOutput:
     """Evaluate runs that are registered from now on with this rule config, instead of the owner's of that name.
 
-    Stops require a separate grant. Existing runs get the rule config when they are registered again.
+    Stops require a separate grant. Existing runs get the rule config when they are registered again. With ``If-None-Match: *``, only a
+    new rule config is stored.
     """
     config = checked(slots, project, name, body)
     with service.database.write() as session:
         ensure_project(session, service, project)
         row = session.get(ProjectRule, (project, name), with_for_update=True)
         require_match(if_match, None if row is None else _project_rule_output(row, caller))
+        require_absent(if_none_match, row is not None)
         now = read_clock(session)
         if row is None:
             row = ProjectRule(

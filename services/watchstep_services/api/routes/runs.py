@@ -90,7 +90,9 @@ def register_run(
     service.notifier.run_changed(run_id)
     output = _read(service, project, body.run, caller)
     with service.database.read() as session:
-        return RegisteredRun(**dict(output), capture=capture_document(session, project))
+        capture = capture_document(session, project)
+    page_url = service.links.run(project, body.run)
+    return RegisteredRun(**dict(output), capture=capture, page_url=page_url)
 
 
 @router.get("", summary="List runs")

@@ -1,4 +1,4 @@
-"""Queries over the statistics of a run: series, heatmap, histogram, SQL.
+"""Queries over the statistics of a run: series, histogram, deviations, SQL.
 
 The server bins the steps, so that the size of a response depends on the screen and not on the run.
 
@@ -18,11 +18,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from watchstep.errors import ConfigError
 from watchstep.format.tensors import Mode, TensorInfo
+from watchstep.reading.binning import SeriesRequest
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.compacted import CompactedSegmentLostError
-from watchstep.reading.queries import Reduce
 from watchstep.reading.run import Run
 from watchstep.reading.sql import scan_for
 from watchstep_rules.custom.sandbox.process import StartError
@@ -31,12 +30,30 @@ from watchstep_rules.custom.sql.process import QueryResult, QuerySource, Questio
 from watchstep_rules.custom.sql.query import QueryLimits
 from watchstep_rules.signals.deviations import Deviation, read_deviations
 from watchstep_services.api.middleware.access import permits
+from watchstep_services.api.middleware.etags import IfNoneMatch
 from watchstep_services.api.queries import answers
-from watchstep_services.api.queries.answers import Line, Lines, SeriesRequest, read_lines
+from watchstep_services.api.queries.forms import (
+    TABLES,
+    AcceptHeader,
+    FormatParameter,
+    View,
+    documented_forms,
+    encode_model,
+    encode_table,
+    form_of,
+)
 from watchstep_services.api.queries.state import Querying
+from watchstep_services.api.queries.tensor_views import (
+    histogram_output,
+    histogram_table,
+    line_output,
+    series_table,
+    tensor_entry,
+)
 from watchstep_services.api.schemas.filters import Word
 from watchstep_services.api.schemas.paging import Paged, PageOutput
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
+from watchstep_services.api.views import ViewRequest, respond
 
 _MAX_ATTEMPTS = 3
 """Attempts at a query. It is repeated if a compaction replaces segments that it reads, and fails if that happens each time."""
@@ -78,7 +95,6 @@ router = APIRouter(prefix="/v1/projects/{project}/runs/{run}", tags=["statistics
 
 MAX_POINTS = 4000
 _MAX_ROWS = 10_000
-_MAX_TENSORS = 1000
 _LAST = 2**62
 
 _ARROW: dict[int | str, dict[str, Any]] = {
@@ -98,6 +114,8 @@ Points = Annotated[
     ),
 ]
 OfMode = Annotated[Mode | None, Query(description="Only rows of this mode.")]
+FirstStep = Annotated[int, Query(ge=0, le=_LAST, description="First step.")]
+LastStep = Annotated[int, Query(ge=0, le=_LAST, description="Last step.")]
 OfWorker = Annotated[int | None, Query(ge=0, lt=2**31, description="Only rows of this worker.")]
 Accept = Annotated[str | None, Header(include_in_schema=False)]
 
@@ -155,10 +173,15 @@ def list_tensors(
         infos = sorted(opened.index.tensors(), key=_sort_key)
     chosen = [info for info in infos if collection is None or collection in info.collections]
     page, token = paging.fetch_sorted([_sort_key(info) for info in chosen], chosen)
-    return TensorList(tensors=[_entry(info) for info in page], next_page_token=token)
+    return TensorList(tensors=[tensor_entry(info) for info in page], next_page_token=token)
 
 
-@router.get("/series", summary="Read a series", responses=_ARROW, response_model=answers.SeriesOutput)
+@router.get(
+    "/series",
+    summary="Read a series",
+    responses=documented_forms(TABLES),
+    response_model=answers.SeriesOutput,
+)
 @permits("read")
 def get_series(
     project: str,
@@ -168,26 +191,43 @@ def get_series(
     figure: Figure,
     worker: OfWorker = None,
     mode: OfMode = None,
-    first: Annotated[int, Query(ge=0, le=_LAST, description="First step.")] = 0,
-    last: Annotated[int, Query(ge=0, le=_LAST, description="Last step.")] = _LAST,
+    merge: Annotated[
+        bool, Query(description="Merge shards to the whole tensor; otherwise each worker has its own lines.")
+    ] = True,
+    first: FirstStep = 0,
+    last: LastStep = _LAST,
     points: Points = 1000,
-    accept: Accept = None,
+    format_: FormatParameter = None,
+    accept: AcceptHeader = None,
+    condition: IfNoneMatch = None,
 ) -> Any:
     """Return one figure of one tensor over the steps, as lines. Shards are merged to the whole tensor.
 
     If a line has more rows than points, each point covers several steps, with the mean and the extremes of their values.
     """
-    request = SeriesRequest(tensor, figure, worker, mode, first, last, points)
-    with queries.open_run(project, run) as (opened, _):
-        lines = read_lines(opened, request)
-    if answers.wants_arrow(accept):
-        return answers.arrow(_as_table(lines))
-    return answers.SeriesOutput(
-        tensor=tensor, figure=figure, lines=[_line(line) for line in lines.lines], left_out=lines.left_out
+    form = form_of(format_, accept, TABLES)
+    series = SeriesRequest(tensor, figure, worker, mode, first, last, points, merge)
+    request = ViewRequest(
+        project, run, answers.SeriesOutput, form, ("series", *vars(series).values()), condition
     )
 
+    def build(opened: Run) -> View:
+        lines = opened.binned_series(series)
+        if form != "json":
+            return encode_table(series_table(lines), form, "series")
+        return encode_model(
+            answers.SeriesOutput(
+                tensor=tensor,
+                figure=figure,
+                lines=[line_output(line) for line in lines.lines],
+                left_out=lines.left_out,
+            )
+        )
 
-@router.get("/deviations", summary="Rank the tensors that deviate at a step")
+    return respond(queries, request, build)
+
+
+@router.get("/deviations", summary="Rank the tensors that deviate at a step", response_model=DeviationList)
 @permits("read")
 def get_deviations(
     project: str,
@@ -195,58 +235,33 @@ def get_deviations(
     queries: Querying,
     attempt: Annotated[Word, Query(min_length=1, max_length=128, description="Attempt of an alert.")],
     step: Annotated[int, Query(ge=0, le=_LAST, description="Field since_step of an alert.")],
-) -> DeviationList:
+    condition: IfNoneMatch = None,
+) -> Any:
     """Return evidence for an alert: at most five tensors, each with the statistic that deviates most from its earlier values.
 
     The usual range is computed from up to 200 recorded steps before the step, after removing their drift.
     """
-    with queries.open_run(project, run) as (opened, _):
+    request = ViewRequest(project, run, DeviationList, "json", ("deviations", attempt, step), condition)
+
+    def build(opened: Run) -> View:
         result = read_deviations(opened, attempt, step)
-    return DeviationList(
-        deviations=result.deviations, tensors_left_out=result.tensors_left_out, superseded=result.superseded
-    )
-
-
-@router.get("/heatmap", summary="Read a heatmap")
-@permits("read")
-def get_heatmap(
-    project: str,
-    run: str,
-    queries: Querying,
-    figure: Figure,
-    collection: Annotated[
-        Word | None, Query(max_length=128, description="Tensors of this collection.", examples=["gradients"])
-    ] = None,
-    tensor: Annotated[
-        list[Annotated[Word, Query(max_length=1024)]] | None,
-        Query(max_length=_MAX_TENSORS, description="These tensors, instead of a collection."),
-    ] = None,
-    mode: OfMode = "train",
-    reduce: Annotated[Reduce, Query(description="How the values of a cell are reduced to one.")] = "mean",
-    points: Points = 200,
-    rows: Annotated[int, Query(ge=1, le=_MAX_TENSORS, description="Maximum number of tensors.")] = 200,
-) -> answers.HeatmapOutput:
-    """Return one figure of many tensors over the steps: one row per tensor, one column per range of steps."""
-    if (collection is None) == (not tensor):
-        raise ConfigError("collection, tensor: both or neither set", "set exactly one of them")
-    with queries.open_run(project, run) as (opened, _):
-        names = tensor or [info.name for info in opened.catalogue if collection in info.collections]
-        if not names:
-            raise ConfigError(
-                f"collection {collection!r}: contains no tensors", "list …/tensors for the collections"
+        return encode_model(
+            DeviationList(
+                deviations=result.deviations,
+                tensors_left_out=result.tensors_left_out,
+                superseded=result.superseded,
             )
-        names = list(dict.fromkeys(names))
-        heatmap = opened.heatmap(names[:rows], figure, points, mode, reduce)
-    return answers.HeatmapOutput(
-        figure=figure,
-        tensors=heatmap.tensors,
-        left_out=max(0, len(names) - rows),
-        edges=answers.whole_numbers(heatmap.edges),
-        values=[answers.numbers(row) for row in heatmap.values],
-    )
+        )
+
+    return respond(queries, request, build)
 
 
-@router.get("/histogram", summary="Read histograms over time")
+@router.get(
+    "/histogram",
+    summary="Read histograms over time",
+    responses=documented_forms(TABLES),
+    response_model=answers.HistogramOutput,
+)
 @permits("read")
 def get_histogram(
     project: str,
@@ -255,20 +270,25 @@ def get_histogram(
     tensor: Tensor,
     worker: OfWorker = None,
     mode: OfMode = "train",
+    first: FirstStep = 0,
+    last: LastStep = _LAST,
     points: Points = 200,
-) -> answers.HistogramOutput:
+    format_: FormatParameter = None,
+    accept: AcceptHeader = None,
+    condition: IfNoneMatch = None,
+) -> Any:
     """Return the distribution of a tensor's elements over powers of two, one row per range of steps."""
-    with queries.open_run(project, run) as (opened, _):
-        histogram = opened.histogram(tensor, points, worker, mode)
-    return answers.HistogramOutput(
-        tensor=tensor,
-        edges=answers.whole_numbers(histogram.edges),
-        lower=answers.numbers(histogram.lower),
-        upper=answers.numbers(histogram.upper),
-        counts=answers.whole_numbers(histogram.counts),
-        zeros=answers.whole_numbers(histogram.zeros),
-        nonfinite=answers.whole_numbers(histogram.nonfinite),
-    )
+    form = form_of(format_, accept, TABLES)
+    parameters = ("histogram", tensor, worker, mode, first, last, points)
+    request = ViewRequest(project, run, answers.HistogramOutput, form, parameters, condition)
+
+    def build(opened: Run) -> View:
+        histogram = opened.histogram(tensor, points, worker, mode, first=first, last=last)
+        if form == "json":
+            return encode_model(histogram_output(tensor, histogram))
+        return encode_table(histogram_table(histogram), form, "histogram")
+
+    return respond(queries, request, build)
 
 
 @router.post("/sql", summary="Query in SQL", responses=_ARROW, response_model=answers.SqlOutput)
@@ -291,47 +311,3 @@ def post_sql(project: str, run: str, body: SqlInput, queries: Querying, accept: 
 
 def _sort_key(info: TensorInfo) -> tuple[int, str]:
     return info.order, info.name
-
-
-def _entry(info: TensorInfo) -> answers.TensorEntry:
-    return answers.TensorEntry.model_validate(
-        {name: getattr(info, name) for name in answers.TensorEntry.model_fields}, from_attributes=True
-    )
-
-
-def _line(line: Line) -> answers.LineOutput:
-    return answers.LineOutput(
-        mode=line.mode,
-        worker=line.worker,
-        replica=line.replica,
-        stage=line.stage,
-        step=answers.whole_numbers(line.step),
-        last_step=answers.whole_numbers(line.last_step),
-        count=answers.whole_numbers(line.count),
-        mean=answers.numbers(line.mean),
-        min=answers.numbers(line.min),
-        max=answers.numbers(line.max),
-        nonfinite=answers.whole_numbers(line.nonfinite),
-    )
-
-
-def _as_table(lines: Lines) -> Any:
-    """Return all lines in one table with the columns of `LineOutput`; null marks a missing finite value."""
-    import pyarrow as pa
-
-    kinds = {"mode": pa.string(), "worker": pa.int32(), "replica": pa.int32(), "stage": pa.string()}
-    whole = ("step", "last_step", "count", "nonfinite")
-    real = ("mean", "min", "max")
-    schema = pa.schema(
-        [*kinds.items(), *((name, pa.int64()) for name in whole), *((name, pa.float64()) for name in real)]
-    )
-    parts = [
-        pa.table({name: pa.array([], kind.type) for name, kind in zip(schema.names, schema, strict=True)})
-    ]
-    for line in lines.lines:
-        size = len(line.step)
-        columns = {name: pa.array([getattr(line, name)] * size, kind) for name, kind in kinds.items()}
-        columns |= {name: pa.array(getattr(line, name), pa.int64()) for name in whole}
-        columns |= {name: pa.array(getattr(line, name), from_pandas=True) for name in real}
-        parts.append(pa.table(columns, schema=schema))
-    return pa.concat_tables(parts)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import ColumnElement
 
+from watchstep import __version__
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits, service_of
 from watchstep_services.api.middleware.idempotency import OnceSecret
@@ -23,7 +24,9 @@ from watchstep_services.auth import (
     MAX_LIFETIME,
     MAX_NAME,
     MOST_SECONDS,
+    PERMISSIONS,
     AuthenticatedCaller,
+    Permission,
     Revocation,
     Role,
     RunTokenRequest,
@@ -123,6 +126,35 @@ class TokenInput(ProjectTokenInput):
 
     project: str | None = Field(
         None, max_length=128, description="Project that the token is limited to; default: all projects."
+    )
+
+
+class CallerOutput(BaseModel):
+    """The token of a request: what it may do, and until when."""
+
+    id: str = Field(description="Public id of the token.")
+    name: str
+    role: str
+    permissions: list[Permission] = Field(description="Permissions of its role.")
+    project: str | None = Field(description="Project that the token is limited to; null: all projects.")
+    run: str | None = Field(description="Run of the project that the token is limited to; null: all runs.")
+    expires_ns: int | None = Field(description="Expiry; null: never.")
+    version: str = Field(description="Version of the service.")
+
+
+@router.get("/v1/caller", summary="Describe the token of the request")
+@permits("read", all_projects=False, run_in_body=True)
+async def get_caller(caller: Caller) -> CallerOutput:
+    """Return the role, permissions and limits of the token that the request has."""
+    return CallerOutput(
+        id=caller.token,
+        name=caller.name,
+        role=caller.role,
+        permissions=sorted(PERMISSIONS.get(caller.role, ())),
+        project=caller.project,
+        run=caller.run,
+        expires_ns=caller.expires_ns,
+        version=__version__,
     )
 
 

@@ -1,4 +1,4 @@
-"""Operation traces of a run: lists, alerts, operations with their tensors and stacks, neighbours, and source texts.
+"""Operation traces of a run: lists, alerts, first bad operations, timelines, operations with tensors and stacks, neighbours, source texts.
 
 All names and texts are those of the recorder, cut to a length, and never interpreted.
 """
@@ -17,9 +17,11 @@ from pydantic import BaseModel, Field
 
 from watchstep.errors import FormatError
 from watchstep.format.layout import TRACES, TraceKey, check_name
+from watchstep.reading.budget import PROCESS, ReadBudget
 from watchstep.store.store import Store
-from watchstep.trace.indexed_trace import MAX_EDGES, MAX_NEIGHBOURS, IndexedTrace
+from watchstep.trace.indexed_trace import MAX_EDGES, MAX_NEIGHBOURS, MAX_TEXTS, IndexedTrace
 from watchstep.trace.operations import Operation, TensorHealth, TracedTensor
+from watchstep.trace.origins import BadOrigin, Cause, Diagnosis, diagnose
 from watchstep_services.api.middleware.access import permits
 from watchstep_services.api.queries.answers import Numbers, numbers
 from watchstep_services.api.queries.state import Queries, Querying
@@ -40,6 +42,8 @@ _MAX_FRAMES = 100
 _MAX_FILES = 1000
 _MAX_NOTES = 20
 _MAX_STEPS = 1000
+_MAX_ORIGINS = 100
+"""Maximum number of further origins, and of contained operations, in a response."""
 _MAX_SOURCE = 2 * 1024 * 1024
 """Maximum number of characters of a source file in a response."""
 _CACHED = "private, max-age=3600, immutable"
@@ -207,6 +211,54 @@ class OperationGraph(BaseModel):
     )
 
 
+class TraceTimeline(BaseModel):
+    """All operations in the order in which they ran, in columns of the same length. A text is a place in a list of texts."""
+
+    index: list[int]
+    step: list[int]
+    name: list[int] = Field(description=f"Place in `names`; -1 beyond {MAX_TEXTS:,} distinct ones.")
+    node: list[int] = Field(description="Place in `nodes`, as `name`.")
+    module: list[int] = Field(description="Place in `modules`, as `name`.")
+    phase: list[int] = Field(description="Place in `phases`.")
+    bad: list[int] = Field(
+        description="Places in these columns of the operations with an output that is not finite."
+    )
+    names: list[str]
+    nodes: list[str]
+    modules: list[str]
+    phases: list[str]
+
+
+class OriginOutput(BaseModel):
+    """Where values that are not finite began."""
+
+    cause: Cause = Field(
+        description="operation: it made them from finite inputs; tensor: it is the first one that read a tensor that was "
+        "not finite when the step began; error: it raised an exception."
+    )
+    operation: OperationDigest
+    tensor: TracedTensorOutput | None = Field(
+        description="The output; for cause `tensor`, what it read; null for cause `error`."
+    )
+    reaches: str = Field(description="What was damaged, such as `gradient of fc.weight`.")
+    error: str = Field(description="Exception that the operation raised; empty if none.")
+    line: FrameOutput | None = Field(
+        description="Innermost line of its stack outside of installed packages, else the innermost one; null if it has no stack."
+    )
+
+
+class TraceDiagnosis(BaseModel):
+    """The first bad operation of a trace."""
+
+    first: OriginOutput | None = Field(description="Null if nothing was damaged.")
+    others: list[OperationDigest] = Field(
+        description=f"Further operations where values began that damaged something, the first {_MAX_ORIGINS}."
+    )
+    contained: list[OperationDigest] = Field(
+        description=f"Operations whose values that are not finite reached nothing, the first {_MAX_ORIGINS}."
+    )
+
+
 class SourceOutput(BaseModel):
     """The text of a file."""
 
@@ -274,6 +326,35 @@ def list_trace_alerts(place: Placed, queries: Querying, paging: Paged, response:
         places, token = paging.fetch_fixed(_Places(np.flatnonzero(trace.bad)))
         alerts = [alert for each in places for alert in _alerts(trace.at(each))]
     return TraceAlertList(alerts=alerts, next_page_token=token)
+
+
+@router.get(f"{_PLACE}/timeline", summary="Get all operations in columns")
+@permits("read")
+def get_trace_timeline(place: Placed, queries: Querying, response: Response) -> TraceTimeline:
+    """Return step, name, module and phase of every operation, for a picture of all of them."""
+    with _opened(place, queries, response) as (trace, _):
+        columns = {"name": trace.names, "node": trace.nodes, "module": trace.modules, "phase": trace.phases}
+        return TraceTimeline(
+            index=trace.indexes.tolist(),
+            step=trace.steps.tolist(),
+            **{name: column.numbers.tolist() for name, column in columns.items()},
+            bad=np.flatnonzero(trace.bad).tolist(),
+            **{f"{name}s": [_valid(text) for text in column.texts] for name, column in columns.items()},
+        )
+
+
+@router.get(f"{_PLACE}/diagnosis", summary="Find the first bad operation")
+@permits("read")
+def get_trace_diagnosis(place: Placed, queries: Querying, response: Response) -> TraceDiagnosis:
+    """Follow the values that are not finite back from what they damaged, in the first step with damage."""
+    budget = queries.budget()
+    with _opened(place, queries, response) as (trace, _):
+        found = _diagnosed(trace, budget)
+        return TraceDiagnosis(
+            first=None if found.first is None else _origin(trace, found.first),
+            others=[_digest(origin.operation) for origin in found.others[:_MAX_ORIGINS]],
+            contained=[_digest(operation) for operation in found.contained[:_MAX_ORIGINS]],
+        )
 
 
 @router.get(f"{_PLACE}/operations/{{index}}", summary="Get an operation")
@@ -403,6 +484,31 @@ def _digest(operation: Operation) -> OperationDigest:
         module=_cut(operation.module),
         bad=operation.is_bad,
         shapes=[_shape(output) for output in operation.outputs[:_MAX_TENSORS]],
+    )
+
+
+def _diagnosed(trace: IndexedTrace, budget: ReadBudget) -> Diagnosis:
+    """Diagnose the steps with values that are not finite, up to the first one with damage. Only one step is in memory."""
+    contained: list[Operation] = []
+    for step in trace.faulty_steps():
+        with PROCESS.reserve(trace.memory_of_step(step), budget):
+            found = diagnose(trace.step_trace(step, budget.check), step)
+        contained.extend(found.contained[:_MAX_ORIGINS])
+        if found.first is not None:
+            return Diagnosis(found.first, found.others, tuple(contained))
+    return Diagnosis(None, (), tuple(contained))
+
+
+def _origin(trace: IndexedTrace, origin: BadOrigin) -> OriginOutput:
+    stack = trace.stack(origin.operation.stack, _MAX_FRAMES)
+    site = next((frame for frame in stack if not frame[3]), stack[0] if stack else None)
+    return OriginOutput(
+        cause=origin.cause,
+        operation=_digest(origin.operation),
+        tensor=None if origin.tensor is None else _tensor(origin.tensor),
+        reaches=_cut(origin.reaches),
+        error=_cut(origin.operation.error),
+        line=None if site is None else _frame(trace, site, {}),
     )
 
 

@@ -226,6 +226,9 @@ class RegisteredRun(RunOutput):
     capture: dict[str, Any] | None = Field(
         description="Capture document of the project, for a launch that sets no configuration; null: none."
     )
+    page_url: str = Field(
+        description="URL of the run's web page; empty if the service has no public URL (`WATCHSTEP_PUBLIC_URL`)."
+    )
 
 
 class RunList(PageOutput):
@@ -353,12 +356,22 @@ class RuleSummary(BaseModel):
 
     name: str
     summary: str
+    group: str = Field(
+        description="What it is about: activations, data, gradients, losses, system, tensors or weights; sagemaker, or custom."
+    )
+    usual_causes: list[str] = Field(description="What most often makes it fire, the likeliest first.")
+    default: str = Field(description="Severity among the default rules; off: it is none of them.")
+    why_off: str = Field(description="Why it is none of the default rules; empty if it is one.")
 
 
 class RuleOutput(RuleSummary):
     """A rule and its parameters."""
 
     description: str
+    what_to_try: list[str] = Field(description="Remedies, in the order of the causes.")
+    cannot_distinguish: list[str] = Field(
+        description="Healthy trainings that it may report, and faults that it may miss, by its nature."
+    )
     merge: str
     collections: list[str]
     parameters: dict[str, Any] = Field(description="JSON schema of the parameters.")
@@ -368,6 +381,32 @@ class RuleList(BaseModel):
     """Rules by name."""
 
     rules: list[RuleSummary]
+
+
+class QueueStatus(BaseModel):
+    """Work that is due and that no worker has claimed."""
+
+    name: str = Field(
+        description="runs: runs to evaluate; actions: stops, notifications and webhooks to try; backtests: backtests to continue."
+    )
+    length: int
+    oldest_seconds: float = Field(description="How long the oldest has waited; 0 if there is none.")
+
+
+class ServiceStatus(BaseModel):
+    """What waits in the service, and for how long."""
+
+    version: str
+    database: bool = Field(
+        description="Whether the database responds; all other values are 0 or empty if not."
+    )
+    queues: list[QueueStatus]
+    waiting_segments: int = Field(
+        description="Segments that were announced or found, and are not evaluated yet."
+    )
+    oldest_segment_seconds: float = Field(description="How long the oldest of them has waited.")
+    pending_actions: dict[str, int] = Field(description="Unfinished actions, due or not, by kind.")
+    runs: dict[str, int] = Field(description="Runs by state.")
 
 
 class ServiceHealth(BaseModel):

@@ -68,7 +68,8 @@ def test_a_request_without_a_token_is_refused(api: Api) -> None:
     requests += [
         ("GET", "/v1/nothing", "read"),
         ("DELETE", RUNS, "read"),
-        ("GET", "/", "read"),
+        ("GET", "/nothing", "read"),
+        ("GET", "/", "none"),
         ("GET", "/docs", "none"),
         *(("GET", path, "none") for path in ASSETS),
     ]

@@ -107,6 +107,41 @@ def test_only_admins_write_what_acts_with_the_services_rights(keyed: Api) -> Non
         assert keyed.call("GET", AT, role=role).status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("body", "field", "secret"),
+    [
+        ({"kind": "pagerduty"}, "routing_key", "e93facc04764012d7bfb002500d5d1a6"),
+        (
+            {"kind": "teams"},
+            "url",
+            "https://prod-1.westeurope.logic.azure.com/workflows/1/invoke?sig=secret-signature",
+        ),
+    ],
+)
+def test_a_receiver_of_pagerduty_or_teams(keyed: Api, body: dict[str, Any], field: str, secret: str) -> None:
+    with http_server() as server:
+        address = {"url": server.url} if field == "routing_key" else {}
+        given = secret if field == "routing_key" else server.url
+        api = Api(
+            Client(create_app(keyed.driven.with_settings(allowed_addresses="loopback").service)), keyed.driven
+        )
+        written = put(api, {"name": "r", **body, **address, field: given})
+        assert written.status_code == 200, written.text
+        for status_sent in ("firing", "resolved"):
+            tested = api.call("POST", f"{AT}/r/test", {"status": status_sent})
+            assert tested.json()["result"] == "done", tested.text
+        assert len(server.bodies) == 2
+    shown = [written, keyed.call("GET", f"{AT}/r"), keyed.call("GET", AT), tested]
+    assert not [answer.text for answer in shown if given in answer.text and field == "routing_key"]
+    assert shown[1].json()["receiver"][field] == {"set": True}
+    refused = put(
+        keyed, {"name": "bad", **body, field: secret[:-1] if field == "routing_key" else f"ftp{secret}"}
+    )
+    assert (refused.status_code, secret[:-1] in refused.text) == (422, False)
+    previewed = keyed.call("POST", f"{AT}/r/preview", {"title": "{name}", "text": "{url}"})
+    assert previewed.json()["title"] == "test"
+
+
 def test_projects_do_not_see_each_others_receivers(keyed: Api) -> None:
     put(keyed, webhook())
     other = AT.replace(PROJECT, "text")

@@ -132,7 +132,7 @@ def test_a_heatmap_and_a_histogram(recorded: Api, folder_store: Store) -> None:
     heatmap = get(recorded, "heatmap", collection="gradients", figure="abs_max", points=10)
     expected = run.heatmap("gradients", "abs_max", 10)
     assert (heatmap["tensors"], heatmap["edges"]) == (expected.tensors, expected.edges.tolist())
-    assert heatmap["values"] == expected.values.tolist()
+    assert heatmap["mean"] == expected.values.tolist()
     single_row = get(recorded, "heatmap", collection="gradients", figure="abs_max", rows=1)
     assert (len(single_row["tensors"]), single_row["left_out"]) == (1, 1)
     answer = get(recorded, "histogram", tensor=expected.tensors[0], points=3)

@@ -7,6 +7,7 @@ import json
 import struct
 import tracemalloc
 import zipfile
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -31,9 +32,10 @@ from watchstep.trace import (
     TracedTensor,
     TraceMode,
     alerts_of,
+    diagnose,
     read_debugger_v2,
 )
-from watchstep.trace.indexed_trace import index_trace, memory_to_index
+from watchstep.trace.indexed_trace import MAX_TEXTS, index_trace, memory_to_index
 from watchstep.trace.trace_file import encode_trace
 from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.queries.traces import OpenedTraces
@@ -170,6 +172,103 @@ def test_neighbours(traced: Api) -> None:
     other = fetched(traced, "/operations/9/graph?depth=2")
     assert [each["index"] for each in other["operations"]] == [8, 9]
     assert ask(traced, "/a1/0/5/6/operations/1/graph?depth=3").status_code == 422
+
+
+def test_a_timeline_has_all_operations(traced: Api) -> None:
+    found = fetched(traced, "/timeline")
+    assert found["index"] == [0, 1, 2, 3, 7, 8, 9]
+    assert found["step"] == [5, 5, 5, 5, 5, 6, 6]
+    names = [found["names"][number] for number in found["name"]]
+    assert names == ["relu", "log", "mul", "add", "sum", "relu", "exp"]
+    assert (found["bad"], found["modules"], found["phases"]) == ([1], ["block.0"], ["forward"])
+    assert set(found["module"]) == set(found["phase"]) == {0}
+
+
+def test_a_timeline_has_a_limited_number_of_texts(traced: Api, folder_store: Store) -> None:
+    count = MAX_TEXTS + 2
+    operations = [operation(n, f"{n:04d}{'x' * 600}", [], []) for n in range(count)]
+    recording = Recording(folder_store)
+    recording.store.put(
+        TraceKey("a1", 2, 5, 5).path, encode_trace(Trace([*operations, operation(count, "", [], [])]))
+    )
+    found = ask(traced, "/a1/2/5/5/timeline").json()
+    assert found["name"] == [*range(MAX_TEXTS), -1, -1, -1]
+    assert {len(name) for name in found["names"]} == {500}
+
+
+def test_the_first_bad_operation(traced: Api, folder_store: Store) -> None:
+    """It is the one that `diagnose` finds, whose values reached the last result."""
+    bad = [
+        operation(0, "relu", [0], [1]),
+        operation(1, "log", [1], [2]),
+        operation(2, "log", [2], [3]),
+        operation(3, "log", [0], [4], step=6),
+    ]
+    trace = Trace(
+        bad, ((CallSite("/lib/torch.py", 9, "call", is_library=True), CallSite("/a/net.py", 3, "forward")),)
+    )
+    Recording(folder_store).store.put(
+        TraceKey("a1", 2, 5, 6).path, encode_trace(replace(trace, sources={"/a/net.py": SOURCE}))
+    )
+    found = ask(traced, "/a1/2/5/6/diagnosis").json()
+    expected = diagnose(trace).first
+    assert expected is not None
+    assert found["first"]["operation"]["index"] == expected.operation.index == 1
+    assert found["first"] | {"operation": {}, "tensor": {}} == {
+        "cause": "operation",
+        "operation": {},
+        "tensor": {},
+        "reaches": expected.reaches,
+        "error": "",
+        "line": {
+            "file": "/a/net.py",
+            "line": 3,
+            "function": "forward",
+            "library": False,
+            "text": "y = x.log()",
+        },
+    }
+    assert (found["others"], found["contained"]) == ([], [])
+
+
+def test_values_that_reached_nothing(traced: Api) -> None:
+    """The last result of step 5 is finite, so nothing was damaged."""
+    found = fetched(traced, "/diagnosis")
+    assert (found["first"], found["others"]) == (None, [])
+    assert [each["index"] for each in found["contained"]] == [1]
+
+
+def test_the_step_of_an_exception(traced: Api, folder_store: Store) -> None:
+    failed = operation(1, "mm", [1], [], error="RuntimeError: shapes")
+    trace = Trace([operation(0, "relu", [0], [1]), failed], raised=(5, 10**30))
+    Recording(folder_store).store.put(TraceKey("a1", 2, 5, 6).path, encode_trace(trace))
+    first = ask(traced, "/a1/2/5/6/diagnosis").json()["first"]
+    assert (first["cause"], first["operation"]["index"], first["error"]) == (
+        "error",
+        1,
+        "RuntimeError: shapes",
+    )
+    assert (first["line"], first["tensor"]) == (None, None)
+
+
+def test_a_diagnosis_takes_limited_time(traced: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fetched(traced, "/timeline")  # the trace is in the cache
+    monkeypatch.setattr(Queries, "budget", lambda _: ReadBudget(0, 10))
+    assert ask(traced, "/a1/0/5/6/diagnosis").status_code == 413
+
+
+def test_the_memory_of_a_step_is_bounded(folder_store: Store) -> None:
+    path = TraceKey("a1", 0, 0, 0).path
+    folder_store.put(path, encode_trace(Trace([operation(n, "x", [1, 2, 3], [n]) for n in range(2000)])))
+    trace = OpenedTraces().open(folder_store, path, ReadBudget(60, 10))
+    tracemalloc.start()
+    try:
+        content = trace.step_trace(5, lambda: None)
+        size = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(content.operations) == 2000
+    assert size < trace.memory_of_step(5)
 
 
 def test_a_large_neighbourhood_is_cut(traced: Api, folder_store: Store) -> None:
