@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from watchstep.capture.mirror.mirrored_run import AlertChange, AlertPhase
 from watchstep.errors import RuleError
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.attached import capture_needs
@@ -184,6 +185,11 @@ class Guard:
         self._others = StepEvaluator([config for config in configs if not config.stops])
         self._steps = 0
         self._firing: dict[str, int] = {}
+        self._receive: Callable[[AlertChange], None] | None = None
+
+    def report_alerts(self, receive: Callable[[AlertChange], None]) -> None:
+        """Also pass each alert that begins to fire or resolves to a function, which must not block. Called by a hook with a mirror."""
+        self._receive = receive
 
     def attach(self, hook: GuardedHook) -> Guard:
         """Attach the guard to a hook, preferably before the first step.
@@ -234,12 +240,20 @@ class Guard:
 
     def _follow(self, config: RuleConfig, transition: Transition) -> Finding | None:
         if transition.phase is not Phase.FIRING or transition.finding is None:
-            self._firing.pop(config.name, None)
+            if self._firing.pop(config.name, None) is not None and transition.phase is Phase.RESOLVED:
+                self._pass_on(config, "resolved", transition.step, "no more findings")
             return None
         self._firing[config.name] = transition.step
         prefix = "likelier: " if transition.revised else ""
         _log.warning("watchstep: guard: %s%s", prefix, _reason(config, transition.finding))
-        return None if transition.revised else transition.finding
+        if transition.revised:
+            return None
+        self._pass_on(config, "firing", transition.finding.step, transition.finding.message)
+        return transition.finding
+
+    def _pass_on(self, config: RuleConfig, phase: AlertPhase, step: int, message: str) -> None:
+        if self._receive is not None:
+            self._receive(AlertChange(config.name, phase, str(config.severity), step, message))
 
 
 def make(rules: str | os.PathLike[str] | None) -> Guard:

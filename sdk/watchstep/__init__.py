@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         SystemSampling,
         TensorLimits,
     )
+    from watchstep.capture.mirror.settings import Mirror
     from watchstep.client import Client
     from watchstep.errors import WatchstepError
     from watchstep.format.samples.skip_list import SkipList, load_skip_list
@@ -36,6 +37,7 @@ __all__ = [
     "Client",
     "Collection",
     "Hook",
+    "Mirror",
     "OnNonfinite",
     "ReplayStep",
     "Run",
@@ -64,6 +66,7 @@ _MODULES = {
     "CaptureConfig": "watchstep.capture.config",
     "Client": "watchstep.client",
     "Hook": "watchstep.hook",
+    "Mirror": "watchstep.capture.mirror.settings",
     "OnNonfinite": "watchstep.stopping",
     "ReplayStep": "watchstep.replay.replay_step",
     "Run": "watchstep.reading.run",

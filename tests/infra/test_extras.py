@@ -10,8 +10,8 @@ import pytest
 
 OTHER_EXTRAS = (
     "accelerate", "aiosmtpd", "boto3", "botocore", "celery", "duckdb", "httptools", "httpx", "hypothesis", "kombu", "kubernetes",
-    "lightning", "matplotlib", "optuna", "plotext", "psutil", "psycopg", "pynvml", "pytest", "ray", "redis",
-    "safetensors", "sklearn", "tensorboardX", "transformers", "triton", "uvloop", "xgboost",
+    "lightning", "matplotlib", "mlflow", "optuna", "plotext", "psutil", "psycopg", "pynvml", "pytest", "ray", "redis",
+    "safetensors", "sklearn", "tensorboardX", "trackio", "transformers", "triton", "uvloop", "wandb", "xgboost",
 )  # fmt: skip
 """Packages that neither extra installs."""
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from watchstep.capture.config import Bounds
 from watchstep.capture.health import RecorderHealth
@@ -31,6 +31,9 @@ from watchstep.format.tensors import Mode, SavedName
 from watchstep.kernels.measurement import Completed
 from watchstep.store.cloud import load_libraries
 from watchstep.store.store import Store, checked_scheme
+
+if TYPE_CHECKING:
+    from watchstep.capture.mirror.run_mirror import RunMirror
 
 _DENSE_SECONDS = 60.0
 _MIN_FLUSH_SECONDS = 2.0
@@ -91,6 +94,7 @@ class Writer:
         self._filling = threading.Lock()
         self._cost: Callable[[float], None] | None = None
         self._tensorboard: TensorBoardSink | None = None
+        self._mirror: RunMirror | None = None
         self._opened: Callable[[Store, str], None] | None = None
         self._last_step = -1
         self._end_follows = False
@@ -116,11 +120,18 @@ class Writer:
             thread.start()
         if self._tensorboard is not None:
             self._tensorboard.start()
+        if self._mirror is not None:
+            self._mirror.start()
 
     def write_tensorboard(self, sink: TensorBoardSink) -> None:
         """Also pass the rows of each segment to a sink. Called before `start`."""
         self._tensorboard = sink
         self._encoder.pass_on(sink.add)
+
+    def mirror_rows(self, mirror: RunMirror) -> None:
+        """Also pass the rows of each step to a mirror. Called before `start`."""
+        self._mirror = mirror
+        self._encoder.pass_on_at_once(mirror.add)
 
     def pass_store(self, opened: Callable[[Store, str], None]) -> None:
         """Pass the run's store and the claimed attempt to a function, at each turn from the claim on. Called before `start`."""
@@ -132,6 +143,8 @@ class Writer:
         self._access.report_cost(report)
         if self._tensorboard is not None:
             self._tensorboard.report_cost(report)
+        if self._mirror is not None:
+            self._mirror.report_cost(report)
 
     def expect_end(self) -> None:
         """Keep the last step until the objects that it is handed over with are written. Called before the last step is handed over."""
@@ -173,6 +186,8 @@ class Writer:
         self._uploader.forget()
         if self._tensorboard is not None:
             self._tensorboard.forget()
+        if self._mirror is not None:
+            self._mirror.forget()
 
     def _work(self) -> None:
         started = time.monotonic()
@@ -336,6 +351,8 @@ class Writer:
             self._health.fault("writer", error)
         if self._tensorboard is not None:
             self._tensorboard.close(self._deadline - time.monotonic())
+        if self._mirror is not None:
+            self._mirror.close(self._deadline - time.monotonic())
         self._settled.set()
 
     def _settle(self) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from watchstep.capture.document.files import CAPTURE
 from watchstep.capture.identity import ATTEMPT, PROJECT, RUN
+from watchstep.capture.mirror.settings import MIRROR
 from watchstep.capture.service.registration import LAUNCH
 from watchstep.errors import ConfigError
 from watchstep.format.capture_needs import CaptureNeed, encoded
@@ -45,6 +46,7 @@ class AttemptLaunch:
         needs: what the rules need the recorder to capture.
         state: what the launch leaves to the recorder, encoded by `watchstep.capture.service.registration.LaunchState`.
         capture: what to record, as one line of JSON (`watchstep.capture.document.files.inline`); empty for the built-in configuration.
+        mirror: tools to mirror into, as `watchstep.capture.mirror.settings.mirror_of` reads them; empty for those of the existing variables.
     """
 
     store_url: str
@@ -58,6 +60,7 @@ class AttemptLaunch:
     state: str = ""
     needs: tuple[CaptureNeed, ...] = ()
     capture: str = ""
+    mirror: str = ""
 
 
 def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str]:
@@ -77,6 +80,8 @@ def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str
         added[LAUNCH] = launch.state
     if launch.capture:
         added[CAPTURE] = launch.capture
+    if launch.mirror:
+        added[MIRROR] = launch.mirror
     own = {name: value for name, value in base.items() if name not in {LAUNCH, LAUNCHED, RESTARTS, STORE_ID}}
     paths = [str(INJECTED), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     return {**own, **added, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

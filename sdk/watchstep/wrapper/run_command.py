@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from watchstep import hook_arguments
 from watchstep.capture.document.files import CAPTURE, inline, inline_file, inline_from_environment
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
+from watchstep.capture.mirror.settings import MIRROR, mirror_of
 from watchstep.capture.service.client import ServiceClient, lent, open_recorded
 from watchstep.capture.service.location import FoundService, ServiceLocation
 from watchstep.capture.service.registration import LaunchState, Registered, control_in, register
@@ -94,6 +95,12 @@ def parser() -> argparse.ArgumentParser:
         "in a row, or 'stop' before the first",
     )
     parsed.add_argument(
+        "--mirror",
+        metavar="TOOLS",
+        help="mirror alerts and some series into the program's own run: 'wandb', 'mlflow', 'trackio' or 'tensorboard:FOLDER', several separated "
+        f"by commas (default: {MIRROR}, or none)",
+    )
+    parsed.add_argument(
         "--require-service",
         action="store_true",
         help="do not start the program unless a service registers the run; without it, the recorder registers the run once a service answers",
@@ -126,6 +133,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if executable is None:
         raise ConfigError(f"watchstep run: program {program[0]!r} not found", "check its name and PATH")
     hook_arguments.tensorboard_folder(None)  # an invalid variable would keep the program from being recorded
+    mirror_of(options.mirror)  # as above
     launch, location = _settle(options)
     rule_file = (
         hook_arguments.load_rule_file(options.rules) if options.rules else hook_arguments.RequestedRules()
@@ -174,6 +182,7 @@ def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation
         attempt=launched_attempt(os.environ) or new_nonce(),
         on_stop=options.on_stop,
         on_nonfinite=str(hook_arguments.on_nonfinite_of(options.on_nonfinite)),
+        mirror=options.mirror or "",
     )
     return launch, ServiceLocation.of(options.service or "", url)
 

@@ -107,6 +107,20 @@ def test_the_environment_names_a_folder_for_event_files(tmp_path: Path) -> None:
     assert refused.stdout == ""
 
 
+def test_an_option_names_tools_to_mirror_into(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    command: list[str | Path] = ["--store", tmp_path / "runs", "--run", "r", "--", sys.executable, program]
+    done = watchstep("run", "--mirror", f"tensorboard:{tmp_path / 'live'}", *command)
+    assert done.returncode == 0, done.stderr
+    events = accumulated(tmp_path / "live" / "watchstep")
+    assert [event.step for event in events.Scalars("watchstep/train/loss")] == list(range(20))
+    refused = watchstep("run", "--mirror", "tensorbord", *command)
+    assert refused.returncode != 0
+    assert "invalid mirror='tensorbord'" in refused.stderr
+    assert refused.stdout == ""
+
+
 def test_a_program_that_requests_torch_before_it_imports_it_is_recorded(tmp_path: Path) -> None:
     asks = 'import importlib.util\nassert importlib.util.find_spec("torch").name == "torch"\n'
     run_program(tmp_path, asks + textwrap.dedent(PROGRAM), "--lr", "1 2")

@@ -124,6 +124,8 @@ _LENDING_SECONDS = 30.0  # the service sends requests to AWS meanwhile
 _MAX_PAUSE = 30.0
 _MAX_ANSWER = 4 * 1024 * 1024
 _MAX_ANSWER_MEMORY = 64 * 1024 * 1024
+_PAGES = ("https://", "http://")
+_MAX_PAGE_URL = 2000
 _HINT = "check the URL, and that 'watchstep serve' runs there; recording continues without it"
 
 
@@ -150,6 +152,10 @@ class ServiceClient:
         self._parent = current_span()
         self.pause_seconds = 0.0
         """Pause between announcements that the last answer requested; not 0 if the service lags."""
+        self.page_url = ""
+        """URL of the run's web page, as the last answer to a registration stated it; empty if unknown."""
+        self.is_registered = False
+        """Whether the service has accepted a registration."""
         self._locate = locate
         self._runs = f"/v1/projects/{segment(project)}/runs"
         self._transport: Transport | None = None
@@ -177,7 +183,12 @@ class ServiceClient:
         Raises:
             ServiceError: the service refuses, or does not answer.
         """
-        return self._post(self._runs, registration)
+        answer = self._post(self._runs, registration)
+        self.is_registered = True
+        page_url = answer.get("page_url")
+        if isinstance(page_url, str) and page_url.startswith(_PAGES) and len(page_url) <= _MAX_PAGE_URL:
+            self.page_url = page_url
+        return answer
 
     def credentials(self, run: str, attempt: str) -> dict[str, Any]:
         """Request credentials that write one attempt.
@@ -224,6 +235,35 @@ class ServiceClient:
         self.pause_seconds = _pause(answer.get("pause_seconds"))
         return control
 
+    def alert_changes(
+        self, run: str, attempt: str, after: int, *, seconds: float | None = None
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Request how the alerts of an attempt began to fire and resolved.
+
+        Args:
+            run: the run.
+            attempt: the attempt.
+            after: position after the last change that was returned; 0 for all.
+            seconds: timeout, by default that of every request.
+
+        Returns:
+            The ``alerts`` of ``GET …/alert-changes``, and the position after them.
+
+        Raises:
+            ServiceError: the service refuses, or does not answer.
+        """
+        query = {"attempt": attempt, "after": after}
+        seconds = _TIMEOUT_SECONDS if seconds is None else seconds
+        changes = self._sent("GET", f"{self._runs}/{segment(run)}/alert-changes", query, None, None, seconds)
+        alerts, position = changes.get("alerts"), changes.get("after")
+        if (
+            not isinstance(alerts, list)
+            or not all(isinstance(alert, dict) for alert in alerts)
+            or type(position) is not int
+        ):
+            raise ServiceError(f"{self._name}: its answer has no alerts", _HINT)
+        return alerts, position
+
     @property
     def _name(self) -> str:
         return f"service {self._transport.address.url}" if self._transport else "service"
@@ -247,10 +287,21 @@ class ServiceClient:
     def _posted(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None, seconds: float
     ) -> dict[str, Any]:
+        return self._sent("POST", path, None, body, headers, seconds)
+
+    def _sent(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None,
+        seconds: float,
+    ) -> dict[str, Any]:
         if self._transport is None:
             raise UnreachableError("the service's address is not known yet", _HINT)
         content, _ = self._transport.fetch(
-            "POST", path, None, body, headers, seconds=seconds, repeatable=True, max_bytes=_MAX_ANSWER
+            method, path, query, body, headers, seconds=seconds, repeatable=True, max_bytes=_MAX_ANSWER
         )
         try:
             data = parse_json(content, _MAX_ANSWER_MEMORY)

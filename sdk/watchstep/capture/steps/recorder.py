@@ -213,6 +213,8 @@ class Recorder:
         """Saves full tensors of collections."""
         self.samples: SampleCapture | None = None
         """Records which samples a step was trained on."""
+        self.search_mirrors: Callable[[], bool] | None = None
+        """Searches for active runs to mirror into, until it returns True. Called after each step; never raises."""
         self.tracing: StepTracing | None = None
         """Traces the operations of chosen steps."""
         self._updates = 0
@@ -449,6 +451,8 @@ class Recorder:
 
     def hand_over(self) -> None:
         """Pass the records of the current step to the writer; drop and count them if the queue is full."""
+        if self.search_mirrors is not None and self.search_mirrors():
+            self.search_mirrors = None
         has_tensors = self.full_tensors is not None and self.full_tensors.hand_over()
         self._flush_scalars()
         if self._system is not None and (sampled := self._system.rows.take()) is not None:

@@ -264,12 +264,17 @@ class SegmentEncoder:
         self._catalogues: deque[tuple[Catalogue, Catalogue, bytes]] = deque(maxlen=_CATALOGUES)
         self._taken: list[_Steps] = []
         self._encoded_rows: Callable[[Block], None] | None = None
+        self._taken_rows: Callable[[Block], None] | None = None
         self.rows = 0
         self.bytes = 0
 
     def pass_on(self, receive: Callable[[Block], None]) -> None:
         """Also pass the rows of each encoded segment to a function, which must not block or raise."""
         self._encoded_rows = receive
+
+    def pass_on_at_once(self, receive: Callable[[Block], None]) -> None:
+        """Also pass rows to a function as they are collected, which must not block or raise. Rows of a step may come in parts."""
+        self._taken_rows = receive
 
     def take_in(self, steps: list[FinishedStep]) -> None:
         """Convert some steps to arrays for the next segment. Steps that cannot be converted are dropped and counted."""
@@ -287,6 +292,8 @@ class SegmentEncoder:
             self._taken.append(_Steps(steps[0].step, steps[-1].step, len(steps), rows, block))
             self.rows += rows
             self.bytes += block.statistics.bytes + _ROW_BYTES * len(block)
+            if self._taken_rows is not None:
+                self._taken_rows(block)
 
     def encode(self) -> None:
         """Add a segment of the collected steps to the backlog. Steps that cannot be encoded are dropped and counted."""

@@ -19,7 +19,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -94,9 +94,8 @@ def _encode_some(block: Block, figures: tuple[str, ...]) -> Iterator[Events]:
         for start, stop in _ranges(first, changes[(changes > first) & (changes < end)], end):
             parts = [part for row in values[start:stop] for part in row]
             if parts:
-                summary, step = b"".join(parts), int(block.step[start])
-                content = b"\x10" + _varint(step) + b"\x2a" + _varint(len(summary)) + summary
-                data.append(_event(int(block.time_ns[start]) / 1e9, content))
+                seconds = int(block.time_ns[start]) / 1e9
+                data.append(_summary_event(int(block.step[start]), seconds, b"".join(parts)))
                 number += len(parts)
         folder = f"{MODES[int(block.mode[first])]}-{int(block.worker[first])}"
         yield Events(folder, b"".join(data), number, end - first)
@@ -235,6 +234,48 @@ def _varint(number: int) -> bytes:
 def _event(wall_time: float, content: bytes) -> bytes:
     """Return a record with an event of this time in seconds since the epoch."""
     return record(struct.pack("<Bd", 0x09, wall_time) + content)
+
+
+def encode_scalars(step: int, seconds: float, values: Mapping[str, float]) -> bytes:
+    """Return an event with scalars, as float32.
+
+    Args:
+        step: the step.
+        seconds: time since the epoch.
+        values: value by tag; NaN and infinite values included.
+    """
+    with np.errstate(over="ignore"):
+        numbers = np.fromiter(values.values(), np.float64, len(values)).astype("<f4").tobytes()
+    parts = [
+        _scalar_field(name, "") + numbers[4 * index : 4 * index + 4] for index, name in enumerate(values)
+    ]
+    return _summary_event(step, seconds, b"".join(parts))
+
+
+_TEXT_METADATA = b"\x4a\x0a\x0a\x06\x0a\x04text\x20\x02"
+"""``SummaryMetadata`` of a value for the plugin ``text``, with the data class of tensors."""
+
+_ONE_STRING = b"\x08\x07\x12\x04\x12\x02\x08\x01"
+"""Type and shape of a ``TensorProto`` with one string."""
+
+
+def encode_text(step: int, seconds: float, tag: str, text: str) -> bytes:
+    """Return an event with a text in Markdown.
+
+    Args:
+        step: the step.
+        seconds: time since the epoch.
+        tag: its tag; TensorBoard shows it with the suffix ``/text_summary``.
+        text: the text.
+    """
+    content = text.encode("utf-8", "replace")
+    tensor = _ONE_STRING + b"\x42" + _varint(len(content)) + content
+    value = _tag_field(tag, "/text_summary") + b"\x42" + _varint(len(tensor)) + tensor + _TEXT_METADATA
+    return _summary_event(step, seconds, b"\x0a" + _varint(len(value)) + value)
+
+
+def _summary_event(step: int, seconds: float, summary: bytes) -> bytes:
+    return _event(seconds, b"\x10" + _varint(step) + b"\x2a" + _varint(len(summary)) + summary)
 
 
 class EventFile:
