@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -22,6 +22,8 @@ from watchstep.capture.given.names import GivenNames
 from watchstep.capture.given.values import GivenValues, TensorRecorder
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_document
+from watchstep.capture.mirror.mirrored_run import RunLinks
+from watchstep.capture.mirror.settings import Mirror, mirror_of
 from watchstep.capture.service.client import ServiceClient, lent, open_recorded
 from watchstep.capture.service.registration import LaunchState, RunRegistration
 from watchstep.capture.shutdown import ending
@@ -59,6 +61,7 @@ from watchstep.store.store import Store, WriteGate, checked_scheme
 from watchstep.trace.trace_steps import TraceSteps, trace_steps_of
 
 if TYPE_CHECKING:
+    from watchstep.capture.mirror.run_mirror import RunMirror
     from watchstep.pytorch.bundles.bundler import Bundler
     from watchstep.pytorch.policy.host_votes import HostVotes
     from watchstep.pytorch.policy.stop_barrier import StopBarrier
@@ -203,6 +206,7 @@ class Hook:
         on_nonfinite: OnNonfinite | str | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
         trace: TraceSteps | str | None = None,
+        mirror: Mirror | str | Sequence[Any] | Any = None,
     ) -> None:
         """Start recording.
 
@@ -231,12 +235,15 @@ class Hook:
                 scalars and histograms as ``watchstep export --tensorboard``. Default: ``WATCHSTEP_TENSORBOARD``, or none.
             trace: steps whose PyTorch operations are traced and written to the run: a `TraceSteps`, or steps and ranges of steps with
                 their last one, as ``"100:103,5000"``. Default: ``WATCHSTEP_TRACE``, or none.
+            mirror: the program's own run that alerts and some series are mirrored into: ``"wandb"``, ``"mlflow"``, ``"trackio"``,
+                ``"tensorboard:FOLDER"`` or a ``SummaryWriter``, several of them as a list, or a `Mirror`. Without an active run nothing
+                is mirrored. Default: ``WATCHSTEP_MIRROR``, or none.
 
         Raises:
             ConfigError, RuleError: an argument or variable is invalid. A store that cannot be reached raises nothing.
         """
         if AUDIT in os.environ:  # nothing of an audited program reaches the places that it names
-            store_url = project = run = tensorboard = None
+            store_url = project = run = tensorboard = mirror = None
         self.store_url = _checked_url(store_url)
         self._store_identity = StoreIdentity.of_launch(self.store_url)
         self._gate = WriteGate()
@@ -248,6 +255,7 @@ class Hook:
         self._on_nonfinite = on_nonfinite_of(on_nonfinite)
         self._tensorboard = tensorboard_folder(tensorboard)
         self._trace = trace_steps_of(trace)
+        mirrored = None if AUDIT in os.environ else mirror_of(mirror)
         self._identity = resolve(project, run)
         self._number = next(_numbers)
         self._watches: list[Watch] = []
@@ -268,6 +276,7 @@ class Hook:
         launch = LaunchState.from_environment(self._health)
         self._recorder.launched_unverified = not launch.verified
         self._service = self._service_client(address, launch)
+        self._mirror = self._make_mirror(mirrored)
         if rules_here is not None:
             rules_here.attach(self)
         control = ControlReader(self._control_changed, self._health, self.config.bounds.control_seconds)
@@ -291,6 +300,30 @@ class Hook:
             return None
         locate = functools.partial(launch.recorder_address, self._health)
         return ServiceClient(address, self._identity.project, locate)
+
+    def _make_mirror(self, mirror: Mirror | None) -> RunMirror | None:
+        """The mirror of this worker; None if it mirrors into no tool."""
+        if mirror is None:
+            return None
+        from watchstep.capture.mirror.run_mirror import RunMirror
+
+        created = RunMirror(mirror, self._identity.worker, self._links, self._health)
+        if not created.is_needed:
+            return None
+        if not created.search():
+            self._recorder.search_mirrors = created.search
+        return created
+
+    def _links(self) -> RunLinks:
+        """Where this run is found."""
+        page = self._service.page_url if self._service is not None else ""
+        return RunLinks(self.project, self.run, self.run_url, page)
+
+    def _mirror_stop(self) -> None:
+        """Mirror a stop that ends the training, unless it was mirrored when it was requested."""
+        stopped = self._recorder.stopped
+        if self._mirror is not None and stopped is not None and self._recorder.acknowledged:
+            self._mirror.training_stopped(stopped.step, stopped.reason)
 
     def _begin_writing(
         self, control: ControlReader, launch: LaunchState, requested: RequestedRules
@@ -316,6 +349,15 @@ class Hook:
         if self._tensorboard is not None:
             attempt, first_step = self._identity.attempt, session.recorder.step
             writer.write_tensorboard(TensorBoardSink(self._tensorboard, attempt, first_step, self._health))
+        if self._mirror is not None:
+            writer.mirror_rows(self._mirror)
+            if self._service is not None and self._identity.worker == 0:
+                from watchstep.capture.mirror.service_alerts import ServiceAlerts
+
+                registration = {"run": self.run, "rules": list(requested.configs)}
+                self._mirror.follow(
+                    ServiceAlerts(self._service, registration, lambda: control.attempt, self._health)
+                )
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
             writer.report_cost(session.schedule.budget.written)
         samples = SampleUpload(target, self.config.bounds, self._health)
@@ -324,6 +366,7 @@ class Hook:
         writer.start()
         end = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate)
         end.detach_with(samples.close, samples.join)
+        end.detach_with(self._mirror_stop)
         ending.watch(end)
         ending.remember(end)
         return end
@@ -444,7 +487,7 @@ class Hook:
                 self._trace_steps(watch.model)
             if policy is not None:
                 watch.update_policy = policy
-                policy.watch(watch.model, optimizer)
+                watch.running_statistics = policy.watch(watch.model, optimizer)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - what is odd about a model must not keep it from training
@@ -463,10 +506,13 @@ class Hook:
         tracing.start(self._recorder.last_finished + 1)
 
     def _votes_of(self, kind: str) -> HostVotes:
-        """Votes of one kind. Their name is that of this hook on all ranks: of the attempt, and its number among the hooks of the process."""
+        """Votes of one kind. Their name is that of this hook on all ranks: its number among the hooks of the process.
+
+        The attempt is not part of it: ranks without a common launcher may have attempts of their own, and they share a process group anyway.
+        """
         from watchstep.pytorch.policy.host_votes import HostVotes
 
-        return HostVotes(f"{self._identity.run}/{self._identity.attempt}/{kind}/{self._number}")
+        return HostVotes(f"{kind}/{self._number}")
 
     def _bundle_steps_of(self, watch: Watch, model: Any) -> None:
         """Let a watch take bundles of its steps."""
@@ -484,11 +530,9 @@ class Hook:
 
         self._ending.detach_with(watch.end_bundles)
         self._ending.detach_with(lambda: loader_batches.forget(inputs))
-        if self._update_policy is not None:
-            self._update_policy.restores.append(inputs.buffers.restore_nonfinite)
 
     def _policy_of_updates(self) -> UpdatePolicy | None:
-        """The gate policy, created before the first watch listens to steps; None if updates are only recorded."""
+        """The gate policy, created at the first watch; None if updates are only recorded."""
         if self._on_nonfinite.action != "record" and self._update_policy is None:
             from watchstep.pytorch.policy.update_policy import UpdatePolicy
 
@@ -580,6 +624,8 @@ class Hook:
                 "set Guard(…, agree=True): the ranks agree before each update, at the cost of one reduced number",
             )
         self._guarding = self._recorder.guarding = Guarding(guard, self._health, agrees=ranks > 1)
+        if self._mirror is not None and hasattr(guard, "report_alerts"):
+            guard.report_alerts(self._mirror.alert)
         if ranks > 1:
             from watchstep.pytorch.policy.stop_barrier import StopBarrier
 
@@ -735,6 +781,8 @@ class Hook:
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
         apply_control(self._session, self._stop_exchange, document, attempt)
+        if self._mirror is not None and document.stop is not None and document.stop.attempt == attempt:
+            self._mirror.stop(document.stop.step, document.stop.reason)
 
 
 def _tensor_recorder(session: Session, names: GivenNames) -> TensorRecorder:

@@ -50,6 +50,7 @@ from watchstep.pytorch.parameters.updates import (
     StaleGradients,
 )
 from watchstep.pytorch.policy.update_policy import UpdatePolicy
+from watchstep.pytorch.running_statistics import RunningStatistics
 from watchstep.pytorch.tensors import snapshots
 
 _STEPS_UNTIL_REPORT = (
@@ -122,8 +123,11 @@ class Watch:
         loss_divisor: Returns the number by which the program divides each loss before ``backward()``. Losses are recorded undivided.
         summed_losses: Adds up the losses of a step if they are parts of one; else None.
         update_policy: Decides about updates by non-finite gradients; None if they are only recorded.
+        running_statistics: Copies those of the model for the policy; None without one.
         bundler: Takes bundles of steps; None if there are none, or it belongs to another watch.
     """
+
+    running_statistics: RunningStatistics | None = None
 
     def __init__(
         self,
@@ -453,6 +457,8 @@ class Watch:
         self._session.samples.pass_begins(mode, self._recorder.last_finished + 1)
         self._parts.began()
         self._activations.live.forget()
+        if self.running_statistics is not None:
+            self.running_statistics.pass_begins()
         if self.bundler is not None:
             self._begin_inputs(self.bundler.inputs)
         if logged_nan := self._recorder.logged_nan:

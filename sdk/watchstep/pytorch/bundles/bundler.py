@@ -43,7 +43,7 @@ from watchstep.format.layout import BundleKey
 from watchstep.format.snapshot import Described, header
 from watchstep.pytorch.bundles import random_states
 from watchstep.pytorch.bundles.program import precision_data, program_data
-from watchstep.pytorch.bundles.step_inputs import MicroBatch, StepInputs
+from watchstep.pytorch.bundles.step_inputs import MicroBatch, StepInputs, TensorVersions
 from watchstep.pytorch.bundles.values import ValueEncoder
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, swap_bytes
 
@@ -159,7 +159,7 @@ class _BundleContent:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._left_out: dict[str, Tensor | NDArray[Any]] = {}
         self._encoder = ValueEncoder(config.redact, self._is_changed)
-        self._batch: MicroBatch | None = None
+        self._versions: TensorVersions | None = None
         self._stored: list[_Stored] = []
         self._gradients: list[str] = []
         self._values_before = 0
@@ -264,7 +264,6 @@ class _BundleContent:
 
     def _micro_batch(self, number: int, batch: MicroBatch) -> dict[str, Any]:
         path, encoder = f"micro_batches/{number}", self._encoder
-        self._batch = batch
         states = random_states.as_value(batch.random)
         if states["python"] is None:
             self._lose(
@@ -281,11 +280,13 @@ class _BundleContent:
         if batch.is_dropped:
             self._lose(path, "the micro-batches of the step exceed Bundles.reference_bytes")
         elif batch.has_batch:
+            self._versions = batch.batch_versions
             data["batch"] = encoder.encode(batch.batch, f"{path}/batch")
         if batch.arguments is not None:
+            self._versions = batch.argument_versions
             data["arguments"] = encoder.encode(batch.arguments, f"{path}/arguments")
             data["keywords"] = encoder.encode(dict(batch.keywords or {}), f"{path}/keywords")
-        self._batch = None
+        self._versions = None
         return data
 
     def _loader(self) -> dict[str, Any] | None:
@@ -379,7 +380,7 @@ class _BundleContent:
         return _state_of(owner)
 
     def _is_changed(self, tensor: Tensor) -> bool:
-        return self._batch is not None and self._batch.versions.is_changed(tensor)
+        return self._versions is not None and self._versions.is_changed(tensor)
 
     def _lose(self, path: str, reason: str) -> None:
         self._encoder.lost.append(LostValue(path, reason))

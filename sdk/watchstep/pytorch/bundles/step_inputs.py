@@ -1,8 +1,9 @@
 """What the current step was computed from: references to its batches and arguments, random states, and buffers before its first pass.
 
 Nothing of a model is copied but its buffers that passes change, as running statistics, up to a limit. Batches and arguments are
-referenced, and their versions noted: a tensor that was changed in place is no longer what the pass read, and is reported as lost. References are
-dropped when the next step begins; of a step with many micro-batches, those beyond the limit of memory are dropped earlier.
+referenced, and their versions noted: those of a batch when the data loader yields it or the program gives it, those of arguments at the forward
+pass. A tensor that was changed in place since is reported as lost. References are dropped when the next step begins; of a step with many
+micro-batches, those beyond the limits of memory and file descriptors are dropped earlier.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from torch.nn.modules.batchnorm import _NormBase  # base of layers with running 
 from watchstep.capture.config import Bundles
 from watchstep.pytorch.bundles.random_states import RandomStateCopies, RandomStates
 
+try:
+    import resource
+except ImportError:  # Windows has none; shared memory has no file descriptors there
+    resource = None  # type: ignore[assignment]
+
 _MAX_DEPTH, _MAX_VISITS = 6, 512
 """Limits of the values that are looked at at each pass."""
 
@@ -35,6 +41,10 @@ _SHARED_FACTOR = 8
 """Earlier micro-batches in the shared memory of loader workers stay referenced only while so many bytes of it, and so many times their size, are
 free: a container has 64 MiB of it by default, and workers that find it full end the program."""
 
+_MAX_SHARED_TENSORS = 1024
+_DESCRIPTOR_SHARE = 16
+"""Tensors of earlier micro-batches in shared memory have one file descriptor each. At most this part of the limit of open files is kept by them."""
+
 
 @dataclasses.dataclass
 class Contents:
@@ -44,13 +54,13 @@ class Contents:
         tensors: the tensors in it.
         bytes: their size, and that of arrays and text.
         is_complete: whether all of it was looked at, and understood.
-        is_shared: whether a tensor is in shared memory.
+        shared: ids of the tensors in shared memory.
     """
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     bytes: int = 0
     is_complete: bool = True
-    is_shared: bool = False
+    shared: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
     def of(cls, *values: Any) -> Contents:
@@ -81,7 +91,8 @@ class Contents:
         if isinstance(value, Tensor):
             if value.layout is torch.strided and not value.is_nested:
                 self.bytes += value.numel() * value.element_size()
-                self.is_shared |= value.device.type == "cpu" and type(value) is Tensor and value.is_shared()
+                if value.device.type == "cpu" and type(value) is Tensor and value.is_shared():
+                    self.shared.add(id(value))
             else:
                 self.is_complete = False
             self.tensors.append(value)
@@ -130,23 +141,30 @@ class TensorVersions:
     Attributes:
         bytes: size of what is referenced.
         is_complete: whether all of it is counted.
-        is_shared: whether some of it is in shared memory.
+        shared: ids of the tensors in shared memory.
     """
 
     def __init__(self) -> None:
         self._versions: dict[int, tuple[Tensor, int]] = {}
         self.bytes = 0
         self.is_complete = True
-        self.is_shared = False
+        self.shared: set[int] = set()
 
     def note(self, *values: Any) -> None:
         """Note the versions of the tensors in values."""
         contents = Contents.of(*values)
         self.bytes += contents.bytes
         self.is_complete &= contents.is_complete
-        self.is_shared |= contents.is_shared
+        self.shared |= contents.shared
         for tensor in contents.tensors:
             self._versions.setdefault(id(tensor), (tensor, version_of(tensor)))
+
+    def add(self, other: TensorVersions) -> None:
+        """Add what was noted earlier."""
+        self.bytes += other.bytes
+        self.is_complete &= other.is_complete
+        self.shared |= other.shared
+        self._versions.update(other._versions)
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Return whether a tensor was changed in place since its version was noted. False for one that was not noted."""
@@ -160,7 +178,8 @@ class MicroBatch:
 
     Attributes:
         random: states of the generators before the first of them.
-        versions: versions of the tensors that it read.
+        batch_versions: versions of the tensors of the batch, when it was yielded or given.
+        argument_versions: versions of the tensors of the arguments, at the forward pass.
         autocast: whether autocast was enabled, and its dtype, by device type.
         syncs: whether `DistributedDataParallel` averages its gradients; None without it.
         batch: the batch as the data loader yielded it, or as the program gave it.
@@ -172,11 +191,12 @@ class MicroBatch:
     """
 
     random: RandomStates
-    versions: TensorVersions
     autocast: dict[str, tuple[bool, torch.dtype]]
     syncs: bool | None
     batch: Any = None
     has_batch: bool = False
+    batch_versions: TensorVersions = dataclasses.field(default_factory=TensorVersions)
+    argument_versions: TensorVersions = dataclasses.field(default_factory=TensorVersions)
     arguments: tuple[Any, ...] | None = None
     keywords: Mapping[str, Any] | None = None
     losses: list[Tensor] = dataclasses.field(default_factory=list)
@@ -185,11 +205,25 @@ class MicroBatch:
     def drop(self) -> None:
         """Drop the references."""
         self.batch = self.arguments = self.keywords = None
-        self.versions = TensorVersions()
+        self.batch_versions, self.argument_versions = TensorVersions(), TensorVersions()
         self.is_dropped = True
 
+    @property
+    def bytes(self) -> int:
+        """Size of what it refers to, at most."""
+        return self.batch_versions.bytes + self.argument_versions.bytes
 
-_PLAIN = (Tensor, nn.Buffer)
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of what it refers to is counted."""
+        return self.batch_versions.is_complete and self.argument_versions.is_complete
+
+    @property
+    def shared(self) -> int:
+        """Number of tensors in shared memory."""
+        return len(self.batch_versions.shared | self.argument_versions.shared)
+
+
 _SMALL_BUFFER = 8192
 """Elements of running statistics; tables of positions and masks, which do not change, are larger."""
 
@@ -202,15 +236,16 @@ class BufferCopies:
     """Copies of the buffers of a model before the first pass of a step. Only those that may have changed since are copied again.
 
     PyTorch's batch normalization changes running statistics without counting it as a change in place. So all small buffers of floating-point
-    numbers are copied at each step, and those of its layers of any size.
+    numbers are copied at each step, and those of its layers of any size. Those of its layers are the first within the limit.
     """
 
     def __init__(self, model: nn.Module, limit: int) -> None:
-        self._places = [
+        places = [
             (f"{path}.{leaf}" if path else leaf, module, leaf)
             for path, module in model.named_modules()
             for leaf in module._buffers  # noqa: SLF001 - has no public name
         ]
+        self._places = sorted(places, key=lambda place: not isinstance(place[1], _NormBase))
         self._limit = limit
         self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
         self.left_out: set[str] = set()
@@ -225,14 +260,16 @@ class BufferCopies:
             if buffer is None or buffer.is_meta:
                 self._copies.pop(name, None)
                 continue
-            if buffer.layout is not torch.strided or buffer.is_nested or type(buffer) not in _PLAIN:
+            if buffer.layout is not torch.strided or buffer.is_nested or type(buffer) is not Tensor:
                 self.left_out.add(name)
                 continue
-            size += buffer.numel() * buffer.element_size()
-            if size > self._limit:
+            length = buffer.numel() * buffer.element_size()
+            if size + length > self._limit:
                 self._copies.pop(name, None)
                 self.left_out.add(name)
                 continue
+            size += length
+            self.left_out.discard(name)
             copy = self._copies.get(name)
             version = version_of(buffer)
             is_small = buffer.numel() <= _SMALL_BUFFER and buffer.is_floating_point()
@@ -256,20 +293,6 @@ class BufferCopies:
         """Return the copies by name."""
         return {name: copy for name, (_, _, copy) in self._copies.items()}
 
-    @torch.no_grad()
-    def restore_nonfinite(self) -> int:
-        """Set buffers that have become non-finite since the copy back to it. Returns their number."""
-        restored = 0
-        for buffer, _, copy in self._copies.values():
-            if (
-                buffer.is_floating_point()
-                and not bool(buffer.isfinite().all())
-                and bool(copy.isfinite().all())
-            ):
-                buffer.copy_(copy)
-                restored += 1
-        return restored
-
 
 class StepInputs:
     """The inputs of the current step of one watched model. Used on the training thread.
@@ -286,7 +309,7 @@ class StepInputs:
         self._outer = outer if isinstance(outer, nn.parallel.DistributedDataParallel) else None
         self._config = config
         self._random = RandomStateCopies()
-        self._next_batches: dict[int, Any] = {}
+        self._next_batches: dict[int, tuple[Any, TensorVersions]] = {}
         self._given = False
         self._parameters = list(model.parameters())
         self._parameter_versions: list[int] = []
@@ -306,17 +329,17 @@ class StepInputs:
             return
         elif self.micro_batches and not self.micro_batches[-1].losses and not self._next_batches:
             return  # another pass for the same loss
-        versions = TensorVersions()
         batch = MicroBatch(
             self._random.capture(),
-            versions,
             _autocast(),
             None if self._outer is None else bool(self._outer.require_backward_grad_sync),
         )
         if self._next_batches:
-            batches, self._next_batches = tuple(self._next_batches.values()), {}
+            yielded, self._next_batches = list(self._next_batches.values()), {}
+            batches = tuple(each for each, _ in yielded)
             batch.batch, batch.has_batch = batches[0] if len(batches) == 1 else batches, True
-            versions.note(batch.batch)
+            for _, versions in yielded:
+                batch.batch_versions.add(versions)
         self.micro_batches.append(batch)
         self._drop_old()
 
@@ -331,7 +354,7 @@ class StepInputs:
         batch = self.micro_batches[-1]
         if batch.arguments is None and not batch.is_dropped:
             batch.arguments, batch.keywords = arguments, dict(keywords)
-            batch.versions.note(arguments, batch.keywords)
+            batch.argument_versions.note(arguments, batch.keywords)
 
     def backward(self, loss: Tensor) -> None:
         """Handle a loss at ``backward()``."""
@@ -341,13 +364,13 @@ class StepInputs:
     def give_batch(self, batch: Any) -> None:
         """Set the batch of the next pass, by the program. From now on those of data loaders are ignored."""
         self._given = True
-        self._next_batches = {0: batch}
+        self._next_batches = {0: (batch, _noted(batch))}
 
     def batch_yielded(self, loader: Any, batch: Any, sample_ids: Any, epoch: int, number: int) -> None:
         """Handle a batch that a data loader yields: it is taken for that of the next pass of training. Those of several loaders are a tuple."""
         if not self._given and torch.is_grad_enabled():
             self._next_batches.pop(id(loader), None)  # so that the order is that of the last batches
-            self._next_batches[id(loader)] = batch
+            self._next_batches[id(loader)] = batch, _noted(batch)
             self.loader = (epoch, number, sample_ids)
 
     def forget(self) -> None:
@@ -369,17 +392,34 @@ class StepInputs:
 
     def _drop_old(self) -> None:
         """Drop references of the oldest micro-batches beyond the limits. Those of the current pass are alive anyway."""
-        size = 0
+        size = shared = 0
         for batch in reversed(self.micro_batches[:-1]):
             if batch.is_dropped:
                 return  # as are all before it
-            size += batch.versions.bytes
-            is_kept = batch.versions.is_complete and size <= self._config.reference_bytes
-            if is_kept and batch.versions.is_shared:
-                is_kept = _free_shared_bytes() >= max(_MIN_SHARED_BYTES, _SHARED_FACTOR * size)
+            size += batch.bytes
+            is_kept = batch.is_complete and size <= self._config.reference_bytes
+            if is_kept and batch.shared:
+                shared += batch.shared
+                is_kept = shared <= _most_shared_tensors() and _free_shared_bytes() >= max(
+                    _MIN_SHARED_BYTES, _SHARED_FACTOR * size
+                )
             if not is_kept:
                 batch.drop()
                 size = self._config.reference_bytes + 1
+
+
+def _noted(batch: Any) -> TensorVersions:
+    versions = TensorVersions()
+    versions.note(batch)
+    return versions
+
+
+def _most_shared_tensors() -> int:
+    if resource is None:
+        return _MAX_SHARED_TENSORS
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    unlimited = limit == resource.RLIM_INFINITY
+    return _MAX_SHARED_TENSORS if unlimited else min(_MAX_SHARED_TENSORS, limit // _DESCRIPTOR_SHARE)
 
 
 def _free_shared_bytes() -> int:

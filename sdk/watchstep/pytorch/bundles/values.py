@@ -207,7 +207,7 @@ class ValueEncoder:
         if tensor.is_meta or tensor.is_nested:
             return self._lose(tensor, path, "nested and meta tensors are not stored")
         if self._is_changed(tensor):
-            return self._lose(tensor, path, "it was changed in place after the forward pass read it")
+            return self._lose(tensor, path, "it was changed in place after it was yielded, given or read")
         local, part = shard_of(tensor)
         if local is None or part is not None:
             return self._lose(tensor, path, "it is a shard of a larger tensor, or has no values")

@@ -13,7 +13,6 @@ mode, and it was finite at the start, has changed at least twice since, and has 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,19 +31,16 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel
 from watchstep.pytorch.gate import GradientGate, any_is_nonfinite, any_is_nonfinite_on_host
-from watchstep.pytorch.names import NamedParameter, Names, bases_of, dtype_name, placement_of
+from watchstep.pytorch.names import NamedParameter, Names, dtype_name, placement_of
 from watchstep.pytorch.observable import own_tensor
 from watchstep.pytorch.parameters.parameters import Updated
+from watchstep.pytorch.running_statistics import own_statistics
 
 _SUFFIX = ":finite_check"
 _MAX_CONSECUTIVE = 3
 _SWEEP = 100  # steps between scans without a suspicion
 _BUFFER_SWEEP = 20  # as above, for buffers, which are small
 _LONGEST_GAP = 128  # maximum number of steps between follow-up checks
-_OWN_CLASSES = re.compile("norm|whiten|running|moving|standardi[sz]", re.IGNORECASE)
-_OWN_BUFFERS = re.compile("(^|_)(running|moving|ema)(_|$)", re.IGNORECASE)
-_MAX_ELEMENTS = 2**20
-"""Maximum size of the program's own buffers: running statistics are small, queues of examples are not."""
 
 _Key = tuple[int, str]
 
@@ -325,22 +321,14 @@ class FiniteChecks:
                         yield module, leaf, info, placement.weight
 
     def _own_buffers(self) -> Iterator[_OwnBuffer]:
-        """Yield finite buffers of modules outside PyTorch that are named like running statistics and saved with the model."""
+        """Yield the running statistics of the program's own modules that are finite."""
         own: list[tuple[_OwnBuffer, Tensor]] = []
-        for order, (path, module) in enumerate(self._names.model.named_modules()):
-            if isinstance(module, _NormBase) or type(module).__module__.startswith("torch."):
-                continue
-            normalizes = any(_OWN_CLASSES.search(base) for base in bases_of(module))
-            for leaf, values in module.named_buffers(recurse=False):
-                if not (normalizes or _OWN_BUFFERS.search(leaf)):
-                    continue
-                is_saved = leaf not in module._non_persistent_buffers_set  # noqa: SLF001 - has no public name
-                is_small = 0 < values.numel() <= _MAX_ELEMENTS and values.device.type in ("cpu", "cuda")
-                placement = placement_of(values, self._names.whole)
-                if is_saved and is_small and values.is_floating_point() and placement.records:
-                    described = _described(self._names.buffer(path, leaf, module, order))
-                    info = replace(described, role="buffer_check")
-                    own.append((_OwnBuffer(module, leaf, info, placement.weight, values), values.detach()))
+        for order, path, module, leaf, values in own_statistics(self._names.model):
+            placement = placement_of(values, self._names.whole)
+            if placement.records:
+                described = _described(self._names.buffer(path, leaf, module, order))
+                info = replace(described, role="buffer_check")
+                own.append((_OwnBuffer(module, leaf, info, placement.weight, values), values.detach()))
         any_bad = any_is_nonfinite([values for _, values in own])
         for buffer, values in own:
             if not (any_bad and any_is_nonfinite([values])):

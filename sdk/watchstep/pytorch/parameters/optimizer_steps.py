@@ -3,6 +3,14 @@
 If the class of an optimizer inherits ``step`` from another optimizer, PyTorch's hooks fire once for each class; only the
 outermost pair counts. A step that raises fires no second hook. Whether the next step is nested in it is determined from the call
 stack, so that a retry counts as a separate step.
+
+Deciders are listeners that may prevent an update. They are asked between the last hook before a step and the update itself::
+
+    hooks before the step   listeners: before_step   hooks of the program
+    body of the step        deciders: prevents?      update, unless it is prevented
+    hooks after the step    hooks of the program     listeners: after_step
+
+If a closure computes the gradients, they are asked when it ends for the first time, and a prevented step ends there.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.pytorch.observable import observable
+from watchstep.pytorch.parameters import step_bodies
 
 
 class StepListener(Protocol):
@@ -48,20 +57,51 @@ class StepListener(Protocol):
         ...
 
 
+class UpdateDecider(StepListener, Protocol):
+    """A listener that may prevent updates."""
+
+    def prevents(self, optimizer: Optimizer, *, is_possible: bool) -> bool:
+        """Return whether the update that an optimizer is about to make is prevented. May raise `StopTraining`.
+
+        Args:
+            optimizer: The optimizer. Its gradients are final.
+            is_possible: Whether the update can be prevented; otherwise the result has no effect.
+        """
+        ...
+
+
 @dataclass
 class _Step:
     """A step in progress.
 
     Attributes:
+        has_closure: Whether a closure computes the gradients.
         nested: Number of inner steps of the same optimizer in progress. It may include some that raised.
         pass_since: Whether a forward or backward pass has begun since.
+        is_undecided: Whether the deciders have not been asked yet.
+        is_gated: Whether the update can be prevented.
+        in_body: Whether the body runs that a closure may end.
     """
 
+    has_closure: bool = False
     nested: int = 0
     pass_since: bool = False
+    is_undecided: bool = False
+    is_gated: bool = False
+    in_body: bool = False
+
+
+class _PreventedStep(BaseException):
+    """Ends the body of a step after its closure. Raised and caught within the step; no Exception, so that no optimizer handles it."""
+
+    def __init__(self, step: _Step, result: Any) -> None:
+        super().__init__()
+        self.step = step
+        self.result = result
 
 
 _listeners: list[weakref.ref[StepListener]] = []
+_deciders: list[weakref.ref[UpdateDecider]] = []
 _steps_in_progress: MutableMapping[Optimizer, _Step] = WeakIdKeyDictionary()
 _installed: list[Any] = []
 _step_count = [0]
@@ -75,9 +115,19 @@ def listen(listener: StepListener) -> None:
     _listeners.append(weakref.ref(listener))
 
 
+def decide(decider: UpdateDecider) -> None:
+    """Register a decider, which is a listener too. Only a weak reference to it is kept."""
+    listen(decider)
+    _deciders.append(weakref.ref(decider))
+
+
 def forget(listener: StepListener) -> None:
-    """Unregister a listener."""
+    """Unregister a listener or decider. Without deciders the steps of optimizers are PyTorch's own again."""
     _listeners[:] = [reference for reference in _listeners if reference() not in {None, listener}]
+    if _deciders:
+        _deciders[:] = [reference for reference in _deciders if reference() not in {None, listener}]
+        if not _deciders:
+            step_bodies.remove_gates()
 
 
 def pass_begins() -> None:
@@ -116,7 +166,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return callable(kwargs.get("closure")) or any(callable(argument) for argument in args)
 
 
-def _reporting_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting_closure(optimizer: Optimizer, step: _Step, closure: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper of a program's closure that reports its first end in a step. It has the closure's name and attributes."""
     reported = False
 
@@ -128,6 +178,10 @@ def _reporting_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Cal
             reported = True
             for listener in _living():
                 _notify(listener, functools.partial(listener.closure_done, optimizer))
+        if step.is_undecided and step.in_body is step.is_gated:  # a hook may have called it before the body
+            step.is_undecided = False
+            if _is_prevented(optimizer, is_possible=step.in_body) and step.in_body:
+                raise _PreventedStep(step, result)
         return result
 
     return call
@@ -166,16 +220,56 @@ def _begin(
     if step is not None and _is_nested(optimizer, wrapper):
         step.nested += 1
         return None
-    _steps_in_progress[optimizer] = _Step()
-    _step_count[0] += 1
-    has_closure = _has_closure(_without_self(optimizer, args), kwargs)
     is_retry = step is not None and not step.pass_since
+    has_closure = _has_closure(_without_self(optimizer, args), kwargs)
+    step = _steps_in_progress[optimizer] = _Step(has_closure)
+    _step_count[0] += 1
     for listener in _living():
         _notify(
             listener,
             functools.partial(listener.before_step, optimizer, has_closure=has_closure, is_retry=is_retry),
         )
-    return _observed_closure(optimizer, args, kwargs) if has_closure else None
+    if _deciders:
+        step.is_undecided = True
+        step.is_gated = step_bodies.gate(optimizer, wrapper, _run_body)
+        if not (step.is_gated or has_closure):
+            step.is_undecided = False
+            _is_prevented(optimizer, is_possible=False)
+    return _observed_closure(optimizer, step, args, kwargs) if has_closure else None
+
+
+def _run_body(body: step_bodies.Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the body of a step, unless its update is prevented: then return what its closure returned."""
+    optimizer = args[0] if args else None
+    step = _steps_in_progress.get(optimizer) if isinstance(optimizer, Optimizer) and observable() else None
+    if optimizer is None or step is None or not step.is_undecided or step.in_body:
+        return body(*args, **kwargs)
+    if not step.has_closure:
+        step.is_undecided = False
+        return None if _is_prevented(optimizer, is_possible=True) else body(*args, **kwargs)
+    step.in_body = True
+    try:
+        return body(*args, **kwargs)
+    except _PreventedStep as prevented:
+        if prevented.step is not step:
+            raise
+        return prevented.result
+    finally:
+        step.in_body = False
+
+
+def _is_prevented(optimizer: Optimizer, *, is_possible: bool) -> bool:
+    """Return whether one of the deciders prevents an update. All are asked, because ranks vote on it."""
+    is_prevented = False
+    for reference in tuple(_deciders):  # it may change meanwhile
+        decider = reference()
+        if decider is None:
+            continue
+        try:
+            is_prevented |= decider.prevents(optimizer, is_possible=is_possible)
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            decider.failed(error)
+    return is_prevented
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -201,15 +295,15 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wr
 
 
 def _observed_closure(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, step: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a step with its closure replaced by a reporting wrapper."""
     if callable(closure := kwargs.get("closure")):
-        return args, {**kwargs, "closure": _reporting_closure(optimizer, closure)}
+        return args, {**kwargs, "closure": _reporting_closure(optimizer, step, closure)}
     arguments = list(args)
     for place, argument in enumerate(arguments):
         if argument is not optimizer and callable(argument):
-            arguments[place] = _reporting_closure(optimizer, argument)
+            arguments[place] = _reporting_closure(optimizer, step, argument)
             break
     return tuple(arguments), kwargs
 

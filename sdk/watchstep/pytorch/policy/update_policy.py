@@ -1,12 +1,8 @@
 """The gate policy: skips an update by non-finite gradients, or stops before it, on all ranks alike.
 
-Two listeners of optimizer steps, around those that measure::
-
-    before the step   UpdateEnd ends what a failed step left   watches measure …   UpdatePolicy decides: keep, prevent, or raise
-    after the step    UpdateEnd ends the prevented update      watches …
-
-If the program has hooks of its own before the step of an optimizer, which may change gradients, the decision follows them. Learning rate schedules,
-callbacks and the program's counters see an ordinary step.
+It decides between the last hook before a step and the update itself, see `optimizer_steps`. The body of a skipped step does not run: nothing is
+hidden, copied or undone, whatever the optimizer is, and all hooks of the program see its gradients. Learning rate schedules, callbacks and the
+program's counters see an ordinary step.
 
 A `torch.amp.GradScaler` skips updates by itself to find its scale. The policy leaves those to it.
 """
@@ -14,12 +10,12 @@ A `torch.amp.GradScaler` skips updates by itself to find its scale. The policy l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks  # has no public name
 from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.health import RecorderHealth
@@ -29,8 +25,8 @@ from watchstep.pytorch.gate import any_is_nonfinite
 from watchstep.pytorch.observable import own_work
 from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.policy.host_votes import HostVotes
-from watchstep.pytorch.policy.prevented_update import PreventedUpdate, has_own_hooks, prevent, tolerates_none
 from watchstep.pytorch.policy.watched_optimizers import WatchedOptimizers
+from watchstep.pytorch.running_statistics import RunningStatistics
 from watchstep.stopping import OnNonfinite
 
 SKIPPED = "updates:skipped"
@@ -42,53 +38,23 @@ _CLOSED, _FINITE, _NONFINITE = 0, 1, 2
 _live: set[UpdatePolicy] = set()
 
 
-class UpdateEnd:
-    """Ends prevented updates, before anything else observes the end of the step."""
-
-    def __init__(self) -> None:
-        self._prevented: MutableMapping[Optimizer, PreventedUpdate] = WeakIdKeyDictionary()
-
-    def prevent(self, optimizer: Optimizer) -> None:
-        """Prevent the update that an optimizer is about to make."""
-        self._prevented[optimizer] = prevent(optimizer)
-
-    def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:  # noqa: ARG002 - as `StepListener`
-        """End an update whose step raised."""
-        self._end(optimizer)
-
-    def closure_done(self, optimizer: Optimizer) -> None:
-        """Do nothing: the gradients are the program's."""
-
-    def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:  # noqa: ARG002 - as `StepListener`
-        """End a prevented update."""
-        self._end(optimizer)
-
-    def failed(self, error: Exception) -> None:
-        """Do nothing: the policy counts the fault."""
-
-    def _end(self, optimizer: Optimizer) -> None:
-        prevented = self._prevented.pop(optimizer, None)
-        if prevented is not None:
-            prevented.end()
-
-
 @dataclass
 class _Decision:
     """The last decision about an optimizer.
 
     Attributes:
         is_nonfinite: The gate's result for the next update, of all gradients completely; None if it is unknown.
-        skips: Whether the update was skipped.
-        in_a_row: Number of skipped updates in a row.
-        versions: Versions of the parameters before a closure ran inside the step; empty without a closure.
-        handle: Removes the hook that decides after the program's own; None if there is none.
+        skips: Whether the update is not made, because gradients are non-finite.
+        has_voted: Whether the ranks have voted about the update. A retry of a step that raised is the same update.
+        in_a_row: Number of updates by non-finite gradients in a row.
+        versions: Versions of the parameters before the closure; empty for an optimizer that changes none before.
     """
 
     is_nonfinite: bool | None = None
     skips: bool = False
+    has_voted: bool = False
     in_a_row: int = 0
-    versions: list[int] = field(default_factory=list)
-    handle: Any = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
 
 class UpdatePolicy:
@@ -97,10 +63,6 @@ class UpdatePolicy:
     With several ranks each update has one vote: an update is skipped on all ranks if the gradients of any are non-finite. If a vote
     fails, because a rank has ended or makes other updates, each rank decides for itself from then on, and none raises: the others
     would wait for it forever.
-
-    Attributes:
-        restores: Functions that set buffers which the forward passes of a skipped update have made non-finite to what they were before, as
-            running statistics, and return their number.
     """
 
     def __init__(
@@ -115,26 +77,28 @@ class UpdatePolicy:
         self._process = os.getpid()
         self._watched = WatchedOptimizers()
         self._decisions: MutableMapping[Optimizer, _Decision] = WeakIdKeyDictionary()
-        self.restores: list[Callable[[], int]] = []
-        self._end = UpdateEnd()
-        optimizer_steps.listen(self._end)
+        self._statistics: list[RunningStatistics] = []
 
-    def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> RunningStatistics:
         """Also decide about updates of this model, and of an optimizer that has other parameters, such as copies in higher precision.
 
-        Call this after the measuring hooks are registered, so that the decision is last.
+        Returns:
+            Its running statistics, which are to be notified of the model's passes.
         """
         self._watched.add(model, self._forget)
         if optimizer is not None:
             self._watched.include(optimizer)
-        _live.add(self)
-        optimizer_steps.forget(self)
-        optimizer_steps.listen(self)
+        if self not in _live:
+            _live.add(self)
+            optimizer_steps.decide(self)
+        statistics = RunningStatistics(model)
+        self._statistics.append(statistics)
+        return statistics
 
     def close(self) -> None:
         """End the recording: updates are no longer skipped, once all ranks have closed."""
         self._closed = True
-        self.restores.clear()
+        self._statistics = []
         if self._votes is None or self._votes_failed:
             self._forget()
 
@@ -143,91 +107,100 @@ class UpdatePolicy:
         self._decision_of(optimizer).is_nonfinite = is_nonfinite
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
-        """Decide about an update. May raise `StopTraining`, on all ranks. A retry is checked again, without a vote."""
+        """Note what a closure is compared with."""
         decision = self._decision_of(optimizer)
-        if has_closure:
-            decision.versions = [] if tolerates_none(optimizer) else _versions_of(optimizer)
-        elif has_own_hooks(optimizer, before_only=True):
-            decision.is_nonfinite = None  # the program's hooks may change the gradients
-            self._decide_after_hooks(optimizer, decision, is_retry=is_retry)
-        else:
-            self._decide(optimizer, votes=not is_retry)
+        decision.has_voted &= is_retry
+        changes_early = has_closure and not _is_of_pytorch(optimizer)
+        decision.versions = _versions_of(optimizer) if changes_early else []
 
     def closure_done(self, optimizer: Optimizer) -> None:
-        """Decide when the gradients of a step with a closure are known. May raise `StopTraining` on all ranks."""
-        self._decide(optimizer, votes=True)
+        """Do nothing: `prevents` is called next."""
 
-    def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Do nothing: `UpdateEnd` ends the update."""
+    def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:  # noqa: ARG002 - as `StepListener`
+        """Handle the end of an update, which the next passes follow."""
+        if not self._statistics or device_kernel.capturing() or optimizer not in self._watched:
+            return
+        own_work.depth += 1
+        try:
+            for statistics in self._statistics:
+                statistics.update_ends()
+        finally:
+            own_work.depth -= 1
 
     def failed(self, error: Exception) -> None:
         """Count a fault in the observation of a step."""
         self._health.fault("update policy", error)
 
-    def _decide_after_hooks(self, optimizer: Optimizer, decision: _Decision, *, is_retry: bool) -> None:
-        """Register a hook of the optimizer behind all others. PyTorch calls those of the optimizer after the global ones."""
-        if decision.handle is not None:
-            decision.handle.remove()
-
-        def decide(*_: Any) -> None:
-            decision.handle.remove()
-            decision.handle = None
-            try:
-                self._decide(optimizer, votes=not is_retry)
-            except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training; `StopTraining` is no Exception
-                self._health.fault("update policy", error)
-
-        decision.handle = optimizer.register_step_pre_hook(decide)
-
-    def _decide(self, optimizer: Optimizer, *, votes: bool) -> None:
+    def prevents(self, optimizer: Optimizer, *, is_possible: bool) -> bool:
+        """Decide about an update. May raise `StopTraining`, on all ranks. A retry is checked again, without a vote."""
         if self not in _live or os.getpid() != self._process or device_kernel.capturing():
-            return
+            return False
         if optimizer not in self._watched:
-            return
+            return False
         decision = self._decision_of(optimizer)
+        is_repeated = decision.has_voted and decision.skips
         own_work.depth += 1
         try:
             local = not self._closed and self._is_nonfinite(optimizer, decision)
-            nonfinite = self._agreed(local) if votes else decision.skips or local
+            nonfinite = decision.skips or local if decision.has_voted else self._agreed(local)
+            if nonfinite:
+                self._restore_statistics()
         finally:
             own_work.depth -= 1
             decision.is_nonfinite = None
         if nonfinite is None:
             self._forget()
-            return
-        is_repeated = not votes and decision.skips
-        decision.skips = nonfinite
+            return False
+        is_late, decision.has_voted, decision.skips = decision.has_voted, True, nonfinite
         if not nonfinite:
             decision.in_a_row = 0
-            return
+            return False
         if not is_repeated:
             decision.in_a_row += 1
-            if not self._votes_failed and votes and self._policy.stops_at(decision.in_a_row):
+            if not (self._votes_failed or is_late) and self._policy.stops_at(decision.in_a_row):
                 self._stop(decision.in_a_row)
-        self._skip(optimizer, decision, counts=not is_repeated)
-
-    def _skip(self, optimizer: Optimizer, decision: _Decision, *, counts: bool) -> None:
-        if decision.versions and decision.versions != _versions_of(optimizer):
-            self._health.note(
-                "updates",
-                f"{type(optimizer).__name__} changes parameters before its closure ends, so its updates cannot be skipped; "
-                'use Hook(on_nonfinite="stop")',
-            )
-            return
-        self._end.prevent(optimizer)
-        for restore in self.restores:
-            if restored := restore():
-                self._health.count("restored_buffers", restored)
-        if counts:
+        if obstacle := self._obstacle(optimizer, decision, is_possible=is_possible):
+            self._health.note("updates", f"{type(optimizer).__name__} {obstacle}")
+            return False
+        if not is_repeated:
             self._health.count("skipped_updates")
             self._recorder.scalar(SKIPPED, 1.0)
+        return True
+
+    def _obstacle(self, optimizer: Optimizer, decision: _Decision, *, is_possible: bool) -> str:
+        """Return why an update cannot be skipped; empty if it can."""
+        if not is_possible:
+            return 'calls hooks by itself, so its updates cannot be skipped; use Hook(on_nonfinite="stop")'
+        if decision.versions and decision.versions != _versions_of(optimizer):
+            return (
+                "changes parameters before its closure ends, so its updates cannot be skipped; "
+                'use Hook(on_nonfinite="stop")'
+            )
+        if self._votes_failed and not _is_of_pytorch(optimizer):
+            return "may wait for other ranks in its updates, so they are not skipped now that the ranks no longer vote"
+        return ""
+
+    def _restore_statistics(self) -> None:
+        """Restore running statistics that the forward passes have made non-finite: the update is not the only damage of a bad batch."""
+        try:
+            for statistics in self._statistics:
+                restored = statistics.restore()
+                if restored.number:
+                    self._health.count("restored_buffers", restored.number)
+                if restored.nonfinite:
+                    names = ", ".join(restored.nonfinite[:5])
+                    self._health.note(
+                        "buffers", f"not finite after a non-finite step, and without a finite copy: {names}"
+                    )
+        except Exception as error:  # noqa: BLE001 - the update is skipped nevertheless
+            self._health.fault("running statistics", error)
 
     def _is_nonfinite(self, optimizer: Optimizer, decision: _Decision) -> bool:
         """Return whether this rank's gradients are non-finite, and no gradient scaler decides about them."""
         scaling = amp.scaling_of(optimizer)
         if scaling.skips or scaling.is_skipped is not None:
             return False
-        if decision.is_nonfinite is not None:
+        if decision.is_nonfinite is not None and not _has_hooks(optimizer):
             return decision.is_nonfinite
         return any_is_nonfinite(
             [
@@ -278,9 +251,24 @@ class UpdatePolicy:
             self._health.fault("update policy", error)
 
 
-def _versions_of(optimizer: Optimizer) -> list[int]:
+def _is_of_pytorch(optimizer: Optimizer) -> bool:
+    """Return whether a step of an optimizer runs nothing but PyTorch's own code, within this process."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Return whether the program has hooks before the steps of an optimizer. They may change gradients after the gate's check."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return bool(own) or len(_global_optimizer_pre_hooks) > 1  # there is that of `optimizer_steps`
+
+
+def _versions_of(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Return the numbers of changes in place of the parameters, and the addresses of their values, which a program may replace."""
     return [
-        parameter._version  # noqa: SLF001 - has no public name
+        (
+            0 if parameter.is_inference() else parameter._version,  # noqa: SLF001 - has no public name
+            parameter.data_ptr() if type(parameter) is nn.Parameter else 0,
+        )
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]

@@ -140,6 +140,76 @@ def test_events_and_requests_bundle_the_next_complete_step(tmp_path: Path) -> No
     assert not bundle.document.is_failing
 
 
+@pytest.mark.parametrize("source", ["loader", "program"])
+def test_a_batch_that_the_program_changes_before_the_forward_pass_is_lost(
+    tmp_path: Path, source: str
+) -> None:
+    import torch
+
+    hook = Hook(tmp_path)
+    batches: list[Any] = inputs(3, bad=1)
+
+    def use(model: Any, batch: Any) -> Any:
+        if source == "program":
+            batch = batch.clone()
+            hook.batch(batch)
+        batch.add_(1)
+        return model(batch).pow(2).mean()
+
+    loader: Any = torch.utils.data.DataLoader(torch.cat(batches), batch_size=4)  # type: ignore[arg-type]
+    train(hook, loader if source == "loader" else batches, use=use)
+    hook.close()
+    (bundle,) = bundles(hook)
+    assert [lost.path for lost in bundle.document.lost] == ["micro_batches/0/batch"]
+    assert "tensor" in bundle.document.micro_batches[0]["arguments"]["tuple"][0]  # as the pass read it
+
+
+def test_a_large_buffer_is_left_out_and_no_other(tmp_path: Path) -> None:
+    import torch
+
+    class WithQueue(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(5 * 2**20))
+            self.norm = torch.nn.BatchNorm1d(4)
+            self.linear = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.linear(self.norm(x))
+
+    model = WithQueue()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path) as hook:
+        hook.watch(model, optimizer)
+        model(inputs(1, bad=0)[0]).sum().backward()
+        optimizer.step()
+    (bundle,) = bundles(hook)
+    assert [lost.path for lost in bundle.document.lost] == ["buffers/queue"]
+
+
+def test_references_to_shared_memory_leave_file_descriptors_to_the_program() -> None:
+    """Each tensor of a loader's worker has a descriptor of its own."""
+    import resource
+
+    import torch
+
+    from watchstep.pytorch.bundles.step_inputs import StepInputs
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    try:
+        noted = StepInputs(torch.nn.Linear(1, 1), None, Bundles())
+        for number in range(100):
+            noted.batch_yielded(None, [torch.ones(1).share_memory_() for _ in range(3)], None, 0, number)
+            noted.begin_pass(0)
+            noted.backward(torch.ones(()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    referenced = [batch for batch in noted.micro_batches if not batch.is_dropped]
+    assert len(referenced) == 1 + 1024 // 16 // 3  # and the current one
+    assert referenced == noted.micro_batches[-len(referenced) :]
+
+
 def test_a_batch_that_the_program_changed_is_lost(tmp_path: Path) -> None:
     hook = Hook(tmp_path)
 

@@ -160,7 +160,7 @@ def test_a_tensor_that_was_changed_in_place_is_lost() -> None:
     tensor.add_(1)
     encoder = ValueEncoder(is_changed=versions.is_changed)
     data = encoder.encode([tensor, other], "batch")
-    assert data["list"][0]["lost"] == "it was changed in place after the forward pass read it"
+    assert data["list"][0]["lost"] == "it was changed in place after it was yielded, given or read"
     assert data["list"][1]["tensor"] == "values/0"
 
 
