@@ -12,10 +12,16 @@ from torch.optim import Optimizer
 from watchstep.errors import ConfigError, FormatError
 from watchstep.format.bundle import BUFFERS, GRADIENTS, PARAMETERS, Bundle
 from watchstep.pytorch.bundles import random_states
+from watchstep.pytorch.bundles.random_states import HostStates
 from watchstep.pytorch.bundles.values import LostValueError, ValueSource, decode, torch_tensor
 from watchstep.pytorch.names import unwrap
 
 _HINT = "use another bundle"
+_BATCH_HINT = (
+    "a replay needs the whole batch as it was yielded or given: let the program change a copy of it, or name it by hook.batch(…) after the change, "
+    "with values of other types as tensors, numbers or text; then record again"
+)
+_HOST_GENERATORS = frozenset({"python", "numpy"})
 
 
 class RecordedStep:
@@ -25,16 +31,24 @@ class RecordedStep:
         bundle: the bundle.
         device: device for tensors that were not in host memory.
         problems: what could not be set as recorded, as sentences. Then the replay may differ.
+        unrestored: parameters, buffers, random states and modes whose recorded values were not set, as noun phrases: the replay may be another computation.
     """
 
     def __init__(self, bundle: Bundle, device: torch.device) -> None:
         self.bundle = bundle
         self.device = device
         self.problems: dict[str, None] = {}
+        self.unrestored: dict[str, None] = {}
+        self._unset_generators: list[str] = []
+        self._generators = (HostStates.capture(), torch.get_rng_state())
         self._source = ValueSource(bundle.read, device)
 
-    def set_model(self, model: nn.Module) -> None:
+    def set_model(self, model: nn.Module, *, checks_dtypes: bool = True) -> None:
         """Set parameters, buffers, modes and which parameters are trained, in the model inside its wrappers.
+
+        Args:
+            model: The model.
+            checks_dtypes: Whether values that are converted to another dtype count as not restored.
 
         Raises:
             ConfigError: the model has other parameters or shapes than the recorded one.
@@ -44,20 +58,35 @@ class RecordedStep:
         parameters, buffers = dict(inner.named_parameters()), dict(inner.named_buffers())
         frozen = set(map(str, self._list(self.bundle.document.model.get("frozen"))))
         with torch.no_grad():
-            self._set(parameters, PARAMETERS, "parameter")
-            self._set(buffers, BUFFERS, "buffer")
+            self._set(parameters, PARAMETERS, "parameter", checks_dtypes=checks_dtypes)
+            self._set(buffers, BUFFERS, "buffer", checks_dtypes=checks_dtypes)
         for name, parameter in parameters.items():
             parameter.requires_grad_(name not in frozen)
             parameter.grad = None
         is_training = self.bundle.document.model.get("training") is not False
         model.train(is_training)
         inner.train(is_training)
+        modules = dict(inner.named_modules())
         for path in self._list(self.bundle.document.model.get("other_mode")):
-            module = dict(inner.named_modules()).get(str(path))
-            if module is not None:
+            if (module := modules.get(str(path))) is not None:
                 module.training = not is_training
+            else:
+                self.unrestored[f"mode of module {str(path)!r}"] = None
+        for lost in self.bundle.document.lost:
+            for prefix, noun in ((PARAMETERS, "parameter"), (BUFFERS, "buffer")):
+                if lost.path.startswith(prefix):
+                    self.unrestored[f"{noun} {lost.path.removeprefix(prefix)!r}"] = None
 
-    def _set(self, tensors: Mapping[str, Tensor], prefix: str, noun: str) -> None:
+    def unrecorded(self, model: nn.Module) -> list[Tensor]:
+        """Return the parameters and buffers that the bundle does not have."""
+        inner = unwrap(model)
+        parameters, buffers = set(self.bundle.names(PARAMETERS)), set(self.bundle.names(BUFFERS))
+        return [
+            *(each for name, each in inner.named_parameters() if name not in parameters),
+            *(each for name, each in inner.named_buffers() if name not in buffers),
+        ]
+
+    def _set(self, tensors: Mapping[str, Tensor], prefix: str, noun: str, *, checks_dtypes: bool) -> None:
         names = set(self.bundle.names(prefix))
         if unknown := sorted(names - set(tensors)):
             raise ConfigError(
@@ -70,6 +99,7 @@ class RecordedStep:
                     self.problems[
                         f"{noun} {name!r} is not in the bundle: the program's own value is used"
                     ] = None
+                    self.unrestored[f"{noun} {name!r}"] = None
                 continue
             value = self.tensor(f"{prefix}{name}")
             if value.shape != tensor.shape:
@@ -77,6 +107,11 @@ class RecordedStep:
                     f"bundle {self.bundle.name}: {noun} {name!r} has shape {tuple(value.shape)}, the program's has {tuple(tensor.shape)}",
                     "build the model as the recorded program did",
                 )
+            if checks_dtypes and value.dtype != tensor.dtype:
+                self.problems[
+                    f"{noun} {name!r} was {value.dtype}, the program's is {tensor.dtype}: it was converted"
+                ] = None
+                self.unrestored[f"dtype of {noun} {name!r}"] = None
             tensor.copy_(value)
 
     def tensor(self, name: str) -> Tensor:
@@ -100,14 +135,14 @@ class RecordedStep:
         self._source.tensors.clear()  # each pass gets its own: the program may change them
         recorded = self.bundle.document.micro_batches[number]
         if "batch" in recorded:
-            return self._value(recorded["batch"], f"the batch of micro-batch {number}")
+            return self._value(recorded["batch"], f"the batch of micro-batch {number}", _BATCH_HINT)
         if "arguments" not in recorded:
             raise ConfigError(
                 f"bundle {self.bundle.name}: micro-batch {number} has neither a batch nor arguments of the model",
                 "use a torch DataLoader, or call hook.batch(…) before each forward pass",
             )
-        arguments = self._value(recorded["arguments"], f"the arguments of micro-batch {number}")
-        keywords = self._value(recorded["keywords"], f"the keywords of micro-batch {number}")
+        arguments = self._value(recorded["arguments"], f"the arguments of micro-batch {number}", _BATCH_HINT)
+        keywords = self._value(recorded["keywords"], f"the keywords of micro-batch {number}", _BATCH_HINT)
         if keywords and not arguments:
             return keywords
         return arguments[0] if len(arguments) == 1 and not keywords else (*arguments, *keywords.values())
@@ -127,11 +162,29 @@ class RecordedStep:
         """Set the generators to their states before the forward pass of a micro-batch."""
         value = self._value(self.bundle.document.micro_batches[number].get("random"), "random states")
         try:
-            lost = random_states.restore(value)
+            unset = random_states.restore(value)
         except ValueError as error:
             raise FormatError(f"bundle {self.bundle.name}: {error}", _HINT) from error
-        for generator in lost:
-            self.problems[f"the state of the random numbers of {generator} is not known"] = None
+        # Of another device, the replay draws from the generator of its own.
+        unset += [name for name in map(str, value["devices"]) if name.partition(":")[0] != self.device.type]
+        self._unset_generators = list(dict.fromkeys(unset))
+        if unset:
+            self._generators = (HostStates.capture(), torch.get_rng_state())
+
+    def note_draws(self) -> None:
+        """Note the generators whose recorded state was not set, if random numbers were drawn since `set_random_states`.
+
+        Those of other devices count as drawn from if PyTorch's generator on the host is, from which a replay on the host draws instead.
+        """
+        if not self._unset_generators:
+            return
+        host, torch_state = self._generators
+        host_drawn = not host.equals(HostStates.capture())
+        torch_drawn = self.device.type != "cpu" or not torch.equal(torch_state, torch.get_rng_state())
+        for generator in self._unset_generators:
+            if host_drawn if generator in _HOST_GENERATORS else torch_drawn:
+                self.problems[f"the state of the random numbers of {generator} is not known"] = None
+                self.unrestored[f"random numbers of {generator}"] = None
 
     def autocast(self, number: int, device: str) -> tuple[bool, str]:
         """Return whether autocast was enabled at the forward pass, and its dtype."""
@@ -175,11 +228,11 @@ class RecordedStep:
         key = f"{GRADIENTS}{name}"
         return self.tensor(key) if key in self.bundle.tensors else None
 
-    def _value(self, data: Any, what: str) -> Any:
+    def _value(self, data: Any, what: str, hint: str = _HINT) -> Any:
         try:
             return decode(data, self._source)
         except LostValueError as error:
-            raise ConfigError(f"bundle {self.bundle.name}: {what}: {error}", _HINT) from error
+            raise ConfigError(f"bundle {self.bundle.name}: {what}: {error}", hint) from error
         except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, AttributeError) as error:
             raise FormatError(
                 f"bundle {self.bundle.name}: {what}: {type(error).__name__}: {str(error)[:200]}", _HINT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from watchstep.errors import ConfigError
-from watchstep.format.bundle import DIGESTS, Bundle
+from watchstep.format.bundle import DIGESTS, GRADIENTS, Bundle
+from watchstep.pytorch.bundles import random_states
 from watchstep.pytorch.bundles.bundler import digest
 from watchstep.pytorch.bundles.program import restore_precision
 from watchstep.pytorch.names import unwrap
 from watchstep.pytorch.observable import own_work
+from watchstep.replay.model_state import ModelState
 from watchstep.replay.recorded_step import RecordedStep
 from watchstep.replay.replay_step import ReplayStep
 from watchstep.trace.operations import Trace
@@ -61,8 +64,12 @@ class ReplayResult:
         update_is_nonfinite: whether the update makes a parameter non-finite; None if it was not made.
         problems: what could not be set as recorded.
         has_before_update: whether the program states what it does with gradients before the update.
+        unrestored: parameters, buffers, random states and modes whose recorded values were not set, as noun phrases.
+        uncompared: losses and gradients that the bundle lacks, as noun phrases.
+        has_finite: whether a finite value other than zero was compared. Equality of other values shows little: most failing steps end in NaN.
         trace: operations of the replay; None if it was not traced.
-        diagnosis: of the trace.
+        trace_difference: how the computation that was traced differs from the one that was compared; empty if it does not.
+        diagnosis: of the trace; None if that computation differs.
     """
 
     bundle: Bundle
@@ -80,7 +87,11 @@ class ReplayResult:
     update_is_nonfinite: bool | None = None
     problems: tuple[str, ...] = ()
     has_before_update: bool = False
+    unrestored: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
+    has_finite: bool = False
     trace: Trace | None = None
+    trace_difference: str = ""
     diagnosis: Diagnosis | None = field(default=None, repr=False)
 
     @property
@@ -89,10 +100,15 @@ class ReplayResult:
         return all(before is None or _are_equal(before, after) for before, after in self.losses)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether all losses and gradients are equal bit for bit; False if nothing was compared."""
+    def are_equal(self) -> bool:
+        """Whether all losses and gradients that were compared are equal bit for bit; False if nothing was compared."""
         compared = self.gradients > 0 or any(before is not None for before, _ in self.losses)
         return compared and self.equal_gradients == self.gradients and self.losses_are_equal
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all was restored and compared, and all losses and gradients are equal bit for bit."""
+        return self.are_equal and not self.unrestored and not self.uncompared
 
     @property
     def has_failed(self) -> bool:
@@ -100,11 +116,20 @@ class ReplayResult:
         return self.was_nonfinite or self.bundle.document.is_failing
 
     @property
+    def fails_again(self) -> bool:
+        """Whether the replay is not finite either, in the same losses and in a gradient that was not finite, if there was one."""
+        return (self.is_nonfinite or bool(self.update_is_nonfinite)) and not self.is_other_failure
+
+    @property
     def is_reproduced(self) -> bool:
-        """Whether the step failed again in the same losses and gradients, if it had failed; else whether they are nearly equal."""
+        """Whether the step failed again in the same losses and gradients, if it had failed; else whether they are nearly equal.
+
+        If something was not restored, a failure is reproduced only if finite values were compared, and all are nearly equal.
+        """
+        nearly = self.are_equal or self.difference is not None
         if self.has_failed:
-            return (self.is_nonfinite or bool(self.update_is_nonfinite)) and not self.is_other_failure
-        return self.is_exact or self.difference is not None
+            return self.fails_again and (not self.unrestored or (self.has_finite and nearly))
+        return nearly
 
     @property
     def difference(self) -> float | None:
@@ -142,7 +167,8 @@ def replay(
 ) -> ReplayResult:
     """Replay a bundle. Sets flags and random states of the process.
 
-    The step is computed once as recorded, and compared; and once more under a tracer, if it made non-finite values.
+    The step is computed once as recorded, and compared; and once more under a tracer, if it made non-finite values. The second computation begins
+    with the same state, also of Python attributes of the model's modules. If its losses or gradients differ from the first, there is no diagnosis.
 
     Args:
         bundle: The bundle.
@@ -165,17 +191,24 @@ def replay(
     recorded = RecordedStep(bundle, chosen)
     recorded.problems.update(dict.fromkeys(restore_precision(bundle.document.precision)))
     run = _Replay(recorded, step, chosen, precision)
+    trace, difference = None, ""
     with run.fixed_precision():
-        losses = run.compute(run.set_state())
-        result = run.compared(losses)
-        trace = run.traced() if traces and (result.is_nonfinite or result.update_is_nonfinite) else None
-    return ReplayResult(
-        **{
-            **vars(result),
-            "problems": tuple(recorded.problems),
-            "trace": trace,
-            "diagnosis": None if trace is None else diagnose(trace),
-        }
+        batches = run.set_state()
+        state = run.saved_state() if traces else None
+        with random_states.unchanged():
+            losses = run.compute(batches)
+            outcome = run.outcome(losses) if traces else None
+            result = run.compared(losses)
+        is_bad = result.is_nonfinite or result.update_is_nonfinite
+        if state is not None and outcome is not None and is_bad:
+            state.restore()
+            trace, difference = run.traced(outcome, result.update_is_nonfinite)
+    return dataclasses.replace(
+        result,
+        problems=tuple(recorded.problems),
+        trace=trace,
+        trace_difference=difference,
+        diagnosis=None if trace is None or difference else diagnose(trace),
     )
 
 
@@ -196,6 +229,7 @@ class _Replay:
         self._precision = precision
         self._model = step.model.to(device)
         self._inner = unwrap(self._model)
+        self._uncompared: dict[str, None] = {}
         self._scale = recorded.scale() if precision == "captured" else 1.0
 
     @contextmanager
@@ -218,7 +252,7 @@ class _Replay:
 
     def set_state(self) -> list[Any]:
         """Set the recorded state of the model. Returns the batches."""
-        self._recorded.set_model(self._model)
+        self._recorded.set_model(self._model, checks_dtypes=self._precision == "captured")
         batches = [
             self._recorded.batch(number)
             for number in range(len(self._recorded.bundle.document.micro_batches))
@@ -228,6 +262,10 @@ class _Replay:
             return batches
         self._model.to(dtype)
         return [_converted(batch, dtype) for batch in batches]
+
+    def saved_state(self) -> ModelState:
+        """Return the state of the model that `set_state` does not set."""
+        return ModelState(self._inner, self._recorded.unrecorded(self._model))
 
     def compute(self, batches: list[Any]) -> list[tuple[float | None, float]]:
         """Compute all micro-batches and their gradients. Returns recorded and replayed losses."""
@@ -262,8 +300,12 @@ class _Replay:
                 )
             scaled = loss if self._scale == 1.0 else loss * self._scale
             scaled.backward()
+            recorded.note_draws()
         before = recorded.losses(number)
+        if not before:
+            self._uncompared[f"loss of micro-batch {number}"] = None
         if len(before) > 1:
+            self._uncompared[f"other losses of micro-batch {number}"] = None
             recorded.problems[
                 f"the program called backward() for {len(before)} losses of micro-batch {number}; the replay computes the last of them"
             ] = None
@@ -286,6 +328,7 @@ class _Replay:
         return before
 
     def _set_pass(self, number: int) -> None:
+        self._recorded.note_draws()  # by the loss function, before the model
         self._recorded.set_random_states(number)
         self._check_autocast(number)
 
@@ -309,10 +352,15 @@ class _Replay:
             before is not None and math.isfinite(before) != math.isfinite(after) for before, after in losses
         )
         gradients_finite = all(
-            bool(parameter.grad.isfinite().all())
+            bool(_elements(parameter.grad).isfinite().all())
             for parameter in self._inner.parameters()
             if parameter.grad is not None
         )
+        has_finite_loss = any(
+            before is not None and math.isfinite(before) and before != 0.0 for before, _ in losses
+        )
+        update_is_nonfinite = self._update()
+        self._uncompared.update(dict.fromkeys(f"gradient {name!r}" for name in comparison.unrecorded))
         return ReplayResult(
             recorded.bundle,
             str(self._device),
@@ -327,9 +375,25 @@ class _Replay:
             or any(before is not None and not math.isfinite(before) for before, _ in losses),
             is_nonfinite=not gradients_finite or any(not math.isfinite(after) for _, after in losses),
             is_other_failure=other_loss or comparison.is_other_failure,
-            update_is_nonfinite=self._update(),
+            update_is_nonfinite=update_is_nonfinite,
             has_before_update=self._step.before_update is not None,
+            unrestored=tuple(recorded.unrestored),
+            uncompared=tuple(self._uncompared),
+            has_finite=has_finite_loss or comparison.has_finite,
         )
+
+    def outcome(self, losses: list[tuple[float | None, float]]) -> _Outcome:
+        """Return what a computation has made, before the update."""
+        own_work.depth += 1
+        try:
+            gradients = {
+                name: _fingerprint(parameter.grad)
+                for name, parameter in self._inner.named_parameters()
+                if parameter.grad is not None
+            }
+        finally:
+            own_work.depth -= 1
+        return _Outcome(tuple(after for _, after in losses), gradients)
 
     def _update(self) -> bool | None:
         """Make the update. Returns whether it makes a parameter non-finite; None if that is not known."""
@@ -349,14 +413,64 @@ class _Replay:
         optimizer.step()
         return not all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters())
 
-    def traced(self) -> Trace:
-        """Compute the step again under a tracer."""
+    def traced(self, first: _Outcome, update_is_nonfinite: bool | None) -> tuple[Trace, str]:
+        """Compute the step again under a tracer.
+
+        Args:
+            first: What the first computation has made.
+            update_is_nonfinite: Whether its update made a parameter non-finite.
+
+        Returns:
+            The trace, and how this computation differs from the first; empty if it does not.
+        """
         tracer = Tracer(self._inner, TraceConfig(ring_bytes=2 * 2**30))
         batches = self.set_state()
-        with tracer.step(self._recorded.bundle.document.step):
-            self.compute(batches)
-            self._update()
-        return tracer.trace()
+        try:
+            with tracer.step(self._recorded.bundle.document.step):
+                difference = self.outcome(self.compute(batches)).difference(first)
+                if self._update() != update_is_nonfinite:
+                    difference = difference or "its update differs"
+        except Exception as error:  # noqa: BLE001 - the first computation did not raise: this is a difference
+            difference = f"it raised {type(error).__name__}: {str(error)[:200]}"
+        trace = tracer.trace()
+        if difference:
+            note = f"this computation is not the one that was compared with the bundle: {difference}"
+            trace = dataclasses.replace(trace, notes=(note, *trace.notes))
+        return trace, difference
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one computation of the step has made: its losses, and fingerprints of its gradients by name."""
+
+    losses: tuple[float, ...]
+    gradients: Mapping[str, bytes]
+
+    def difference(self, first: _Outcome) -> str:
+        """Return how this computation differs from the first; empty if it does not."""
+        for number, (before, after) in enumerate(zip(first.losses, self.losses, strict=True)):
+            if not _are_equal(before, after):
+                return f"loss of micro-batch {number} is {after:.9g}, and was {before:.9g}"
+        names = {*first.gradients, *self.gradients}
+        other = sorted(name for name in names if first.gradients.get(name) != self.gradients.get(name))
+        return f"{len(other)} of {len(names)} gradients differ, as {other[0]}" if other else ""
+
+
+def _elements(gradient: Tensor) -> Tensor:
+    """Return the elements of a gradient; of a sparse one those that it has."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient.values()
+
+
+def _fingerprint(gradient: Tensor) -> bytes:
+    """Return a digest of a gradient in which all NaN are equal: their bits depend on the order of operands, as in sums over ranks."""
+    elements = _elements(gradient.detach())
+    if elements.is_floating_point() and elements.dtype.itemsize > 1:
+        elements = elements.masked_fill(elements.isnan(), math.nan)
+    if gradient.layout is torch.sparse_coo:
+        return digest(elements) + digest(gradient.coalesce().indices())
+    return digest(elements)
 
 
 class _GradientComparison:
@@ -365,6 +479,8 @@ class _GradientComparison:
     Attributes:
         equal: number of gradients that are equal bit for bit.
         uncomputed, undetermined, largest: see `ReplayResult`.
+        unrecorded: names of gradients that were not compared, because the bundle lacks them.
+        has_finite: whether a finite element other than zero was compared.
         was_nonfinite: whether a recorded gradient is not finite.
         is_other_failure: whether gradients are not finite in both, and none of them is the same.
     """
@@ -374,19 +490,32 @@ class _GradientComparison:
         self.uncomputed: list[str] = []
         self.undetermined: list[str] = []
         self.largest: GradientDifference | None = None
+        self.has_finite = False
         bad_before, bad_after = set(), set()
         names = recorded.gradient_names()
         digests = recorded.tensor(DIGESTS) if names else None
+        lost = [
+            each.path.removeprefix(GRADIENTS)
+            for each in recorded.bundle.document.lost
+            if each.path.startswith(GRADIENTS)
+        ]
+        computed = [name for name, parameter in parameters.items() if parameter.grad is not None]
+        self.unrecorded = [name for name in dict.fromkeys([*lost, *computed]) if name not in set(names)]
         for place, name in enumerate(names):
             before = recorded.gradient(name)
             parameter = parameters.get(name)
             after = None if parameter is None else parameter.grad
             if before is not None and not bool(before.isfinite().all()):
                 bad_before.add(name)
-            if after is not None and not bool(after.isfinite().all()):
+            elements = None if after is None else _elements(after)
+            if elements is not None and not bool(elements.isfinite().all()):
                 bad_after.add(name)
-            if after is None or digests is None:
+            if after is None or elements is None or digests is None:
                 self.uncomputed.append(name)
+                continue
+            self.has_finite = self.has_finite or bool((elements.isfinite() & (elements != 0)).any())
+            if after.layout is not torch.strided:
+                self.unrecorded.append(name)  # recorded with another layout
             elif digest(after) == bytes(digests[place].numpy()):
                 self.equal += 1
             elif before is None:

@@ -11,6 +11,7 @@ from watchstep.replay.replayer import GradientDifference, ReplayResult
 from watchstep.trace.report import render_diagnosis
 
 _MAX_LOST = 5
+_MAX_MISSING = 3
 
 
 def render_replay(result: ReplayResult, *, verbose: bool = False) -> str:
@@ -22,6 +23,8 @@ def render_replay(result: ReplayResult, *, verbose: bool = False) -> str:
     """
     text = "\n".join(map(printable, _lines(result, verbose=verbose))) + "\n"
     if result.trace is not None and result.diagnosis is not None:
+        if not result.is_reproduced:
+            text += "of the replay, whose failure is not known to be that of the step:\n"
         text += render_diagnosis(result.trace, result.diagnosis, verbose=verbose)
     return text
 
@@ -38,6 +41,11 @@ def replay_data(result: ReplayResult) -> dict[str, Any]:
         "precision": result.precision,
         "is_reproduced": result.is_reproduced,
         "is_exact": result.is_exact,
+        "verdict": _verdict(result, verbose=True),
+        "unrestored": list(result.unrestored),
+        "uncompared": list(result.uncompared),
+        "has_finite": result.has_finite,
+        "trace_difference": result.trace_difference,
         "losses": [
             [None if before is None else _number(before), _number(after)] for before, after in result.losses
         ],
@@ -81,7 +89,12 @@ def _lines(result: ReplayResult, *, verbose: bool) -> Iterator[str]:
         yield f"  largest difference: {_difference(result.largest)}"
     if result.update_is_nonfinite is not None:
         yield f"  the update makes parameters {'non-finite' if result.update_is_nonfinite else 'finite'}"
-    yield f"reproduced: {_verdict(result)}"
+    yield f"reproduced: {_verdict(result, verbose=verbose)}"
+    if result.trace_difference:
+        yield (
+            "no first bad operation: the step was computed again for the trace, and differs from the computation that was compared: "
+            f"{result.trace_difference}"
+        )
     yield from (f"note: {problem}" for problem in result.problems)
     yield from (f"hint: {hint}" for hint in _hints(result))
     lost = document.lost if verbose else document.lost[:_MAX_LOST]
@@ -98,7 +111,12 @@ def _difference(largest: GradientDifference) -> str:
 
 def _hints(result: ReplayResult) -> Iterator[str]:
     """Yield likely causes of a difference, for a replay with the recorded precision."""
-    if result.is_exact or result.precision != "captured":
+    if result.trace_difference:
+        yield (
+            "keep state that a step changes in attributes of the model, not in globals or in the loss function; use deterministic operations, and a model "
+            "without torch.compile"
+        )
+    if result.are_equal or result.precision != "captured":
         return
     if result.uncomputed:
         yield "the program computes gradients that ReplayStep.loss does not; return the sum of all losses"
@@ -111,15 +129,25 @@ def _hints(result: ReplayResult) -> Iterator[str]:
         yield "the losses are equal and the gradients are not: if the program or its trainer clips gradients, do so in ReplayStep.before_update"
 
 
-def _verdict(result: ReplayResult) -> str:
-    if result.has_failed:
-        return _verdict_of_failure(result)
+def _verdict(result: ReplayResult, *, verbose: bool) -> str:
+    verdict = _verdict_of_failure(result) if result.has_failed else _verdict_of_values(result)
+    for what, names in (("restored", result.unrestored), ("compared", result.uncompared)):
+        if names:
+            shown = names if verbose else names[:_MAX_MISSING]
+            more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+            verdict += f"; not {what}: {', '.join(shown)}{more}"
+    return verdict
+
+
+def _verdict_of_values(result: ReplayResult) -> str:
     if result.is_exact:
         return (
             "yes, bit for bit"
             if result.gradients
             else "yes: the losses are equal bit for bit; no gradients are recorded"
         )
+    if result.are_equal:
+        return "yes, all compared values are equal bit for bit"
     if result.difference is not None:
         return f"yes, within {result.difference:.3g}"
     if result.undetermined:
@@ -129,13 +157,12 @@ def _verdict(result: ReplayResult) -> str:
     return "no: the losses differ" if not result.losses_are_equal else "no: the gradients differ"
 
 
+_NOTHING_FINITE = "all compared values are NaN, infinite or zero, and their equality does not show that it is the same failure"
+
+
 def _verdict_of_failure(result: ReplayResult) -> str:
-    if result.is_reproduced:
-        return (
-            "yes, bit for bit"
-            if result.is_exact
-            else "yes, the step is not finite again, but not bit for bit"
-        )
+    if result.fails_again:
+        return _verdict_of_repeated_failure(result)
     if result.is_nonfinite or result.update_is_nonfinite:
         return "no: the step fails in another way: a loss is finite in one of them only, or other gradients are not finite"
     if result.precision != "captured":
@@ -143,3 +170,17 @@ def _verdict_of_failure(result: ReplayResult) -> str:
             f"no: the step is finite in {result.precision}, so the captured precision is a part of the cause"
         )
     return "no: the step is finite in the replay"
+
+
+def _verdict_of_repeated_failure(result: ReplayResult) -> str:
+    if not result.is_reproduced:
+        differ = "the compared values differ" if result.has_finite else _NOTHING_FINITE
+        return f"not known: the step fails again, but {differ}"
+    if result.is_exact:
+        verdict = "yes, bit for bit"
+    elif result.are_equal:
+        verdict = "yes, the step is not finite again"
+        verdict += ", and all compared values are equal bit for bit" if result.has_finite else ""
+    else:
+        verdict = "yes, the step is not finite again, but not bit for bit"
+    return verdict if result.has_finite else f"{verdict}; {_NOTHING_FINITE}"
