@@ -1,4 +1,4 @@
-"""Checks of a rule file: all errors, and warnings about valid settings that are probably mistakes."""
+"""Checks of a rule file, or of one rule config: all errors, and warnings about valid settings that are probably mistakes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import yaml
 
 from watchstep.capture.config import PROBES, CaptureConfig
 from watchstep.format.tensors import SYSTEM
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python_rule import sources_from
-from watchstep_rules.rule_files.rule_file import Loc, RuleFile, read, validated
+from watchstep_rules.rule_files.rule_file import Loc, RuleFile, YamlNodes, data_of, read, validated
 from watchstep_rules.signals import tensor_selection
 
 MANY_STEPS = 10_000
@@ -85,6 +87,72 @@ def check_text(text: str, source: str, folder: Path) -> CheckResult:
             remarks.append(Remark("warning", places.line(loc), place, warning))
     remarks.sort(key=lambda remark: (remark.line, remark.level))
     return CheckResult(remarks, file.all_rules if file is not None else ())
+
+
+@dataclass(frozen=True)
+class ConfigCheck:
+    """The result of a check of one rule config.
+
+    Attributes:
+        data: the data of the text; None if it is not a mapping.
+        config: the rule config; None if there are errors.
+        remarks: errors and warnings by line; their places are paths in the rule config, empty for the whole.
+    """
+
+    data: dict[str, Any] | None
+    config: RuleConfig | None
+    remarks: list[Remark]
+
+
+def check_config_text(text: str, name: str = "") -> ConfigCheck:
+    """Check the text of one rule config: YAML, or JSON. It is checked as the only one of a rule file.
+
+    Args:
+        text: the text.
+        name: the name that the rule config is stored with; empty for any.
+
+    Raises:
+        BusyError: a query cannot be checked now.
+    """
+    try:
+        data, places = data_of(text), YamlNodes.of(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or "syntax"
+        column = "" if mark is None else f" at column {mark.column + 1}"
+        line = 1 if mark is None else mark.line + 1
+        return ConfigCheck(None, None, [Remark("error", line, "", f"not valid YAML{column}: {problem}")])
+    except RecursionError:
+        return ConfigCheck(None, None, [Remark("error", 1, "", "nested too deeply")])
+    if not isinstance(data, dict):
+        problem = "not a mapping: start with 'rule:' and the name of a rule"
+        return ConfigCheck(None, None, [Remark("error", 1, "", problem)])
+    named = data if not name or "name" in data else {**data, "name": name}
+    file, faults = validated({"rules": [named]})
+    remarks = [
+        Remark("error", line, key, f"duplicate key {key!r}: only the last one would count")
+        for key, line in places.duplicates()
+    ]
+    remarks += [_of_config("error", places, fault.loc, fault.text) for fault in faults]
+    if name and str(named.get("name")) != name:
+        remarks.append(_of_config("error", places, (*_ONLY, "name"), f"must be {name!r}, or left out"))
+    if file is not None:
+        remarks += [
+            _of_config("warning", places, loc, warning)
+            for loc, warning in _warnings(file)
+            if "inhibits" not in loc  # it may name rule configs elsewhere
+        ]
+    remarks.sort(key=lambda remark: (remark.line, remark.level))
+    invalid = file is None or any(remark.level == "error" for remark in remarks)
+    return ConfigCheck(data, None if invalid or file is None else file.all_rules[0], remarks)
+
+
+_ONLY: Loc = ("rules", 0)
+
+
+def _of_config(level: Literal["error", "warning"], places: YamlNodes, loc: Loc, text: str) -> Remark:
+    path = loc[len(_ONLY) :]
+    return Remark(level, places.line(path), ".".join(map(str, path)), text)
 
 
 _Warning = tuple[Loc, str]

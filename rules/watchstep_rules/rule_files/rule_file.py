@@ -326,6 +326,8 @@ def faults_between(file: RuleFile) -> list[RuleFileProblem]:
 
 def _of_target(name: str, configs: Sequence[RuleConfig], loc: Loc) -> list[RuleFileProblem]:
     targets = [config for config in configs if config.matches_name(name)]
+    if not targets:  # it may be configured elsewhere: a rule of a project applies beside the owner's
+        targets = [config for config in DEFAULT_RULES if config.matches_name(name)]
     if not targets and name in RULES:
         targets = [RuleConfig.model_construct(rule=name, name=name, params={})]
         rule = RULES[name]

@@ -11,6 +11,7 @@ import bisect
 import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.documents import memory_needed
 from watchstep.store.store import Store
 from watchstep.trace.archive import open_archive, read_member
-from watchstep.trace.operations import Operation
-from watchstep.trace.trace_file import VERSION, operation_of
+from watchstep.trace.operations import Operation, Trace
+from watchstep.trace.trace_file import VERSION, operation_memory, operation_of
 
 MAX_OPERATIONS_BYTES = 128 * 2**20
 """Maximum size of the lines of the operations: some 200,000 operations."""
@@ -31,6 +32,9 @@ MAX_NEIGHBOURS = 200
 """Maximum number of operations of a neighbourhood."""
 MAX_EDGES = 20_000
 """Maximum number of edges of a neighbourhood."""
+MAX_TEXTS = 4096
+"""Maximum number of distinct texts of a `TextColumn`."""
+_MAX_TEXT_CHARACTERS = 500
 _MAX_OBJECT_BYTES = 16 * 2**30
 _MAX_LINE_BYTES = 2**20
 _MAX_TENSORS = 4_000_000
@@ -38,14 +42,18 @@ _MAX_TENSORS = 4_000_000
 _BUFFER = 2**20
 _CHECKED = 4096
 """Number of edges after which the time is checked."""
+_CHECKED_OPERATIONS = 256
+"""Number of parsed operations after which the time is checked."""
 _CHECKED_BYTES = 2**18
 """Size of lines after which the time is checked."""
 _HINT = "download it, and read it with 'watchstep trace'"
-_TENSOR_BYTES, _ROW_BYTES = 80, 80
+_TENSOR_BYTES, _ROW_BYTES = 80, 112
 """Maximum memory of a tensor and of an operation while they are indexed, measured with `tracemalloc`."""
 _LONG_LINE = 64 * 1024
 _LINE_BYTES = 8 * 2**20
 """Maximum memory of a line of this length while it is parsed."""
+_TEXT_BYTES = 4 * 4 * MAX_TEXTS * _MAX_TEXT_CHARACTERS
+"""Maximum memory of the texts of four columns, of four bytes per character."""
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
 
 
@@ -76,6 +84,19 @@ class _StoredFile(io.RawIOBase):
         return length
 
 
+@dataclass(frozen=True)
+class TextColumn:
+    """One text of each operation, such as its name.
+
+    Attributes:
+        texts: the distinct texts in the order of their first operations, each cut to 500 characters, at most `MAX_TEXTS`.
+        numbers: place of each operation's text in ``texts``; -1 for texts beyond the limit. Shape: (n,), int16.
+    """
+
+    texts: list[str]
+    numbers: NDArray[np.int16]
+
+
 class IndexedTrace:
     """A trace that is opened for reading parts. It never changes, and may be used by several threads.
 
@@ -88,6 +109,10 @@ class IndexedTrace:
         indexes: index of each operation, ascending. Shape: (n,).
         steps: step of each operation. Shape: (n,).
         bad: whether an output of each operation is not finite. Shape: (n,).
+        names: name of each operation.
+        nodes: backward function of each operation, or its name in its graph; may be empty.
+        modules: module of each operation; may be empty.
+        phases: phase of each operation.
         sources: text of source files by path.
         memory: approximate memory in bytes.
     """
@@ -99,10 +124,13 @@ class IndexedTrace:
         self.left_out = int(head["left_out"])
         self.notes = tuple(map(str, head["notes"]))
         self.raised = tuple(map(int, head["raised"]))
+        self._losses = tuple((int(tensor), int(index)) for tensor, index in head["losses"])
         self._stacks: list[Any] = head["stacks"]
         self.sources: dict[str, str] = head["sources"]
         self._lines = lines
         self.indexes, self.steps, self.bad = rows.indexes, rows.steps, rows.bad
+        self.names, self.nodes = rows.names.column, rows.nodes.column
+        self.modules, self.phases = rows.modules.column, rows.phases.column
         self._offsets = rows.offsets
         self._tensors = rows.tensors
         ids, places, writes = rows.tensors.T
@@ -110,7 +138,8 @@ class IndexedTrace:
         is_written = writes[order] != 0
         # Rows of the tensors, ordered by id, step and place.
         self._readers, self._writers = order[~is_written], order[is_written]
-        self.memory = len(lines) + 64 * len(rows.indexes) + 40 * len(rows.tensors) + head_memory
+        texts = sum(each.memory for each in (rows.names, rows.nodes, rows.modules, rows.phases))
+        self.memory = len(lines) + 72 * len(rows.indexes) + 40 * len(rows.tensors) + texts + head_memory
 
     def __len__(self) -> int:
         """Number of operations."""
@@ -138,6 +167,36 @@ class IndexedTrace:
         if place == len(self.indexes) or self.indexes[place] != index:
             raise NotFoundError(f"operation {index}: not in the trace", "list the operations of the trace")
         return place
+
+    def faulty_steps(self) -> list[int]:
+        """Return the steps with an output that is not finite, and those that an exception has ended, ascending."""
+        raised = set(self.raised)
+        bad = set(np.unique(self.steps[self.bad]).tolist())
+        return [step for step in np.unique(self.steps).tolist() if step in bad or step in raised]
+
+    def memory_of_step(self, step: int) -> int:
+        """Return an upper bound of the memory in bytes that `step_trace` takes."""
+        return sum(
+            operation_memory(self._lines[self._offsets[place] : self._offsets[place + 1]])
+            for place in np.flatnonzero(self.steps == step)
+        )
+
+    def step_trace(self, step: int, check: Callable[[], None]) -> Trace:
+        """Return the operations of a step, without stacks, sources and values.
+
+        Args:
+            step: The step.
+            check: Called from time to time; raises an error to end the work.
+
+        Raises:
+            FormatError: a line is damaged.
+        """
+        operations = []
+        for number, place in enumerate(np.flatnonzero(self.steps == step)):
+            if not number % _CHECKED_OPERATIONS:
+                check()
+            operations.append(self.at(int(place)))
+        return Trace(operations, losses=self._losses, raised=self.raised)
 
     def stack(self, number: int, limit: int) -> list[tuple[str, int, str, bool]]:
         """Return a stack, innermost first: file, line, function, and whether it belongs to an installed package.
@@ -250,10 +309,39 @@ class IndexedTrace:
         return bool(number == tensor and self.steps[at] == self.steps[place])
 
 
+class _Texts:
+    """Collects a `TextColumn`."""
+
+    def __init__(self) -> None:
+        self._numbers = array.array("h")
+        self._places: dict[str, int] = {}
+
+    def add(self, value: Any) -> None:
+        """Add the text of the next operation."""
+        text = str(value)
+        if len(text) > _MAX_TEXT_CHARACTERS:
+            text = f"{text[: _MAX_TEXT_CHARACTERS - 1]}…"
+        if len(self._places) < MAX_TEXTS:
+            self._numbers.append(self._places.setdefault(text, len(self._places)))
+        else:
+            self._numbers.append(self._places.get(text, -1))
+
+    @property
+    def column(self) -> TextColumn:
+        """The column. Nothing can be added afterwards."""
+        return TextColumn(list(self._places), np.frombuffer(self._numbers, np.int16))
+
+    @property
+    def memory(self) -> int:
+        """Approximate memory of the texts, in bytes."""
+        return sum(4 * len(text) + 150 for text in self._places)
+
+
 class _Rows:
     """The numbers of all operations that are in memory.
 
     Attributes:
+        names, nodes, modules, phases: texts of the operations.
         tensors: id, place of the operation, and whether it was written, of each input and output in order. Shape: (m, 3).
         offsets: start of each line, and the end. Shape: (n + 1,).
     """
@@ -261,6 +349,7 @@ class _Rows:
     def __init__(self, lines: bytes, check: Callable[[], None]) -> None:
         indexes, steps, offsets, tensors = (array.array("q") for _ in range(4))
         bad = bytearray()
+        self.names, self.nodes, self.modules, self.phases = (_Texts() for _ in range(4))
         place = start = checked = 0
         while start < len(lines):
             if start - checked > _CHECKED_BYTES:
@@ -276,6 +365,10 @@ class _Rows:
             indexes.append(index)
             steps.append(int(data["step"]))
             offsets.append(start)
+            self.names.add(data.get("name", ""))
+            self.nodes.add(data.get("node", ""))
+            self.modules.add(data.get("module", ""))
+            self.phases.add(data.get("phase", ""))
             bad.append(any(output[5] for output in data["outputs"]))
             for name, writes in (("inputs", 0), ("outputs", 1)):
                 for tensor in data[name]:
@@ -362,7 +455,13 @@ def memory_to_index(operations: bytes, check: Callable[[], None]) -> int:
             line_memory = max(line_memory, memory_needed(operations[start:end]))
         start = end
     tensors = min(operations.count(b"["), _MAX_TENSORS)
-    return len(operations) + _TENSOR_BYTES * tensors + _ROW_BYTES * operations.count(b"\n") + line_memory
+    return (
+        len(operations)
+        + _TENSOR_BYTES * tensors
+        + _ROW_BYTES * operations.count(b"\n")
+        + min(4 * len(operations), _TEXT_BYTES)
+        + line_memory
+    )
 
 
 def index_trace(name: str, head: bytes, operations: bytes, check: Callable[[], None]) -> IndexedTrace:

@@ -243,6 +243,11 @@ def operation_of(line: bytes) -> Operation:
     return _operation(_json(line), _WithoutValues())
 
 
+def operation_memory(line: bytes) -> int:
+    """Return an upper bound of the memory in bytes of the operation of a line, without values. Brackets begin tensors and shapes."""
+    return _OPERATION_BYTES + _TENSOR_BYTES * line.count(b"[") + _NUMBER_BYTES * line.count(b",") + len(line)
+
+
 def _values_member(operation: int, output: int) -> str:
     return f"values/{operation}-{output}"
 

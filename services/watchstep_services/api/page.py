@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
+from starlette.convertors import PathConvertor, register_url_convertor
 
 import watchstep_services
 from watchstep_services.api.static_documents import StaticDocument, add_document
@@ -17,7 +18,16 @@ from watchstep_services.api.static_documents import StaticDocument, add_document
 FOLDER = Path(watchstep_services.__file__).parent / "page"
 """Folder of the built page."""
 
-PATHS = ("/", "/admin", "/projects", "/projects/{path:path}")
+
+class AnyPathConvertor(PathConvertor):
+    """The rest of a path, with line breaks, which names of tensors may contain."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("any_path", AnyPathConvertor())
+
+PATHS = ("/", "/admin", "/projects", "/projects/{path:any_path}")
 """Paths of the page."""
 
 _DIRECTIVES = (

@@ -58,7 +58,10 @@ def demo(
             echo_json(DemoOutcome(runs=tuple(outcomes.values())).model_dump_json())
         if keep:
             out.print()
+            out.print(f"The service continues at {service.url}. Press Ctrl-C to end it.")
             out.print(
-                f"The service continues at {service.url} (API at {service.url}/docs). Press Ctrl-C to end it."
+                f"Open {service.page_link}",
+                soft_wrap=True,
+                highlight=False,
             )
             service.wait()

@@ -61,6 +61,9 @@ def expire_leases(database: Database) -> None:
         ACTION_LEASE.expire_all(session, ActionRow.kind == "stop", now_ns())
 
 
+PAGE_SECONDS = 12 * 3600.0
+"""Lifetime of the token in `EmbeddedService.page_link`: a working day. A restart makes a new link."""
+
 _UPKEEP_AT_ONCE = 100
 _START_SECONDS = 30.0
 _OVERDUE_SECONDS = 0.25
@@ -91,12 +94,14 @@ class EmbeddedService:
         url: URL of the API.
         operator_token: operator token, which is valid while the service runs.
         recorder_token: recorder token for the watched programs, which is valid while the service runs.
+        page_link: address of the web page with an admin token, which is valid for `PAGE_SECONDS` while the service runs.
         service: the service object, for code in the same process.
     """
 
     url: str
     operator_token: str
     recorder_token: str
+    page_link: str
     service: Service
 
     def __init__(self, settings: Settings) -> None:
@@ -166,7 +171,8 @@ class EmbeddedService:
             owner_backends=home / BACKENDS_FILE,
         )
         apply_owner_rules(database, rules)
-        self.operator_token, self.recorder_token = self._own_tokens(database, home)
+        self.operator_token, self.recorder_token, page_token = self._own_tokens(database, home)
+        self.page_link = f"{self.url}/#token={page_token}"
         self._undo.append(self.service.bulkhead.close)
         self._undo.append(self.service.hanging_stores.close)
         self._undo.append(self.service.intake.shutdown)
@@ -185,13 +191,16 @@ class EmbeddedService:
         self._undo.append(self._stopping.set)
         self._publish(home)
 
-    def _own_tokens(self, database: Database, home: Path) -> tuple[str, str]:
-        """Create an operator and a recorder token, after removing those of an earlier process that was killed."""
+    def _own_tokens(self, database: Database, home: Path) -> tuple[str, str, str]:
+        """Create an operator token, a recorder token and one for the page, after removing those of an earlier process that was killed."""
         name = f"serve in {''.join(character if character.isprintable() else '?' for character in str(home)[-100:])}"
         forget_named(database, name, _CREATOR)
         self._undo.append(lambda: forget_named(database, name, _CREATOR))
         operator = create_token(database, "operator", name=name, created_by=_CREATOR)
-        return operator, create_token(database, "recorder", name=name, created_by=_CREATOR)
+        recorder = create_token(database, "recorder", name=name, created_by=_CREATOR)
+        # Whoever runs the service owns its database: the link may do everything.
+        page = create_token(database, "admin", name=name, created_by=_CREATOR, lifetime_seconds=PAGE_SECONDS)
+        return operator, recorder, page
 
     def _lock(self, home: Path) -> None:
         # Owner-only, because any user who can open the file could lock it and prevent the service from starting.

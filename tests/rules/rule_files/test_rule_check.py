@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from watchstep.errors import RuleError
 from watchstep_rules.config.defaults import DEFAULT_RULES
-from watchstep_rules.rule_files.checks import CheckResult, check_text
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.rule_files.checks import CheckResult, check_config_text, check_text
 
 
 def checked(text: str) -> CheckResult:
@@ -100,3 +102,38 @@ def test_two_that_judge_alike_are_reported() -> None:
 def test_no_yaml_is_reported_by_the_reader() -> None:
     with pytest.raises(RuleError, match="not valid YAML"):
         checked("rules: [")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("rule: overfit\n", "", []),
+        ('{"rule": "overfit"}', "mine", []),
+        ("rule: overfit\nname: mine\n", "mine", []),
+        ("rule: overfit\nname: other\n", "mine", [("error", 2, "name")]),
+        ("rule: overfit\nrule: dead_relu\n", "", [("error", 2, "rule")]),
+        (
+            "rule: overfit\nparams:\n  patience: 0\n  x: 1\n",
+            "",
+            [("error", 3, "params.patience"), ("error", 4, "params.x")],
+        ),
+        ("rule: overfit\nfor: {steps: 20000}\n", "", [("warning", 2, "for.steps")]),
+        ("rule: nan_or_inf\ninhibits: [overfit]\n", "", []),
+        ("a: [\n", "", [("error", 2, "")]),
+        ("- rule: overfit\n", "", [("error", 1, "")]),
+        ("", "", [("error", 1, "")]),
+        ("[" * 5000, "", [("error", 1, "")]),
+    ],
+)
+def test_the_text_of_one_rule_config(text: str, name: str, expected: list[tuple[str, int, str]]) -> None:
+    check = check_config_text(text, name)
+    assert [(remark.level, remark.line, remark.place) for remark in check.remarks] == expected
+    valid = all(level != "error" for level, _, _ in expected)
+    assert (check.config is not None) == valid
+    if check.config is not None:
+        assert check.config.name == (name or check.config.rule)
+
+
+@pytest.mark.parametrize("config", DEFAULT_RULES, ids=lambda config: config.name)
+def test_each_default_rule_can_be_copied(config: RuleConfig) -> None:
+    assert check_config_text(json.dumps(config.as_data())).config == config

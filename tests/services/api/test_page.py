@@ -12,7 +12,8 @@ from watchstep_services.api import page
 
 
 def test_each_path_of_the_page_returns_its_document(api: Api) -> None:
-    for path in ("/", "/admin", "/projects", "/projects/p/runs/r/tensors/fc1.weight%3Agradient"):
+    tensor = "/projects/p/runs/r/tensors/fc1.weight%3Agradient"
+    for path in ("/", "/admin", "/projects", tensor, f"{tensor}%0A%2F"):
         answer = api.client.request("GET", path)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/html")

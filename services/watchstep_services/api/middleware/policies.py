@@ -170,7 +170,11 @@ class Routes:
 
 def _may_match(route: Route, parts: int, last: str) -> bool:
     own = route.path.rpartition("/")[2]
-    return ":path}" in route.path or (route.path.count("/") == parts and ("{" in own or own == last))
+    return (
+        ":path}" in route.path
+        or ":any_path}" in route.path
+        or (route.path.count("/") == parts and ("{" in own or own == last))
+    )
 
 
 def _mark(policy: RoutePolicy) -> Callable[[Endpoint], Endpoint]:

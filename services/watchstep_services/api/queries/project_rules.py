@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,47 +93,27 @@ def read_rule_table(
             select(RunRow).filter_by(project=project).order_by(RunRow.id.desc()).limit(runs)
         ).scalars()
     )
-    records = _read_records(session, newest)
     project_rows = list(
         session.execute(select(ProjectRule).filter_by(project=project).order_by(ProjectRule.name)).scalars()
     )
+    records = _read_records(session, newest)
     owners = {config.name: config for config in service.owner_rules}
-    receivers = known_receivers(service, session, project)
-    facts = []
-    for row in project_rows:
-        parsed, problem = _parse(row.data)
-        facts.append(
-            _facts(service, row.name, row.rule, "project", row.data, parsed, problem, receivers, records)
-        )
+    builder = _FactBuilder(service, known_receivers(service, session, project), frozenset(owners), records)
     names = {row.name for row in project_rows}
-    for config in service.owner_rules:
-        if config.name not in names:
-            data = config.as_data()
-            facts.append(
-                _facts(service, config.name, config.rule, "owner", data, config, "", receivers, records)
-            )
-    for (origin, name), record in records.items():
-        if origin and record.row is not None:
-            parsed, problem = _parse(record.row.data)
-            facts.append(
-                _facts(
-                    service,
-                    name,
-                    record.row.rule,
-                    origin,
-                    record.row.data,
-                    parsed,
-                    problem,
-                    receivers,
-                    records,
-                )
-            )
+    facts = [builder.facts(row.name, row.rule, "project", row.data) for row in project_rows]
+    facts += [
+        builder.facts(name, config.rule, "owner", config.as_data())
+        for name, config in owners.items()
+        if name not in names
+    ]
+    facts += [
+        builder.facts(name, record.row.rule, origin, record.row.data)
+        for (origin, name), record in records.items()
+        if origin and record.row is not None
+    ]
     settings = service.settings
     return RuleTable(
-        rules=[
-            fact.model_copy(update={"replaces_owner": fact.origin == "project" and fact.name in owners})
-            for fact in facts
-        ],
+        rules=facts,
         runs=len(newest),
         owner_file=str(settings.rules_file) if operates and settings.rules_file is not None else "",
         owner_defaults=settings.rules_file is None,
@@ -177,48 +157,57 @@ def _read_records(session: Session, newest: Sequence[RunRow]) -> dict[_Key, _Rul
     return records
 
 
+@dataclass(frozen=True)
+class _FactBuilder:
+    """Builds the rows of the table.
+
+    Attributes:
+        service: the service.
+        receivers: names of the project's receivers.
+        owners: names of the owner's rule configs.
+        records: what the newest runs say.
+    """
+
+    service: Service
+    receivers: frozenset[str]
+    owners: frozenset[str]
+    records: Mapping[_Key, _RuleRecord]
+
+    def facts(self, name: str, rule: str, origin: str, data: Mapping[str, Any]) -> RuleFacts:
+        """Return the row of a rule config."""
+        parsed, problem = _parse(data)
+        single = origin not in _FOR_NEW_RUNS
+        record = self.records.get((origin if single else "", name), _RuleRecord())
+        return RuleFacts(
+            name=name,
+            rule=rule,
+            origin=origin,
+            severity=str(data.get("severity", "")) if parsed is None else parsed.severity,
+            config=dict(data),
+            parameters=parameters_of(parsed),
+            problem=problem,
+            warnings=[] if parsed is None else self.service.unknown_receivers(parsed, self.receivers),
+            replaces_owner=origin == "project" and name in self.owners,
+            set_for=record.runs[:_MOST_LISTED] if single else [],
+            health=HealthCounts(**record.health),
+            unhealthy=[*record.errors, *record.silent][:_MOST_LISTED],
+            alerts=record.alerts[:_MOST_LISTED],
+            alerts_total=len(record.alerts),
+        )
+
+
 def _parse(data: Mapping[str, Any]) -> tuple[RuleConfig | None, str]:
+    """Return a rule config, or None and why it cannot be read. Reasons contain no values, which may be webhook addresses."""
     try:
         return RuleConfig.model_validate(json.loads(json.dumps(data))), ""
     except ValidationError as error:  # such as a rule that another version had
-        faults = error.errors(include_input=False, include_url=False)  # inputs may be webhook addresses
+        faults = error.errors(include_input=False, include_url=False)
         problem = "; ".join(
             f"{'.'.join(map(str, fault['loc']))}: {in_words(fault['msg'])}" for fault in faults
         )
         return None, problem[:_MAX_PROBLEM]
     except Exception as error:  # noqa: BLE001 - an unreadable config must not hide the others
         return None, f"cannot be read ({type(error).__name__})"
-
-
-def _facts(
-    service: Service,
-    name: str,
-    rule: str,
-    origin: str,
-    data: Mapping[str, Any],
-    parsed: RuleConfig | None,
-    problem: str,
-    receivers: Iterable[str],
-    records: Mapping[_Key, _RuleRecord],
-) -> RuleFacts:
-    single = origin not in _FOR_NEW_RUNS
-    record = records.get((origin if single else "", name), _RuleRecord())
-    return RuleFacts(
-        name=name,
-        rule=rule,
-        origin=origin,
-        severity=str(data.get("severity", "")) if parsed is None else parsed.severity,
-        config=dict(data),
-        parameters=parameters_of(parsed),
-        problem=problem,
-        warnings=[] if parsed is None else service.unknown_receivers(parsed, receivers),
-        replaces_owner=False,
-        set_for=record.runs[:_MOST_LISTED] if single else [],
-        health=HealthCounts(**record.health),
-        unhealthy=[*record.errors, *record.silent][:_MOST_LISTED],
-        alerts=record.alerts[:_MOST_LISTED],
-        alerts_total=len(record.alerts),
-    )
 
 
 def parameters_of(config: RuleConfig | None) -> dict[str, Any]:

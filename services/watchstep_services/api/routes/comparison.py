@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from watchstep.errors import ConfigError
+from watchstep.errors import ConfigError, WatchstepError
 from watchstep.format.layout import check_name
 from watchstep.format.tensors import Mode
 from watchstep.reading.run import Run
-from watchstep_services.api.lookup import find_run
+from watchstep_services.api.lookup import find_run, run_store
 from watchstep_services.api.middleware.access import permits
 from watchstep_services.api.middleware.etags import IfNoneMatch, etag_of_inputs, unchanged
 from watchstep_services.api.queries.comparison import (
     MAX_SERIES,
     AlignedSeries,
     ComparisonRequest,
-    Opened,
     common_tensors,
     differing_settings,
     divergences_of,
@@ -95,7 +93,10 @@ def get_comparison(
         compared = read_compared(opened, request)
         settings = differing_settings(opened, request)
         comparison = Comparison(
-            runs=[_run(name, facts, opened, compared) for name in names],
+            runs=[
+                _run(facts[name], opened[name], compared, run_store(service, project, name).location)
+                for name in names
+            ],
             grid=compared.grid,
             series=compared.series,
             left_out=compared.left_out,
@@ -117,13 +118,13 @@ def _names(runs: str) -> tuple[str, ...]:
     return names
 
 
-def _run(name: str, facts: Mapping[str, RunFacts], opened: Opened, compared: AlignedSeries) -> ComparedRun:
-    run = opened[name]
+def _run(facts: RunFacts, run: Run | WatchstepError, compared: AlignedSeries, location: str) -> ComparedRun:
     first, last = run.index.step_range() if isinstance(run, Run) else (0, -1)
     return ComparedRun(
-        facts=facts[name],
+        facts=facts,
         first=first,
         last=last,
-        started_ns=compared.started_ns[name],
+        started_ns=compared.started_ns[facts.run],
         problem="" if isinstance(run, Run) else run.what,
+        location=location,
     )

@@ -61,7 +61,9 @@ _MAX_FIGURES = 12
 _MAX_SAVED = 500
 _LAST = 2**62
 _FIGURES = ("mean", "std", "min", "max", "abs_max", "zero_share", "nonfinite_share")
-_NOT_IN_SNAPSHOTS = frozenset(("input", "output", "label", "loss", "metric", "system", "confusion"))
+_NOT_IN_SNAPSHOTS = frozenset(
+    ("input", "output", "label", "loss", "metric", "system", "confusion", "update", "finite_check")
+)
 """Roles of tensors that snapshots of weights and gradients never contain."""
 
 FigureName = Annotated[

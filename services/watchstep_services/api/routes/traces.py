@@ -92,6 +92,7 @@ class TraceList(PageOutput):
 class TraceOutput(TraceEntry):
     """What a trace contains."""
 
+    location: str = Field(description="URL of the run on its store, for watchstep.open_run.")
     mode: str = Field(description="What was recorded of each output.")
     program: str
     operations: int
@@ -240,6 +241,7 @@ class OriginOutput(BaseModel):
     tensor: TracedTensorOutput | None = Field(
         description="The output; for cause `tensor`, what it read; null for cause `error`."
     )
+    inputs: list[TracedTensorOutput] = Field(description=f"What the operation read, at most {_MAX_TENSORS}.")
     reaches: str = Field(description="What was damaged, such as `gradient of fc.weight`.")
     error: str = Field(description="Exception that the operation raised; empty if none.")
     line: FrameOutput | None = Field(
@@ -283,9 +285,10 @@ def list_traces(project: str, run: str, queries: Querying, paging: Paged) -> Tra
 @permits("read")
 def get_trace(place: Placed, queries: Querying, response: Response) -> TraceOutput:
     """Return what a trace contains."""
-    with _opened(place, queries, response) as (trace, size):
+    with _opened(place, queries, response) as (trace, store):
         return TraceOutput(
-            **_entry(place.key, size).model_dump(),
+            **_entry(place.key, store.size(place.key.path)).model_dump(),
+            location=store.location,
             mode=_cut(trace.mode),
             program=_cut(trace.program),
             operations=len(trace),
@@ -436,11 +439,11 @@ class _Places(Sequence[int]):
 
 
 @contextmanager
-def _opened(place: TracePath, queries: Queries, response: Response) -> Iterator[tuple[IndexedTrace, int]]:
-    """Open a trace, and mark the response as one that never changes."""
+def _opened(place: TracePath, queries: Queries, response: Response) -> Iterator[tuple[IndexedTrace, Store]]:
+    """Open a trace, with its run's store, and mark the response as one that never changes."""
     with queries.open_store(place.project, place.run) as store:
         try:
-            yield queries.traces.open(store, place.key.path, queries.budget()), store.size(place.key.path)
+            yield queries.traces.open(store, place.key.path, queries.budget()), store
         except MemoryError:
             raise RequestRefusedError(
                 413, f"trace {place.key.path}: too large", "read it with 'watchstep trace'"
@@ -506,6 +509,7 @@ def _origin(trace: IndexedTrace, origin: BadOrigin) -> OriginOutput:
         cause=origin.cause,
         operation=_digest(origin.operation),
         tensor=None if origin.tensor is None else _tensor(origin.tensor),
+        inputs=[_tensor(tensor) for tensor in origin.operation.inputs[:_MAX_TENSORS]],
         reaches=_cut(origin.reaches),
         error=_cut(origin.operation.error),
         line=None if site is None else _frame(trace, site, {}),

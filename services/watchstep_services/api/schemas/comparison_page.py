@@ -20,6 +20,7 @@ class ComparedRun(BaseModel):
     last: int = Field(description="Last recorded step; -1 without records.")
     started_ns: int | None = Field(description="Time that is 0 on the time axis; null: no rows.")
     problem: str = Field(description="Why it has no statistics; empty: it has.")
+    location: str = Field(description="URL of the run on its store, for watchstep.open_run.")
 
 
 class ComparedLine(BaseModel):

@@ -60,6 +60,7 @@ def test_runs_are_aligned_by_time_since_their_first_row(recorded: Api) -> None:
     assert answer["grid"]["edges"][0] == 0
     started = [run["started_ns"] for run in answer["runs"]]
     assert started[1] - started[0] == 3600 * 10**9
+    assert [run["location"].rsplit("/", 1)[1] for run in answer["runs"]] == ["base", "same"]
 
 
 def test_the_first_difference_of_each_tensor_is_named(recorded: Api) -> None:

@@ -307,6 +307,7 @@ def test_the_overview_of_a_recorded_training(api: Api, folder_store: Store) -> N
     (loss,) = overview["losses"]["lines"]
     assert loss["mean"] == pytest.approx([1 / (step + 1) for step in range(20)])
     assert [line["tensor"] for line in overview["metrics"]["lines"]] == ["accuracy"]
+    assert overview["collections"] == {"losses": 1, "metrics": 1}
     assert overview["configuration"]["environment"]
     assert all(time > DAY for time in overview["grid"]["time_ns"])
 

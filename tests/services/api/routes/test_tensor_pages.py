@@ -298,7 +298,7 @@ def test_what_is_encoded_is_part_of_the_memory_of_a_query(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_pages, "_ENCODED_BYTES", 1 << 40)
-    parameters = {"collection": "gradients", "figure": "l2"}
+    parameters: dict[str, Any] = {"collection": "gradients", "figure": "l2"}
     for form, status in (("safetensors", 200), ("json", 413), ("csv", 413)):
         assert call(recorded, "heatmap", format=form, **parameters).status_code == status
 

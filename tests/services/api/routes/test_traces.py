@@ -116,8 +116,9 @@ def test_traces_are_listed_in_pages(traced: Api) -> None:
     assert ([entry["worker"] for entry in rest["traces"]], rest["next_page_token"]) == ([1], None)
 
 
-def test_a_trace_is_described(traced: Api) -> None:
+def test_a_trace_is_described(traced: Api, folder_store: Store) -> None:
     found = fetched(traced, "")
+    assert Store.open(found["location"]).size(KEY.path) == found["bytes"]
     assert (found["mode"], found["operations"], found["alerts"]) == ("statistics", 7, 1)
     assert (found["steps"], found["files"]) == ([5, 6], ["/a/net.py"])
 
@@ -214,10 +215,12 @@ def test_the_first_bad_operation(traced: Api, folder_store: Store) -> None:
     expected = diagnose(trace).first
     assert expected is not None
     assert found["first"]["operation"]["index"] == expected.operation.index == 1
-    assert found["first"] | {"operation": {}, "tensor": {}} == {
+    assert [each["id"] for each in found["first"]["inputs"]] == [1]
+    assert found["first"] | {"operation": {}, "tensor": {}, "inputs": []} == {
         "cause": "operation",
         "operation": {},
         "tensor": {},
+        "inputs": [],
         "reaches": expected.reaches,
         "error": "",
         "line": {
