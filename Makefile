@@ -9,19 +9,40 @@ SUITE := $(BIN)/python -m tests.suite
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-laws test-faults test-life lint bench bench-service docs client wheel lock clean
+.PHONY: demo page test test-web test-slow test-laws test-faults test-life lint bench bench-service docs client wheel lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
-$(STAMP): requirements/lock.txt requirements/torch.txt requirements/helm.txt pyproject.toml $(NATIVE)
+$(STAMP): requirements/lock.txt requirements/torch.txt requirements/helm.txt requirements/trackio.txt pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/lock.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/helm.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/helm.txt -r requirements/trackio.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-demo: $(STAMP)
+# The web page, into the service's package. Node.js comes from a wheel, in an environment of its own.
+NODE := build/node-env
+PAGE := services/watchstep_services/page/index.html
+PAGE_SOURCES := $(shell find web -type f -not -path 'web/node_modules/*' -not -name schema.d.ts) docs/openapi.json
+WEB := PATH="$(CURDIR)/$(NODE)/bin:$$PATH" npm --prefix web --no-update-notifier --loglevel=error
+
+$(NODE)/.installed: requirements/node.txt
+	$(PYTHON) -m venv $(NODE)
+	$(NODE)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/node.txt
+	touch $@
+
+web/node_modules/.installed: $(NODE)/.installed web/package.json web/package-lock.json
+	$(WEB) ci
+	touch $@
+
+$(PAGE): web/node_modules/.installed $(PAGE_SOURCES)
+	$(WEB) run build
+	touch $@
+
+page: $(PAGE)
+
+demo: $(STAMP) $(PAGE)
 	$(BIN)/watchstep demo $(DEMO_ARGS)
 
 lint: $(STAMP)
@@ -30,8 +51,14 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+test: lint $(PAGE)
 	$(SUITE) test $(SUITE_ARGS)
+
+# The web page: types, logic, and each page in Chromium on recorded runs. Chromium comes from the system (`apt-get install chromium`).
+test-web: $(STAMP) $(PAGE)
+	$(WEB) run check
+	$(WEB) test
+	$(SUITE) test-web $(SUITE_ARGS)
 
 # Compilers, production's processes, a small campaign of kills: some minutes.
 test-slow: $(STAMP)
@@ -80,7 +107,7 @@ client: $(CLIENT)/.installed
 	$(CLIENT)/bin/python infra/client.py
 
 # Wheels for x86-64 and AArch64 Linux in dist/, their platform tags checked. The compiler for both is installed for it alone.
-wheel: $(STAMP)
+wheel: $(STAMP) $(PAGE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/wheel.txt
 	$(BIN)/python infra/wheels.py
 
@@ -93,4 +120,4 @@ lock: $(STAMP)
 		--excludes requirements/torch-apart.in --extra bench -c requirements/lock.txt pyproject.toml -o requirements/bench.txt
 
 clean:
-	rm -rf $(VENV) reports .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NODE) web/node_modules services/watchstep_services/page reports .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

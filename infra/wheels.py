@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MACHINES = ("x86_64", "aarch64")
+PAGE = "services/watchstep_services/page"  # built by `make page`, and not a part of the repository
 GLIBC = "2.17"  # manylinux2014: every distribution that Python 3.10 runs on
 
 
@@ -54,6 +56,7 @@ def build(machine: str, folder: Path) -> Path:
         if name.startswith(wanted) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
+    shutil.copytree(ROOT / PAGE, source / PAGE)
     try:
         command += ["--no-build-isolation", "--wheel-dir", str(folder), str(source)]
         subprocess.run(command, env=environment, check=True)

@@ -1,0 +1,91 @@
+"""What all pages share: login, navigation, themes, errors, and the policy that the browser enforces."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from playwright.sync_api import Browser, expect
+
+from benchmarks.dashboard_run import PROJECT as LARGE_PROJECT
+from benchmarks.dashboard_run import RUN as LARGE_RUN
+from benchmarks.dashboard_run import make_run
+from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
+
+
+def test_the_link_of_serve_logs_in_and_leaves_no_token_in_the_address(visit: Visit) -> None:
+    with visit.open("/") as page:
+        expect(page.get_by_role("banner")).to_contain_text("admin")
+        assert "token" not in page.url
+        page.reload()
+        expect(page.get_by_role("banner")).to_contain_text("admin")
+        page.get_by_role("button", name="Log out").click()
+        expect(page.get_by_role("heading", name="Log in to Watchstep")).to_be_visible()
+
+
+def test_login_form(visit: Visit, site: Site, dark: bool) -> None:
+    visit.expect("401")  # Chromium reports the status of refused requests
+    with visit.open(site.run_path(site.faulty), token="", dark=dark) as page:
+        page.get_by_label("Token", exact=True).fill("wst_wrong")
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert")).to_contain_text("unknown, expired or revoked")
+        assert not serious_findings(page)
+        screenshot(page, f"login-{'dark' if dark else 'light'}")
+        page.get_by_label("Token", exact=True).fill(site.token)
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text(site.faulty)
+        assert page.url.endswith(site.faulty)
+
+
+def test_unknown_addresses_say_so(visit: Visit) -> None:
+    with visit.open("/projects/demo/nothing") as page:
+        expect(page.get_by_role("main")).to_contain_text("There is no such page")
+        page.get_by_role("link", name="All projects").click()
+        settled(page)
+
+
+def test_the_theme_can_be_chosen(visit: Visit) -> None:
+    with visit.open(f"/projects/{PROJECT}") as page:
+        settled(page)
+        background = "getComputedStyle(document.documentElement).backgroundColor"
+        light = page.evaluate(background)
+        page.get_by_label("Theme").select_option("dark")
+        assert page.evaluate(background) != light
+        page.reload()
+        settled(page)
+        assert page.evaluate(background) != light
+
+
+def test_the_policy_forbids_scripts_in_markup(visit: Visit) -> None:
+    visit.expect("Trusted", "Content Security Policy")
+    with visit.open("/") as page:
+        settled(page)
+        refused = page.evaluate(
+            "() => { try { document.body.innerHTML = '<img src=x onerror=alert(1)>'; return false } catch { return true } }"
+        )
+        assert refused
+
+
+def test_three_clicks_lead_from_the_runs_to_the_layer_and_step_that_failed(visit: Visit, site: Site) -> None:
+    with visit.open("/") as page:
+        page.get_by_role("link", name=site.faulty).click()
+        page.get_by_role("link", name="See the evidence").click()
+        page.get_by_role("link", name="First bad tensor").click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("model:input")
+        expect(page).to_have_url(re.compile(r"/tensors/model%3Ainput\?.*step=253"))
+
+
+def test_the_page_of_a_large_run_opens(browser: Browser, tmp_path: Path) -> None:
+    """A run of 10,000 steps would take a minute to record; `benchmarks.dashboard` measures it."""
+    store = tmp_path / "runs"
+    make_run(store, steps=600)
+    settings = load_settings(store=str(store), home=store / ".watchstep", port=0)
+    with EmbeddedService(settings) as service:
+        opened = Visit(browser, service.url, service.page_link.partition("#token=")[2])
+        with opened.open(f"/projects/{LARGE_PROJECT}/runs/{LARGE_RUN}") as page:
+            settled(page)
+            expect(page.get_by_role("heading", name="Layers")).to_be_visible()
+            expect(page.get_by_role("main")).to_contain_text("model.blocks.0")
+        opened.check()

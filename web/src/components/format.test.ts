@@ -1,0 +1,24 @@
+import { describe, expect, it } from "vitest";
+import { formatAge, formatBytes, formatDuration, formatNumber, formatShare } from "./format";
+
+describe("format", () => {
+  it("writes numbers with four digits, and every number that is not finite as what it is", () => {
+    expect(
+      [0, 0.012345, -1.23456e-9, 123456.7, 12.5, null, NaN, Infinity, -Infinity].map(formatNumber),
+    ).toEqual(["0", "0.01235", "−1.235e−9", "1.235e5", "12.5", "–", "–", "∞", "−∞"]);
+  });
+
+  it("writes durations, ages, sizes and shares with one or two units", () => {
+    expect([5e8, 1.25e10, 1.85e11, 7.8e12, 2.7e14].map(formatDuration)).toEqual([
+      "500 ms",
+      "13 s",
+      "3 min 5 s",
+      "2 h 10 min",
+      "3 d 3 h",
+    ]);
+    expect(formatAge(0, 0)).toBe("now");
+    expect(formatAge(0, 60_000)).toBe("1 min 0 s ago");
+    expect([0, 1023, 1536, 5 * 1024 ** 3].map(formatBytes)).toEqual(["0 B", "1020 B", "1.5 KiB", "5 GiB"]);
+    expect(formatShare(0.0123)).toBe("1.23 %");
+  });
+});

@@ -1,0 +1,102 @@
+import type { Schemas } from "../../api/client";
+import { smooth, type LineSeries } from "../../charts/line-chart";
+
+type Line = Schemas["BinnedLine"];
+
+/** Name of a line: its tensor, and its mode if another line has the same tensor or it is not of the training. */
+export function nameOfLine(line: Line, lines: readonly Line[]): string {
+  const several = lines.filter((other) => other.tensor === line.tensor).length > 1;
+  return several || line.mode !== "train" ? `${line.tensor} (${line.mode})` : line.tensor;
+}
+
+/** Return the lines of a chart. Evaluations are dashed, and rare values are connected. */
+export function seriesOf(lines: readonly Line[], smoothing: number): LineSeries[] {
+  return lines.map((line) => ({
+    label: nameOfLine(line, lines),
+    values: smooth(line.mean, smoothing),
+    band: { low: line.min, high: line.max },
+    dashed: line.mode !== "train",
+    spanGaps: isSparse(line),
+  }));
+}
+
+/** Whether a line has columns without a record between its records. */
+function isSparse(line: Line): boolean {
+  const first = line.count.findIndex((count) => count > 0);
+  const last = line.count.findLastIndex((count) => count > 0);
+  return first >= 0 && line.count.slice(first, last).some((count) => count === 0);
+}
+
+const WIDE_RANGE = 50;
+
+/** Whether a logarithmic axis shows lines better: all values are positive, and the largest is far above the usual one. */
+export function isLogarithmic(lines: readonly Line[]): boolean {
+  const values = lines.flatMap((line) => line.mean).filter((value) => value !== null);
+  if (values.length === 0 || values.some((value) => value <= 0)) return false;
+  values.sort((a, b) => a - b);
+  return values.at(-1)! > WIDE_RANGE * values[Math.floor(values.length / 2)]!;
+}
+
+/** A run of columns in which a line has values that are not finite. */
+export interface Gap {
+  first: number;
+  last: number;
+  count: number;
+}
+
+/** Return where lines have values that are not finite, as ranges of steps. */
+export function nonfiniteRanges(line: Line, edges: readonly number[]): Gap[] {
+  const gaps: Gap[] = [];
+  line.nonfinite.forEach((count, column) => {
+    if (count === 0) return;
+    const [first, last] = [edges[column]!, edges[column + 1]! - 1];
+    const before = gaps.at(-1);
+    if (before !== undefined && before.last === first - 1)
+      [before.last, before.count] = [last, before.count + count];
+    else gaps.push({ first, last, count });
+  });
+  return gaps;
+}
+
+/** A scalar with all its lines, for a small chart of its own. */
+export interface ScalarGroup {
+  name: string;
+  lines: Line[];
+  /** The value that never changed in the shown steps; null if it changed. */
+  constant: number | null;
+}
+
+const HYPERPARAMETER = /^(?:.*\.)?optimizer(?:_\d+)?:([^/]+)\/.*$/s;
+
+/** Group the lines of hyperparameters by kind (learning rate, momentum, …) and those of other scalars by name. */
+export function groupScalars(lines: readonly Line[]): ScalarGroup[] {
+  const groups = new Map<string, Line[]>();
+  for (const line of lines) {
+    const name = HYPERPARAMETER.exec(line.tensor)?.[1]?.replaceAll("_", " ") ?? line.tensor;
+    groups.set(name, [...(groups.get(name) ?? []), line]);
+  }
+  return [...groups].map(([name, members]) => {
+    const values = members.flatMap((line) => [...line.min, ...line.max]).filter((value) => value !== null);
+    const first = values[0];
+    const same = first !== undefined && values.every((value) => value === first);
+    return { name, lines: members, constant: same ? first : null };
+  });
+}
+
+/** Return lines as columns of a table: the steps of each row, and a mean, least and largest value per line. */
+export function linesAsColumns(
+  lines: readonly Line[],
+  edges: readonly number[],
+): Record<string, readonly (number | null)[]> {
+  const columns: Record<string, readonly (number | null)[]> = {
+    first_step: edges.slice(0, -1),
+    last_step: edges.slice(1).map((end) => end - 1),
+  };
+  for (const line of lines) {
+    const name = nameOfLine(line, lines);
+    columns[name] = line.mean;
+    columns[`${name} min`] = line.min;
+    columns[`${name} max`] = line.max;
+  }
+  return columns;
+}
