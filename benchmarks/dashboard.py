@@ -96,8 +96,9 @@ def opened_seconds(page: Page, address: str) -> float:
     """Return the time until a run's page shows its losses and its heatmap."""
     began = time.perf_counter()
     page.goto(address, wait_until="commit")
-    page.get_by_role("img", name="loss").first.wait_for()
-    page.locator("canvas[data-drawn]").first.wait_for()
+    page.get_by_role("application", name="by layer and step").wait_for()
+    page.locator(".u-over").first.wait_for()  # uPlot's
+    page.locator("html:not([data-loading])").wait_for()
     return time.perf_counter() - began
 
 
@@ -143,23 +144,28 @@ def measure_frames(report: Report, browser: Browser, store: Path) -> None:
     with service(store) as running:
         page = logged_in(browser, running)
         page.goto(f"{run_address(running)}/traces/{ATTEMPT}/0/0/9")
-        timeline = page.locator("canvas[data-drawn]").first
+        timeline = page.get_by_role("application", name="Timeline")
         timeline.wait_for(timeout=60_000)
+        page.locator("html:not([data-loading])").wait_for()
         box = timeline.bounding_box()
         assert box is not None
         middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         page.mouse.move(*middle)
-        page.evaluate(f"window.__frames = ({_FRAMES})()")
+        page.evaluate(f"void (window.__frames = ({_FRAMES})())")  # not awaited: it ends after the drags
+        page.keyboard.down("Control")
         for _ in range(20):
             page.mouse.wheel(0, -120)
+        page.keyboard.up("Control")
         for turn in range(3):
             page.mouse.move(*middle)
             page.mouse.down()
             for step in range(60):
                 page.mouse.move(middle[0] + (step if turn % 2 else -step) * 4, middle[1])
             page.mouse.up()
+        page.keyboard.down("Control")
         for _ in range(20):
             page.mouse.wheel(0, 120)
+        page.keyboard.up("Control")
         page.evaluate("window.__measuring = false")
         frames = np.array(page.evaluate("window.__frames"))
         page.context.close()
