@@ -6,7 +6,8 @@ service in its own process on the same machine.
 - *Opens*: time from the start of the navigation to the page of a run of 10,000 steps x 500 tensors until its losses and its heatmap are drawn. ``first``
   is the first visit of a service that has just started, whose caches are empty; ``again`` a later visit, whose answers are in the service's cache. The
   login and the page's files are loaded before, as at any visit but the first one.
-- *Frames*: time between animation frames while the timeline of a trace with 100,000 operations is dragged and zoomed; the 95th percentile.
+- *Frames*: while the timeline of a trace with 100,000 operations is dragged and zoomed, the 95th percentile of the time between animation frames, and of
+  the page's work in one. Chromium draws at 60 Hz, so that an interval is at least 16.7 ms; a longer one is a frame that was missed.
 
 The peer is TensorBoard with the losses and one figure of 50 of the tensors (it would load all 5,000,000 points for minutes): time until the first
 of its charts is drawn, after it has loaded the events.
@@ -40,7 +41,7 @@ from watchstep_services.serve.embedded import EmbeddedService
 
 OPERATIONS = 100_000
 ATTEMPT = "a1"
-_OPEN_TARGET, _FRAME_TARGET = 1.0, 16.7
+_OPEN_TARGET, _FRAME_TARGET, _WORK_TARGET = 1.0, 16.7, 16.0
 _PEER_TENSORS = 50
 _ARGUMENTS = (
     "--disable-background-networking",
@@ -49,6 +50,16 @@ _ARGUMENTS = (
     "--disable-quic",
 )
 
+_WORK = """
+  window.__work = [];
+  const request = window.requestAnimationFrame.bind(window);
+  window.requestAnimationFrame = (callback) =>
+    request((now) => {
+      const began = performance.now();
+      callback(now);
+      window.__work.push(performance.now() - began);
+    });
+"""
 _FRAMES = """
 () => new Promise((resolve) => {
   const times = [];
@@ -110,9 +121,12 @@ def service(store: Path) -> Iterator[EmbeddedService]:
         yield running
 
 
-def logged_in(browser: Browser, running: EmbeddedService) -> Page:
-    """Return a page that is logged in and has loaded the page's files."""
-    page = browser.new_context(viewport={"width": 1600, "height": 1000}).new_page()
+def logged_in(browser: Browser, running: EmbeddedService, script: str = "") -> Page:
+    """Return a page that is logged in and has loaded the page's files; ``script`` runs before the page's own."""
+    context = browser.new_context(viewport={"width": 1600, "height": 1000})
+    if script:
+        context.add_init_script(script)
+    page = context.new_page()
     page.goto(running.page_link)
     page.get_by_role("heading", level=1).wait_for()
     return page
@@ -142,7 +156,7 @@ def measure_open(report: Report, browser: Browser, store: Path, rounds: int) -> 
 def measure_frames(report: Report, browser: Browser, store: Path) -> None:
     """Add the frames of the timeline while it is dragged and zoomed."""
     with service(store) as running:
-        page = logged_in(browser, running)
+        page = logged_in(browser, running, _WORK)
         page.goto(f"{run_address(running)}/traces/{ATTEMPT}/0/0/9")
         timeline = page.get_by_role("application", name="Timeline")
         timeline.wait_for(timeout=60_000)
@@ -168,12 +182,14 @@ def measure_frames(report: Report, browser: Browser, store: Path) -> None:
         page.keyboard.up("Control")
         page.evaluate("window.__measuring = false")
         frames = np.array(page.evaluate("window.__frames"))
+        work = np.array(page.evaluate("window.__work"))
         page.context.close()
+    interval = round(float(np.percentile(frames, 95)), 1)  # browsers round times to 0.1 ms
     note = f"{len(frames)} frames, median {np.median(frames):.1f}, longest {frames.max():.0f} ms"
-    report.add(
-        f"timeline of {OPERATIONS:,} operations, p95 frame",
-        Figure(float(np.percentile(frames, 95)), "ms", _FRAME_TARGET, note=note),
-    )
+    name = f"timeline of {OPERATIONS:,} operations"
+    report.add(f"{name}, p95 interval", Figure(interval, "ms", _FRAME_TARGET, note=note))
+    note = f"{len(work)} callbacks, longest {work.max():.1f} ms"
+    report.add(f"{name}, p95 work", Figure(float(np.percentile(work, 95)), "ms", _WORK_TARGET, note=note))
 
 
 def measure_peer(report: Report, browser: Browser, folder: Path, steps: int) -> None:
