@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,8 +98,9 @@ def serve(
         for line in (*_rule_lines(service.service), *_receiver_lines(service.service)):
             echo(f"watchstep: {line}")
         echo(f"watchstep: {service.url} (API at {service.url}/docs; press Ctrl-C to end)")
-        echo(f"watchstep: open {service.page_link}")
-        echo("watchstep: the link logs in as an administrator for 12 hours; do not share it")
+        if sys.stdout.isatty():  # no log contains the token
+            echo(f"watchstep: open {service.page_link}")
+            echo("watchstep: the link logs in as an administrator for 12 hours; do not share it")
         while not service.wait(_PRINT_SECONDS):
             _print_new_lines(output)
         _print_new_lines(output)
