@@ -9,7 +9,7 @@ service in its own process on the same machine.
 - *Frames*: while the timeline of a trace with 100,000 operations is dragged and zoomed, the 95th percentile of the time between animation frames, and of
   the page's work in one. Chromium draws at 60 Hz, so that an interval is at least 16.7 ms; a longer one is a frame that was missed.
 
-The peer is TensorBoard with the losses and one figure of 50 of the tensors (it would load all 5,000,000 points for minutes): time until the first
+The peer is TensorBoard with the losses and one figure of 50 of the tensors (all 500 were not tried): time until the first
 of its charts is drawn, after it has loaded the events.
 """
 
@@ -115,7 +115,7 @@ def opened_seconds(page: Page, address: str) -> float:
 
 @contextmanager
 def service(store: Path) -> Iterator[EmbeddedService]:
-    """A service on a copy of nothing: its caches are empty."""
+    """A service that has just started, so that its caches are empty."""
     settings = load_settings(store=str(store), home=store / ".watchstep", port=0)
     with EmbeddedService(settings) as running:
         yield running
@@ -144,7 +144,6 @@ def measure_open(report: Report, browser: Browser, store: Path, rounds: int) -> 
     for _ in range(rounds):
         with service(store) as running:
             page = logged_in(browser, running)
-            running.wait_until(lambda: True, 0.1)
             first.append(opened_seconds(page, run_address(running)))
             again.extend(opened_seconds(page, run_address(running)) for _ in range(3))
             page.context.close()

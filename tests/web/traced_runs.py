@@ -124,12 +124,12 @@ def large_trace(operations: int = 100_000) -> Trace:
     modules = ["embedding", *layers, "head"]
     stack = (
         CallSite("/lib/torch/nn/functional.py", 2140, "softmax", is_library=True),
-        CallSite("/work/model.py", 3, "forward"),
-        CallSite("/work/train.py", 2, "main"),
+        CallSite("/home/user/model.py", 3, "forward"),
+        CallSite("/home/user/train.py", 2, "main"),
     )
     sources = {
-        "/work/model.py": "def forward(self, x):\n    scores = x @ x.T\n    return softmax(scores - scores.max())\n",
-        "/work/train.py": "for step in range(50):\n    loss = model(batch)\n",
+        "/home/user/model.py": "def forward(self, x):\n    scores = x @ x.T\n    return softmax(scores - scores.max())\n",
+        "/home/user/train.py": "for step in range(50):\n    loss = model(batch)\n",
     }
     found: list[Operation] = []
     losses: list[tuple[int, int]] = []
