@@ -146,9 +146,11 @@ def _details(message: Message, alerts: int) -> dict[str, Any]:
     incidents = {
         alert.incident.id: alert.incident for alert in notification.alerts if alert.incident is not None
     }
-    told = ["\n".join(incident.as_lines()) for incident in incidents.values() if len(incident.alerts) > 1]
-    if told:
-        details["incidents"] = told[:_MOST_ALERTS]
+    incident_texts = [
+        "\n".join(incident.as_lines()) for incident in incidents.values() if len(incident.alerts) > 1
+    ]
+    if incident_texts:
+        details["incidents"] = incident_texts[:_MOST_ALERTS]
     details["alerts"] = [_alert_details(alert) for alert in notification.alerts[:alerts]]
     if len(notification.alerts) > alerts:
         details["alerts_left_out"] = len(notification.alerts) - alerts

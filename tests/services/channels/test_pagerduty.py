@@ -98,8 +98,8 @@ def test_an_alert_is_triggered_acknowledged_and_resolved_by_one_key(server: Http
     firing = sample(alerts=2)
     half = replace(firing, alerts=(replace(firing.alerts[0], acknowledged_by="ann"), firing.alerts[1]))
     both = replace(firing, alerts=tuple(replace(alert, acknowledged_by="ann") for alert in firing.alerts))
-    for told in (firing, half, both, sample("resolved")):
-        assert send(receiver(server), delivery_context(routing_key=KEY), told).result == "done"
+    for notification in (firing, half, both, sample("resolved")):
+        assert send(receiver(server), delivery_context(routing_key=KEY), notification).result == "done"
     sent = events(server)
     assert [event["event_action"] for event in sent] == ["trigger", "trigger", "acknowledge", "resolve"]
     assert {event["dedup_key"] for event in sent} == {"vision/g-1"}
@@ -119,12 +119,16 @@ def test_an_alert_is_triggered_acknowledged_and_resolved_by_one_key(server: Http
 
 
 def test_the_severity_is_that_of_the_worst_alert_that_fires(server: HttpServer) -> None:
-    told = sample(alerts=3)
+    notification = sample(alerts=3)
     severities = ("info", "warning", "critical")
-    alerts = tuple(replace(alert, severity=name) for alert, name in zip(told.alerts, severities, strict=True))
+    alerts = tuple(
+        replace(alert, severity=name) for alert, name in zip(notification.alerts, severities, strict=True)
+    )
     over = replace(alerts[2], phase="resolved")
-    send(receiver(server), delivery_context(routing_key=KEY), replace(told, alerts=alerts))
-    send(receiver(server), delivery_context(routing_key=KEY), replace(told, alerts=(*alerts[:2], over)))
+    send(receiver(server), delivery_context(routing_key=KEY), replace(notification, alerts=alerts))
+    send(
+        receiver(server), delivery_context(routing_key=KEY), replace(notification, alerts=(*alerts[:2], over))
+    )
     assert [event["payload"]["severity"] for event in events(server)] == ["critical", "warning"]
 
 
@@ -183,8 +187,8 @@ def test_a_text_of_the_receivers_own(server: HttpServer) -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.text(max_size=40), st.integers(1, 400))
 def test_an_event_fits_whatever_an_alert_contains(word: str, count: int) -> None:
-    told = sample(alerts=count, message=(word or "\u00e4") * 1000)
-    body = encode_event(message_of(told, Templates()), KEY)
+    notification = sample(alerts=count, message=(word or "\u00e4") * 1000)
+    body = encode_event(message_of(notification, Templates()), KEY)
     assert len(body) <= MOST_BYTES
     event = json.loads(body)
     jsonschema.validate(event, EVENT)

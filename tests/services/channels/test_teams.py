@@ -133,8 +133,8 @@ def lines(card: dict[str, Any]) -> list[str]:
 
 def test_a_card_says_what_where_why_and_leads_to_the_evidence(server: HttpServer) -> None:
     server.answers = [status(202), status(202)]
-    told = sample(message="[click](https://evil.example) <at>all</at>")
-    assert send(TEAMS, delivery_context(url=server.url), told, picture()).result == "done"
+    notification = sample(message="[click](https://evil.example) <at>all</at>")
+    assert send(TEAMS, delivery_context(url=server.url), notification, picture()).result == "done"
     assert send(TEAMS, delivery_context(url=server.url), sample("resolved", alerts=2)).result == "done"
     card, over = cards(server)
     said = lines(card)
@@ -143,7 +143,7 @@ def test_a_card_says_what_where_why_and_leads_to_the_evidence(server: HttpServer
     assert "[click](https://evil.example) <at>all</at>" in said  # text: a run has no Markdown
     assert "Where gradient/conv1.weight, of Conv2d conv1" in said
     assert "Try Lower the learning rate." in said
-    assert told.command in said
+    assert notification.command in said
     assert [(action["title"], action["url"]) for action in card["actions"]] == [
         ("Open the alert", f"{RUN_PAGE}/alerts/f0"),
         ("Open the run", RUN_PAGE),
@@ -197,8 +197,8 @@ def test_an_address_of_a_retired_connector_is_refused_when_it_is_written() -> No
 @settings(max_examples=25, deadline=None)
 @given(st.text(max_size=30), st.integers(1, 60), st.booleans())
 def test_a_card_fits_whatever_an_alert_contains(word: str, count: int, own: bool) -> None:
-    told = sample(alerts=count, message=(word or "\u00e4") * 300)
+    notification = sample(alerts=count, message=(word or "\u00e4") * 300)
     templates = Templates(text="{alerts}\n" * 3) if own else Templates()
-    body = encode_card(message_of(told, templates, picture()))
+    body = encode_card(message_of(notification, templates, picture()))
     assert len(body) <= MOST_BYTES
     jsonschema.validate(json.loads(body), MESSAGE)

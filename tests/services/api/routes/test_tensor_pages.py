@@ -201,11 +201,11 @@ def test_the_page_of_a_tensor(recorded: Api, folder_store: Store, run: Run) -> N
 
 
 def test_the_neighbours_of_a_tensor(recorded: Api) -> None:
-    beside = get(recorded, "tensor", tensor=SECOND, rows=0)["neighbours"]
-    assert (beside["previous"], beside["next"]) == (FIRST, None)
-    assert [entry["name"] for entry in beside["module"]] == [SECOND]
-    beside = get(recorded, "tensor", tensor=FIRST, rows=0)["neighbours"]
-    assert (beside["previous"], beside["next"]) == (None, SECOND)
+    neighbours = get(recorded, "tensor", tensor=SECOND, rows=0)["neighbours"]
+    assert (neighbours["previous"], neighbours["next"]) == (FIRST, None)
+    assert [entry["name"] for entry in neighbours["module"]] == [SECOND]
+    neighbours = get(recorded, "tensor", tensor=FIRST, rows=0)["neighbours"]
+    assert (neighbours["previous"], neighbours["next"]) == (None, SECOND)
     alone = get(recorded, "tensor", tensor="loss", rows=0)["neighbours"]
     assert (alone["previous"], alone["next"], alone["module"]) == (None, None, [])
 
