@@ -15,7 +15,15 @@ from benchmarks.fuzz_objects.reading import SEEDS_OF_A_RUN
 from benchmarks.fuzz_objects.whole import KINDS, record
 from benchmarks.report import Figure, Report, arguments
 
-SHARES = {"segment": 0.5, "snapshot": 0.2, "document": 0.1, "control": 0.05, "manifest": 0.1, "journal": 0.05}
+SHARES = {
+    "segment": 0.4,
+    "compacted": 0.15,
+    "snapshot": 0.15,
+    "document": 0.1,
+    "control": 0.05,
+    "manifest": 0.1,
+    "journal": 0.05,
+}
 OF_A_CHILD = 2500
 MIB = 1024
 """What a child may take beyond what it holds when all is imported: a segment at its bounds is some 500 MiB."""

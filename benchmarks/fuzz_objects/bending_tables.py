@@ -1,4 +1,4 @@
-"""Ways to bend a segment that leave it a valid Parquet file: what its bytes cannot tell, its reader must."""
+"""Ways to bend a compacted segment that leave it a valid Parquet file: what its bytes cannot tell, its reader must."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _LONGEST_NAME = 600_000_000
 _BINS = 32
 
 
-def segment_bombs(whole: bytes) -> list[bytes]:
+def compacted_bombs(whole: bytes) -> list[bytes]:
     """Parquet files of few bytes that unpack to gigabytes, or whose text does."""
     table = pq.read_table(pa.BufferReader(whole))
     metadata = dict(table.schema.metadata)

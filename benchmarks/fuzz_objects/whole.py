@@ -13,7 +13,7 @@ from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegm
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.reading.compaction import compact
 
-KINDS = ("segment", "snapshot", "document", "control", "manifest", "journal")
+KINDS = ("segment", "compacted", "snapshot", "document", "control", "manifest", "journal")
 _STEPS = 60
 
 
@@ -34,12 +34,13 @@ def record(folder: Path) -> dict[str, list[bytes]]:
             hook.log(loss=loss)
             optimizer.step()
     run = folder / "default" / "whole"
-    originals = _read(run, "stats/**/*.parquet")
+    segments = _read(run, "stats/**/*.arrow")
     compact(run)
     control = ControlDocument().with_stop(StopRequest("a1", 12, "NaN", "e")).with_cadence({"weights": 5})
     control = control.with_snapshot(SnapshotRequest("s", 9, "a1"))
     return {
-        "segment": originals + _read(run, "compacted/**/*.parquet"),
+        "segment": segments,
+        "compacted": _read(run, "compacted/**/*.parquet"),
         "snapshot": _read(run, "tensors/**/*.safetensors"),
         "document": _read(run, "run.json") + _read(run, "attempts/*.json") + _read(run, "end/**/*.json"),
         "control": [control.encode()],

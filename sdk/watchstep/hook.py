@@ -58,7 +58,6 @@ from watchstep.seeds import recorded_seeds
 from watchstep.stopping import AwaitsCheckpoint, OnNonfinite, OnStop, StopTraining
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, WriteGate, checked_scheme
-from watchstep.trace.trace_steps import TraceSteps, trace_steps_of
 
 if TYPE_CHECKING:
     from watchstep.capture.mirror.run_mirror import RunMirror
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from watchstep.pytorch.policy.stop_barrier import StopBarrier
     from watchstep.pytorch.policy.update_policy import UpdatePolicy
     from watchstep.pytorch.watch import Watch
+    from watchstep.trace.trace_steps import TraceSteps
 
 
 class _HasEnding(Protocol):
@@ -254,7 +254,7 @@ class Hook:
         )
         self._on_nonfinite = on_nonfinite_of(on_nonfinite)
         self._tensorboard = tensorboard_folder(tensorboard)
-        self._trace = trace_steps_of(trace)
+        self._trace = hook_arguments.traced_steps(trace)
         mirrored = None if AUDIT in os.environ else mirror_of(mirror)
         self._identity = resolve(project, run)
         self._number = next(_numbers)

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.document.files import from_environment, load
@@ -22,6 +21,11 @@ from watchstep.errors import ConfigError
 from watchstep.format.capture_needs import CaptureNeed, decoded
 from watchstep.platform.folders import absolute_path
 from watchstep.stopping import FIRST_STEP, AwaitsCheckpoint, Noted, OnNonfinite, OnStop, SavesThenStops
+
+if TYPE_CHECKING:
+    from watchstep.trace.trace_steps import TraceSteps
+
+_TRACE = "WATCHSTEP_TRACE"
 
 BUDGET = "WATCHSTEP_OVERHEAD_BUDGET"
 AUDIT = "WATCHSTEP_AUDIT"
@@ -205,6 +209,8 @@ def load_rule_file(path: str | os.PathLike[str]) -> RequestedRules:
         RuleError: the file is missing or invalid.
         ConfigError: the rules package, or one of its requirements, is not installed.
     """
+    from importlib.metadata import entry_points
+
     for entry in entry_points(group=_RULE_FILES):
         try:
             read = entry.load()
@@ -235,6 +241,8 @@ def make_guard(rules: Any) -> Any:
         raise ConfigError(
             f"invalid guard={rules!r}", "use a rule file, True for the default rules, or a Guard"
         )
+    from importlib.metadata import entry_points
+
     for entry in entry_points(group=_GUARDS):
         try:
             build = entry.load()
@@ -242,3 +250,16 @@ def make_guard(rules: Any) -> Any:
             raise ConfigError(f"guard: {error}", "pip install 'watchstep[rules]'") from error
         return build(None if rules is True else rules)
     raise ConfigError("guard: the rules package is not installed", "pip install 'watchstep[rules]'")
+
+
+def traced_steps(given: TraceSteps | str | None) -> TraceSteps | None:
+    """Return the steps that are traced, from the argument or else from the environment; None for none.
+
+    Raises:
+        ConfigError: the steps are not valid.
+    """
+    if given is None and not os.environ.get(_TRACE):
+        return None
+    from watchstep.trace.trace_steps import trace_steps_of  # loaded for programs that trace only
+
+    return trace_steps_of(given)

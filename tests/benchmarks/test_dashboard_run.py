@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.dashboard_run import FAULTS, catalogue, finished_steps, make_run
 from watchstep import Run, open_run
-from watchstep.format.segment import check_values
+from watchstep.format.segment_checks import check_values
 from watchstep.reading.grid import GridRequest
 
 STEPS = 200

@@ -27,8 +27,8 @@ def test_small_objects_that_claim_to_be_large_are_refused_within_the_bound(recor
     assert not isinstance(outcome, str), outcome
     assert outcome["failures"] == []
     assert int(str(outcome["refused"])) > 0
-    assert outcome["read"] == 0 or kind in {"snapshot", "control"}, (
-        "their limits leave some of these small enough"
+    assert outcome["read"] == 0 or kind in {"segment", "snapshot", "control"}, (
+        "their limits leave some of these small enough, and readers of segments do not use every number"
     )
     assert int(str(outcome["peak"])) - int(str(outcome["before"])) < MIB
 

@@ -1,4 +1,4 @@
-"""Recording and `watchstep serve` need no packages of other extras than `server` and `torch`."""
+"""Recording needs the base packages only, `watchstep serve` those of `server`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ with watchstep.Hook(sys.argv[1], run="r") as hook:
 assert not hook.health["faults"], hook.health["faults"]
 assert watchstep.open_run(hook.run_url).tensor("0.weight:gradient").steps()[:3] == [0, 1, 2]
 """
+RECORDS_ONLY = """
+sys.modules.update(dict.fromkeys(("pyarrow", "pydantic", "yaml", "sqlalchemy", "fastapi", "pandas")))
+import pathlib, torch, watchstep, watchstep.errors
+from watchstep.format import segment
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+config = watchstep.CaptureConfig(collections={"biases": watchstep.Collection(include="bias")}, overhead_budget=None)
+with watchstep.Hook(sys.argv[1], run="r", config=config) as hook:
+    hook.watch(model, optimizer)
+    for _ in range(5):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+assert not hook.health["faults"], hook.health["faults"]
+(path,) = pathlib.Path(sys.argv[1]).rglob("*.arrow")
+assert {*segment.decode(path.read_bytes(), path.name).step} == {0, 1, 2, 3, 4}
+try:
+    watchstep.open_run(hook.run_url)
+except watchstep.errors.ConfigError as error:
+    assert "reading a recorded run needs pyarrow" in str(error) and "watchstep[read]" in str(error)
+else:
+    raise AssertionError("read without pyarrow")
+"""
 SERVES = """
 from watchstep_services.cli.main import main
 from watchstep_services.core.settings import load_settings
@@ -41,7 +63,9 @@ with EmbeddedService(load_settings(home=sys.argv[1] + "/home", store=sys.argv[1]
 """
 
 
-@pytest.mark.parametrize("program", [RECORDS, SERVES], ids=["records", "serves"])
+@pytest.mark.parametrize(
+    "program", [RECORDS, RECORDS_ONLY, SERVES], ids=["records", "records-only", "serves"]
+)
 def test_no_package_of_another_extra_is_needed(tmp_path: Path, program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + program, str(tmp_path)], capture_output=True, text=True, check=False

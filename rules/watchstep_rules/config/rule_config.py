@@ -14,9 +14,9 @@ import functools
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -35,7 +35,7 @@ from watchstep.errors import RuleError
 from watchstep.format.tensors import SavedName, TensorInfo
 from watchstep_rules.custom.python_rule import with_source
 from watchstep_rules.registry import KINDS, RULES, find_rule
-from watchstep_rules.rule import AnyRule, Needs, Params, Severity, is_metric
+from watchstep_rules.rule import AnyRule, Merge, Needs, Params, Severity, is_metric
 from watchstep_rules.signals import tensor_selection
 
 _LARGEST = 2**63
@@ -375,6 +375,40 @@ def _nanoseconds(duration: MinimumDuration | KeepFiring) -> int:
     return round(duration.seconds * 1e9)
 
 
+class HashedKey:
+    """A key of caches with a hash that is computed once. Evaluations look up some hundred values by scope and needs."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Hashable) -> None:
+        self._value = value
+        self._hash = hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, HashedKey) and self._value == other._value)
+
+
+class Demand(NamedTuple):
+    """What a rule config needs of the rows.
+
+    Attributes:
+        needs: the input of the rule.
+        lookback: number of earlier rows of each series.
+        merge: when rows are judged.
+        scope_key: the tensors in scope, as a key of caches.
+        lookback_key: these, and the lookback.
+    """
+
+    needs: Needs
+    lookback: int
+    merge: Merge
+    scope_key: HashedKey
+    lookback_key: HashedKey
+
+
 class RuleConfig(_Model):
     """A rule with its parameters, scope, severity and actions."""
 
@@ -488,14 +522,31 @@ class RuleConfig(_Model):
     def _checked(self) -> tuple[AnyRule, Params]:
         return self.implementation, self._check()
 
+    @property
+    def demand(self) -> Demand:
+        """What the rule needs with its parameters."""
+        rule, demand = self._demand
+        return demand if rule is self.implementation else self._demanded()
+
+    @functools.cached_property
+    def _demand(self) -> tuple[AnyRule, Demand]:
+        return self.implementation, self._demanded()
+
+    def _demanded(self) -> Demand:
+        rule, params = self.implementation, self.parameters
+        needs, lookback = rule.needed(params), rule.lookback(params)
+        scope = HashedKey((self.tensors, needs))
+        return Demand(needs, lookback, rule.merged(params), scope, HashedKey((self.tensors, needs, lookback)))
+
     def _check(self) -> Params:
         checked: Params = self.implementation.params_type.model_validate(self.params)
         return checked
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RuleConfig:
-        """Like pydantic's, but without the cached parameters."""
+        """Like pydantic's, but without what is cached of the parameters."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("_checked", None)
+        copied.__dict__.pop("_demand", None)
         return copied
 
     @property

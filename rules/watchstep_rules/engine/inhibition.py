@@ -10,7 +10,9 @@ mode inhibits nothing. Sources that inhibit each other, directly or through othe
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from watchstep_rules.config.rule_config import RuleConfig
@@ -43,6 +45,23 @@ def inhibitions(configs: Sequence[RuleConfig]) -> list[tuple[int, int]]:
     edges = _edges(configs)
     component = _components(len(configs), edges)
     return [(source, target) for source, target in edges if component[source] != component[target]]
+
+
+_CACHED = 64
+_cache: OrderedDict[tuple[int, ...], tuple[tuple[RuleConfig, ...], list[tuple[int, int]]]] = OrderedDict()
+
+
+def _cached_inhibitions(configs: tuple[RuleConfig, ...]) -> list[tuple[int, int]]:
+    """`inhibitions`, cached by the identity of the rule configs: most runs have the same few, and each of their evaluations needs them."""
+    key = tuple(map(id, configs))
+    entry = _cache.get(key)
+    if entry is None:
+        # The reference to the configs keeps their ids from being reused.
+        entry = _cache[key] = (configs, inhibitions(configs))
+        while len(_cache) > _CACHED:
+            with suppress(KeyError):  # another thread has removed it
+                _cache.popitem(last=False)
+    return entry[1]
 
 
 def cycles(configs: Sequence[RuleConfig]) -> list[list[int]]:
@@ -122,7 +141,7 @@ def inhibit(updates: Sequence[AlertUpdate], watermark: int) -> list[AlertUpdate]
         The updates in the same order. An inhibited transition names the rule config that inhibits it. A transition to *firing* is added
         at the step at which the inhibition ends.
     """
-    edges = inhibitions([update.config for update in updates])
+    edges = _cached_inhibitions(tuple(update.config for update in updates))
     fired = {source: _fired(updates[source]) for source, _ in edges}
     sources_of: dict[int, list[tuple[str, FiringSpan]]] = {}
     for source, target in edges:

@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from watchstep.errors import RuleError
 from watchstep.format.block import Block
-from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.config.rule_config import Demand, RuleConfig
 from watchstep_rules.engine.alert import AlertMemory, Transition, Watermarks, advance
 from watchstep_rules.engine.inhibition import AlertUpdate, inhibit
 from watchstep_rules.engine.rule_inputs import JudgingProgress, RuleInputs
 from watchstep_rules.engine.streaks import ClockTick, JudgedRows
-from watchstep_rules.rule import Finding, Needs
+from watchstep_rules.rule import Finding
 from watchstep_rules.saved_block import empty_like
 from watchstep_rules.signals.tensor_selection import CatalogueCache
 
@@ -110,7 +110,8 @@ def judge_inputs(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Ve
         verdict = _judged(config, memory, rows)
     except Exception as error:  # noqa: BLE001 - a rule's error is reported as its health and must not stop other rules
         verdict = Verdict(failed(memory, error), [], [])
-    return replace(verdict, seconds=time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Verdict(verdict.memory, verdict.findings, verdict.transitions, seconds, verdict.finding_count)
 
 
 def failed(memory: RuleMemory, error: Exception) -> RuleMemory:
@@ -123,23 +124,23 @@ def failed(memory: RuleMemory, error: Exception) -> RuleMemory:
 
 def _judged(config: RuleConfig, memory: RuleMemory, rows: RuleInputs) -> Verdict:
     rule, params, clock_ns = config.implementation, config.parameters, rows.progress.clock_ns
+    demand = config.demand
     block = rows.block(config)
     watermarks = Watermarks(rows.progress.before, rows.progress.now)
     if not len(block) and (not rule.clock or rows.progress.ended):
         return _apply_watermark(config, memory, block, watermarks)
     context = rows.context(config)
     unread = ""
-    if rule.needed(params).tensors is not None:
+    if demand.needs.tensors is not None:
         context, unread_context = rows.saved.block(config, context)
         # Rows about objects of one collection may be several series, so there may be more.
-        context = context.tail(rule.lookback(params))
+        context = context.tail(demand.lookback)
         block, unread = rows.saved.block(config, block)
         unread = unread or unread_context
     state = _state(config, memory, context, clock_ns)
     state, findings = rule.evaluate(params, state, context, block, clock_ns)
     problem = "; ".join(filter(None, (unread, rule.problem(state))))[:_MOST_PROBLEM]
-    needs = rule.needed(params)
-    evaluated_rows = memory.evaluated_rows + _number_judged(block, needs)
+    evaluated_rows = memory.evaluated_rows + _number_judged(block, demand)
     tick = ClockTick(rows.progress.now, clock_ns) if rule.clock else None
     alert, transitions = memory.alert, list[Transition]()
     if findings or alert.follows:
@@ -166,14 +167,15 @@ def _apply_watermark(config: RuleConfig, memory: RuleMemory, block: Block, water
     return Verdict(memory.model_copy(update={"alert": alert}), [], transitions)
 
 
-def _number_judged(block: Block, needs: Needs) -> int:
+def _number_judged(block: Block, demand: Demand) -> int:
     """Number of judged rows that are not evidence."""
+    needs = demand.needs
     if not needs.has_evidence:
         return len(block)
     catalogue = block.catalogue
     is_judged = _judged_tensors.get(
         catalogue,
-        needs,
+        demand.scope_key,
         lambda: np.array([not needs.is_evidence(info) for info in catalogue], np.bool_),
     )
     return int(np.count_nonzero(is_judged[block.tensor]))
@@ -272,8 +274,9 @@ def judge_set(
             verdicts.append(Verdict(failed(memory, limits.error()), [], []))
             continue
         verdict = judge_inputs(config, memory, rows)
-        kept = list(verdict.findings[: limits.findings])
-        verdicts.append(replace(verdict, findings=kept, finding_count=len(verdict.findings)))
+        findings = verdict.findings
+        kept = list(findings[: limits.findings]) if findings else []
+        verdicts.append(Verdict(verdict.memory, kept, verdict.transitions, verdict.seconds, len(findings)))
     updates = [
         AlertUpdate(config, verdict.memory.alert, verdict.transitions)
         for (config, _), verdict in zip(rules, verdicts, strict=True)

@@ -140,12 +140,14 @@ class RuleInputs:
     def context(self, config: RuleConfig) -> Block:
         """Earlier rows of each series, as many as the rule's lookback."""
         earlier = self._parts(config)[0]
-        rule, params, catalogue = config.implementation, config.parameters, earlier.catalogue
-        lookback = rule.lookback(params)
-        if lookback <= 0 or not len(earlier):
+        demand, catalogue = config.demand, earlier.catalogue
+        if demand.lookback <= 0 or not len(earlier):
             return view(earlier, np.empty(0, np.intp))
-        key = (config.tensors, rule.needed(params), lookback)
-        depth = _lookbacks.get(catalogue, key, lambda: depths(catalogue, *key))
+        depth = _lookbacks.get(
+            catalogue,
+            demand.lookback_key,
+            lambda: depths(catalogue, config.tensors, demand.needs, demand.lookback),
+        )
         return self._last_rows(earlier, depth)
 
     def _last_rows(self, earlier: Block, depth: NDArray[np.int64]) -> Block:
@@ -160,7 +162,7 @@ class RuleInputs:
         return rows
 
     def _parts(self, config: RuleConfig) -> tuple[Block, Block]:
-        if config.implementation.merged(config.parameters) == "per_worker":
+        if config.demand.merge == "per_worker":
             return self._history, self._arrived
         return self._by_watermark
 
@@ -174,19 +176,20 @@ class RuleInputs:
         return merge_shards(_where(pool, judged)), merge_shards(_where(pool, due))
 
     def _in_scope(self, config: RuleConfig, block: Block) -> Block:
-        needs = config.implementation.needed(config.parameters)
-        catalogue, scope = block.catalogue, config.tensors
-        chosen = _scopes.get(catalogue, (scope, needs), lambda: _mask(catalogue, scope, needs))
-        if chosen.all():
+        demand, catalogue = config.demand, block.catalogue
+        chosen, name = _scopes.get(
+            catalogue, demand.scope_key, lambda: _named_mask(catalogue, config.tensors, demand.needs)
+        )
+        if not name:
             return block
-        key = (id(block), chosen.tobytes())
+        key = (id(block), name)
         rows = self._views.get(key)
         if rows is None:
             rows = self._views[key] = view(block, np.flatnonzero(chosen[block.tensor]))
         return rows
 
 
-_scopes: CatalogueCache[NDArray[np.bool_]] = CatalogueCache()
+_scopes: CatalogueCache[tuple[NDArray[np.bool_], bytes]] = CatalogueCache()
 _lookbacks: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
 
 
@@ -202,6 +205,14 @@ def _from_end(key: NDArray[np.int64]) -> NDArray[np.intp]:
 def _mask(catalogue: tuple[TensorInfo, ...], scope: TensorScope, needs: Needs) -> NDArray[np.bool_]:
     """Which tensors of a catalogue are in scope."""
     return np.array([scope.selects(info, needs) for info in catalogue], np.bool_)
+
+
+def _named_mask(
+    catalogue: tuple[TensorInfo, ...], scope: TensorScope, needs: Needs
+) -> tuple[NDArray[np.bool_], bytes]:
+    """`_mask`, and its bytes as a name; empty if all tensors are in scope."""
+    chosen = _mask(catalogue, scope, needs)
+    return chosen, b"" if chosen.all() else chosen.tobytes()
 
 
 def _where(block: Block, chosen: NDArray[np.bool_]) -> Block:

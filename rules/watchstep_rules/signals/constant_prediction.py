@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -143,7 +144,14 @@ def _of_classes(block: Block, row: int) -> tuple[tuple[float, ...], tuple[float,
     ]
     if not np.isfinite(figures).all() or figures[0] <= 0:
         return None
-    counted, classes, largest, smallest = figures
+    return _of_counts(figures[0], figures[1], figures[2], figures[3])
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_counts(
+    counted: float, classes: float, largest: float, smallest: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`_of_classes` of finite counts. Several rules follow the same labels."""
     if classes < 2:
         return (), ()
     largest_share, smallest_share, others = largest / counted, smallest / counted, int(classes) - 2

@@ -104,14 +104,43 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
             derived=block.info(int(rows[0])).derived and block.mode_name(int(rows[0])) == "train",
             rows=rows,
             steps=block.step[rows],
-            values=_losses(block, rows),
-            before=_losses(context, past[key]) if key in past else np.empty(0),
+            values=_losses(block, key, rows),
+            before=_losses(context, key, past[key]) if key in past else np.empty(0),
         )
         for key, rows in sorted(_by_key(block, kind).items())
     ]
 
 
-def _losses(block: Block, rows: NDArray[np.intp]) -> Floats:
+class _LossesOfBlock:
+    """Losses of a block, computed for the first rule that needs them. Arrays are read-only, because rules share them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Kind, dict[str, NDArray[np.intp]]] = {}
+        self.values: dict[str, Floats] = {}
+
+
+def _of_block(block: Block) -> _LossesOfBlock:
+    """The losses that were computed of a block. They are stored at the block, and are freed with it."""
+    attributes = vars(block)
+    if _ATTRIBUTE not in attributes:
+        attributes[_ATTRIBUTE] = _LossesOfBlock()
+    found: _LossesOfBlock = attributes[_ATTRIBUTE]
+    return found
+
+
+_ATTRIBUTE = "_loss_series"
+
+
+def _losses(block: Block, key: str, rows: NDArray[np.intp]) -> Floats:
+    """The values of a loss, read-only."""
+    cached = _of_block(block).values
+    if key not in cached:
+        cached[key] = _read_losses(block, rows)
+        cached[key].flags.writeable = False
+    return cached[key]
+
+
+def _read_losses(block: Block, rows: NDArray[np.intp]) -> Floats:
     statistics = block.statistics
     nonfinite = statistics.nan[rows] + statistics.pos_inf[rows] + statistics.neg_inf[rows]
     is_finite = (statistics.count[rows] > nonfinite) & (nonfinite == 0)
@@ -119,6 +148,13 @@ def _losses(block: Block, rows: NDArray[np.intp]) -> Floats:
 
 
 def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
+    cached = _of_block(block).rows
+    if kind not in cached:
+        cached[kind] = _rows_by_key(block, kind)
+    return cached[kind]
+
+
+def _rows_by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
     chosen = np.flatnonzero(rows_where(block, has_role, "loss"))
     if not len(chosen):
         return {}

@@ -409,12 +409,10 @@ def _load_libraries(scheme: str) -> None:
     """Import the libraries for writing to a store: once per process, on the calling thread, before the first step.
 
     During training, an import would hold the interpreter's lock while a shared library is loaded. When Ctrl-C ends the program, an import
-    would undo its exit code: Python forgets the interrupt when it executes source text, as the imports of boto3 and pyarrow
-    do, and exits with 1. The objects that imports create trigger a full garbage collection, which stops all threads for some
+    would undo its exit code: Python forgets the interrupt when it executes source text, as the import of boto3 does, and exits with 1. The objects that imports create trigger a full garbage collection, which stops all threads for some
     tenths of a second; it is done here as well, and not at some step.
     """
     import obstore.store  # noqa: F401
-    import pyarrow.parquet  # noqa: F401
 
     load_libraries(scheme)
     if gc.isenabled():

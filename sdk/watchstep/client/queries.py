@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import ServiceError
 from watchstep.format.snapshot import DTYPES
+from watchstep.platform.arrow import require_arrow
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ def table(content: bytes) -> pa.Table:
     """Parse an Arrow stream.
 
     Raises:
+        ConfigError: pyarrow is not installed.
         ServiceError: the content is invalid.
     """
+    require_arrow("a table of a service")
     import pyarrow as pa
 
     try:

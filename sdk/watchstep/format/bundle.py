@@ -69,7 +69,8 @@ class BundleDocument:
         precision: flags of PyTorch that change results.
         model: class, frozen parameters and modules in another mode than the model.
         micro_batches: the forward passes of the step in order: batch, arguments, random states, autocast, losses.
-        optimizers: state dictionaries of the optimizers of the model, as values.
+        optimizers: of each optimizer of the model: its class, its state dictionary as a value, the names of its parameters, and ``scaled``: whether
+            their gradients are still multiplied by the scale of a gradient scaler.
         objects: state dictionaries of schedulers, scalers and objects that the program named, by name, as values.
         loader: position of the data loader; None if it is unknown.
         gradients: names of the gradients in ``gradient_digests``.

@@ -88,6 +88,8 @@ def memory_needed(data: bytes) -> int:
 
 MAX_BYTES = 4 * 1024 * 1024
 _MAX_MEMORY = 128 * 1024 * 1024
+_MAX_DEPTH = 64
+"""Maximum nesting of lists and objects. Recorders need less than ten levels; encoders of JSON refuse or overflow at some hundreds."""
 TERMINATED = "SIGTERM"
 """Prefix of the reason in an end document if SIGTERM ended the worker, or made its program end."""
 
@@ -207,10 +209,11 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         name: Name of the document for error messages.
 
     Raises:
-        FormatError: The bytes are not such a document, or have another schema.
+        FormatError: The bytes are not such a document, are nested deeper than 64 levels, or have another schema.
     """
     try:
         document = parse_json(data, _MAX_MEMORY)
+        _check_depth(document)
         values = {entry.name: document[entry.name] for entry in fields(kind) if entry.name in document}
         if "rules" in values:
             values["rules"] = tuple(dict(rule) for rule in values["rules"])
@@ -221,6 +224,21 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         raise FormatError(
             f"{name}: not a document of this kind ({error})", "rewrite it, or remove it"
         ) from error
+
+
+def _check_depth(document: Any) -> None:
+    """Check the nesting of a document level by level, so that the depth does not limit the check itself."""
+    level = [document] if isinstance(document, dict | list) else []
+    for _ in range(_MAX_DEPTH):
+        level = [
+            entry
+            for container in level
+            for entry in (container.values() if isinstance(container, dict) else container)
+            if isinstance(entry, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
 
 
 def _check_types(kind: type[Document], values: dict[str, Any]) -> None:

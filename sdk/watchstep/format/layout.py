@@ -4,7 +4,7 @@
 
     <project>/<run>/run.json
       attempts/<attempt>.json    control.json    launches/<attempt>.json
-      stats/<attempt>/<node>/<writer>/<seq>-<first>-<last>.parquet
+      stats/<attempt>/<node>/<writer>/<seq>-<first>-<last>.arrow
       tensors/<attempt>/<worker>/<step>-<mode>[-<collection>].safetensors
       samples/<attempt>/<worker>/<seq>-<first>-<last>.samples
       bundles/<attempt>/<worker>/<step>-<reason>.safetensors
@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from watchstep.errors import BadNameError, FormatError
 from watchstep.format.tensors import MODES
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of everything below a run's prefix; readers reject all others.
 
-1: the names of before 0.1.0. 2: `watchstep.reading.migration` lists the names that changed, and rewrites runs of version 1.
+1: the names of before 0.1.0. 2: segments of attempts are Parquet. 3: they are Arrow IPC. `watchstep.reading.migration` lists the names that
+changed, and rewrites runs of earlier versions.
 """
 
 RUN_DOCUMENT = "run.json"
@@ -46,28 +47,27 @@ BASELINES = "baselines/"
 REFERENCES = "references/"
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# The patterns below are compiled at their first use: a training process parses no names.
 # Numbers have one notation, so that one object has one name: a parsed key formats to the same text.
 _NUMBER_PATTERN = r"0|[1-9][0-9]{0,17}"
-_SEGMENT = re.compile(
+_SEGMENT = (
     r"stats/(?P<attempt>[^/]+)/(?P<node>[^/]+)/(?P<writer>[^/]+)/"
-    rf"(?P<seq>[0-9]{{10}})-(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.parquet"
+    rf"(?P<seq>[0-9]{{10}})-(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.arrow"
 )
-_SNAPSHOT = re.compile(
+_SNAPSHOT = (
     rf"tensors/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
     rf"(?P<step>{_NUMBER_PATTERN})-(?P<mode>{'|'.join(MODES)})(?:-(?P<collection>[^/]+))?\.safetensors"
 )
-_SAMPLES = re.compile(
+_SAMPLES = (
     rf"samples/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
     rf"(?P<seq>{_NUMBER_PATTERN})-(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.samples"
 )
 BUNDLE_REASONS = ("gate", "alert", "request", "program")
-_BUNDLE = re.compile(
+_BUNDLE = (
     rf"bundles/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
     rf"(?P<step>{_NUMBER_PATTERN})-(?P<reason>{'|'.join(BUNDLE_REASONS)})\.safetensors"
 )
-_TRACE = re.compile(
-    rf"traces/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.zip"
-)
+_TRACE = rf"traces/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.zip"
 _SEQ_DIGITS = 10
 
 
@@ -151,7 +151,7 @@ class SegmentKey:
     @property
     def path(self) -> str:
         """Key relative to the run."""
-        return f"{self.writer.prefix}{self.seq:0{_SEQ_DIGITS}d}-{self.first}-{self.last}.parquet"
+        return f"{self.writer.prefix}{self.seq:0{_SEQ_DIGITS}d}-{self.first}-{self.last}.arrow"
 
     @classmethod
     def parse(cls, path: str) -> SegmentKey:
@@ -160,7 +160,7 @@ class SegmentKey:
         Raises:
             FormatError: It is not a segment's key.
         """
-        match = _SEGMENT.fullmatch(path)
+        match = re.fullmatch(_SEGMENT, path)
         if (
             not match
             or not _are_names(match["attempt"], match["node"], match["writer"])
@@ -204,7 +204,7 @@ class SnapshotKey:
         Raises:
             FormatError: It is not a snapshot's key.
         """
-        match = _SNAPSHOT.fullmatch(path)
+        match = re.fullmatch(_SNAPSHOT, path)
         if not match or not _are_names(match["attempt"], match["collection"] or "snapshot"):
             raise FormatError(
                 f"object {path!r} is not a snapshot", "leave only Watchstep's objects under tensors/"
@@ -244,7 +244,7 @@ class SamplesKey:
         Raises:
             FormatError: It is not the key of an object with samples.
         """
-        match = _SAMPLES.fullmatch(path)
+        match = re.fullmatch(_SAMPLES, path)
         if not match or not _are_names(match["attempt"]) or int(match["first"]) > int(match["last"]):
             raise FormatError(
                 f"object {path!r} is not an object with samples",
@@ -283,7 +283,7 @@ class BundleKey:
         Raises:
             FormatError: It is not a bundle's key.
         """
-        match = _BUNDLE.fullmatch(path)
+        match = re.fullmatch(_BUNDLE, path)
         if not match or not _are_names(match["attempt"]):
             raise FormatError(
                 f"object {path!r} is not a bundle", "leave only Watchstep's objects under bundles/"
@@ -320,7 +320,7 @@ class TraceKey:
         Raises:
             FormatError: It is not a trace's key.
         """
-        match = _TRACE.fullmatch(path)
+        match = re.fullmatch(_TRACE, path)
         if not match or not _are_names(match["attempt"]) or int(match["first"]) > int(match["last"]):
             raise FormatError(
                 f"object {path!r} is not a trace", "leave only Watchstep's objects under traces/"

@@ -1,299 +1,139 @@
-"""Segments: encoding, decoding, and checks of an object before memory is allocated for it.
+"""Segments: one object with the statistics of many tensors over a range of steps, from one writer.
 
-The checks cover a segment's sizes before memory is allocated for it, and its figures before they are used.
+A segment is two Arrow IPC streams, one after the other, with one batch each:
 
-A segment: one object with the statistics of many tensors over a range of steps, from one writer.
+1. The rows of a `Block`, one column per figure. ``tensor`` is an index into the catalogue in the stream's metadata, ``mode`` and ``stage`` are
+   indices into `MODES` and `STAGES`. Columns of whole numbers with one value are not columns; the batch's metadata have their values.
+2. The bins and counts of the rows' histograms, one after the other. Readers that do not use histograms do not decode them.
 
-It is a Parquet file whose rows are those of a `Block`; the file's metadata contain the catalogue of its tensors,
-so that every segment can be read independently, by Watchstep or any other reader of Parquet.
+Any reader of Arrow IPC reads the first stream. Compaction rewrites the segments of a finished run as Parquet.
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import functools
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.errors import FormatError
-from watchstep.format.block import STAGES, Block, Places, from_codes, from_numbers, to_numbers, to_places
-from watchstep.format.documents import parse_json
-from watchstep.format.layout import SCHEMA_VERSION, check_schema
-from watchstep.format.parquet_claims import Claims, ColumnClaim, claims_of, read_claims, read_footer
+from watchstep.format import ipc
+from watchstep.format.block import STAGES, Block, Places
+from watchstep.format.catalogue import CATALOGUE, catalogue_bytes, catalogue_of, check_version, metadata
+from watchstep.format.segment_checks import (
+    CONSTANT,
+    MAX_BINS,
+    MAX_BYTES,
+    MAX_PROBES,
+    MAX_ROWS,
+    PROBE,
+    check_steps,
+    check_values,
+    whole,
+)
 from watchstep.format.statistics import (
-    BIN_RANGE,
     COUNT_COLUMNS,
     VALUE_COLUMNS,
     Histograms,
     StatisticsBatch,
     UnreadHistograms,
 )
-from watchstep.format.tensors import MAX_WORD_BYTES, MODES, KnownCatalogues, TensorInfo, check_word
+from watchstep.format.tensors import MODES, TensorInfo, check_word
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-
-MAX_BYTES = 256 * 1024 * 1024
-"""Maximum size of a segment for readers, compressed or not."""
-
-MAX_ROWS = 1_000_000
-"""Maximum number of rows of one segment; with their columns they take about 250 MB."""
-
-HISTOGRAM_COLUMNS = frozenset({"histogram_bins", "histogram_counts"})
-
-PROBE = "probe."
-"""Prefix of a probe's column."""
-
-WORD_COLUMNS = ("mode", "tensor", "stage")
-"""Columns of text. Readers read them as indices into a dictionary, so that rows have no copies of their text."""
-
-_MAX_PROBES = 64
-_MAX_BINS = 32 * MAX_ROWS
-_MAX_WORKER = 2**28 - 1  # what `Block.series_key` has room for
-_MAX_COUNT = 2**48  # elements; sums of whole segments stay within int64
-_LIMITS: dict[str, tuple[int, int | None]] = {
-    "step": (0, None),
-    "worker": (0, _MAX_WORKER),
-    "replica": (0, None),
-    "shard_count": (1, None),
-    "shard_index": (0, None),
-    **dict.fromkeys(COUNT_COLUMNS, (0, _MAX_COUNT)),
-}
-_WORD_ENCODINGS = frozenset({0, 2, 8})
-"""Parquet's plain and dictionary encodings, whose pages are as large as their text. Others share prefixes: few bytes, much text."""
-_LENGTH_BYTES = 4  # before each text in a page
-_PLACE_BYTES = 4  # of a text's place in the dictionary, in each row
-_NUMBER_BYTES = 8
-_PAGE_SLACK = 1024  # what a page holds besides its values
-_BIN_BYTES = 4  # int16, which Parquet holds as int32
-
-
-def checked_columns(schema: pa.Schema) -> list[str]:
-    """Return the columns to read, with checked types. Additional columns of later versions are omitted."""
-    due = _column_types()
-    probes = [name for name in schema.names if name.startswith(PROBE)]
-    if len(probes) > _MAX_PROBES:
-        raise ValueError(f"{len(probes)} probes, at most {_MAX_PROBES} are read")
-    for name in probes:
-        check_word("probe", name)
-    due.update(dict.fromkeys(probes, due["mean"]))
-    for name, kinds in due.items():
-        kind = schema.field(name).type
-        if not any(kind.equals(allowed) for allowed in kinds):
-            raise ValueError(f"column {name[:80]} is of type {str(kind)[:80]}")
-    return list(due)
-
-
-def _column_types() -> dict[str, tuple[Any, ...]]:
-    import pyarrow as pa
-
-    words = (pa.dictionary(pa.int32(), pa.string()),)
-    whole, short = (pa.int64(),), (pa.int32(),)
-    return {
-        **dict.fromkeys(WORD_COLUMNS, words),
-        **dict.fromkeys(("step", "time_ns", *COUNT_COLUMNS), whole),
-        **dict.fromkeys(("worker", "shard_index", "shard_count", "replica"), short),
-        **dict.fromkeys(VALUE_COLUMNS, (pa.float64(),)),
-        "histogram_bins": (pa.list_(pa.int16()),),
-        "histogram_counts": (pa.list_(pa.int64()),),
-    }
-
-
-def check_leaves(leaves: list[tuple[str, ...]]) -> None:
-    """Check that the read columns are a segment's own, and those of histograms are list elements.
-
-    pyarrow reads all columns with a path that begins with a requested name.
-
-    Raises:
-        ValueError: Another column would be read; the message has its path.
-    """
-    due: dict[str, tuple[str, ...]] = {
-        name: (name,) for name in (*WORD_COLUMNS, *_LIMITS, *VALUE_COLUMNS, "time_ns")
-    }
-    due.update({name: (name, "list", "element") for name in HISTOGRAM_COLUMNS})
-    for leaf in leaves:
-        path = ".".join(leaf)
-        if leaf != due.get(path.split(".", 1)[0], leaf) or (path.startswith(PROBE) and len(leaf) > 1):
-            raise ValueError(f"column {path[:80]} is not one of a segment's")
-    if len({*leaves}) != len(leaves):
-        raise ValueError("two columns have the same name")
-
-
-def check_claims(claims: Claims, columns: list[str]) -> None:
-    """Check a file's claimed sizes against the limits before decompression.
-
-    A column counts with its decompressed pages, or with its values in memory if that is more: a page of a few
-    bytes can represent millions of values, by run lengths and dictionaries.
-
-    Raises:
-        ValueError: A size exceeds a limit.
-    """
-    values = dict.fromkeys(columns, 0)
-    size = 0
-    for claim in claims.columns:
-        name = claim.path.removesuffix(".list.element")
-        if name in values:
-            values[name] += claim.values
-        size += _claimed_size(name, claim)
-    if not 0 <= claims.rows <= MAX_ROWS or size > MAX_BYTES:
-        raise ValueError(f"claims {claims.rows} rows and {size} bytes, over the limits")
-    for name, number in values.items():
-        if number > _MAX_BINS if name in HISTOGRAM_COLUMNS else number != claims.rows:
-            raise ValueError(f"column {name[:80]} claims {number} values for {claims.rows} rows")
-
-
-def _claimed_size(name: str, claim: ColumnClaim) -> int:
-    """Return the bytes of memory that a column's part of one row group claims."""
-    if name not in WORD_COLUMNS:
-        width = _BIN_BYTES if name == "histogram_bins" else _NUMBER_BYTES
-        return max(claim.pages, claim.dictionary_pages + claim.values * width)
-    if not claim.encodings <= _WORD_ENCODINGS:
-        raise ValueError(f"column {name} has encodings {sorted(claim.encodings)}, which are not read")
-    most = _LENGTH_BYTES + MAX_WORD_BYTES
-    if claim.dictionary_pages > claim.dictionary_values * most:
-        raise ValueError(
-            f"column {name} claims {claim.dictionary_pages} bytes for {claim.dictionary_values} texts,"
-            f" each of {MAX_WORD_BYTES} at most"
-        )
-    if claim.pages - claim.dictionary_pages > claim.values * (most + _PLACE_BYTES) + _PAGE_SLACK:
-        raise ValueError(
-            f"column {name} claims {claim.pages} bytes for {claim.values} texts, each of {MAX_WORD_BYTES} at most"
-        )
-    return claim.pages + claim.values * _PLACE_BYTES
-
-
-def check_values(block: Block) -> Block:
-    """Return the same block if its figures are possible for a tensor.
-
-    Raises:
-        ValueError: A figure is invalid; the message has the column's name.
-    """
-    statistics = block.statistics
-    counts = {name: getattr(statistics, name) for name in COUNT_COLUMNS}
-    check_columns({"step": block.step, "worker": block.worker, **vars(block.places), **counts})
-    if not isinstance(statistics.histogram, UnreadHistograms):
-        _check_histograms(statistics.histogram)
-    return block
-
-
-def check_columns(columns: Mapping[str, NDArray[Any]]) -> None:
-    """Check the present columns of a segment against the limits of its figures, individually and combined.
-
-    Args:
-        columns: Numbers by name, all of the same length.
-
-    Raises:
-        ValueError: A figure is invalid; the message has the column's name.
-    """
-    for name, (least, most) in _LIMITS.items():
-        if name in columns:
-            _within(name, columns[name], least, most)
-    if "shard_count" in columns and "shard_index" in columns:
-        _within("shard_index", columns["shard_count"] - columns["shard_index"], 1)
-    if columns.keys() >= {*COUNT_COLUMNS}:
-        taken = sum(columns[name] for name in COUNT_COLUMNS if name != "count")
-        _within("count", columns["count"] - taken, 0)
-
-
-def check_steps(step: NDArray[np.int64], first: int, last: int) -> None:
-    """Check the steps of a segment against those in its name or footer.
-
-    Raises:
-        ValueError: The segment has other steps.
-    """
-    if len(step) and not (first <= int(step.min()) and int(step.max()) <= last):
-        raise ValueError(f"holds steps {step.min()} to {step.max()}, not only {first} to {last}")
-
-
-def _within(name: str, values: NDArray[Any], least: int, most: int | None = None) -> None:
-    if (values < least).any() or (most is not None and (values > most).any()):
-        raise ValueError(f"column {name} holds a number that cannot be")
-
-
-def _check_histograms(histogram: Histograms) -> None:
-    _within("histogram_bins", histogram.bins, *BIN_RANGE)
-    _within("histogram_counts", histogram.counts, 1, _MAX_COUNT)
-    starts = np.zeros(len(histogram.bins) + 1, np.bool_)
-    starts[histogram.offsets] = True
-    if (np.diff(histogram.bins.astype(np.int32)) <= 0)[~starts[1:-1]].any():
-        raise ValueError("column histogram_bins is not in ascending order")
-
-
-_MAX_CATALOGUE = 16 * 1024 * 1024
-_MAX_CATALOGUE_MEMORY = 256 * 1024 * 1024
-_MOST_LISTS, _MOST_VALUES = 64, 1024
-"""Brackets and commas of a catalogue for each tensor in it, in its names included: a parser holds the interpreter's lock as long as it makes lists."""
-_MAX_META = 4096
-_known = KnownCatalogues()
 __all__ = [
-    "CATALOGUE",
-    "CONSTANT",
+    "LENGTHS",
     "MAX_BYTES",
-    "MAX_ROWS",
-    "catalogue_bytes",
-    "catalogue_of",
-    "check_version",
+    "Header",
+    "check_codes",
+    "column",
     "decode",
     "encode",
-    "histograms_of",
-    "metadata",
+    "histograms",
     "metadata_of",
-    "to_block",
-    "to_table",
-    "whole",
+    "read_header",
 ]
 
-CONSTANT = ("mode", "worker", "shard_index", "shard_count", "replica", "stage")
-"""Columns that usually have one value in an object. The footer then has the value, and they need not be read."""
+_FACTS = b"watchstep.segment"
+"""Key of the facts about a segment in its first batch."""
 
-_DENSE = frozenset({*VALUE_COLUMNS, "histogram_bins.list.element", "histogram_counts.list.element"})
-"""Columns that zstd makes a third smaller than LZ4 does; of the others both make next to nothing, LZ4 in half the time."""
+LENGTHS = "histogram_length"
+"""Column with the number of bins of each row."""
 
-_META = b"watchstep"
-CATALOGUE = b"watchstep.tensors"
-"""Key of the catalogue in a segment's metadata."""
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    **dict.fromkeys(("step", "time_ns", *COUNT_COLUMNS), np.dtype(np.int64)),
+    **dict.fromkeys(
+        ("tensor", "worker", "shard_index", "shard_count", "replica", LENGTHS), np.dtype(np.int32)
+    ),
+    **dict.fromkeys(("mode", "stage"), np.dtype(np.int8)),
+    **dict.fromkeys(VALUE_COLUMNS, np.dtype(np.float64)),
+}
+_PROBE_DTYPE = np.dtype(np.float64)
+_MAY_BE_CONSTANT = (*CONSTANT, *COUNT_COLUMNS)
+_CODES: Mapping[str, int] = {"mode": len(MODES), "stage": len(STAGES)}
+_HISTOGRAMS = (
+    ipc.Column("histogram_bins", np.dtype(np.int16)),
+    ipc.Column("histogram_counts", np.dtype(np.int64)),
+)
+_VALUE_BYTES, _BIN_BYTES = 8, 10
+_MAX_FACTS = 16 * 1024
+_MAX_CACHED = 256 * 1024  # bytes of a schema that is kept after it was parsed
 
-_MEND = "the writer or the transfer damaged it; other segments can still be read"
 
+@dataclass(frozen=True)
+class Header:
+    """What the beginning of a segment states.
 
-def catalogue_bytes(catalogue: tuple[TensorInfo, ...]) -> bytes:
-    """Return the catalogue in the form of a segment's metadata. Writers keep it while the tensors stay the same."""
-    text = json.dumps([info.as_data() for info in catalogue], separators=(",", ":"))
-    return base64.b64encode(zlib.compress(text.encode(), 6))
-
-
-def metadata(catalogue: bytes) -> dict[bytes, bytes]:
-    """Return a segment's metadata, with the result of `catalogue_bytes`."""
-    return {_META: json.dumps({"schema": SCHEMA_VERSION}).encode(), CATALOGUE: catalogue}
-
-
-def check_version(stored: dict[bytes, bytes], name: str) -> None:
-    """Check in a segment's metadata that its version is supported.
-
-    Raises:
-        FormatError: The segment has another version.
-        ValueError, TypeError, KeyError: These are not a segment's metadata.
+    Attributes:
+        rows: Number of rows.
+        first: Smallest step; 0 without rows.
+        last: Largest step; -1 without rows.
+        columns: Names of columns and constants, without histograms.
+        constant: Columns with one value in all rows, and the value.
+        packed_catalogue: Its tensors, as by `catalogue_bytes`.
+        histogram_values: Number of bins of all histograms.
+        more_checksum: Checksum of the writer's further metadata.
+        size: Size of the whole object in bytes.
+        schema: Columns of the first stream.
+        batch: Places of the columns.
     """
-    check_schema(f"segment {name}", schema_of(stored))
 
+    rows: int
+    first: int
+    last: int
+    columns: frozenset[str]
+    constant: Mapping[str, int]
+    packed_catalogue: bytes
+    histogram_values: int
+    more_checksum: int
+    size: int
+    schema: ipc.Schema
+    batch: ipc.StreamBatch
 
-def schema_of(stored: dict[bytes, bytes]) -> int:
-    """Return the version in a segment's metadata.
+    @property
+    def histograms_at(self) -> int:
+        """Offset of the second stream."""
+        return self.batch.end + len(ipc.END_OF_STREAM)
 
-    Raises:
-        ValueError, TypeError, KeyError: These are not a segment's metadata.
-    """
-    if len(stored[_META]) > _MAX_META:
-        raise ValueError(f"its metadata take {len(stored[_META])} bytes, at most {_MAX_META} are read")
-    return int(json.loads(stored[_META])["schema"])
+    def check_size(self, size: int) -> None:
+        """Check the size of the object, of which a reader may have read a part only.
+
+        Raises:
+            ValueError: The object is truncated, or longer.
+        """
+        if size != self.size:
+            raise ValueError(f"has {size} bytes instead of {self.size}")
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        """Return offset and length of a column's bytes in the object; None for a constant."""
+        place = _places(self.schema).get(name)
+        if place is None:
+            return None
+        offset, length = self.batch.parts[place]
+        return self.batch.body + offset, length
 
 
 def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, bytes] | None = None) -> bytes:
@@ -307,80 +147,67 @@ def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, by
     Raises:
         ValueError: The block was read without its histograms, which a segment requires.
     """
-    table = to_table(block)
-    if not {*table.column_names} >= HISTOGRAM_COLUMNS:
-        raise ValueError("a segment requires histograms, but the block was read without them")
-    meta = {**metadata(catalogue or catalogue_bytes(block.catalogue)), **(more or {})}
-    return encode_table(table.replace_schema_metadata(meta))
-
-
-def encode_table(table: pa.Table) -> bytes:
-    """Encode one segment from the table with its metadata."""
-    import pyarrow.parquet as pq
-
-    probes = [name for name in table.column_names if name.startswith(PROBE)]
-    sink = io.BytesIO()
-    pq.write_table(
-        table,
-        sink,
-        compression={leaf: "zstd" if leaf in _DENSE else "lz4" for leaf in _leaves(table.column_names)},
-        use_dictionary=list(WORD_COLUMNS),
-        use_byte_stream_split=[*VALUE_COLUMNS, *probes],
-        write_statistics=["step", "tensor", *CONSTANT],
-        write_page_checksum=True,
+    histogram = block.statistics.histogram
+    if isinstance(histogram, UnreadHistograms):
+        raise ValueError("a segment requires histograms, but the block was read without them")  # noqa: TRY004 - not a type error for callers
+    columns = _columns_of(block)
+    constant = {name: int(columns[name][0]) for name in _MAY_BE_CONSTANT if _is_constant(columns[name])}
+    for name in constant:
+        del columns[name]
+    schema = tuple(ipc.Column(name, values.dtype) for name, values in columns.items())
+    more = more or {}
+    bins: list[NDArray[Any]] = [np.ascontiguousarray(histogram.bins), np.ascontiguousarray(histogram.counts)]
+    second = b"".join(
+        [ipc.schema_message(_HISTOGRAMS, tuple(more.items())), ipc.batch_message(bins), ipc.END_OF_STREAM]
     )
-    return sink.getvalue()
+    facts = json.dumps(
+        {
+            "first": int(block.step.min()) if len(block) else 0,
+            "last": int(block.step.max()) if len(block) else -1,
+            "histogram_values": len(histogram.bins),
+            "histogram_bytes": len(second),
+            "constant": constant,
+            "columns": _checksum(entry.name.encode() for entry in schema),
+            "more": _checksum(text for pair in more.items() for text in pair),
+        },
+        separators=(",", ":"),
+    ).encode()
+    kept = metadata(catalogue or catalogue_bytes(block.catalogue))
+    rows: list[NDArray[Any]] = [np.ascontiguousarray(values) for values in columns.values()]
+    return b"".join(
+        [
+            ipc.schema_message(schema, tuple(kept.items())),
+            ipc.batch_message(rows, [(_FACTS, b"%08x" % zlib.crc32(facts) + facts)]),
+            ipc.END_OF_STREAM,
+            second,
+        ]
+    )
 
 
-def _leaves(columns: list[str]) -> list[str]:
-    """Return the columns by their names in Parquet, which compresses their leaves."""
-    return [f"{name}.list.element" if name.startswith("histogram") else name for name in columns]
+def _checksum(texts: Iterable[bytes]) -> int:
+    """Return a checksum of what the messages of a stream state, which Arrow does not protect."""
+    return zlib.crc32(b"\0".join(texts))
 
 
-def to_table(block: Block) -> pa.Table:
-    """Return the rows as an Arrow table as in a segment, with one column per figure, and histograms if they were read."""
-    import pyarrow as pa
-
+def _columns_of(block: Block) -> dict[str, NDArray[Any]]:
     statistics = block.statistics
-    columns: dict[str, Any] = {
-        "step": from_numbers(block.step),
-        "mode": from_codes(block.mode, MODES),
-        "worker": from_numbers(block.worker),
-        "tensor": from_codes(block.tensor, [info.name for info in block.catalogue]),
-        "time_ns": from_numbers(block.time_ns),
-        "shard_index": from_numbers(block.places.shard_index),
-        "shard_count": from_numbers(block.places.shard_count),
-        "replica": from_numbers(block.places.replica),
-        "stage": from_codes(block.places.stage, STAGES),
+    columns: dict[str, NDArray[Any]] = {
+        "step": block.step,
+        "tensor": block.tensor,
+        "time_ns": block.time_ns,
+        "mode": block.mode,
+        "worker": block.worker,
+        **vars(block.places),
+        **{name: getattr(statistics, name) for name in (*COUNT_COLUMNS, *VALUE_COLUMNS)},
+        LENGTHS: np.diff(statistics.histogram.offsets),
     }
-    columns.update({name: from_numbers(getattr(statistics, name)) for name in COUNT_COLUMNS})
-    columns.update(
-        {name: from_numbers(getattr(statistics, name), nan_is_null=True) for name in VALUE_COLUMNS}
-    )
-    columns.update(_histogram_columns(statistics.histogram))
-    columns.update(
-        {PROBE + name: from_numbers(column, nan_is_null=True) for name, column in block.probes.items()}
-    )
-    return pa.table(columns)
+    columns = {name: values.astype(_DTYPES[name], copy=False) for name, values in columns.items()}
+    probes = {PROBE + name: values.astype(_PROBE_DTYPE, copy=False) for name, values in block.probes.items()}
+    return columns | probes
 
 
-def _histogram_columns(histograms: Histograms) -> dict[str, Any]:
-    """Return the columns of the histograms, without any if they were not read."""
-    import pyarrow as pa
-
-    if isinstance(histograms, UnreadHistograms):
-        return {}
-    offsets = from_numbers(histograms.offsets.astype(np.int32))
-    return {
-        "histogram_bins": pa.ListArray.from_arrays(offsets, from_numbers(histograms.bins)),
-        "histogram_counts": pa.ListArray.from_arrays(offsets, from_numbers(histograms.counts)),
-    }
-
-
-@dataclass(frozen=True)
-class _Opened:
-    table: Any
-    catalogue: tuple[TensorInfo, ...]
+def _is_constant(values: NDArray[Any]) -> bool:
+    return len(values) > 0 and bool((values == values[0]).all())
 
 
 def decode(data: bytes, name: str, *, histograms: bool = True) -> Block:
@@ -395,180 +222,219 @@ def decode(data: bytes, name: str, *, histograms: bool = True) -> Block:
         FormatError: The bytes are not a complete segment, have another version, or claim sizes over the limits.
     """
     with whole(name):
-        return check_values(_to_block(_open(data, name, histograms=histograms)))
+        _check_size(data)
+        header = read_header(data, name)
+        header.check_size(len(data))
+        catalogue = catalogue_of(header.packed_catalogue)
+        found = {column_name: column(data, header, column_name) for column_name in header.columns}
+        lengths = column(data, header, LENGTHS)
+        bins = _histograms(data, header, lengths) if histograms else UnreadHistograms(header.rows)
+        block = _block(found, catalogue, bins)
+        check_steps(block.step, header.first, header.last)
+        return check_values(block)
 
 
-def metadata_of(data: bytes, name: str) -> dict[bytes, bytes]:
-    """Return a segment's metadata.
+def metadata_of(data: bytes, name: str) -> Mapping[bytes, bytes]:
+    """Return the metadata that the writer passed to `encode` as ``more``.
 
     Raises:
         FormatError: The bytes are not a segment of the supported version.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     with whole(name):
-        read_claims(data)
-        stored: dict[bytes, bytes] = pq.read_metadata(pa.BufferReader(data)).metadata or {}
-        check_version(stored, name)
-        return stored
+        _check_size(data)
+        header = read_header(data, name)
+        start, end = ipc.message_end(data, header.histograms_at)
+        more = _schema(bytes(memoryview(data)[start:end])).metadata
+        if _checksum(text for pair in more.items() for text in pair) != header.more_checksum:
+            raise ValueError("its further metadata are damaged")
+        return more
 
 
-def to_block(table: pa.Table, catalogue: tuple[TensorInfo, ...], name: str) -> Block:
-    """Convert a table with all columns of a segment to a block.
-
-    Raises:
-        FormatError: A figure or word is not valid in a segment.
-    """
-    with whole(name):
-        return check_values(_to_block(_Opened(table, catalogue)))
-
-
-@contextmanager
-def whole(name: str) -> Iterator[None]:
-    """Convert every error that damaged bytes cause in the body to one error.
-
-    Raises:
-        FormatError: The bytes are damaged. The message has the name of the object.
-        MemoryError: Memory is exhausted, which does not depend on the bytes.
-    """
-    import pyarrow as pa
-
-    try:
-        yield
-    except (FormatError, MemoryError):  # an ArrowMemoryError is both an ArrowException and a MemoryError
-        raise
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-        zlib.error,
-    ) as error:
-        reason = str(error).split("\n", 1)[0][:200]
-        raise FormatError(f"segment {name} is not a complete segment ({reason})", _MEND) from error
-
-
-def _open(data: bytes, name: str, *, histograms: bool) -> _Opened:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def _check_size(data: bytes) -> None:
     if len(data) > MAX_BYTES:
-        raise FormatError(f"segment {name} has {len(data)} bytes, over the limit of {MAX_BYTES}", _MEND)
-    footer = read_footer(data)
-    check_leaves(footer.leaves)
-    file = pq.ParquetFile(
-        pa.BufferReader(data), read_dictionary=list(WORD_COLUMNS), page_checksum_verification=True
-    )
-    stored = file.metadata.metadata or {}
-    check_version(stored, name)
-    columns = [
-        column
-        for column in checked_columns(file.schema_arrow)
-        if histograms or column not in HISTOGRAM_COLUMNS
-    ]
-    check_claims(claims_of(data, footer, frozenset(columns)), columns)
-    catalogue = catalogue_of(stored[CATALOGUE])
-    return _Opened(file.read(columns, use_threads=False), catalogue)
+        raise ValueError(f"has {len(data)} bytes, over the limit of {MAX_BYTES}")
 
 
-def catalogue_of(stored: bytes) -> tuple[TensorInfo, ...]:
-    """Return the catalogue that `catalogue_bytes` packed.
+def read_header(data: ipc.Bytes, name: str) -> Header:
+    """Read the beginning of a segment.
+
+    Args:
+        data: The object, or a first part of it.
+        name: Name of the segment for error messages.
 
     Raises:
-        ValueError, TypeError, KeyError, zlib.error: The bytes are not a catalogue, or exceed the limit.
+        TruncatedError: The header is longer than the data.
+        FormatError: It has another version.
+        ValueError, TypeError, KeyError: It is damaged, or claims sizes over the limits.
     """
-    return _known.get(stored, _unpacked)
+    view = memoryview(data)
+    start, end = ipc.message_end(view, 0)
+    schema = _schema(bytes(view[start:end]))
+    check_version(dict(schema.metadata), name)
+    batch = ipc.read_batch(view, *ipc.message_end(view, end), schema.columns)
+    facts = _facts(batch.metadata[_FACTS])
+    constant = {key: int(facts["constant"][key]) for key in _MAY_BE_CONSTANT if key in facts["constant"]}
+    columns = frozenset(_places(schema).keys() - {LENGTHS} | constant.keys())
+    _check_columns(schema, columns, constant)
+    if _checksum(entry.name.encode() for entry in schema.columns) != facts["columns"]:
+        raise ValueError("the names of its columns are damaged")
+    values = int(facts["histogram_values"])
+    if not 0 <= values <= MAX_BINS or not 0 <= batch.rows <= MAX_ROWS:
+        raise ValueError(f"claims {batch.rows} rows and {values} bins, over the limits")
+    claimed = batch.rows * _VALUE_BYTES * (len(columns) + 1) + values * _BIN_BYTES
+    if claimed > MAX_BYTES:
+        raise ValueError(f"claims {batch.rows} rows and {claimed} bytes, over the limits")
+    _check_constants(constant)
+    first, last = int(facts["first"]), int(facts["last"])
+    return Header(
+        rows=batch.rows,
+        first=first,
+        last=last,
+        columns=columns,
+        constant=constant,
+        packed_catalogue=schema.metadata[CATALOGUE],
+        histogram_values=values,
+        more_checksum=int(facts["more"]),
+        size=batch.end + len(ipc.END_OF_STREAM) + int(facts["histogram_bytes"]),
+        schema=schema,
+        batch=batch,
+    )
 
 
-def _unpacked(stored: bytes) -> tuple[int, tuple[TensorInfo, ...]]:
-    unpacker = zlib.decompressobj()
-    text = unpacker.decompress(base64.b64decode(stored, validate=True), _MAX_CATALOGUE)
-    if unpacker.unconsumed_tail or not unpacker.eof:
-        raise ValueError("the catalogue of its tensors is too large or truncated")
-    tensors = text.count(b"{")
-    if text.count(b"[") > _MOST_LISTS * (tensors + 1) or text.count(b",") > _MOST_VALUES * (tensors + 1):
-        raise ValueError("the catalogue of its tensors contains data other than tensors")
-    return len(text), tuple(TensorInfo.from_data(entry) for entry in parse_json(text, _MAX_CATALOGUE_MEMORY))
+def _schema(message: bytes) -> ipc.Schema:
+    return ipc.read_schema(message) if len(message) > _MAX_CACHED else _cached_schema(message)
 
 
-def _to_block(opened: _Opened) -> Block:
-    table = opened.table.combine_chunks()
-    places = {info.name: place for place, info in enumerate(opened.catalogue)}
-    if len(places) != len(opened.catalogue):
+_cached_schema = functools.lru_cache(maxsize=32)(ipc.read_schema)
+
+
+def _places(schema: ipc.Schema) -> Mapping[str, int]:
+    """Return the index of each column that is read; columns of later versions are omitted."""
+    return _known_places(schema.columns)
+
+
+@functools.lru_cache(maxsize=32)
+def _known_places(columns: tuple[ipc.Column, ...]) -> Mapping[str, int]:
+    return {
+        found.name: place
+        for place, found in enumerate(columns)
+        if found.name in _DTYPES or found.name.startswith(PROBE)
+    }
+
+
+def _check_columns(schema: ipc.Schema, columns: frozenset[str], constant: Mapping[str, int]) -> None:
+    for name, place in _places(schema).items():
+        due = _DTYPES.get(name, _PROBE_DTYPE)
+        if name in constant or schema.columns[place].dtype != due:
+            raise ValueError(f"column {name[:80]} is of type {schema.columns[place].dtype}, or stated twice")
+    probes = [name for name in columns if name.startswith(PROBE)]
+    if len(probes) > MAX_PROBES:
+        raise ValueError(f"{len(probes)} probes, at most {MAX_PROBES} are read")
+    for name in probes:
+        check_word("probe", name)
+    missing = _DTYPES.keys() - columns - _places(schema).keys()
+    if missing:
+        raise ValueError(f"column {min(missing)} is missing")
+
+
+def _check_constants(constant: Mapping[str, int]) -> None:
+    for name, value in constant.items():
+        if not 0 <= value < min(_CODES.get(name, value + 1), np.iinfo(_DTYPES[name]).max + 1):
+            raise ValueError(f"column {name} has the impossible value {value}")
+
+
+def _facts(stored: bytes) -> dict[str, Any]:
+    check, text = stored[:8], stored[8:]
+    if len(text) > _MAX_FACTS or int(check, 16) != zlib.crc32(text):
+        raise ValueError("the facts about it are damaged")
+    facts = json.loads(text)
+    if not isinstance(facts, dict) or not isinstance(facts["constant"], dict):
+        raise TypeError("the facts about it have another form")
+    return facts
+
+
+def column(data: ipc.Bytes, header: Header, name: str) -> NDArray[Any]:
+    """Return the values of a column or a constant, shape (rows,), with the codes of words checked.
+
+    Args:
+        data: The object; bytes of other columns may be missing or zero.
+        header: Its header.
+        name: One of the header's columns.
+
+    Raises:
+        ValueError, OverflowError, RuntimeError: The column is damaged.
+    """
+    place = _places(header.schema).get(name)
+    if place is None:
+        values = np.full(header.rows, header.constant[name], _DTYPES[name])
+    else:
+        values = ipc.column_values(data, header.batch, place, header.schema.columns[place])
+    if name in _CODES:
+        check_codes(name, values, _CODES[name])
+    return values
+
+
+def check_codes(name: str, codes: NDArray[Any], words: int) -> None:
+    """Check that codes are indices of words.
+
+    Raises:
+        ValueError: One is not.
+    """
+    if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < words:
+        raise ValueError(f"column {name} has the index of an unknown word")
+
+
+def histograms(data: ipc.Bytes, header: Header) -> Histograms:
+    """Return the histograms of all rows. Their bins and counts are not checked.
+
+    Args:
+        data: The object; bytes of columns other than the histograms' may be missing or zero.
+        header: Its header.
+
+    Raises:
+        ValueError, RuntimeError: They are damaged.
+    """
+    return _histograms(data, header, column(data, header, LENGTHS))
+
+
+def _histograms(data: ipc.Bytes, header: Header, lengths: NDArray[np.int32]) -> Histograms:
+    view = memoryview(data)
+    start, end = ipc.message_end(view, header.histograms_at)
+    schema = _schema(bytes(view[start:end]))
+    if schema.columns != _HISTOGRAMS:
+        raise ValueError("its histograms have other columns")
+    batch = ipc.read_batch(view, *ipc.message_end(view, end), schema.columns)
+    if (
+        (lengths < 0).any()
+        or batch.rows != header.histogram_values
+        or int(lengths.sum(dtype=np.int64)) != batch.rows
+    ):
+        raise ValueError("its histograms do not match its rows")
+    if bytes(view[batch.end : batch.end + len(ipc.END_OF_STREAM)]) != ipc.END_OF_STREAM:
+        raise ValueError("it is cut short")
+    offsets = np.zeros(header.rows + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    bins, counts = (ipc.column_values(view, batch, place, found) for place, found in enumerate(_HISTOGRAMS))
+    return Histograms(offsets, bins, counts)
+
+
+def _block(columns: Mapping[str, NDArray[Any]], catalogue: Sequence[TensorInfo], bins: Histograms) -> Block:
+    tensor = columns["tensor"]
+    check_codes("tensor", tensor, len(catalogue))
+    if len({info.name for info in catalogue}) != len(catalogue):
         raise ValueError("two of its tensors have the same name")
-    statistics = StatisticsBatch(
-        **{name: _ints(table, name, np.int64) for name in COUNT_COLUMNS},
-        **{name: _floats(table, name) for name in VALUE_COLUMNS},
-        histogram=_histograms(table),
-    )
     return Block(
-        step=_ints(table, "step", np.int64),
-        mode=to_places(
-            table.column("mode"), {mode: place for place, mode in enumerate(MODES)}, np.int8, "mode"
+        step=columns["step"],
+        mode=columns["mode"],
+        worker=columns["worker"],
+        time_ns=columns["time_ns"],
+        tensor=tensor,
+        catalogue=tuple(catalogue),
+        places=Places(columns["shard_index"], columns["shard_count"], columns["replica"], columns["stage"]),
+        statistics=StatisticsBatch(
+            **{name: columns[name] for name in (*COUNT_COLUMNS, *VALUE_COLUMNS)}, histogram=bins
         ),
-        worker=_ints(table, "worker", np.int32),
-        time_ns=_ints(table, "time_ns", np.int64),
-        tensor=to_places(table.column("tensor"), places, np.int32, "tensor"),
-        catalogue=opened.catalogue,
-        places=Places(
-            _ints(table, "shard_index", np.int32),
-            _ints(table, "shard_count", np.int32),
-            _ints(table, "replica", np.int32),
-            to_places(
-                table.column("stage"), {stage: place for place, stage in enumerate(STAGES)}, np.int8, "stage"
-            ),
-        ),
-        statistics=statistics,
         probes={
-            name[len(PROBE) :]: _floats(table, name) for name in table.column_names if name.startswith(PROBE)
+            name.removeprefix(PROBE): values for name, values in columns.items() if name.startswith(PROBE)
         },
-    )
-
-
-def _ints(table: Any, name: str, dtype: Any) -> Any:
-    column = table.column(name)
-    if column.null_count:
-        raise ValueError(f"column {name} has nulls")
-    return np.ascontiguousarray(to_numbers(column).astype(dtype, casting="same_kind"))
-
-
-def _floats(table: Any, name: str) -> Any:
-    return np.ascontiguousarray(to_numbers(table.column(name)).astype(np.float64))
-
-
-def histograms_of(table: pa.Table) -> Histograms:
-    """Return the histograms of some rows of a segment.
-
-    Raises:
-        ValueError: They are not valid.
-    """
-    histograms = _histograms(table)
-    _check_histograms(histograms)
-    return histograms
-
-
-def _histograms(table: Any) -> Histograms:
-    import pyarrow as pa
-
-    if not HISTOGRAM_COLUMNS & {*table.column_names}:
-        return UnreadHistograms(len(table))
-    empty = pa.ListArray.from_arrays(from_numbers(np.zeros(1, np.int32)), from_numbers(np.empty(0, np.int64)))
-    parts = [
-        pa.concat_arrays(column.chunks) if column.num_chunks else empty
-        for column in (table.column("histogram_bins"), table.column("histogram_counts"))
-    ]
-    bins, counts = parts
-    offsets = to_numbers(bins.offsets).astype(np.int64)
-    if not np.array_equal(offsets, to_numbers(counts.offsets)):
-        raise ValueError("histogram columns do not match")
-    first, last = int(offsets[0]), int(offsets[-1])
-    return Histograms(
-        offsets - first,
-        to_numbers(bins.values)[first:last].astype(np.int16, copy=False),
-        to_numbers(counts.values)[first:last].astype(np.int64, copy=False),
     )

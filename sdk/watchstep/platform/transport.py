@@ -36,6 +36,7 @@ from watchstep.errors import ConfigError, NotFoundError, ServiceError
 
 if TYPE_CHECKING:
     import socket
+    import ssl
 
     from _typeshed import WriteableBuffer
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -417,6 +418,29 @@ class _DeadlineReader(io.RawIOBase):
         super().close()
 
 
+_TLS_SECONDS = 600.0
+"""How long the certificates of authorities stay in memory. To read them costs some 20 ms, far more than a request."""
+
+
+class _TlsContexts:
+    """The TLS context of new connections. urllib3 would create one for each connection, also if it fails."""
+
+    def __init__(self) -> None:
+        self._context: ssl.SSLContext | None = None
+        self._until = 0.0
+
+    def current(self) -> ssl.SSLContext:
+        """Return a context with the system's certificates, as urllib3 configures it."""
+        from urllib3.util.ssl_ import create_urllib3_context
+
+        context = self._context
+        if context is None or time.monotonic() >= self._until:
+            context = create_urllib3_context()
+            context.load_default_certs()
+            self._context, self._until = context, time.monotonic() + _TLS_SECONDS
+        return context
+
+
 def _manager_by(proxy: str, *, bounds_request: bool) -> PoolManager:
     import urllib3
     from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -424,8 +448,14 @@ def _manager_by(proxy: str, *, bounds_request: bool) -> PoolManager:
     class Http(HTTPConnection):
         response_class = _BoundedResponse if bounds_request else http.client.HTTPResponse
 
+    contexts = _TlsContexts()
+
     class Https(HTTPSConnection):
         response_class = Http.response_class
+
+        def connect(self) -> None:
+            self.ssl_context = contexts.current()
+            super().connect()
 
     class HttpPool(urllib3.HTTPConnectionPool):
         QueueCls = _IdleConnections  # type: ignore[assignment]

@@ -7,7 +7,7 @@ and never merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from watchstep.capture.config import Collection, placed
 from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import Placement, Stage, TensorInfo
-from watchstep.platform.patterns import expect
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -170,18 +169,6 @@ class Names:
         self._prefix = prefix
         self._collections = collections
         self._used_collections = used_collections
-        if any(collection.include or collection.exclude for collection in collections.values()):
-            expect(self._usual_names())
-
-    def _usual_names(self) -> Iterator[str]:
-        """Names of most of the tensors that are described later."""
-        for path, module in self.model.named_modules():
-            named = self.path(path)
-            yield from (f"{named or 'model'}:{role}" for role in ("output", "input"))
-            for leaf, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                name = f"{named}.{leaf}" if named else leaf
-                yield name
-                yield from (f"{name}:{suffix}" for suffix in _SUFFIXES)
 
     def path(self, path: str) -> str:
         """Return a module's path, prefixed with the name of its model if it has one."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError
 from watchstep.format.block import STAGES, to_numbers, to_places
-from watchstep.format.segment import PROBE
+from watchstep.format.segment_checks import PROBE
 from watchstep.format.statistics import (
     COUNT_COLUMNS,
     DERIVED,
@@ -21,8 +21,8 @@ from watchstep.format.statistics import (
     StatisticsBatch,
 )
 from watchstep.format.tensors import MODES, TensorInfo
+from watchstep.reading.arrow_object import ArrowObject
 from watchstep.reading.compacted import CompactedObject
-from watchstep.reading.parquet_object import ParquetObject
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -180,7 +180,7 @@ class Located:
     """An object, its attempt, and the first step that a later attempt repeats."""
 
     attempt: str
-    object: ParquetObject | CompactedObject
+    object: ArrowObject | CompactedObject
     cut: int = NO_CUT
 
 

@@ -22,7 +22,7 @@ from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format.block import STAGES, from_codes, from_numbers
 from watchstep.format.documents import parse_json
 from watchstep.format.layout import SCHEMA_VERSION, check_schema
-from watchstep.format.segment import MAX_BYTES, MAX_ROWS
+from watchstep.format.segment_checks import MAX_BYTES, MAX_ROWS
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
@@ -73,7 +73,7 @@ class CompactedAttempt:
     Attributes:
         attempt: its id.
         started_ns: time of its first record.
-        catalogue: packed as by `watchstep.format.segment.catalogue_bytes`.
+        catalogue: packed as by `watchstep.format.catalogue.catalogue_bytes`.
         segments: all rows.
         recent: a copy of the rows of the last steps, from its ``first`` on, so that reading the newest step takes one object.
     """

@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.format.block import Block, concatenate
+from watchstep.format.catalogue import catalogue_bytes, metadata
 from watchstep.format.layout import SegmentKey
-from watchstep.format.segment import CONSTANT, PROBE, catalogue_bytes, metadata, to_table
+from watchstep.format.parquet.table import to_table
+from watchstep.format.segment_checks import CONSTANT, PROBE
 from watchstep.format.statistics import VALUE_COLUMNS
 from watchstep.reading.columns import Selection
 from watchstep.reading.compacted import (

@@ -17,17 +17,12 @@ from numpy.typing import NDArray
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.block import Block, concatenate
 from watchstep.format.layout import SEGMENTS, SegmentKey
-from watchstep.format.segment import (
-    HISTOGRAM_COLUMNS,
-    PROBE,
-    check_columns,
-    check_steps,
-    histograms_of,
-    to_block,
-    whole,
-)
+from watchstep.format.parquet.table import histograms_of, to_block
+from watchstep.format.segment_checks import HISTOGRAM_COLUMNS, PROBE, check_columns, check_steps, whole
 from watchstep.format.statistics import Histograms
 from watchstep.format.tensors import TensorInfo
+from watchstep.platform.arrow import require_arrow
+from watchstep.reading.arrow_object import ArrowObject, open_segment
 from watchstep.reading.budget import PROCESS, ReadBudget
 from watchstep.reading.columns import (
     IDENTITY,
@@ -48,7 +43,7 @@ from watchstep.reading.compacted import (
     Manifest,
     generation_of,
 )
-from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
+from watchstep.reading.parquet_object import Catalogues
 from watchstep.store.store import Store
 
 if TYPE_CHECKING:
@@ -102,9 +97,10 @@ class RunIndex:
         budget: ReadBudget | None = None,
         range_steps: tuple[int, int] = (0, NO_CUT),
     ) -> None:
+        require_arrow("reading a recorded run")
         self._store = store
         self._readers = readers_of(store)
-        self._segments: dict[SegmentKey, ParquetObject] = {}
+        self._segments: dict[SegmentKey, ArrowObject] = {}
         self._catalogues = Catalogues()
         self._generations = Generations(store, self._catalogues)
         self._started: dict[str, int] = {}
@@ -253,9 +249,9 @@ class RunIndex:
                 self.damaged[entry.key] = error.what
         return sizes
 
-    def _opened(self, key: SegmentKey, size: int) -> ParquetObject | None:
+    def _opened(self, key: SegmentKey, size: int) -> ArrowObject | None:
         try:
-            opened = open_object(self._store, key.path, size, self._catalogues)
+            opened = open_segment(self._store, key.path, size, self._catalogues)
             with whole(key.path):
                 check_steps(np.array([opened.first, opened.last] if opened.rows else []), key.first, key.last)
         except NotFoundError:
@@ -269,7 +265,7 @@ class RunIndex:
         """Return the objects with rows of one attempt; by default those of the default view."""
         if attempt is not None:
             compacted = self._generations.attempts.get(attempt)
-            stored_objects: list[ParquetObject | CompactedObject] = [*compacted.objects] if compacted else []
+            stored_objects: list[ArrowObject | CompactedObject] = [*compacted.objects] if compacted else []
             stored_objects += [
                 self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt
             ]
@@ -548,13 +544,13 @@ class RunIndex:
             missing = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in columns}
             return scan.chosen({**columns, **missing}, located)
 
-    def _read(self, stored: ParquetObject | CompactedObject, columns: Collection[str]) -> pa.Table | None:
+    def _read(self, stored: ArrowObject | CompactedObject, columns: Collection[str]) -> pa.Table | None:
         with self._decoding(stored, columns) as table:
             return table
 
     @contextmanager
     def _decoding(
-        self, stored: ParquetObject | CompactedObject, columns: Collection[str]
+        self, stored: ArrowObject | CompactedObject, columns: Collection[str]
     ) -> Iterator[pa.Table | None]:
         """Yield an object's columns, with memory reserved until the selected rows are extracted; None if it is damaged."""
         try:

@@ -1,8 +1,8 @@
-"""Migration of runs with schema 1, which has the names from before 0.1.0, to the names of schema 2.
+"""Migration of runs with schema 1, which has the names from before 0.1.0, and schema 2, whose segments are Parquet.
 
-Each object is replaced as a whole, ``run.json`` last. An interrupted migration is completed by the next one; objects that already
-have the new schema are unchanged. Compacted segments are written as a new generation, and the replaced generation is deleted
-afterwards.
+Each object is replaced as a whole, ``run.json`` last, which states the run's schema. An interrupted migration is completed by the next
+one; objects that already have the new schema are unchanged. Segments of attempts are written as Arrow IPC under a new name, and the
+replaced ones are deleted. Compacted segments are written as a new generation, and the replaced generation is deleted afterwards.
 
 Tensors in snapshots of schema 1 may be compressed; they are written as plain safetensors. In such a file, a compressed tensor is stored as
 bytes (U8), and the metadata contain its dtype, its shape, and the bytes of its blocks. A block is `BLOCK` bytes of the tensor: the first
@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import FormatError, NotFoundError, WatchstepError
+from watchstep.format import segment as segments
+from watchstep.format.catalogue import CATALOGUE, catalogue_bytes, catalogue_of, metadata, schema_of
 from watchstep.format.documents import MAX_BYTES as MAX_DOCUMENT
 from watchstep.format.documents import parse_json
 from watchstep.format.journal import MAX_BYTES as MAX_JOURNAL
@@ -35,23 +37,11 @@ from watchstep.format.layout import (
     SCHEMA_VERSION,
     SEGMENTS,
     SNAPSHOTS,
+    SegmentKey,
 )
-from watchstep.format.parquet_claims import claims_of, read_footer
-from watchstep.format.segment import (
-    CATALOGUE,
-    MAX_BYTES,
-    PROBE,
-    WORD_COLUMNS,
-    catalogue_bytes,
-    catalogue_of,
-    check_claims,
-    check_leaves,
-    checked_columns,
-    encode_table,
-    metadata,
-    schema_of,
-    whole,
-)
+from watchstep.format.parquet.claims import claims_of, read_footer
+from watchstep.format.parquet.table import check_claims, check_leaves, checked_columns, to_block
+from watchstep.format.segment_checks import MAX_BYTES, PROBE, WORD_COLUMNS, whole
 from watchstep.format.snapshot import COMPRESSED, DTYPES, Described, TensorLocation, header, read_header
 from watchstep.reading import compacted
 from watchstep.reading.compacted import (
@@ -180,7 +170,11 @@ def _planes(block: memoryview, size: int) -> NDArray[np.uint8]:
     return np.frombuffer(planes, np.uint8)
 
 
-FROM_SCHEMA = 1
+FROM_SCHEMAS = (1, 2)
+"""Schemas that are rewritten."""
+
+_OLD_SUFFIX = ".parquet"
+_BLOCKS = b"watchstep.blocks"  # metadata of segments of several ranks
 
 SILENT_SECONDS = 900.0
 """How long nothing in a run without an end may have changed until it no longer counts as being written."""
@@ -194,7 +188,7 @@ NAMES = {
     "kept_gradients": "stale_gradients",
     "kept gradients": "stale gradients",
 }
-"""Collections, roles, probes and their columns, and kinds of faults: the name in schema 1 and the name in schema 2."""
+"""Collections, roles, probes and their columns, and kinds of faults: the name in schema 1 and the name since schema 2."""
 
 _UNHELD = ":unheld"
 _KEPT = re.compile(r"((?:.*\.)?gradients:)kept((?:_\d+)?)")
@@ -254,7 +248,7 @@ def new_text(text: str) -> str:
 def migrate_run(
     run_store: Store, name: str, *, dry_run: bool = False, silent_seconds: float = SILENT_SECONDS
 ) -> MigratedRun:
-    """Rewrite the objects of a run that have schema 1. Safe to repeat and to interrupt.
+    """Rewrite the objects of a run that have an earlier schema. Safe to repeat and to interrupt.
 
     Args:
         run_store: the run's store.
@@ -268,8 +262,13 @@ def migrate_run(
         StoreError: the store cannot be read or written.
     """
     migration = _Migration(run_store, MigratedRun(name), silent_seconds, dry_run=dry_run)
+    if migration.from_schema > SCHEMA_VERSION:
+        return migration.done
     for entry in list(run_store.entries(SEGMENTS)):
         migration.segment(entry.key)
+    if migration.from_schema not in FROM_SCHEMAS:
+        # Of a current run, only segments may still come from a recorder of an earlier version.
+        return migration.done
     migration.compaction()
     for entry in list(run_store.entries(SNAPSHOTS)):
         migration.snapshot(entry.key)
@@ -291,19 +290,33 @@ class _Migration:
         self._silent_seconds = silent_seconds
         self._dry_run = dry_run
         self._may_write = False
+        self.from_schema = self._stated_schema()
+
+    def _stated_schema(self) -> int:
+        """Return the schema in ``run.json``; 1 if the document is damaged."""
+        try:
+            document = parse_json(self._store.get(RUN_DOCUMENT, limit=MAX_DOCUMENT), _MAX_MEMORY)
+            schema = document["schema"]
+        except (FormatError, ValueError, TypeError, KeyError, RecursionError):
+            return FROM_SCHEMAS[0]
+        return schema if type(schema) is int else FROM_SCHEMAS[0]
 
     def segment(self, key: str) -> None:
-        """Rewrite one segment, if it is of schema 1."""
+        """Rewrite one segment as Arrow IPC, if it is Parquet."""
+        if not key.endswith(_OLD_SUFFIX):
+            return
         try:
-            table = _renamed_table(self._store.get(key, limit=MAX_BYTES), key)
+            data = _as_arrow(self._store.get(key, limit=MAX_BYTES), key)
+            new_key = _new_key(key)
         except NotFoundError:
             return  # deleted after listing
         except FormatError as error:
             self.done.damaged[key] = error.what
             return
-        if table is not None:
-            self._put(key, encode_table(table))
-            self.done.segments += 1
+        self._put(new_key, data)
+        if not self._dry_run:
+            self._store.delete(key)
+        self.done.segments += 1
 
     def snapshot(self, key: str) -> None:
         """Rewrite one snapshot, if its tensors are compressed."""
@@ -319,7 +332,7 @@ class _Migration:
             self.done.snapshots += 1
 
     def document(self, key: str, limit: int) -> None:
-        """Rewrite one JSON document, if a name in it changed or it states schema 1."""
+        """Rewrite one JSON document, if a name in it changed or it states an earlier schema."""
         try:
             data = self._store.get(key, limit=limit)
             document = parse_json(data, _MAX_MEMORY)
@@ -333,13 +346,16 @@ class _Migration:
         except (ValueError, RecursionError) as error:
             self.done.damaged[key] = f"{key}: not JSON ({error})"
             return
-        new = _renamed_run(document) if key == RUN_DOCUMENT else _renamed_document(document, new_name)
+        if key == RUN_DOCUMENT:
+            new = _current_run(document)
+        else:
+            new = _current_document(document, new_name if self.from_schema == 1 else _same)
         if new != document:
             self._put(key, json.dumps(new, indent=1).encode())
             self.done.documents += 1
 
     def compaction(self) -> None:
-        """Write the newest compaction, if it is of schema 1, as a new generation, and delete the older ones."""
+        """Write the newest compaction, if it is of an earlier schema, as a new generation, and delete the older ones."""
         generations = [
             match
             for entry in list(self._store.entries(COMPACTED))
@@ -351,29 +367,33 @@ class _Migration:
         key = manifest_key(newest)
         try:
             manifest = parse_json(self._store.get(key, limit=MAX_MANIFEST), _MAX_MEMORY)
-            if manifest["schema"] != FROM_SCHEMA:
+            schema = manifest["schema"]
+            if schema not in FROM_SCHEMAS:
                 return
+            entries = manifest["attempts"]
             attempts = tuple(
-                compacted.attempt_from_data(_as_schema_2(entry)) for entry in manifest["attempts"]
+                compacted.attempt_from_data(_as_schema_2(entry) if schema == 1 else entry)
+                for entry in entries
             )
-            self._rewrite_compaction(
-                int(manifest["created_ns"]), tuple(map(str, manifest["sources"])), attempts
-            )
+            sources = tuple(_new_key(str(source)) for source in manifest["sources"])
+            self._rewrite_compaction(int(manifest["created_ns"]), sources, attempts, schema)
         except (FormatError, NotFoundError) as error:
             self.done.damaged[key] = error.what
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             self.done.damaged[key] = f"{key}: not a manifest ({error})"
 
     def _rewrite_compaction(
-        self, created_ns: int, sources: tuple[str, ...], attempts: tuple[CompactedAttempt, ...]
+        self, created_ns: int, sources: tuple[str, ...], attempts: tuple[CompactedAttempt, ...], schema: int
     ) -> None:
         generation = 0 if self._dry_run else self._claimed()
         rewritten = []
         for attempt in attempts:
             prefix = f"{COMPACTED}{generation:010d}/{attempt.attempt}/"
-            segments = [self._rewrite_compacted(segment, prefix) for segment in attempt.segments]
-            recent = None if attempt.recent is None else self._rewrite_compacted(attempt.recent, prefix)
-            catalogue = catalogue_bytes(_renamed_catalogue(catalogue_of(attempt.catalogue.encode())))
+            segments = [self._rewrite_compacted(segment, prefix, schema) for segment in attempt.segments]
+            recent = (
+                None if attempt.recent is None else self._rewrite_compacted(attempt.recent, prefix, schema)
+            )
+            catalogue = catalogue_bytes(_current_catalogue(catalogue_of(attempt.catalogue.encode()), schema))
             rewritten.append(
                 replace(attempt, catalogue=catalogue.decode(), segments=tuple(segments), recent=recent)
             )
@@ -394,9 +414,9 @@ class _Migration:
         self._check_silent()
         return claim_generation(self._store)
 
-    def _rewrite_compacted(self, segment: CompactedSegment, prefix: str) -> CompactedSegment:
-        table = _renamed_table(self._store.get(segment.key, limit=MAX_BYTES), segment.key)
-        if table is None:
+    def _rewrite_compacted(self, segment: CompactedSegment, prefix: str, schema: int) -> CompactedSegment:
+        stated, table, _ = _read_table(self._store.get(segment.key, limit=MAX_BYTES), segment.key)
+        if stated != schema:
             raise FormatError(
                 f"{segment.key} does not have the schema of its manifest", "compact the run again"
             )
@@ -404,7 +424,7 @@ class _Migration:
         key = f"{prefix}{segment.key.rpartition('/')[2]}"
         self._put(key, data)
         self.done.compacted += 1
-        columns = tuple(_new_column(name) for name in segment.columns)
+        columns = tuple(_new_column(name) if schema == 1 else name for name in segment.columns)
         return replace(segment, key=key, size=len(data), columns=columns)
 
     def _put(self, key: str, data: bytes) -> None:
@@ -430,11 +450,36 @@ class _Migration:
         self._may_write = True
 
 
-def _renamed_table(data: bytes, key: str) -> pa.Table | None:
-    """Return the table of a segment of schema 1 with the names and metadata of schema 2; None if it has another schema.
+def _same(name: str) -> str:
+    return name
+
+
+def _new_key(key: str) -> str:
+    """Return the name of a segment since schema 3.
 
     Raises:
-        FormatError: the bytes are not a complete segment, or claim sizes over the limits.
+        FormatError: the name is not that of a segment.
+    """
+    return SegmentKey.parse(f"{key.removesuffix(_OLD_SUFFIX)}.arrow").path
+
+
+def _as_arrow(data: bytes, key: str) -> bytes:
+    """Return a segment of an earlier schema as Arrow IPC.
+
+    Raises:
+        FormatError: the bytes are not a complete segment of an earlier schema, or claim sizes over the limits.
+    """
+    _, table, catalogue = _read_table(data, key)
+    block = to_block(table, catalogue, key)
+    blocks = table.schema.metadata.get(_BLOCKS)
+    return segments.encode(block, more=None if blocks is None else {_BLOCKS: blocks})
+
+
+def _read_table(data: bytes, key: str) -> tuple[int, pa.Table, tuple[TensorInfo, ...]]:
+    """Return a segment's schema, its table with today's names and metadata, and its catalogue.
+
+    Raises:
+        FormatError: the bytes are not a complete segment of an earlier schema, or claim sizes over the limits.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -446,16 +491,19 @@ def _renamed_table(data: bytes, key: str) -> pa.Table | None:
             pa.BufferReader(data), read_dictionary=list(WORD_COLUMNS), page_checksum_verification=True
         )
         stored = dict(file.metadata.metadata or {})
-        if schema_of(stored) != FROM_SCHEMA:
-            return None
+        schema = schema_of(stored)
+        if schema not in FROM_SCHEMAS:
+            raise ValueError(f"it has schema {schema}")
         columns = checked_columns(file.schema_arrow)
         check_claims(claims_of(data, footer, frozenset(columns)), columns)
-        catalogue = _renamed_catalogue(catalogue_of(stored[CATALOGUE]))
+        catalogue = _current_catalogue(catalogue_of(stored[CATALOGUE]), schema)
         table = file.read(columns, use_threads=False).combine_chunks()
-        places = table.column_names.index("tensor")
-        table = table.set_column(places, "tensor", _renamed_words(table.column("tensor")))
-        table = table.rename_columns([_new_column(name) for name in table.column_names])
-        return table.replace_schema_metadata({**stored, **metadata(catalogue_bytes(catalogue))})
+        if schema == 1:
+            places = table.column_names.index("tensor")
+            table = table.set_column(places, "tensor", _renamed_words(table.column("tensor")))
+            table = table.rename_columns([_new_column(name) for name in table.column_names])
+        table = table.replace_schema_metadata({**stored, **metadata(catalogue_bytes(catalogue))})
+        return schema, table, catalogue
 
 
 def _renamed_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -473,7 +521,9 @@ def _renamed_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
     )
 
 
-def _renamed_catalogue(catalogue: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+def _current_catalogue(catalogue: tuple[TensorInfo, ...], schema: int) -> tuple[TensorInfo, ...]:
+    if schema != 1:
+        return catalogue
     return tuple(
         replace(
             info,
@@ -489,21 +539,22 @@ def _new_column(name: str) -> str:
     return f"{PROBE}{new_name(name.removeprefix(PROBE))}" if name.startswith(PROBE) else name
 
 
-def _renamed_run(document: Any) -> Any:
+def _current_run(document: Any) -> Any:
     """Rename in ``run.json``. Patterns, queries and programs of its rules may contain a name anywhere in their text."""
-    if not isinstance(document, dict) or document.get("schema") != FROM_SCHEMA:
+    if not isinstance(document, dict) or document.get("schema") not in FROM_SCHEMAS:
         return document
     texts = {name: document[name] for name in ("config", "rules") if name in document}
-    return document | _renamed_document(texts, new_text) | {"schema": SCHEMA_VERSION}
+    renamed = _current_document(texts, new_text) if document["schema"] == 1 else {}
+    return document | renamed | {"schema": SCHEMA_VERSION}
 
 
-def _renamed_document(value: Any, rename: Callable[[str], str]) -> Any:
-    """Return a JSON value with the names of schema 2, as keys and as values, and its schema."""
+def _current_document(value: Any, rename: Callable[[str], str]) -> Any:
+    """Return a JSON value with today's names, as keys and as values, and today's schema."""
     if isinstance(value, dict):
-        renamed = {rename(key): _renamed_document(entry, rename) for key, entry in value.items()}
-        return renamed | {"schema": SCHEMA_VERSION} if value.get("schema") == FROM_SCHEMA else renamed
+        renamed = {rename(key): _current_document(entry, rename) for key, entry in value.items()}
+        return renamed | {"schema": SCHEMA_VERSION} if value.get("schema") in FROM_SCHEMAS else renamed
     if isinstance(value, list):
-        return [_renamed_document(entry, rename) for entry in value]
+        return [_current_document(entry, rename) for entry in value]
     return rename(value) if isinstance(value, str) else value
 
 

@@ -14,27 +14,17 @@ import numpy as np
 
 from watchstep.errors import FormatError
 from watchstep.format.block import STAGES
-from watchstep.format.parquet_claims import Chunk, Footer, claims_of, is_chosen, read_footer
-from watchstep.format.segment import (
-    CATALOGUE,
-    CONSTANT,
-    MAX_BYTES,
-    MAX_ROWS,
-    WORD_COLUMNS,
-    catalogue_of,
-    check_claims,
-    check_leaves,
-    check_version,
-    checked_columns,
-    whole,
-)
+from watchstep.format.catalogue import CATALOGUE, catalogue_of, check_version
+from watchstep.format.parquet.claims import Chunk, Footer, claims_of, is_chosen, read_footer
+from watchstep.format.parquet.table import check_claims, check_leaves, checked_columns
+from watchstep.format.segment_checks import CONSTANT, MAX_BYTES, MAX_ROWS, WORD_COLUMNS, whole
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.store.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_MAX_WHOLE_BYTES = 256 * 1024
+MAX_WHOLE_BYTES = 256 * 1024
 """Objects up to this size are fetched as a whole, because a second request costs more than the bytes."""
 
 _TAIL_BYTES = 64 * 1024
@@ -178,7 +168,7 @@ class ParquetObject:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        data = _buffer(self.size)
+        data = buffer_of(self.size)
         with whole(self.key):
             for (start, length), piece in zip(ranges, fetched, strict=True):
                 data[start : start + length] = piece
@@ -194,23 +184,28 @@ class ParquetObject:
             return file.read(chosen, use_threads=False)
 
     def _ranges(self, columns: frozenset[str]) -> list[tuple[int, int]]:
-        if self.size <= _MAX_WHOLE_BYTES:
+        if self.size <= MAX_WHOLE_BYTES:
             return [(0, self.size)]
-        ranges = sorted(
+        ranges = [
             (chunk.start, chunk.length)
             for chunk in self.footer.chunks
             if chunk.length and is_chosen(chunk.path, columns)
-        )
+        ]
         if self.parsed is None:
             ranges.append((self.size - self.footer_size, self.footer_size))
-        joined: list[tuple[int, int]] = []
-        for start, length in ranges:
-            if joined and start - sum(joined[-1]) <= _GAP:
-                before, gap = joined.pop()
-                joined.append((before, max(gap, start + length - before)))
-            else:
-                joined.append((start, length))
-        return joined
+        return joined_ranges(ranges)
+
+
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges of an object as (start, length) in order, joined where little lies between them."""
+    joined: list[tuple[int, int]] = []
+    for start, length in sorted(ranges):
+        if joined and start - sum(joined[-1]) <= _GAP:
+            before, gap = joined.pop()
+            joined.append((before, max(gap, start + length - before)))
+        else:
+            joined.append((start, length))
+    return joined
 
 
 def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> ParquetObject:
@@ -238,7 +233,7 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
             raise ValueError(f"claims {footer.rows} rows")
         file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), read_dictionary=list(WORD_COLUMNS))
         columns = frozenset(map(sys.intern, checked_columns(file.schema_arrow)))
-        keeps = size > _MAX_WHOLE_BYTES and catalogues.keeps_parsed(footer_size)
+        keeps = size > MAX_WHOLE_BYTES and catalogues.keeps_parsed(footer_size)
         return ParquetObject(
             store=store,
             key=key,
@@ -265,25 +260,29 @@ def _without_metadata(footer: Footer) -> Footer:
     return Footer(footer.rows, chunks, [], {})
 
 
-def _buffer(size: int) -> memoryview:
+def buffer_of(size: int) -> memoryview:
     """Return memory for an object of which only parts are written. It is zeroed, so that a damaged file cannot expose old contents."""
     return np.zeros(size, np.uint8).data
 
 
 def _with_footer(store: Store, key: str, size: int) -> memoryview:
-    data = _buffer(size)
+    data = buffer_of(size)
     data[:4] = b"PAR1"
-    start = 0 if size <= _MAX_WHOLE_BYTES else size - _TAIL_BYTES
-    data[start:] = _exactly(store, key, start, size - start)
+    start = 0 if size <= MAX_WHOLE_BYTES else size - _TAIL_BYTES
+    data[start:] = exactly(store, key, start, size - start)
     footer_size = int.from_bytes(data[-8:-4], "little") + 8
     if footer_size > size - start and footer_size <= size:
-        data[size - footer_size : start] = _exactly(
-            store, key, size - footer_size, start - size + footer_size
-        )
+        data[size - footer_size : start] = exactly(store, key, size - footer_size, start - size + footer_size)
     return data
 
 
-def _exactly(store: Store, key: str, start: int, length: int) -> bytes:
+def exactly(store: Store, key: str, start: int, length: int) -> bytes:
+    """Fetch a range of an object.
+
+    Raises:
+        FormatError: the object is shorter.
+        NotFoundError, StoreError: it does not exist, or cannot be read.
+    """
     data = store.get_range(key, start, length)
     if len(data) != length:
         raise FormatError(f"segment {key} is shorter than listed", "list the run again")

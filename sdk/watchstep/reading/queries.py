@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.block import STAGES, from_codes, from_numbers
-from watchstep.format.segment import PROBE
+from watchstep.format.segment_checks import PROBE
 from watchstep.format.statistics import (
     Floats,
     Histograms,
@@ -158,7 +158,8 @@ def edges_between(first: int, last: int, bins: int) -> NDArray[np.int64]:
     """Return the edges of at most ``bins`` bins of nearly equal width; one bin per step if there are fewer steps."""
     steps = max(0, last - first + 1)
     count = max(1, min(bins, steps))
-    return (first + np.arange(count + 1) * steps // count).astype(np.int64)
+    # Python integers: a range of steps times the number of bins exceeds 64 bits.
+    return np.array([first + place * steps // count for place in range(count + 1)], np.int64)
 
 
 def histogram(

@@ -10,7 +10,7 @@ import numpy as np
 
 from watchstep.errors import ConfigError, WatchstepError
 from watchstep.format.block import STAGES
-from watchstep.format.segment import PROBE
+from watchstep.format.segment_checks import PROBE
 from watchstep.format.statistics import COUNT_COLUMNS, DERIVED
 from watchstep.format.tensors import LOSSES, MODES, TensorInfo
 from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Selection, figure_of, needs_of

@@ -10,7 +10,7 @@ import numpy as np
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.block import Block
-from watchstep.format.segment import to_table
+from watchstep.format.parquet.table import to_table
 from watchstep.format.statistics import DERIVED
 from watchstep.format.tensors import Mode, TensorInfo, mode_index
 from watchstep.plots.binned import NamedSeries

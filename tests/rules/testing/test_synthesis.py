@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sdk.format.blocks import statistics_of
-from watchstep.format.segment import check_values
+from watchstep.format.segment_checks import check_values
 from watchstep.format.statistics import COUNT_COLUMNS, DERIVED, VALUE_COLUMNS, StatisticsBatch
 from watchstep_rules.testing.file import FIGURES, RuleTest, elements_with, statistics_with
 from watchstep_rules.testing.running import made

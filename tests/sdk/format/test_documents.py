@@ -86,6 +86,20 @@ def test_a_value_of_another_type_is_refused(document: Any, lie: dict[str, Any]) 
         documents.decode(type(document), json.dumps(data).encode(), "d")
 
 
+@pytest.mark.parametrize("levels", [62, 63, 64, 300, 900])
+def test_deeply_nested_documents_are_refused(levels: int) -> None:
+    """The document is the first level, and its config the second one."""
+    inner = "1"
+    for level in range(levels - 1):
+        inner = f'{{"a": {inner}}}' if level % 2 else f"[{inner}]"
+    data = f'{{"project": "p", "run": "r", "created_ns": 1, "config": {{"a": {inner}}}}}'.encode()
+    if levels + 1 <= 64:
+        assert json.loads(data)["config"] == documents.decode(RunDocument, data, "d").config
+    else:
+        with pytest.raises(FormatError, match="nested deeper than 64 levels"):
+            documents.decode(RunDocument, data, "d")
+
+
 values = (
     st.none()
     | st.booleans()

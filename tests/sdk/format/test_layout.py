@@ -35,7 +35,7 @@ def test_plain_names_are_taken_as_they_are(name: str) -> None:
 def test_keys_have_the_documented_layout() -> None:
     writer = WriterId("a1", "node0", "w0")
     assert layout.run_prefix("vision", "r1") == "vision/r1/"
-    assert SegmentKey(writer, 7, 0, 99).path == "stats/a1/node0/w0/0000000007-0-99.parquet"
+    assert SegmentKey(writer, 7, 0, 99).path == "stats/a1/node0/w0/0000000007-0-99.arrow"
     assert SnapshotKey("a1", 3, 120, "train").path == "tensors/a1/3/120-train.safetensors"
     assert layout.attempt_document("a1") == "attempts/a1.json"
     assert layout.end_document("a1", 3) == "end/a1/3.json"
@@ -76,18 +76,20 @@ def test_a_snapshot_key_reads_back(attempt: str, worker: int, step: int, mode: s
     "path",
     [
         "",
-        "stats/a/n/w/0000000007-0-99.parquet/",
-        "stats/a/n/w/0000000007-0-99.parquet\n",
-        "stats/a/n/w/0000000007-0-99.parquet#1",
-        "stats/a/n/0000000007-0-99.parquet",
-        "stats/a/n/w/x/0000000007-0-99.parquet",
-        "stats/../n/w/0000000007-0-99.parquet",
-        "stats/a/n/-w/0000000007-0-99.parquet",
-        "stats/a/n/w/7-0-99.parquet",
-        "stats/a/n/w/0000000007-5-4.parquet",
-        "stats/a/n/w/0000000007-00-99.parquet",
-        "stats/a/n/w/0000000007--1-99.parquet",
-        "stats/a/n/w/000000000\u0667-0-99.parquet",
+        "stats/a/n/w/0000000007-0-99.arrow/",
+        "stats/a/n/w/0000000007-0-99.arrow\n",
+        "stats/a/n/w/0000000007-0-99.arrow#1",
+        "stats/a/n/w/0000000007-0-99.parquet",
+        "stats/a/n/w/0000000007-0-99",
+        "stats/a/n/0000000007-0-99.arrow",
+        "stats/a/n/w/x/0000000007-0-99.arrow",
+        "stats/../n/w/0000000007-0-99.arrow",
+        "stats/a/n/-w/0000000007-0-99.arrow",
+        "stats/a/n/w/7-0-99.arrow",
+        "stats/a/n/w/0000000007-5-4.arrow",
+        "stats/a/n/w/0000000007-00-99.arrow",
+        "stats/a/n/w/0000000007--1-99.arrow",
+        "stats/a/n/w/000000000\u0667-0-99.arrow",
         "tensors/a/3/120-train.safetensors",
     ],
 )

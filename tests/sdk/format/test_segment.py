@@ -1,26 +1,32 @@
+"""Segments: what is encoded is decoded, other readers and writers of Arrow IPC agree, and hostile objects are refused."""
+
 from __future__ import annotations
 
 import base64
 import json
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.sdk.format.arrow_streams import Streams, checksum, with_checksum
 from tests.sdk.format.blocks import INFOS, Row, block_of, blocks, rows_of
 from watchstep.errors import ConfigError, FormatError
-from watchstep.format import segment
-from watchstep.format.block import Block, concatenate, together, view
-from watchstep.format.parquet_claims import read_claims
-from watchstep.format.statistics import Histograms
-from watchstep.format.tensors import Placement
+from watchstep.format import ipc, segment
+from watchstep.format.block import STAGES, Block, concatenate, together, view
+from watchstep.format.catalogue import catalogue_bytes
+from watchstep.format.parquet.table import to_table
+from watchstep.format.segment_checks import MAX_ROWS, whole
+from watchstep.format.statistics import COUNT_COLUMNS, Histograms
+from watchstep.format.tensors import MODES, Placement
 
 BLOCK = block_of(
     [
@@ -30,34 +36,12 @@ BLOCK = block_of(
         for worker in (0, 1)
     ]
 )  # fmt: skip
-WHOLE = segment.encode(BLOCK)
-TABLE = pq.read_table(pa.BufferReader(WHOLE))
-MEMORY = 64 * 1024 * 1024
-
-
-@pytest.fixture
-def memory() -> Iterator[pa.MemoryPool]:
-    """Arrow's memory, counted from here on."""
-    usual = pa.default_memory_pool()
-    counted = pa.proxy_memory_pool(usual)
-    pa.set_memory_pool(counted)
-    yield counted
-    pa.set_memory_pool(usual)
-
-
-def written(table: pa.Table, **changed: object) -> bytes:
-    """A Parquet file with a segment's metadata, some of it changed."""
-    sink = pa.BufferOutputStream()
-    metadata = {**TABLE.schema.metadata, **{name.encode(): value for name, value in changed.items()}}
-    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
-    return bytes(sink.getvalue())
-
-
-def with_column(name: str, values: Any, kind: Any = None) -> bytes:
-    """A segment with one column replaced."""
-    place = TABLE.schema.get_field_index(name)
-    column = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, kind)
-    return written(TABLE.set_column(place, name, column))
+ROWS = len(BLOCK)
+MORE = {b"watchstep.blocks": b'{"token": [1, 2]}'}
+WHOLE = segment.encode(BLOCK, more=MORE)
+STREAMS = Streams.read(WHOLE)
+HEADER = segment.read_header(WHOLE, "whole")
+MEMORY = 16 * 1024 * 1024
 
 
 def refused(data: bytes) -> str:
@@ -66,22 +50,23 @@ def refused(data: bytes) -> str:
     return caught.value.what
 
 
+@contextmanager
+def memory_below(limit: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+
+
 def test_short_memory_is_not_reported_as_damage() -> None:
-    with pytest.raises(MemoryError), segment.whole("run/seg"):
-        raise pa.ArrowMemoryError("malloc of size 64 failed")
+    for error in (MemoryError(), pa.ArrowMemoryError("malloc of size 64 failed")):
+        with pytest.raises(MemoryError), whole("run/seg"):
+            raise error
 
 
-@pytest.mark.parametrize("name", ["step.x", "histogram_bins.list.item", "tensor.list.element"])
-def test_a_column_that_is_read_along_with_one_of_a_segment_is_refused(name: str) -> None:
-    assert "not one of a segment's" in refused(written(TABLE.append_column(name, TABLE.column("mean"))))
-
-
-def test_histograms_with_other_names_of_elements_are_refused() -> None:
-    sink = pa.BufferOutputStream()
-    place = TABLE.schema.get_field_index("histogram_bins")
-    bins = TABLE.column(place).cast(pa.list_(pa.field("item", pa.int16())))
-    pq.write_table(TABLE.set_column(place, "histogram_bins", bins), sink, use_compliant_nested_type=False)
-    assert "column histogram_bins.list.item is not one" in refused(bytes(sink.getvalue()))
+# Round trips
 
 
 @given(blocks)
@@ -94,10 +79,10 @@ def test_what_was_encoded_is_decoded(block: Block) -> None:
 @given(blocks)
 def test_what_is_read_without_histograms_is_the_same_but_for_them(block: Block) -> None:
     data = segment.encode(block)
-    light, whole = segment.decode(data, "s", histograms=False), segment.decode(data, "s")
-    assert len(light.statistics.histogram) == len(light) == len(whole)
-    again = replace(light, statistics=replace(light.statistics, histogram=whole.statistics.histogram))
-    assert rows_of(again) == rows_of(whole)
+    light, complete = segment.decode(data, "s", histograms=False), segment.decode(data, "s")
+    assert len(light.statistics.histogram) == len(light) == len(complete)
+    again = replace(light, statistics=replace(light.statistics, histogram=complete.statistics.histogram))
+    assert rows_of(again) == rows_of(complete)
 
 
 def test_access_to_histograms_that_were_not_read_states_what_to_do() -> None:
@@ -118,255 +103,64 @@ def test_access_to_histograms_that_were_not_read_states_what_to_do() -> None:
         segment.encode(light)
 
 
+def test_damage_in_histograms_is_refused_only_where_they_are_read() -> None:
+    data = bytearray(WHOLE)
+    data[VALUES[-1]] ^= 1
+    assert len(segment.decode(bytes(data), "s", histograms=False)) == ROWS
+    assert "LZ4" in refused(bytes(data))
+
+
+@pytest.mark.parametrize("missing", [1, 8, 100, len(WHOLE) - HEADER.histograms_at])
+def test_a_truncation_is_refused_without_reading_histograms(missing: int) -> None:
+    with pytest.raises(FormatError, match=rf"has {len(WHOLE) - missing} bytes instead of {len(WHOLE)}"):
+        segment.decode(WHOLE[:-missing], "s", histograms=False)
+    assert "instead of" in refused(WHOLE + bytes(missing))
+
+
 def test_empty_blocks_and_blocks_of_an_empty_catalogue_are_segments() -> None:
     for block in (Block.empty(), BLOCK.take(np.empty(0, np.intp))):
-        decoded = segment.decode(segment.encode(block), "s")
+        data = segment.encode(block)
+        decoded = segment.decode(data, "s")
         assert len(decoded) == 0
         assert decoded.catalogue == block.catalogue
+        header = segment.read_header(data, "s")
+        assert (header.rows, header.first, header.last, header.constant) == (0, 0, -1, {})
 
 
 def test_a_kept_catalogue_gives_the_same_bytes() -> None:
-    assert segment.encode(BLOCK, segment.catalogue_bytes(BLOCK.catalogue)) == WHOLE
-
-
-def test_other_programs_read_a_segment_as_a_table() -> None:
-    assert TABLE.num_rows == len(BLOCK)
-    assert TABLE.column("tensor").to_pylist()[:2] == ["loss", "loss"]
-    assert TABLE.column("probe.dead").to_pylist()[0] == 0.5
-    assert segment.to_table(BLOCK).select(["step", "mean"]).equals(TABLE.select(["step", "mean"]))
-
-
-def test_many_row_groups_and_plain_words_read_the_same() -> None:
-    sink = pa.BufferOutputStream()
-    words = TABLE.schema.get_field_index("tensor")
-    plain = TABLE.set_column(words, "tensor", TABLE.column("tensor").cast(pa.string()))
-    pq.write_table(plain, sink, row_group_size=7, use_dictionary=False, data_page_version="2.0")
-    assert rows_of(segment.decode(bytes(sink.getvalue()), "s")) == rows_of(BLOCK)
-
-
-def test_columns_of_later_versions_are_omitted() -> None:
-    data = written(TABLE.append_column("later", pa.array(["x"] * len(BLOCK))))
-    assert rows_of(segment.decode(data, "s")) == rows_of(BLOCK)
-
-
-@pytest.mark.parametrize(("schema", "hint"), [(3, "read the run with a newer"), (1, "rewrite the run with")])
-def test_another_schema_is_refused_with_its_own_hint(schema: int, hint: str) -> None:
-    with pytest.raises(FormatError, match=rf"schema {schema}, this version reads schema 2\n  hint: {hint}"):
-        segment.decode(written(TABLE, watchstep=f'{{"schema": {schema}}}'), "s")
-
-
-@given(st.integers(0, len(WHOLE) - 1))
-def test_every_truncation_is_refused(length: int) -> None:
-    refused(WHOLE[:length])
-
-
-@settings(max_examples=400)
-@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(1, 255)), min_size=1, max_size=4))
-def test_flipped_bits_are_refused_or_harmless(flips: list[tuple[int, int]]) -> None:
-    data = bytearray(WHOLE)
-    for place, mask in flips:
-        data[place] ^= mask
-    check_harmless(bytes(data))
-
-
-@settings(max_examples=400)
-@given(st.lists(st.tuples(st.integers(0, 6000), st.integers(1, 255)), min_size=1, max_size=3))
-def test_flipped_bits_in_the_footer_are_refused_or_harmless(flips: list[tuple[int, int]]) -> None:
-    data = bytearray(WHOLE)
-    for place, mask in flips:
-        data[-1 - place] ^= mask
-    check_harmless(bytes(data))
-
-
-@given(st.binary(max_size=200))
-@example(b"")
-@example(b"PAR1PAR1")
-@example(b"PAR1" + bytes(4) + b"\xff\xff\xff\xff" + b"PAR1")
-def test_other_bytes_are_refused(data: bytes) -> None:
-    refused(data)
-    refused(b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1")
-
-
-def check_harmless(data: bytes) -> None:
-    """No other error for any damage; decoded figures are figures that a tensor can have."""
-    try:
-        block = segment.decode(data, "s")
-    except FormatError:
-        return
-    assert (block.statistics.finite >= 0).all()
-    assert len(rows_of(block)) <= segment.MAX_ROWS
-
-
-@pytest.mark.parametrize(
-    "name", ["step", "worker", "replica", "shard_count", "shard_index", "count", "nan", "zero"]
-)
-def test_a_number_that_cannot_be_is_refused(name: str) -> None:
-    kind = TABLE.schema.field(name).type
-    assert f"column {name} holds" in refused(with_column(name, [-1] * len(BLOCK), kind))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("worker", 2**28), ("shard_index", 2), ("count", 2**62), ("negative", 4), ("pos_inf", 3)],
-)
-def test_a_number_beyond_its_bound_is_refused(name: str, value: int) -> None:
-    kind = TABLE.schema.field(name).type
-    assert "holds a number that cannot be" in refused(with_column(name, [value] * len(BLOCK), kind))
-
-
-@pytest.mark.parametrize("name", TABLE.column_names)
-def test_a_column_that_is_missing_of_another_type_or_null_is_refused(name: str) -> None:
-    if not name.startswith("probe."):
-        refused(written(TABLE.drop_columns([name])))
-    refused(with_column(name, [{"a": 1}] * len(BLOCK)))
-    if not pa.types.is_floating(TABLE.schema.field(name).type) and not name.startswith("histogram"):
-        refused(with_column(name, [None] * len(BLOCK), TABLE.schema.field(name).type))
-
-
-@pytest.mark.parametrize("name", ["mode", "tensor", "stage"])
-def test_an_unknown_word_is_refused(name: str) -> None:
-    assert "'nobody'" in refused(with_column(name, ["nobody"] * len(BLOCK)))
-
-
-@pytest.mark.parametrize(
-    ("bins", "counts", "reason"),
-    [
-        ([0, 0], [1, 1], "ascending"),
-        ([2, 1], [1, 1], "ascending"),
-        ([2048], [1], "histogram_bins"),
-        ([-2149], [1], "histogram_bins"),
-        ([0], [0], "histogram_counts"),
-        ([0], [-1], "histogram_counts"),
-        ([0, 1], [1], "do not match"),
-        ([None], [1], "is not a complete segment"),
-    ],
-)
-def test_a_histogram_that_cannot_be_is_refused(bins: list[int], counts: list[int], reason: str) -> None:
-    rows = [[0, 1]] * (len(BLOCK) - 1)
-    place = TABLE.schema.get_field_index("histogram_bins")
-    table = TABLE.set_column(place, "histogram_bins", pa.array([*rows, bins], pa.list_(pa.int16())))
-    ones = [[1, 1]] * (len(BLOCK) - 1)
-    other = pa.array([*ones, counts], pa.list_(pa.int64()))
-    assert reason in refused(written(table.set_column(place + 1, "histogram_counts", other)))
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"watchstep": "{}"},
-        {"watchstep": "no json"},
-        {"watchstep": '{"schema": "x"}'},
-        {"watchstep": '{"schema": Infinity}'},
-        {"watchstep": "[" * 100_000},
-        {"watchstep.tensors": "not base64"},
-        {"watchstep.tensors": base64.b64encode(b"not zlib")},
-        {"watchstep.tensors": base64.b64encode(zlib.compress(b"[]")[:-1])},
-    ],
-)
-def test_metadata_that_cannot_be_read_is_refused(metadata: dict[str, Any]) -> None:
-    refused(written(TABLE, **metadata))
-
-
-def catalogue(entries: object) -> bytes:
-    return written(
-        TABLE, **{"watchstep.tensors": base64.b64encode(zlib.compress(json.dumps(entries).encode()))}
-    )
-
-
-def test_a_catalogue_with_lies_is_refused() -> None:
-    good = [info.as_data() for info in INFOS]
-    assert rows_of(segment.decode(catalogue(good), "s")) == rows_of(BLOCK)
-    lies: list[Callable[[dict[str, Any]], Any]] = [
-        lambda entry: entry | {"name": 3},
-        lambda entry: entry | {"collections": 3},
-        lambda entry: entry | {"collections": [3]},
-        lambda entry: entry | {"role": None},
-        lambda entry: entry | {"order": -1},
-        lambda entry: entry | {"order": 1.5},
-        lambda entry: entry | {"shape": [-1]},
-        lambda entry: entry | {"shape": [2**63]},
-        lambda entry: entry | {"shape": [True]},
-        lambda entry: entry | {"derived": 1},
-        lambda entry: {"name": entry["name"]},
-        lambda entry: [entry],
-        lambda entry: None,
-    ]
-    for lie in lies:
-        refused(catalogue([lie(good[0]), *good[1:]]))
-    refused(catalogue([*good, good[0]]))
-    refused(catalogue(3))
-
-
-def test_a_catalogue_that_holds_other_data_than_tensors_is_refused() -> None:
-    good = [info.as_data() for info in INFOS]
-    assert "data other than tensors" in refused(catalogue([{**good[0], "later": [[]] * 1000}, *good[1:]]))
-    assert "data other than tensors" in refused(catalogue([{**good[0], "later": [0] * 10_000}, *good[1:]]))
-    assert rows_of(segment.decode(catalogue([{**good[0], "later": [[0]]}, *good[1:]]), "s")) == rows_of(BLOCK)
-
-
-def test_a_footer_with_very_much_metadata_or_very_many_columns_is_refused() -> None:
-    pairs = {f"k{number}": "" for number in range(100)}
-    assert "entries of metadata" in refused(written(TABLE, **pairs))
-    assert "its metadata take" in refused(
-        written(TABLE, watchstep=json.dumps({"schema": 1, "x": "y" * 9000}))
-    )
-    sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, TABLE.schema) as writer:
-        for _ in range(2048 // len(TABLE.schema.names) + 1):
-            writer.write_table(TABLE)
-    assert "columns in its row groups" in refused(bytes(sink.getvalue()))
-
-
-def test_an_unpacked_catalogue_over_the_limit_is_refused() -> None:
-    bomb = base64.b64encode(zlib.compress(b"[" + b" " * (64 * 1024 * 1024) + b"]", 9))
-    assert "too large" in refused(written(TABLE, **{"watchstep.tensors": bomb}))
-
-
-def test_an_object_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "MAX_BYTES", len(WHOLE) - 1)
-    assert f"over the limit of {len(WHOLE) - 1}" in refused(WHOLE)
-
-
-def refused_within(memory: pa.MemoryPool, data: bytes) -> str:
-    """Refused, with less than `MEMORY` taken from then on."""
-    counted = pa.proxy_memory_pool(memory)
-    pa.set_memory_pool(counted)
-    reason = refused(data)
-    assert counted.max_memory() < MEMORY
-    return reason
-
-
-def test_a_file_of_very_many_rows_is_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
-    repeated = TABLE.take([0] * 1000)
-    sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, repeated.schema, compression="zstd") as writer:
-        for _ in range(segment.MAX_ROWS // 1000 + 1):
-            writer.write_table(repeated, row_group_size=1000)
-    refused_within(memory, bytes(sink.getvalue()))
-
-
-def test_lists_that_unpack_to_very_much_are_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
-    values = pa.array(np.zeros(40_000_000, np.int16))
-    offsets = pa.array([*([0] * len(BLOCK)), len(values)], pa.int32())
-    data = with_column("histogram_bins", pa.ListArray.from_arrays(offsets, values))
-    assert len(data) < 100_000
-    assert "histogram_bins claims 40000" in refused_within(memory, data)
-
-
-def test_rows_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "MAX_ROWS", len(BLOCK) - 1)
-    assert f"claims {len(BLOCK)} rows" in refused(WHOLE)
-
-
-def test_very_many_probes_are_refused() -> None:
-    block = replace(BLOCK, probes={f"p{index}": np.zeros(len(BLOCK)) for index in range(65)})
-    assert "65 probes" in refused(segment.encode(block))
+    assert segment.encode(BLOCK, catalogue_bytes(BLOCK.catalogue), MORE) == WHOLE
 
 
 def test_histograms_of_a_slice_are_its_own() -> None:
     part = BLOCK.take(np.arange(3, 9))
     assert isinstance(part.statistics.histogram, Histograms)
     assert rows_of(segment.decode(segment.encode(part), "s")) == rows_of(BLOCK)[3:9]
+
+
+def test_arrays_of_other_types_and_strides_are_encoded() -> None:
+    wide = replace(
+        BLOCK,
+        worker=np.repeat(BLOCK.worker, 2)[::2].astype(np.int64),
+        tensor=np.repeat(BLOCK.tensor, 2)[::2],
+        step=BLOCK.step[::-1][::-1],
+    )
+    assert segment.encode(wide, more=MORE) == WHOLE
+
+
+@given(st.dictionaries(st.binary(max_size=20), st.binary(max_size=300), max_size=4))
+def test_further_metadata_are_returned(more: dict[bytes, bytes]) -> None:
+    data = segment.encode(BLOCK, more=more)
+    assert segment.metadata_of(data, "s") == more
+    assert rows_of(segment.decode(data, "s")) == rows_of(BLOCK)
+
+
+def test_damaged_further_metadata_are_refused() -> None:
+    with pytest.raises(FormatError, match="its further metadata are damaged"):
+        segment.metadata_of(WHOLE.replace(b'"token": [1, 2]', b'"token": [1, 3]'), "s")
+    with pytest.raises(FormatError, match="its further metadata are damaged"):
+        segment.metadata_of(WHOLE.replace(b"watchstep.blocks", b"watchstep.clocks"), "s")
+    with pytest.raises(FormatError, match="segment s"):
+        segment.metadata_of(WHOLE[:-2000], "s")
 
 
 @pytest.mark.parametrize(
@@ -405,8 +199,463 @@ def test_long_words_are_shortened_to_different_ones_that_readers_take() -> None:
     assert INFOS[0].bounded() is INFOS[0]
 
 
-def test_the_pages_of_the_largest_segment_are_read() -> None:
-    rows = np.arange(segment.MAX_ROWS)
-    block = BLOCK.take(np.zeros(len(rows), np.int64))
-    block = replace(block, step=rows, time_ns=7919 * rows)
-    assert read_claims(segment.encode(block)).rows == segment.MAX_ROWS
+# Other readers and writers
+
+
+@given(blocks)
+def test_pyarrow_reads_the_same_values(block: Block) -> None:
+    streams = Streams.read(segment.encode(block, more=MORE))
+    assert streams.more == MORE
+    table = to_table(block)
+    constants = streams.facts["constant"]
+    for name in table.column_names:
+        if name.startswith("histogram"):
+            bins = table[name].combine_chunks()
+            assert streams.histograms[name].equals(bins.flatten())
+            assert streams.columns["histogram_length"].to_pylist() == bins.value_lengths().to_pylist()
+            continue
+        values = [constants[name]] * len(block) if name in constants else streams.columns[name].to_pylist()
+        words = {"tensor": [info.name for info in block.catalogue], "mode": MODES, "stage": STAGES}
+        if name in words:
+            values = [words[name][code] for code in values]
+        due = [float("nan") if value is None else value for value in table[name].to_pylist()]
+        assert np.array_equal(values, due, equal_nan=table[name].type == pa.float64())
+    assert streams.columns.keys() & constants.keys() == set()
+
+
+@given(blocks, st.sampled_from(["lz4", None]))
+def test_what_pyarrow_writes_is_read(block: Block, compression: str | None) -> None:
+    streams = Streams.read(segment.encode(block, more=MORE))
+    data = streams.encode(compression=compression)
+    assert rows_of(segment.decode(data, "s")) == rows_of(block)
+    assert segment.metadata_of(data, "s") == MORE
+
+
+def test_columns_of_numbers_of_later_versions_are_omitted() -> None:
+    data = STREAMS.with_column("later", [7] * ROWS, pa.int16()).encode()
+    assert rows_of(segment.decode(data, "s")) == rows_of(BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (pa.array(["x"] * ROWS), "not of a type of segments"),
+        (pa.array(["x"] * ROWS).dictionary_encode(), "not of plain numbers"),
+        (pa.array([[1.0]] * ROWS), "not of plain numbers"),
+        (pa.array([{"a": 1}] * ROWS), "not of plain numbers"),
+        (pa.array([True] * ROWS), "not of a type of segments"),
+        (pa.array([1] * ROWS, pa.uint64()), "not of a type of segments"),
+        (pa.array([1] * ROWS, pa.timestamp("ns")), "not of a type of segments"),
+        (pa.array([1.0] * ROWS, pa.float32()), "not of a type of segments"),
+        (pa.array([None, *[1.0] * (ROWS - 1)], pa.float64()), "has nulls"),
+        (pa.nulls(ROWS), "not of a type of segments"),
+    ],
+)
+def test_columns_of_other_forms_are_refused(values: pa.Array, reason: str) -> None:
+    assert reason in refused(STREAMS.with_column("probe.dead", values).encode())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"compression": "zstd"}, "another compression than LZ4"),
+        ({"metadata_version": pa.ipc.MetadataVersion.V4}, "another version of Arrow's format"),
+        ({"use_legacy_format": True}, "no message of an Arrow stream"),
+    ],
+)
+def test_streams_of_other_forms_are_refused(options: dict[str, Any], reason: str) -> None:
+    assert reason in refused(STREAMS.encode(**options))
+
+
+def test_a_file_of_parquet_or_arrow_is_refused() -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, pa.schema([("a", pa.int64())])):
+        pass
+    assert "no message of an Arrow stream" in refused(bytes(sink.getvalue()))
+    assert "no message of an Arrow stream" in refused(b"PAR1" + bytes(100) + b"PAR1")
+
+
+@pytest.mark.parametrize(
+    ("schema", "hint"),
+    [(4, "read the run with a newer"), (2, "rewrite the run with"), (1, "rewrite the run")],
+)
+def test_another_schema_is_refused_with_its_own_hint(schema: int, hint: str) -> None:
+    data = STREAMS.with_metadata(watchstep=f'{{"schema": {schema}}}').encode()
+    with pytest.raises(FormatError, match=rf"schema {schema}, this version reads schema 3\n  hint: {hint}"):
+        segment.decode(data, "s")
+
+
+# Damage
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+@example(0)
+@example(len(WHOLE) - 1)
+def test_every_truncation_is_refused(length: int) -> None:
+    refused(WHOLE[:length])
+
+
+def same_or_refused(data: bytes) -> bool:
+    """Whether damaged bytes are refused; otherwise not a figure may have changed."""
+    try:
+        block = segment.decode(data, "s")
+    except FormatError:
+        return True
+    assert rows_of(block) == rows_of(BLOCK)
+    assert block.catalogue == BLOCK.catalogue
+    return False
+
+
+@settings(max_examples=400)
+@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 7))
+def test_a_flipped_bit_is_refused_or_changes_no_figure(place: int, bit: int) -> None:
+    data = bytearray(WHOLE)
+    data[place] ^= 1 << bit
+    same_or_refused(bytes(data))
+    with suppress(FormatError):
+        assert segment.metadata_of(bytes(data), "s") == MORE
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(1, 255)), min_size=1, max_size=4))
+def test_flipped_bytes_are_refused_or_change_no_figure(flips: list[tuple[int, int]]) -> None:
+    data = bytearray(WHOLE)
+    for place, mask in flips:
+        data[place] ^= mask
+    same_or_refused(bytes(data))
+
+
+def values_places() -> list[int]:
+    """The places of all bytes of columns."""
+    start, end = ipc.message_end(WHOLE, HEADER.histograms_at)
+    columns = ipc.read_schema(WHOLE[start:end]).columns
+    bins = ipc.read_batch(WHOLE, *ipc.message_end(WHOLE, end), columns)
+    return [
+        place
+        for batch in (HEADER.batch, bins)
+        for start, length in batch.parts
+        for place in range(batch.body + start, batch.body + start + length)
+    ]
+
+
+VALUES = values_places()
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(st.sampled_from(VALUES), st.integers(1, 255)), min_size=1, max_size=4, unique_by=lambda flip: flip[0]))  # fmt: skip
+def test_flipped_bytes_of_values_are_refused(flips: list[tuple[int, int]]) -> None:
+    data = bytearray(WHOLE)
+    for place, mask in flips:
+        data[place] ^= mask
+    assert same_or_refused(bytes(data))
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xff\xff\xff\xff")
+@example(b"\xff\xff\xff\xff\x00\x00\x00\x00")
+def test_other_bytes_are_refused(data: bytes) -> None:
+    refused(data)
+    refused(b"\xff\xff\xff\xff\x20\x00\x00\x00" + data)
+
+
+@pytest.mark.parametrize("name", ["dead", "deed", "dead2"])
+def test_a_damaged_name_of_a_probe_is_refused(name: str) -> None:
+    streams = STREAMS.without("probe.dead").with_column(f"probe.{name}", [0.5] * ROWS)
+    data = streams.encode(stated={"columns": checksum(*(column.encode() for column in STREAMS.columns))})
+    if name == "dead":
+        assert rows_of(segment.decode(data, "s")) == rows_of(BLOCK)
+    else:
+        assert "names of its columns are damaged" in refused(data)
+
+
+# Figures that cannot be
+
+
+def constant(name: str, value: object) -> bytes:
+    """The segment with a constant instead of a column."""
+    streams = STREAMS.without(name)
+    return streams.with_facts(constant={**streams.facts["constant"], name: value}).encode()
+
+
+NUMBERS = ("step", "worker", "replica", "shard_count", "shard_index", "count", "nan", "zero")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_cannot_be_is_refused(name: str) -> None:
+    kind = pa.int32() if name in {"worker", "replica", "shard_count", "shard_index"} else pa.int64()
+    data = STREAMS.with_column(name, [-1] * ROWS, kind).with_facts(first=-1).encode()
+    assert f"column {name} holds" in refused(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("worker", 2**28), ("shard_index", 2), ("count", 2**62), ("negative", 4), ("pos_inf", 3)],
+)
+def test_a_number_beyond_its_bound_is_refused(name: str, value: int) -> None:
+    kind = pa.int32() if name in {"worker", "shard_index"} else pa.int64()
+    assert "holds a number that cannot be" in refused(
+        STREAMS.with_column(name, [value] * ROWS, kind).encode()
+    )
+    assert "holds a number that cannot be" in refused(constant(name, value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("worker", -1),
+        ("worker", 2**31),
+        ("count", 2**63),
+        ("mode", len(MODES)),
+        ("stage", len(STAGES)),
+        ("stage", -1),
+    ],
+)
+def test_a_constant_that_cannot_be_is_refused(name: str, value: int) -> None:
+    assert f"column {name} has the impossible value {value}" in refused(constant(name, value))
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", float("nan"), float("inf"), "9" * 5000])
+def test_a_constant_that_is_no_number_is_refused(value: object) -> None:
+    assert "is not a complete segment" in refused(constant("nan", value))
+
+
+@pytest.mark.parametrize("name", ["step", "tensor", "time_ns", "min", "histogram_length", "probe.dead"])
+def test_columns_that_are_never_constant_are_refused_as_constants(name: str) -> None:
+    data = constant(name, 1)
+    if name == "probe.dead":
+        assert "dead" not in segment.decode(data, "s").probes
+    else:
+        assert f"column {name} is missing" in refused(data)
+
+
+def test_a_column_and_a_constant_of_one_name_are_refused() -> None:
+    facts = {"constant": {**STREAMS.facts["constant"], "count": 3}}
+    assert "stated twice" in refused(STREAMS.with_column("count", [3] * ROWS).with_facts(**facts).encode())
+    names = [*STREAMS.columns, "step"]
+    batch = pa.RecordBatch.from_arrays([*STREAMS.columns.values(), STREAMS.columns["step"]], names=names)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema.with_metadata(STREAMS.metadata)) as stream:
+        stream.write_batch(batch)
+    assert "two columns have the same name" in refused(bytes(sink.getvalue()))
+
+
+@pytest.mark.parametrize("name", [*STREAMS.columns, *STREAMS.facts["constant"]])
+def test_a_column_that_is_missing_or_of_another_type_is_refused(name: str) -> None:
+    if not name.startswith("probe."):
+        assert f"column {name} is missing" in refused(STREAMS.without(name).encode())
+    other = pa.int16() if name in COUNT_COLUMNS or name.startswith("probe.") else pa.int64()
+    if name in {"step", "time_ns"}:
+        other = pa.float64()
+    assert f"column {name} is of type" in refused(STREAMS.with_column(name, [0] * ROWS, other).encode())
+
+
+@pytest.mark.parametrize(("name", "words"), [("mode", 4), ("stage", 2), ("tensor", len(INFOS))])
+def test_an_unknown_word_is_refused(name: str, words: int) -> None:
+    kind = pa.int32() if name == "tensor" else pa.int8()
+    for code in (-1, words, 127):
+        data = STREAMS.with_column(name, [0] * (ROWS - 1) + [code], kind).encode()
+        assert f"column {name} has the index of an unknown word" in refused(data)
+
+
+def test_steps_outside_of_the_stated_ones_are_refused() -> None:
+    assert "holds steps 0 to 7, not only 1 to 7" in refused(STREAMS.with_facts(first=1).encode())
+    assert "holds steps 0 to 7, not only 0 to 6" in refused(STREAMS.with_facts(last=6).encode())
+
+
+@pytest.mark.parametrize(
+    ("bins", "counts", "reason"),
+    [
+        ([0, 0], [1, 1], "ascending"),
+        ([2, 1], [1, 1], "ascending"),
+        ([2048], [1], "histogram_bins"),
+        ([-2149], [1], "histogram_bins"),
+        ([0], [0], "histogram_counts"),
+        ([0], [-1], "histogram_counts"),
+    ],
+)
+def test_a_histogram_that_cannot_be_is_refused(bins: list[int], counts: list[int], reason: str) -> None:
+    lengths = [0] * (ROWS - 1) + [len(bins)]
+    assert reason in refused(STREAMS.with_histograms(bins, counts, lengths).encode())
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[0] * (ROWS - 1) + [1], [0] * (ROWS - 2) + [-1, 3], [2] * ROWS, [2**30] * ROWS, [0] * ROWS],
+)
+def test_lengths_of_histograms_that_do_not_match_are_refused(lengths: list[int]) -> None:
+    data = STREAMS.with_histograms([0, 1], [1, 1], lengths).encode()
+    assert "its histograms do not match its rows" in refused(data)
+
+
+def test_histograms_with_other_columns_or_of_another_number_are_refused() -> None:
+    columns = dict(reversed(STREAMS.histograms.items()))
+    assert "its histograms have other columns" in refused(replace(STREAMS, histograms=columns).encode())
+    values = STREAMS.facts["histogram_values"]
+    for claimed in (0, values - 1, values + 1):
+        data = STREAMS.with_facts(histogram_values=claimed).encode()
+        assert "its histograms do not match" in refused(data)
+
+
+# Facts, metadata and catalogues
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"00000000{}",
+        b"no hexad{}",
+        with_checksum(b"{"),
+        with_checksum(b"[]"),
+        with_checksum(b"{}"),
+        with_checksum(b'{"constant": 3}'),
+        with_checksum(b'{"constant": {}}'),
+        with_checksum(b"[" * 10_000),
+        with_checksum(b'{"x": "' + b"y" * 16_400 + b'"}'),
+        with_checksum(b"\xff"),
+    ],
+)
+def test_facts_that_cannot_be_read_are_refused(packed: bytes) -> None:
+    assert "is not a complete segment" in refused(STREAMS.encode(packed_facts=packed or b" "))
+
+
+@pytest.mark.parametrize("name", ["first", "last", "histogram_values", "histogram_bytes", "columns", "more"])
+@pytest.mark.parametrize("value", [None, "x", [], float("inf"), float("nan")])
+def test_facts_of_another_type_are_refused(name: str, value: object) -> None:
+    assert "is not a complete segment" in refused(STREAMS.encode(stated={name: value}))
+
+
+@pytest.mark.parametrize("claimed", [-1, 2**63, 10**30])
+def test_impossible_numbers_of_bins_are_refused(claimed: int) -> None:
+    assert f"{claimed} bins, over the limits" in refused(
+        STREAMS.with_facts(histogram_values=claimed).encode()
+    )
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"watchstep": "{}"},
+        {"watchstep": "no json"},
+        {"watchstep": '{"schema": "x"}'},
+        {"watchstep": '{"schema": Infinity}'},
+        {"watchstep": "[" * 4000},
+        {"watchstep": "[" * 100_000},
+        {"watchstep__tensors": "not base64"},
+        {"watchstep__tensors": base64.b64encode(b"not zlib")},
+        {"watchstep__tensors": base64.b64encode(zlib.compress(b"[]")[:-1])},
+    ],
+)
+def test_metadata_that_cannot_be_read_is_refused(metadata: dict[str, Any]) -> None:
+    refused(STREAMS.with_metadata(**metadata).encode())
+
+
+def test_metadata_that_is_missing_or_of_very_many_entries_is_refused() -> None:
+    for key in STREAMS.metadata:
+        rest = {name: value for name, value in STREAMS.metadata.items() if name != key}
+        refused(replace(STREAMS, metadata=rest).encode())
+    pairs = {f"k{number}": "" for number in range(100)}
+    assert "has 102 entries" in refused(STREAMS.with_metadata(**pairs).encode())
+    long = json.dumps({"schema": 3, "x": "y" * 9000})
+    assert "its metadata take" in refused(STREAMS.with_metadata(watchstep=long).encode())
+
+
+def catalogue(entries: object) -> bytes:
+    packed = base64.b64encode(zlib.compress(json.dumps(entries).encode()))
+    return STREAMS.with_metadata(watchstep__tensors=packed).encode()
+
+
+def test_a_catalogue_with_lies_is_refused() -> None:
+    good = [info.as_data() for info in INFOS]
+    assert rows_of(segment.decode(catalogue(good), "s")) == rows_of(BLOCK)
+    lies: list[Callable[[dict[str, Any]], Any]] = [
+        lambda entry: entry | {"name": 3},
+        lambda entry: entry | {"collections": 3},
+        lambda entry: entry | {"collections": [3]},
+        lambda entry: entry | {"role": None},
+        lambda entry: entry | {"order": -1},
+        lambda entry: entry | {"order": 1.5},
+        lambda entry: entry | {"shape": [-1]},
+        lambda entry: entry | {"shape": [2**63]},
+        lambda entry: entry | {"shape": [True]},
+        lambda entry: entry | {"derived": 1},
+        lambda entry: {"name": entry["name"]},
+        lambda entry: [entry],
+        lambda entry: None,
+    ]
+    for lie in lies:
+        refused(catalogue([lie(good[0]), *good[1:]]))
+    assert "two of its tensors have the same name" in refused(catalogue([*good, good[0]]))
+    refused(catalogue(3))
+
+
+def test_a_catalogue_that_holds_other_data_than_tensors_is_refused() -> None:
+    good = [info.as_data() for info in INFOS]
+    assert "data other than tensors" in refused(catalogue([{**good[0], "later": [[]] * 1000}, *good[1:]]))
+    assert "data other than tensors" in refused(catalogue([{**good[0], "later": [0] * 10_000}, *good[1:]]))
+    assert rows_of(segment.decode(catalogue([{**good[0], "later": [[0]]}, *good[1:]]), "s")) == rows_of(BLOCK)
+
+
+# Sizes
+
+
+def test_an_unpacked_catalogue_over_the_limit_is_refused() -> None:
+    bomb = base64.b64encode(zlib.compress(b"[" + b" " * (64 * 1024 * 1024) + b"]", 9))
+    data = STREAMS.with_metadata(watchstep__tensors=bomb).encode()
+    with memory_below(3 * MEMORY):
+        assert "too large" in refused(data)
+
+
+def test_an_object_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "MAX_BYTES", len(WHOLE) - 1)
+    assert f"over the limit of {len(WHOLE) - 1}" in refused(WHOLE)
+    with pytest.raises(FormatError, match="over the limit"):
+        segment.metadata_of(WHOLE, "s")
+
+
+def test_rows_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "MAX_ROWS", ROWS - 1)
+    assert f"claims {ROWS} rows" in refused(WHOLE)
+
+
+def test_very_many_probes_are_refused() -> None:
+    block = replace(BLOCK, probes={f"p{index}": np.zeros(ROWS) for index in range(65)})
+    assert "65 probes" in refused(segment.encode(block))
+
+
+def test_very_many_columns_are_refused() -> None:
+    columns = {f"later{number}": pa.array([0] * ROWS, pa.int8()) for number in range(300)}
+    assert "256 are read" in refused(replace(STREAMS, columns={**STREAMS.columns, **columns}).encode())
+
+
+def bomb(rows: int, probes: int = 0, bins: int = 0) -> bytes:
+    """A small segment of many rows, all alike."""
+    first = BLOCK.take(np.zeros(1, np.intp))
+    block = first.take(np.zeros(rows, np.intp))
+    offsets = np.minimum(np.arange(rows + 1), 0)
+    offsets[-1] = bins
+    histogram = Histograms(offsets, np.zeros(bins, np.int16), np.ones(bins, np.int64))
+    block = replace(block, statistics=replace(block.statistics, histogram=histogram))
+    return segment.encode(replace(block, probes={f"p{index}": np.zeros(rows) for index in range(probes)}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "probes", "bins"), [(MAX_ROWS + 1, 0, 0), (400_000, 64, 0), (1, 0, 33_000_000)]
+)
+def test_a_small_object_that_decodes_to_very_much_is_refused_before_memory_is_taken(
+    rows: int, probes: int, bins: int
+) -> None:
+    data = bomb(rows, probes, bins)
+    assert len(data) < 2_000_000
+    with memory_below(MEMORY):
+        assert "over the limits" in refused(data)
+
+
+@pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS + 1, 2**31, 2**40, 2**63 - 1, 2**63])
+def test_a_claim_of_more_rows_than_are_there_is_refused_before_memory_is_taken(rows: int) -> None:
+    # 89 is not a multiple of eight, as offsets are, and no column is as short.
+    data = segment.encode(BLOCK.take(np.arange(89)))
+    assert data.count((89).to_bytes(8, "little")) == len(STREAMS.columns) + 1
+    with memory_below(MEMORY):
+        refused(data.replace((89).to_bytes(8, "little"), rows.to_bytes(8, "little")))

@@ -192,7 +192,7 @@ def test_a_damaged_generation_is_left_for_the_originals(tmp_path: Path, damage: 
     elif damage == "cut":
         part.write_bytes(part.read_bytes()[:-50])
     elif damage == "other":
-        part.write_bytes(next((url / "stats").rglob("*.parquet")).read_bytes())
+        part.write_bytes(next((url / "stats").rglob("*.arrow")).read_bytes())
     else:
         manifest.write_text(manifest.read_text()[:-9])
     run = open_run(url)
@@ -218,7 +218,7 @@ def test_without_originals_a_damaged_part_hides_no_other(
 
 def test_a_damaged_segment_is_retained_and_the_others_are_compacted(tmp_path: Path) -> None:
     url = small_run(tmp_path)
-    victim = sorted((url / "stats").rglob("*.parquet"))[1]
+    victim = sorted((url / "stats").rglob("*.arrow"))[1]
     data = bytearray(victim.read_bytes())
     data[30:400] = bytes(byte ^ 0xFF for byte in data[30:400])
     victim.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Runs of schema 1 are refused, and read after a migration; an interrupted migration is completed by the next."""
+"""Runs of schema 1 and 2 are refused, and read after a migration; an interrupted migration is completed by the next."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import safetensors
 
+from tests.sdk.format.blocks import block_of, rows_of
 from tests.sdk.reading.schema_1 import compressed_snapshot, segment, write_run
+from tests.sdk.reading.schema_2 import as_schema_2, parquet_segment
+from tests.sdk.reading.stored import FIRST, new_run, small_run, some_rows
+from watchstep.capture.upload.outgoing import blocks_of
 from watchstep.errors import FormatError, StoreError
 from watchstep.format import journal
+from watchstep.format import segment as segments
+from watchstep.format.layout import SegmentKey
 from watchstep.format.snapshot import DTYPES, open_snapshot
-from watchstep.reading.migration import RunInUseError, migrate_run, new_name, new_text
+from watchstep.reading.compaction import compact
+from watchstep.reading.migration import MigratedRun, RunInUseError, migrate_run, new_name, new_text
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 
@@ -67,7 +76,7 @@ def test_documents_have_the_new_names(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     migrated(tmp_path)
     document = json.loads((run / "run.json").read_text())
-    assert document["schema"] == 2
+    assert document["schema"] == 3
     assert document["config"] == {
         "collections": {"not_in_optimizer": {"cadence": {"every": 25}}},
         "probes": ["stale_gradients"],
@@ -146,12 +155,9 @@ class InterruptedMigrationError(Exception):
     pass
 
 
-@pytest.mark.parametrize("compacted", [False, True])
-@pytest.mark.parametrize("writes", range(8))
-def test_an_interrupted_migration_is_completed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: bool, writes: int
-) -> None:
-    run = write_run(tmp_path, compacted=compacted)
+@contextmanager
+def at_most(writes: int) -> Iterator[None]:
+    """Interrupt after some writes and deletions."""
     left = writes
     put, delete = Store.put, Store.delete
 
@@ -169,9 +175,19 @@ def test_an_interrupted_migration_is_completed_by_the_next(
         spend()
         delete(store, key)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "put", bounded_put)
         patch.setattr(Store, "delete", bounded_delete)
+        yield
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+@pytest.mark.parametrize("writes", range(8))
+def test_an_interrupted_migration_is_completed_by_the_next(
+    tmp_path: Path, compacted: bool, writes: int
+) -> None:
+    run = write_run(tmp_path, compacted=compacted)
+    with at_most(writes):
         try:
             migrated(tmp_path)
         except InterruptedMigrationError:
@@ -180,6 +196,131 @@ def test_an_interrupted_migration_is_completed_by_the_next(
     migrated(tmp_path)
     check(run)
     assert migrated(tmp_path) == (0, 0, 0, {})
+
+
+# Schema 2
+
+
+def migrated_r(folder: Path, **options: bool) -> MigratedRun:
+    return migrate_run(Store.open(folder).child("default/r"), "default/r", silent_seconds=0, **options)
+
+
+def answers(run: Path) -> object:
+    opened = open_run(run)
+    assert not opened.damaged
+    return rows_of(opened.rows("a")), opened.series(FIRST.name, "max"), opened.losses(), opened.steps()
+
+
+def names(run: Path) -> list[str]:
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*.*") if path.suffix != ".json")
+
+
+def test_a_run_of_schema_2_is_refused_with_the_command_to_run(tmp_path: Path) -> None:
+    run = as_schema_2(small_run(tmp_path))
+    with pytest.raises(FormatError, match=r"schema 2.*\n  hint: .*watchstep migrate-store"):
+        open_run(run)
+
+
+def test_segments_of_schema_2_become_arrow_with_equal_rows(tmp_path: Path) -> None:
+    run = small_run(tmp_path, workers=2)
+    due, before = answers(run), names(run)
+    as_schema_2(run)
+    old = names(run)
+    assert [name.replace(".parquet", ".arrow") for name in old] == before
+    assert (run / old[0]).read_bytes().startswith(b"PAR1")
+    dry = migrated_r(tmp_path, dry_run=True)
+    assert names(run) == old
+    done = migrated_r(tmp_path)
+    assert (done.segments, done.compacted, done.documents, done.damaged) == (3, 0, 1, {})
+    assert dry == done
+    assert names(run) == before
+    assert answers(run) == due
+    compact(run, delete_after=0)
+    assert answers(run) == due
+    assert migrated_r(tmp_path).is_current
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_compacted_runs_of_schema_2_are_migrated_with_their_sources(tmp_path: Path, deleted: bool) -> None:
+    run = small_run(tmp_path)
+    due = answers(run)
+    compact(run, delete_after=0 if deleted else None)
+    before = names(run)
+    as_schema_2(run)
+    done = migrated_r(tmp_path)
+    assert (done.segments, done.compacted, done.damaged) == (0 if deleted else 3, 2, {})
+    assert names(run) == [name.replace("0000000001/", "0000000002/") for name in before]
+    manifest = json.loads((run / "compacted/0000000002/manifest.json").read_text())
+    assert manifest["schema"] == 3
+    assert [SegmentKey.parse(source).path for source in manifest["sources"]] == manifest["sources"]
+    assert len(manifest["sources"]) == 3
+    assert answers(run) == due
+    opened = open_run(run)
+    assert (
+        opened.index.segments == []
+    )  # the manifest covers the renamed segments, so that no row counts twice
+    assert compact(run).written == 0
+    assert migrated_r(tmp_path).is_current
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+@pytest.mark.parametrize("writes", range(12))
+def test_an_interrupted_migration_of_schema_2_is_completed_by_the_next(
+    tmp_path: Path, compacted: bool, writes: int
+) -> None:
+    run = small_run(tmp_path)
+    due = answers(run)
+    if compacted:
+        compact(run)
+    as_schema_2(run)
+    with at_most(writes):
+        try:
+            migrated_r(tmp_path)
+        except InterruptedMigrationError:
+            with pytest.raises(FormatError):
+                open_run(run)
+    assert migrated_r(tmp_path).damaged == {}
+    assert answers(run) == due
+    assert not [*run.glob("stats/**/*.parquet")]
+    assert migrated_r(tmp_path).is_current
+
+
+def test_the_list_of_blocks_of_a_merged_segment_remains(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    run, block = tmp_path / "default/r", block_of(some_rows(range(3), workers=2))
+    blocks = json.dumps({"token-0": [1, 2], "token-1": [0]}).encode()
+    path = run / "stats/a/node/n0/0000000000-0-2.parquet"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(parquet_segment(block, {b"watchstep.blocks": blocks}))
+    as_schema_2(run)
+    assert migrated_r(tmp_path).segments == 1
+    data = store.get("stats/a/node/n0/0000000000-0-2.arrow")
+    assert segments.metadata_of(data, "s") == {b"watchstep.blocks": blocks}
+    assert rows_of(segments.decode(data, "s")) == rows_of(block)
+    assert blocks_of(data, "s") == {"token-0": (1, 2), "token-1": (0,)}
+
+
+def test_a_damaged_segment_of_schema_2_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    run = as_schema_2(small_run(tmp_path))
+    first, second, _ = sorted(run.glob("stats/**/*.parquet"))
+    first.write_bytes(first.read_bytes()[:-10])
+    second.rename(second.with_name("strange.parquet"))
+    done = migrated_r(tmp_path)
+    assert done.segments == 1
+    assert [*done.damaged] == [str(first.relative_to(run)), "stats/a/node/w0/strange.parquet"]
+    opened = open_run(run)
+    assert opened.steps() == [8, 9, 10, 11]
+    assert opened.damaged.keys() == done.damaged.keys()
+    assert migrated_r(tmp_path).damaged == done.damaged
+
+
+def test_a_run_of_a_later_schema_is_not_changed(tmp_path: Path) -> None:
+    run = as_schema_2(small_run(tmp_path))
+    document = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**document, "schema": 4}))
+    before = contents(tmp_path)
+    assert migrated_r(tmp_path).is_current
+    assert contents(tmp_path) == before
 
 
 @pytest.fixture

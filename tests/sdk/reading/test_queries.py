@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from watchstep.format.block import Block
 from watchstep.format.statistics import DERIVED
 from watchstep.format.tensors import Placement
 from watchstep.reading.columns import COUNTED
+from watchstep.reading.queries import edges_between
 
 
 @pytest.mark.parametrize("figure", [*DERIVED, *COUNTED])
@@ -135,3 +137,21 @@ def test_what_is_not_there_is_reported(tmp_path: Path) -> None:
         run.heatmap("gradients", "mean", 0)
     with pytest.raises(NotFoundError, match="no row"):
         run.histogram(FIRST.name, mode="eval")
+
+
+@pytest.mark.parametrize(("last", "bins"), [(10**14, 2000), (2**56, 200), (10**18 - 1, 2000), (2, 200)])
+def test_bins_of_any_range_of_steps_ascend(last: int, bins: int) -> None:
+    edges = edges_between(0, last, bins)
+    assert len(edges) - 1 == min(bins, last + 1)
+    assert (edges[0], edges[-1]) == (0, last + 1)
+    assert (np.diff(edges) > 0).all()
+
+
+def test_pictures_of_steps_far_apart(tmp_path: Path) -> None:
+    far = 2**56
+    block = block_of([Row(step, FIRST, [1.0]) for step in (0, 1)])
+    write(new_run(tmp_path), [replace(block, step=np.array([0, far]))])
+    run = open_run(tmp_path / "default" / "r")
+    assert run.heatmap([FIRST.name], "mean", 200).edges[-1] == far + 1
+    histogram = run.histogram(FIRST.name, 200)
+    assert (histogram.counts.sum(), histogram.edges[-1]) == (2, far + 1)

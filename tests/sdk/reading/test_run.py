@@ -77,12 +77,12 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
 def test_a_damaged_segment_hides_no_other(tmp_path: Path) -> None:
     for _ in range(2):
         record(tmp_path, 3)
-    (victim, _) = sorted((tmp_path / "default" / "r" / "stats").rglob("*.parquet"))
+    (victim, _) = sorted((tmp_path / "default" / "r" / "stats").rglob("*.arrow"))
     victim.write_bytes(victim.read_bytes()[:-40])
     run = open_run(tmp_path / "default" / "r")
     assert run.steps() == [0, 1, 2]
     (name,) = run.damaged
-    assert name.endswith(".parquet")
+    assert name.endswith(".arrow")
 
 
 def test_waiting_for_steps_of_a_run_that_continues(tmp_path: Path) -> None:
@@ -159,13 +159,13 @@ def test_a_run_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("pattern", ["attempts/*.json", "end/*/0.json", "stats/*/*/*/*.parquet"])
+@pytest.mark.parametrize("pattern", ["attempts/*.json", "end/*/0.json", "stats/*/*/*/*.arrow"])
 def test_a_named_pipe_in_the_place_of_an_object_does_not_block(tmp_path: Path, pattern: str) -> None:
     record(tmp_path, 3)
     (file,) = (tmp_path / "default" / "r").glob(pattern)
     exchange_for_pipe(file)
     run = open_run(tmp_path / "default" / "r")
-    assert (run.steps(), run.damaged) == ([] if file.suffix == ".parquet" else [0, 1, 2], {})
+    assert (run.steps(), run.damaged) == ([] if file.suffix == ".arrow" else [0, 1, 2], {})
     assert len(run.ends()) == (0 if "end" in pattern else 1)
 
 

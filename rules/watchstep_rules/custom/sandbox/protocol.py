@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.format import segment
 from watchstep.format.block import Block
+from watchstep.format.catalogue import CATALOGUE, catalogue_bytes, catalogue_of, metadata
+from watchstep.format.parquet.table import to_block, to_table
+from watchstep.format.segment_checks import whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -243,10 +245,8 @@ def table_from_bytes(data: bytes | bytearray) -> pa.Table:
 
 def to_bytes(block: Block) -> bytes:
     """Serialize the rows and the catalogue of a block."""
-    table = segment.to_table(block)
-    return table_to_bytes(
-        table.replace_schema_metadata(segment.metadata(segment.catalogue_bytes(block.catalogue)))
-    )
+    table = to_table(block)
+    return table_to_bytes(table.replace_schema_metadata(metadata(catalogue_bytes(block.catalogue))))
 
 
 def from_bytes(data: bytes | bytearray) -> Block:
@@ -255,10 +255,10 @@ def from_bytes(data: bytes | bytearray) -> Block:
     Raises:
         FormatError: the data is not a serialized block.
     """
-    with segment.whole("from the service"):
+    with whole("from the service"):
         table = table_from_bytes(data)
-        catalogue = segment.catalogue_of(table.schema.metadata[segment.CATALOGUE])
-        return segment.to_block(table, catalogue, "from the service")
+        catalogue = catalogue_of(table.schema.metadata[CATALOGUE])
+        return to_block(table, catalogue, "from the service")
 
 
 def pack_findings(found: Sequence[FoundRow]) -> bytes:

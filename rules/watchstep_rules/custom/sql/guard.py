@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from watchstep.format.segment import PROBE
+from watchstep.format.segment_checks import PROBE
 
 if TYPE_CHECKING:
     import duckdb

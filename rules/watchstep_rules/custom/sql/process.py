@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from watchstep.errors import ConfigError, RuleError, WatchstepError
 from watchstep.format.block import STAGES, Block
-from watchstep.format.segment import PROBE
+from watchstep.format.segment_checks import PROBE
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.budget import OverBudgetError
 from watchstep.reading.columns import COUNTED, Columns

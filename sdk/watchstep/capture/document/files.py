@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from watchstep.capture.config import CaptureConfig
-from watchstep.capture.document.document import config_of
 from watchstep.errors import ConfigError
 
 CAPTURE = "WATCHSTEP_CAPTURE"
@@ -39,6 +38,8 @@ def load(path: str | os.PathLike[str]) -> CaptureConfig:
     Raises:
         ConfigError: the file is missing or invalid, or is YAML and PyYAML is not installed.
     """
+    from watchstep.capture.document.document import config_of  # loaded for programs with a document only
+
     return config_of(load_data(path), f"capture file {os.fspath(path)}")
 
 
@@ -92,6 +93,8 @@ def from_environment(variables: Mapping[str, str] = os.environ) -> CaptureConfig
     text = variables.get(CAPTURE, "")
     if not text:
         return None
+    from watchstep.capture.document.document import config_of
+
     data, source = _variable_data(text)
     return config_of(data, source)
 
@@ -132,6 +135,8 @@ def inline(data: Any, source: str) -> str:
             f"{source}: {len(text)} bytes as JSON, more than the {MAX_INLINE_BYTES} that a variable can hold",
             "use fewer collections, or pass the file to Hook(config=…)",
         )
+    from watchstep.capture.document.document import config_of
+
     config_of(data, source)  # after the size, as a large document takes minutes to validate
     return text
 

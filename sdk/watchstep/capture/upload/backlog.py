@@ -12,9 +12,10 @@ from watchstep.capture.steps.record import FinishedStep, join, merge_repeats
 from watchstep.capture.upload.outgoing import Doubt, Outgoing, SegmentPlace
 from watchstep.capture.upload.spill import Spill
 from watchstep.format.block import Block, concatenate
+from watchstep.format.catalogue import catalogue_bytes
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import WriterId
-from watchstep.format.segment import catalogue_bytes, encode
+from watchstep.format.segment import encode
 from watchstep.format.tensors import MAX_WORD_BYTES, TensorInfo
 
 

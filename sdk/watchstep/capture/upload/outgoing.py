@@ -12,6 +12,7 @@ from watchstep.format import segment
 from watchstep.format.block import Block, concatenate
 from watchstep.format.documents import parse_json
 from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.format.segment_checks import whole
 from watchstep.store.store import Store
 
 Blocks = Mapping[str, tuple[int, ...]]
@@ -129,7 +130,7 @@ def blocks_of(data: bytes, name: str) -> Blocks:
     Raises:
         FormatError: the data is not a segment.
     """
-    with segment.whole(name):
+    with whole(name):
         metadata = parse_json(segment.metadata_of(data, name).get(BLOCKS, b"{}"), _MAX_MEMORY)
         return {str(token): tuple(map(int, numbers)) for token, numbers in metadata.items()}
 

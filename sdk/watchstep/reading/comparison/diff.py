@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.block import from_codes
 from watchstep.format.layout import SnapshotKey
-from watchstep.format.segment import PROBE
+from watchstep.format.segment_checks import PROBE
 from watchstep.format.statistics import COUNT_COLUMNS, Floats
 from watchstep.format.tensors import MODES, SYSTEM, Mode, TensorInfo
 from watchstep.reading.columns import COUNTED, NO_CUT, Columns, Selection
