@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from watchstep.errors import ConfigError, FormatError
 from watchstep.format.bundle import BUFFERS, GRADIENTS, PARAMETERS, Bundle
 from watchstep.pytorch.bundles import random_states
-from watchstep.pytorch.bundles.random_states import HostStates
+from watchstep.pytorch.bundles.random_states import GeneratorStates
 from watchstep.pytorch.bundles.values import LostValueError, ValueSource, decode, torch_tensor
 from watchstep.pytorch.names import unwrap
 
@@ -22,6 +23,9 @@ _BATCH_HINT = (
     "with values of other types as tensors, numbers or text; then record again"
 )
 _HOST_GENERATORS = frozenset({"python", "numpy"})
+_DRAWN_EARLY = "random numbers drawn before the forward pass"
+_MEMORY_FACTOR = 16
+"""Largest memory of the values of a pass, as a multiple of the bundle's size. Lists of 8-byte numbers take five times their size."""
 
 
 class RecordedStep:
@@ -32,6 +36,7 @@ class RecordedStep:
         device: device for tensors that were not in host memory.
         problems: what could not be set as recorded, as sentences. Then the replay may differ.
         unrestored: parameters, buffers, random states and modes whose recorded values were not set, as noun phrases: the replay may be another computation.
+        has_drawn: whether random numbers were drawn.
     """
 
     def __init__(self, bundle: Bundle, device: torch.device) -> None:
@@ -40,8 +45,9 @@ class RecordedStep:
         self.problems: dict[str, None] = {}
         self.unrestored: dict[str, None] = {}
         self._unset_generators: list[str] = []
-        self._generators = (HostStates.capture(), torch.get_rng_state())
-        self._source = ValueSource(bundle.read, device)
+        self.has_drawn = False
+        self._generators = GeneratorStates.capture()
+        self._source = ValueSource(bundle.read, device, limit_bytes=_MEMORY_FACTOR * bundle.size)
 
     def set_model(self, model: nn.Module, *, checks_dtypes: bool = True) -> None:
         """Set parameters, buffers, modes and which parameters are trained, in the model inside its wrappers.
@@ -132,7 +138,7 @@ class RecordedStep:
             ConfigError: the bundle has no batch, or a part of it was lost or redacted.
             FormatError: the bundle is damaged.
         """
-        self._source.tensors.clear()  # each pass gets its own: the program may change them
+        self._source.clear()  # each pass gets its own: the program may change them
         recorded = self.bundle.document.micro_batches[number]
         if "batch" in recorded:
             return self._value(recorded["batch"], f"the batch of micro-batch {number}", _BATCH_HINT)
@@ -147,6 +153,11 @@ class RecordedStep:
             return keywords
         return arguments[0] if len(arguments) == 1 and not keywords else (*arguments, *keywords.values())
 
+    @property
+    def memory(self) -> int:
+        """Bytes that the values took that were read since the last call of `batch` began."""
+        return self._source.bytes
+
     def losses(self, number: int) -> list[float]:
         """Return the losses of a micro-batch at ``backward()``."""
         values = self._value(self.bundle.document.micro_batches[number].get("losses", {"list": []}), "losses")
@@ -158,31 +169,64 @@ class RecordedStep:
             )
         return [float(loss) for loss in values]
 
-    def set_random_states(self, number: int) -> None:
-        """Set the generators to their states before the forward pass of a micro-batch."""
+    def begin_micro_batch(self, number: int) -> None:
+        """Set PyTorch's generators to their states at the batch of a micro-batch, if there is one, and others to those before its forward pass.
+
+        The loss function may draw before it calls the model.
+        """
+        recorded = self.bundle.document.micro_batches[number]
+        at_batch = None
+        if recorded.get("random_at_batch") is not None:
+            try:
+                at_batch = self._value(recorded["random_at_batch"], "random states at the batch")
+            except ConfigError:  # lost or redacted
+                at_batch = None
+        self._set_random_states(number, at_batch)
+
+    def begin_pass(self, number: int) -> None:
+        """Set the generators to their states before the forward pass of a micro-batch.
+
+        If random numbers were drawn since `begin_micro_batch`, and have led to another state, they were not those of the recorded step.
+        """
+        now = GeneratorStates.capture()
+        drawn = now.differing(self._generators)
+        self.note_draws(now)
+        self._set_random_states(number)
+        if wrong := sorted(drawn & now.differing(self._generators)):
+            self.unrestored[_DRAWN_EARLY] = None
+            self.problems[
+                f"random numbers of {', '.join(wrong)} were drawn before the forward pass, and are not those of the recorded step: call hook.batch(…) "
+                "just before the loss is computed, or draw such numbers before, and give them with the batch; in another precision they may be others"
+            ] = None
+
+    def _set_random_states(self, number: int, at_batch: Any = None) -> None:
         value = self._value(self.bundle.document.micro_batches[number].get("random"), "random states")
         try:
+            if at_batch is not None:
+                value = {**value, "torch": at_batch["torch"], "devices": at_batch["devices"]}
             unset = random_states.restore(value)
-        except ValueError as error:
+            # Of another device, the replay draws from the generator of its own.
+            unset += [
+                name for name in map(str, value["devices"]) if name.partition(":")[0] != self.device.type
+            ]
+        except (ValueError, TypeError, KeyError) as error:
             raise FormatError(f"bundle {self.bundle.name}: {error}", _HINT) from error
-        # Of another device, the replay draws from the generator of its own.
-        unset += [name for name in map(str, value["devices"]) if name.partition(":")[0] != self.device.type]
         self._unset_generators = list(dict.fromkeys(unset))
-        if unset:
-            self._generators = (HostStates.capture(), torch.get_rng_state())
+        self._generators = GeneratorStates.capture()
 
-    def note_draws(self) -> None:
-        """Note the generators whose recorded state was not set, if random numbers were drawn since `set_random_states`.
+    def note_draws(self, now: GeneratorStates | None = None) -> None:
+        """Note whether random numbers were drawn since the states were set, and the generators whose recorded state was not set among those.
 
         Those of other devices count as drawn from if PyTorch's generator on the host is, from which a replay on the host draws instead.
+
+        Args:
+            now: The states now, if they are captured already.
         """
-        if not self._unset_generators:
-            return
-        host, torch_state = self._generators
-        host_drawn = not host.equals(HostStates.capture())
-        torch_drawn = self.device.type != "cpu" or not torch.equal(torch_state, torch.get_rng_state())
+        drawn = (now or GeneratorStates.capture()).differing(self._generators)
+        self.has_drawn |= bool(drawn)
+        torch_drawn = self.device.type != "cpu" or bool(drawn - _HOST_GENERATORS)
         for generator in self._unset_generators:
-            if host_drawn if generator in _HOST_GENERATORS else torch_drawn:
+            if generator in drawn if generator in _HOST_GENERATORS else torch_drawn:
                 self.problems[f"the state of the random numbers of {generator} is not known"] = None
                 self.unrestored[f"random numbers of {generator}"] = None
 
@@ -197,6 +241,30 @@ class RecordedStep:
     def syncs(self, number: int) -> bool:
         """Return whether the ranks averaged the gradients of a micro-batch."""
         return self.bundle.document.micro_batches[number].get("syncs") is not False
+
+    def scaled_parameters(self) -> frozenset[str]:
+        """Return the names of the parameters whose gradients are recorded multiplied by the scale of the gradient scaler.
+
+        They are those of fused optimizers, and those that no recorded optimizer updates, if any is recorded.
+        """
+        unscaled: set[str] = set()
+        optimizers = [each for each in self.bundle.document.optimizers if isinstance(each, dict)]
+        for recorded in optimizers:
+            names = recorded.get("parameters")
+            if recorded.get("scaled") is not True and isinstance(names, list):
+                unscaled.update(name for name in names if isinstance(name, str))
+        return frozenset(self.gradient_names()) - unscaled if optimizers else frozenset()
+
+    def has_finite(self) -> bool:
+        """Return whether a loss or a gradient is recorded in full, and has a finite value other than zero."""
+        for number in range(len(self.bundle.document.micro_batches)):
+            if any(math.isfinite(loss) and loss != 0.0 for loss in self.losses(number)):
+                return True
+        gradients = (self.gradient(name) for name in self.gradient_names())
+        return any(
+            gradient is not None and bool((gradient.isfinite() & (gradient != 0)).any())
+            for gradient in gradients
+        )
 
     def scale(self) -> float:
         """Return the scale of the gradient scaler; 1 without one."""

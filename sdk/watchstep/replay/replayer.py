@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from watchstep.errors import ConfigError
+from watchstep.errors import ConfigError, FormatError, WatchstepError
 from watchstep.format.bundle import DIGESTS, GRADIENTS, Bundle
 from watchstep.pytorch.bundles import random_states
 from watchstep.pytorch.bundles.bundler import digest
@@ -27,6 +27,7 @@ from watchstep.trace.origins import Diagnosis, diagnose
 from watchstep.trace.tracer import TraceConfig, Tracer
 
 Precision = Literal["captured", "fp32", "fp64"]
+Captured = Literal["", "finite", "fails again"]
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -36,8 +37,8 @@ class GradientDifference:
 
     Attributes:
         name: the parameter.
-        relative: largest difference of an element, divided by the largest magnitude of the recorded gradient; infinite if one is
-            non-finite where the other is finite.
+        relative: largest difference of an element, divided by the largest magnitude of the recorded gradient; infinite if an element is NaN or
+            infinite in one of them, and another value or finite in the other.
     """
 
     name: str
@@ -60,13 +61,17 @@ class ReplayResult:
         largest: the gradient that differs most, among those that are recorded in full; None if none differs.
         was_nonfinite: whether a recorded loss or gradient is NaN or infinite.
         is_nonfinite: whether one of the replay is.
-        is_other_failure: whether a loss is finite in one of them only, or other gradients are not finite.
+        is_other_failure: whether a loss is finite, NaN or infinite in one of them only, or other gradients are not finite. In another precision a
+            loss may be NaN in one and infinite in the other.
         update_is_nonfinite: whether the update makes a parameter non-finite; None if it was not made.
         problems: what could not be set as recorded.
         has_before_update: whether the program states what it does with gradients before the update.
         unrestored: parameters, buffers, random states and modes whose recorded values were not set, as noun phrases.
         uncompared: losses and gradients that the bundle lacks, as noun phrases.
         has_finite: whether a finite value other than zero was compared. Equality of other values shows little: most failing steps end in NaN.
+        has_drawn: whether random numbers were drawn, which may be others in another precision.
+        captured: of a replay in another precision: what the step does in the captured one. ``fails again``: it fails in the same values, each time.
+            Empty if that is not known.
         trace: operations of the replay; None if it was not traced.
         trace_difference: how the computation that was traced differs from the one that was compared; empty if it does not.
         diagnosis: of the trace; None if that computation differs.
@@ -90,6 +95,8 @@ class ReplayResult:
     unrestored: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
     has_finite: bool = False
+    has_drawn: bool = False
+    captured: Captured = ""
     trace: Trace | None = None
     trace_difference: str = ""
     diagnosis: Diagnosis | None = field(default=None, repr=False)
@@ -124,17 +131,23 @@ class ReplayResult:
     def is_reproduced(self) -> bool:
         """Whether the step failed again in the same losses and gradients, if it had failed; else whether they are nearly equal.
 
-        If something was not restored, a failure is reproduced only if finite values were compared, and all are nearly equal.
+        A failure is reproduced only if all compared values are nearly equal; and if something was not restored, only if some of them are finite.
         """
-        nearly = self.are_equal or self.difference is not None
         if self.has_failed:
-            return self.fails_again and (not self.unrestored or (self.has_finite and nearly))
-        return nearly
+            return self.fails_again and self.are_near and (self.has_finite or not self.unrestored)
+        return self.are_near
+
+    @property
+    def are_near(self) -> bool:
+        """Whether all compared values are equal, or differ little: NaN and infinities are in the same places."""
+        return self.are_equal or self.difference is not None
 
     @property
     def difference(self) -> float | None:
         """Largest relative difference of losses and gradients, if all are compared and it is small; else None."""
         if self.uncomputed or self.undetermined or not (self.gradients or self.losses):
+            return None
+        if any(before is not None and _kind(before) != _kind(after) for before, after in self.losses):
             return None
         differences = [
             abs(after - before) / max(abs(before), _SMALLEST)
@@ -153,6 +166,11 @@ _NEARLY = 1e-2
 _SMALLEST = 1e-30
 
 
+def _kind(value: float) -> float:
+    """Return 0 for a finite value, and 1, 2 or 3 for NaN, infinity and minus infinity."""
+    return 0 if math.isfinite(value) else 1 if math.isnan(value) else 2 if value > 0 else 3
+
+
 def _are_equal(before: float, after: float) -> bool:
     return before == after or (math.isnan(before) and math.isnan(after))
 
@@ -169,6 +187,9 @@ def replay(
 
     The step is computed once as recorded, and compared; and once more under a tracer, if it made non-finite values. The second computation begins
     with the same state, also of Python attributes of the model's modules. If its losses or gradients differ from the first, there is no diagnosis.
+    If no finite value is recorded, with which two computations could be told apart, the one that is compared is traced.
+
+    A replay in another precision is preceded by two in the captured one, to find out whether the step fails in that one.
 
     Args:
         bundle: The bundle.
@@ -189,27 +210,42 @@ def replay(
         )
     chosen = torch.device(device or _recorded_device(bundle))
     recorded = RecordedStep(bundle, chosen)
-    recorded.problems.update(dict.fromkeys(restore_precision(bundle.document.precision)))
+    try:
+        recorded.problems.update(dict.fromkeys(restore_precision(bundle.document.precision)))
+    except ValueError as error:
+        raise FormatError(f"bundle {bundle.name}: {error}", "use another bundle") from error
+    captured: Captured = "" if precision == "captured" else _in_captured_precision(bundle, step, chosen)
     run = _Replay(recorded, step, chosen, precision)
-    trace, difference = None, ""
     with run.fixed_precision():
-        batches = run.set_state()
-        state = run.saved_state() if traces else None
-        with random_states.unchanged():
-            losses = run.compute(batches)
-            outcome = run.outcome(losses) if traces else None
-            result = run.compared(losses)
-        is_bad = result.is_nonfinite or result.update_is_nonfinite
-        if state is not None and outcome is not None and is_bad:
-            state.restore()
-            trace, difference = run.traced(outcome, result.update_is_nonfinite)
+        result = run.traced_and_compared() if traces and not recorded.has_finite() else None
+        if result is None:
+            result = run.compared_and_traced() if traces else run.computed()[1]
     return dataclasses.replace(
         result,
         problems=tuple(recorded.problems),
-        trace=trace,
-        trace_difference=difference,
-        diagnosis=None if trace is None or difference else diagnose(trace),
+        unrestored=tuple(recorded.unrestored),
+        has_drawn=recorded.has_drawn,
+        captured=captured,
+        diagnosis=None if result.trace is None or result.trace_difference else diagnose(result.trace),
     )
+
+
+def _in_captured_precision(bundle: Bundle, step: ReplayStep, device: torch.device) -> Captured:
+    """Return what a step does in the captured precision; empty if that is not known. State of the program outside of the model may change.
+
+    It is computed twice if it fails: a failure that state of the program causes may not come again.
+    """
+    try:
+        run = _Replay(RecordedStep(bundle, device), step, device, "captured")
+        outcome, result = run.computed()
+        if not (result.is_nonfinite or result.update_is_nonfinite):
+            return "finite"
+        if not (result.has_failed and result.is_reproduced):
+            return ""
+        difference = run.computed()[0].difference(outcome)
+    except Exception:  # noqa: BLE001 - this device may lack operations of that precision; another fault occurs in the replay itself, too
+        return ""
+    return "" if difference else "fails again"
 
 
 def _recorded_device(bundle: Bundle) -> str:
@@ -230,7 +266,9 @@ class _Replay:
         self._model = step.model.to(device)
         self._inner = unwrap(self._model)
         self._uncompared: dict[str, None] = {}
-        self._scale = recorded.scale() if precision == "captured" else 1.0
+        self._scaled = recorded.scaled_parameters()
+        self._scale = recorded.scale() if precision == "captured" or self._scaled else 1.0
+        self._dtype = _DTYPES.get(precision)
 
     @contextmanager
     def fixed_precision(self) -> Iterator[None]:
@@ -250,48 +288,75 @@ class _Replay:
         finally:
             autocast.__init__ = original
 
-    def set_state(self) -> list[Any]:
-        """Set the recorded state of the model. Returns the batches."""
+    def set_state(self) -> None:
+        """Set the recorded state of the model."""
         self._recorded.set_model(self._model, checks_dtypes=self._precision == "captured")
-        batches = [
-            self._recorded.batch(number)
-            for number in range(len(self._recorded.bundle.document.micro_batches))
-        ]
-        dtype = _DTYPES.get(self._precision)
-        if dtype is None:
-            return batches
-        self._model.to(dtype)
-        return [_converted(batch, dtype) for batch in batches]
+        if self._dtype is not None:
+            self._model.to(self._dtype)
 
     def saved_state(self) -> ModelState:
         """Return the state of the model that `set_state` does not set."""
         return ModelState(self._inner, self._recorded.unrecorded(self._model))
 
-    def compute(self, batches: list[Any]) -> list[tuple[float | None, float]]:
+    def compute(self) -> list[tuple[float | None, float]]:
         """Compute all micro-batches and their gradients. Returns recorded and replayed losses."""
-        losses = [self._micro_batch(number, batch) for number, batch in enumerate(batches)]
-        if self._scale != 1.0:
-            inverse = torch.tensor(self._scale).double().reciprocal().float()
-            for parameter in self._inner.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse.to(parameter.device))
+        count = len(self._recorded.bundle.document.micro_batches)
+        batches = self._first_batches(count)
+        losses = [self._micro_batch(number, batches.get(number)) for number in range(count)]
+        self._unscale(lambda name: name not in self._scaled)
         if self._step.before_update is not None:
             self._step.before_update(self._model)
         return losses
 
+    def _unscale(self, is_chosen: Callable[[str], bool]) -> None:
+        """Divide the gradients of chosen parameters by the scale, as a gradient scaler does."""
+        if self._scale == 1.0:
+            return
+        inverse = torch.tensor(self._scale).double().reciprocal().float()
+        for name, parameter in self._inner.named_parameters():
+            if parameter.grad is not None and is_chosen(name):
+                parameter.grad.mul_(inverse.to(parameter.device))
+
+    def _first_batches(self, count: int) -> dict[int, Any]:
+        """Return the first recorded batches, as many as take no more memory than the bundle, as those of a sound bundle do.
+
+        They are in memory before the step begins, so that a tracer names them. A damaged bundle may refer to a tensor in any number of batches.
+        """
+        batches: dict[int, Any] = {}
+        room = self._recorded.bundle.size
+        with _unobserved():
+            for number in range(count):
+                batches[number] = self._batch(number)
+                room -= self._recorded.memory
+                if room < 0:
+                    break
+        return batches
+
+    def _batch(self, number: int) -> Any:
+        batch = self._recorded.batch(number)
+        return batch if self._dtype is None else _converted(batch, self._dtype)
+
     def _micro_batch(self, number: int, batch: Any) -> tuple[float | None, float]:
         """Compute a micro-batch. Returns its recorded and replayed loss."""
         recorded = self._recorded
+        has_begun = False
+
+        def begin_pass(*_: Any) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                with _unobserved():
+                    recorded.begin_pass(number)
+                    self._check_autocast(number)
+
         with ExitStack() as stack:
             if not recorded.syncs(number) and isinstance(self._model, nn.parallel.DistributedDataParallel):
                 stack.enter_context(self._model.no_sync())
-            own_work.depth += 1
-            try:
-                recorded.set_random_states(number)
-            finally:
-                own_work.depth -= 1
-            hook = self._inner.register_forward_pre_hook(self._before_forward(number))
-            stack.callback(hook.remove)
+            with _unobserved():
+                batch = self._batch(number) if batch is None else batch
+                recorded.begin_micro_batch(number)
+            for module in self._observed_modules(number):
+                stack.callback(module.register_forward_pre_hook(begin_pass).remove)
             loss = self._step.loss(self._model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ConfigError(
@@ -300,7 +365,19 @@ class _Replay:
                 )
             scaled = loss if self._scale == 1.0 else loss * self._scale
             scaled.backward()
+        with _unobserved():
+            if not has_begun:
+                recorded.begin_pass(number)
             recorded.note_draws()
+        return self._recorded_loss(number), float(loss.detach())
+
+    def _observed_modules(self, number: int) -> Iterable[nn.Module]:
+        """Return the modules whose first call begins the pass: the model, or its parts if the program called only those."""
+        calls_model = "arguments" in self._recorded.bundle.document.micro_batches[number]
+        return (self._inner,) if calls_model else self._inner.modules()
+
+    def _recorded_loss(self, number: int) -> float | None:
+        recorded = self._recorded
         before = recorded.losses(number)
         if not before:
             self._uncompared[f"loss of micro-batch {number}"] = None
@@ -309,28 +386,7 @@ class _Replay:
             recorded.problems[
                 f"the program called backward() for {len(before)} losses of micro-batch {number}; the replay computes the last of them"
             ] = None
-        return (before[-1] if before else None, float(loss.detach()))
-
-    def _before_forward(self, number: int) -> Callable[..., None]:
-        """Return a hook for the first forward pass of a micro-batch: the random states were recorded there."""
-        is_first = True
-
-        def before(*_: Any) -> None:
-            nonlocal is_first
-            if is_first:
-                is_first = False
-                own_work.depth += 1  # no operations of the program
-                try:
-                    self._set_pass(number)
-                finally:
-                    own_work.depth -= 1
-
-        return before
-
-    def _set_pass(self, number: int) -> None:
-        self._recorded.note_draws()  # by the loss function, before the model
-        self._recorded.set_random_states(number)
-        self._check_autocast(number)
+        return before[-1] if before else None
 
     def _check_autocast(self, number: int) -> None:
         kind = self._device.type
@@ -347,14 +403,22 @@ class _Replay:
     def compared(self, losses: list[tuple[float | None, float]]) -> ReplayResult:
         """Compare gradients, and make the update if the program states its optimizer."""
         recorded = self._recorded
-        comparison = _GradientComparison(recorded, dict(self._inner.named_parameters()))
+        is_captured = self._precision == "captured"
+        with _unobserved():
+            comparison = _GradientComparison(recorded, dict(self._inner.named_parameters()))
+            gradients_finite = all(
+                bool(_elements(parameter.grad).isfinite().all())
+                for parameter in self._inner.parameters()
+                if parameter.grad is not None
+            )
         other_loss = any(
-            before is not None and math.isfinite(before) != math.isfinite(after) for before, after in losses
-        )
-        gradients_finite = all(
-            bool(_elements(parameter.grad).isfinite().all())
-            for parameter in self._inner.parameters()
-            if parameter.grad is not None
+            before is not None
+            and (
+                _kind(before) != _kind(after)
+                if is_captured
+                else math.isfinite(before) != math.isfinite(after)
+            )
+            for before, after in losses
         )
         has_finite_loss = any(
             before is not None and math.isfinite(before) and before != 0.0 for before, _ in losses
@@ -380,40 +444,90 @@ class _Replay:
             unrestored=tuple(recorded.unrestored),
             uncompared=tuple(self._uncompared),
             has_finite=has_finite_loss or comparison.has_finite,
+            has_drawn=recorded.has_drawn,
         )
 
     def outcome(self, losses: list[tuple[float | None, float]]) -> _Outcome:
         """Return what a computation has made, before the update."""
-        own_work.depth += 1
-        try:
+        with _unobserved():
             gradients = {
                 name: _fingerprint(parameter.grad)
                 for name, parameter in self._inner.named_parameters()
                 if parameter.grad is not None
             }
-        finally:
-            own_work.depth -= 1
         return _Outcome(tuple(after for _, after in losses), gradients)
 
     def _update(self) -> bool | None:
         """Make the update. Returns whether it makes a parameter non-finite; None if that is not known."""
         if self._step.optimizer is None or self._precision != "captured":
             return None
-        if not all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters()):
+        if not self._parameters_are_finite():
             self._recorded.problems["a parameter was not finite before the step: the update was not made"] = (
                 None
             )
             return None
         optimizer = self._step.optimizer(self._model)
-        if not self._recorded.set_optimizer(optimizer):
+        with _unobserved():
+            is_set = self._recorded.set_optimizer(optimizer)
+            self._unscale(lambda name: name in self._scaled)  # their optimizer would do so in its step
+        if not is_set:
             self._recorded.problems[
                 "the bundle has no state of such an optimizer: the update was not made"
             ] = None
             return None
-        optimizer.step()
-        return not all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters())
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise FormatError(
+                f"bundle {self._recorded.bundle.name}: {type(optimizer).__name__}.step() with the recorded state raised "
+                f"{type(error).__name__}: {str(error)[:200]}",
+                "the state is damaged, or that of another optimizer: give a ReplayStep without an optimizer, which ends with the gradients",
+            ) from error
+        return not self._parameters_are_finite()
 
-    def traced(self, first: _Outcome, update_is_nonfinite: bool | None) -> tuple[Trace, str]:
+    def _parameters_are_finite(self) -> bool:
+        with _unobserved():
+            return all(bool(parameter.isfinite().all()) for parameter in self._inner.parameters())
+
+    def computed(self) -> tuple[_Outcome, ReplayResult]:
+        """Set the recorded state, compute the step, and compare it. Then the rest of the model's state and the generators are as before."""
+        self.set_state()
+        state = self.saved_state()
+        try:
+            with random_states.unchanged():
+                losses = self.compute()
+                return self.outcome(losses), self.compared(losses)
+        finally:
+            state.restore()
+
+    def compared_and_traced(self) -> ReplayResult:
+        """Compute the step, compare it, and compute it again under a tracer if it made non-finite values."""
+        outcome, result = self.computed()
+        if not (result.is_nonfinite or result.update_is_nonfinite):
+            return result
+        trace, difference = self._traced(outcome, result.update_is_nonfinite)
+        return dataclasses.replace(result, trace=trace, trace_difference=difference)
+
+    def traced_and_compared(self) -> ReplayResult | None:
+        """Compute the step under a tracer, and compare it; None if that raises."""
+        self.set_state()
+        state = self.saved_state()
+        tracer = self._tracer()
+        try:
+            with tracer.step(self._recorded.bundle.document.step):
+                result = self.compared(self.compute())
+        except WatchstepError:
+            raise
+        except Exception:  # noqa: BLE001 - the program's own exceptions come again without the tracer
+            state.restore()
+            return None
+        is_bad = result.is_nonfinite or result.update_is_nonfinite
+        return dataclasses.replace(result, trace=tracer.trace() if is_bad else None)
+
+    def _tracer(self) -> Tracer:
+        return Tracer(self._inner, TraceConfig(ring_bytes=2 * 2**30))
+
+    def _traced(self, first: _Outcome, update_is_nonfinite: bool | None) -> tuple[Trace, str]:
         """Compute the step again under a tracer.
 
         Args:
@@ -423,11 +537,11 @@ class _Replay:
         Returns:
             The trace, and how this computation differs from the first; empty if it does not.
         """
-        tracer = Tracer(self._inner, TraceConfig(ring_bytes=2 * 2**30))
-        batches = self.set_state()
+        tracer = self._tracer()
+        self.set_state()
         try:
             with tracer.step(self._recorded.bundle.document.step):
-                difference = self.outcome(self.compute(batches)).difference(first)
+                difference = self.outcome(self.compute()).difference(first)
                 if self._update() != update_is_nonfinite:
                     difference = difference or "its update differs"
         except Exception as error:  # noqa: BLE001 - the first computation did not raise: this is a difference
@@ -532,14 +646,32 @@ class _GradientComparison:
 
 
 def _relative(before: Tensor, after: Tensor) -> float:
-    first, second = before.double().cpu(), after.detach().double().cpu()
-    if not torch.equal(first.isfinite(), second.isfinite()):
-        return math.inf
+    """Return the largest difference of two gradients: see `GradientDifference`."""
+    first, second = _doubles(before), _doubles(after)
+    for is_of_kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        if not torch.equal(is_of_kind(first), is_of_kind(second)):
+            return math.inf
     finite = first.isfinite()
     difference = (first[finite] - second[finite]).abs()
     if not difference.numel() or not float(difference.max()):
         return 0.0
     return float(difference.max() / first[finite].abs().max().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def _doubles(gradient: Tensor) -> Tensor:
+    """Return a gradient in float64 on the host; of complex numbers their parts."""
+    detached = gradient.detach()
+    return (torch.view_as_real(detached.resolve_conj()) if detached.is_complex() else detached).double().cpu()
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Run operations that are not of the program: a tracer leaves them out."""
+    own_work.depth += 1
+    try:
+        yield
+    finally:
+        own_work.depth -= 1
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:

@@ -45,6 +45,8 @@ def replay_data(result: ReplayResult) -> dict[str, Any]:
         "unrestored": list(result.unrestored),
         "uncompared": list(result.uncompared),
         "has_finite": result.has_finite,
+        "has_drawn": result.has_drawn,
+        "captured": result.captured,
         "trace_difference": result.trace_difference,
         "losses": [
             [None if before is None else _number(before), _number(after)] for before, after in result.losses
@@ -105,7 +107,7 @@ def _lines(result: ReplayResult, *, verbose: bool) -> Iterator[str]:
 
 def _difference(largest: GradientDifference) -> str:
     if math.isinf(largest.relative):
-        return f"{largest.name} is finite in one of them only"
+        return f"{largest.name} has elements that are finite, NaN or infinite in one of them only"
     return f"{largest.relative:.3g} of {largest.name}"
 
 
@@ -164,17 +166,28 @@ def _verdict_of_failure(result: ReplayResult) -> str:
     if result.fails_again:
         return _verdict_of_repeated_failure(result)
     if result.is_nonfinite or result.update_is_nonfinite:
-        return "no: the step fails in another way: a loss is finite in one of them only, or other gradients are not finite"
+        return "no: the step fails in another way: a loss is finite, NaN or infinite in one of them only, or other gradients are not finite"
     if result.precision != "captured":
-        return (
-            f"no: the step is finite in {result.precision}, so the captured precision is a part of the cause"
-        )
+        return f"no: the step is finite in {result.precision}{_role_of_precision(result)}"
     return "no: the step is finite in the replay"
+
+
+def _role_of_precision(result: ReplayResult) -> str:
+    """Return what is known of the part that the captured precision has in a failure that is not in another precision."""
+    if result.captured == "finite":
+        return "; the replay in the captured precision is finite, too"
+    if result.captured != "fails again":
+        return ", and the replay in the captured precision is not known to fail as recorded"
+    if result.has_drawn:
+        return "; it draws random numbers, which may be others in this precision"
+    if result.unrestored:
+        return ""
+    return ", and fails again in the captured precision, which is a part of the cause"
 
 
 def _verdict_of_repeated_failure(result: ReplayResult) -> str:
     if not result.is_reproduced:
-        differ = "the compared values differ" if result.has_finite else _NOTHING_FINITE
+        differ = _NOTHING_FINITE if result.are_near else "the compared values differ"
         return f"not known: the step fails again, but {differ}"
     if result.is_exact:
         verdict = "yes, bit for bit"

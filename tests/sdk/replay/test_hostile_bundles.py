@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from watchstep import Hook
 from watchstep.errors import FormatError, NotFoundError, WatchstepError
-from watchstep.format.bundle import BundleDocument, bundle_keys, open_bundle_file
+from watchstep.format.bundle import BundleDocument, bundle_keys, open_bundle, open_bundle_file
 from watchstep.format.snapshot import Described, header
 from watchstep.store.store import Store
 
@@ -150,6 +153,119 @@ def test_values_of_another_form_raise_a_clear_error(content: bytes, tmp_path: Pa
     path.write_bytes(written(document))
     with pytest.raises((WatchstepError, TypeError, AttributeError, IndexError, RuntimeError)):
         replayed(path)
+
+
+MEBIBYTE = 2**20
+
+
+@pytest.mark.parametrize(
+    ("reference", "is_in_each"),
+    [
+        ({"array": "values/big"}, False),
+        ({"numbers": "values/big", "of": "list"}, False),
+        ({"numbers": "values/big", "of": "tuple"}, False),
+        ({"tensor": "values/big"}, False),
+        ({"tensor": "values/big"}, True),
+    ],
+)
+def test_many_references_to_a_tensor_take_its_memory_once(
+    content: bytes, tmp_path: Path, reference: dict[str, Any], *, is_in_each: bool
+) -> None:
+    from safetensors.numpy import load
+
+    document = sound(content)
+    first = {"tensor": document["micro_batches"][0]["batch"]["list"][0]["tensor"], "device": "cpu"}
+    (micro_batch,) = document["micro_batches"]
+    many = [reference] * (1 if is_in_each else 2000)
+    micro_batch["batch"] = {"list": [first, {"list": many}]}
+    micro_batch["losses"] = {"list": []}
+    document["micro_batches"] = [micro_batch] * (200 if is_in_each else 1)
+    tensors = {
+        name: array for name, array in load(content).items() if name not in {"document", "gradient_digests"}
+    }
+    tensors["values/big"] = np.zeros(MEBIBYTE // 8, np.int64)
+    path = tmp_path / "b.safetensors"
+    names = {"float32": "F32", "float64": "F64", "int64": "I64", "uint32": "U32", "uint8": "U8"}
+    described = [
+        *(Described(name, names[array.dtype.name], array.shape) for name, array in tensors.items()),
+        Described("document", "U8", (len(encoded := json.dumps({**document, "gradients": []}).encode()),)),
+    ]
+    described.sort(key=lambda each: -each.itemsize)
+    data = {**{name: array.tobytes() for name, array in tensors.items()}, "document": encoded}
+    path.write_bytes(
+        header(described, {"format": "watchstep.bundle"}) + b"".join(data[each.name] for each in described)
+    )
+    bundle = open_bundle_file(path)
+    replayed(path)  # loads what is imported at the first replay
+    tracemalloc.start()
+    try:
+        replayed(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 * bundle.size
+
+
+def test_values_beyond_the_limit_of_memory_are_refused(content: bytes) -> None:
+    import torch
+
+    from watchstep.pytorch.bundles.values import ValueSource, decode
+
+    source = ValueSource(
+        lambda _name: (np.zeros(100, np.int64), "I64"), torch.device("cpu"), limit_bytes=2000
+    )
+    decode({"list": [{"array": "a"}, {"tensor": "a"}, {"array": "a"}]}, source)
+    with pytest.raises(ValueError, match="take more than 2000 bytes"):
+        decode({"array": "b"}, source)
+    source.clear()
+    with pytest.raises(ValueError, match="take more than 2000 bytes"):
+        decode({"numbers": "a", "of": "list"}, source)
+
+
+def test_flags_of_another_type_are_refused(content: bytes, tmp_path: Path) -> None:
+    document = sound(content)
+    document["precision"] = {**document["precision"], "float32_matmul_precision": {}}
+    path = tmp_path / "b.safetensors"
+    path.write_bytes(written(document))
+    with pytest.raises(FormatError, match="float32_matmul_precision"):
+        replayed(path)
+
+
+def test_a_damaged_state_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    import torch
+
+    from watchstep import ReplayStep
+    from watchstep.replay import replay
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Hook(tmp_path) as hook:
+        hook.watch(model, optimizer)
+        for number in range(2):
+            if number:
+                hook.bundle()
+            hook.batch([torch.ones(1, 2)])
+            loss(model, [torch.ones(1, 2)]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    store = Store.open(hook.run_url)
+    (key,) = bundle_keys(store)
+    bundle = open_bundle(store, key.path)
+    text = json.dumps(bundle.document.optimizers)
+    assert '"exp_avg"' in text
+    damaged = json.loads(text.replace('"exp_avg"', '"exp_average"'))
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(FormatError, match=r"Adam.step\(\) with the recorded state raised KeyError"):
+            replay(
+                dataclasses.replace(
+                    bundle, document=dataclasses.replace(bundle.document, optimizers=tuple(damaged))
+                ),
+                ReplayStep(torch.nn.Linear(2, 1), loss, optimizer=lambda m: torch.optim.Adam(m.parameters())),
+            )
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
 
 
 def test_the_recorded_program_is_never_run(content: bytes, tmp_path: Path) -> None:

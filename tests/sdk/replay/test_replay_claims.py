@@ -40,6 +40,13 @@ def linear(bias: float = 0.5) -> Any:
     return model
 
 
+def two_layers() -> Any:
+    """Two layers side by side: the gradients of one are finite if the other fails."""
+    import torch
+
+    return torch.nn.ModuleList([linear(), linear()])
+
+
 def counting() -> Any:
     """A model that fails in its first call only, because of a counter in an attribute."""
     import torch
@@ -129,12 +136,14 @@ def recorded(
     return open_bundle(store, key.path)
 
 
-def replayed(bundle: Bundle, model: Any, loss: Callable[[Any, Any], Any] = squared) -> tuple[Any, str]:
+def replayed(
+    bundle: Bundle, model: Any, loss: Callable[[Any, Any], Any] = squared, precision: Any = "captured"
+) -> tuple[Any, str]:
     """Replay a bundle. Returns the result, and its text."""
     from watchstep import ReplayStep
     from watchstep.replay import render_replay, replay
 
-    result = replay(bundle, ReplayStep(model, loss))
+    result = replay(bundle, ReplayStep(model, loss), precision=precision)
     return result, render_replay(result)
 
 
@@ -174,11 +183,12 @@ def test_a_computation_that_differs_from_the_compared_one_has_no_diagnosis(tmp_p
     def loss(model: Any, batch: Any) -> Any:
         nonlocal calls
         calls += 1
-        return model(torch.log(0 * batch[0]) if calls == 1 else batch[0]).square().mean()
+        bad = model[0](torch.log(0 * batch[0]) if calls == 1 else batch[0])
+        return bad.square().mean() + model[1](batch[0]).square().mean()
 
-    bundle = recorded(tmp_path, linear(), inputs(), loss)
+    bundle = recorded(tmp_path, two_layers(), inputs(), loss)
     calls = 0
-    result, text = replayed(bundle, linear(), loss)
+    result, text = replayed(bundle, two_layers(), loss)
     assert calls == 2
     assert result.diagnosis is None
     assert "loss of micro-batch 0" in result.trace_difference
@@ -191,10 +201,10 @@ def test_a_computation_that_differs_from_the_compared_one_has_no_diagnosis(tmp_p
         calls += 1
         if calls == 2:
             raise ValueError("the second call")
-        return model(torch.log(0 * batch[0])).square().mean()
+        return model[0](torch.log(0 * batch[0])).square().mean() + model[1](batch[0]).square().mean()
 
     calls = 0
-    result, text = replayed(bundle, linear(), failing)
+    result, text = replayed(bundle, two_layers(), failing)
     assert result.is_exact
     assert "no first bad operation: " in text
     assert "it raised ValueError: the second call" in text
@@ -358,3 +368,179 @@ def test_the_state_of_a_model_is_restored() -> None:
     handle.remove()
     layer(torch.ones(1, 2))
     assert calls == [1]
+
+
+def branching(model: Any, batch: Any) -> Any:
+    """A loss that fails in one of two ways, by a random number that is drawn before the model is called."""
+    import torch
+
+    if torch.rand(()) < 0.5:
+        return (model(batch[0]) * 0 / batch[0].sub(batch[0]).sum()).mean()
+    return (model(batch[0]) * batch[0].sub(batch[0]).log().sub(1).sum()).square().mean()
+
+
+@pytest.mark.parametrize("source", ["program", "loader"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_numbers_before_the_forward_pass_are_those_of_the_recorded_step(
+    tmp_path: Path, source: str, seed: int
+) -> None:
+    import torch
+
+    if source == "program":
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(2, 1)
+        batches: Any = [inputs()]
+    else:
+        dataset = torch.utils.data.TensorDataset(inputs()[0])
+        model, batches = torch.nn.Linear(2, 1), torch.utils.data.DataLoader(dataset, batch_size=2)
+        torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        for batch in batches:
+            if source == "program":
+                hook.batch(batch)
+            state = torch.get_rng_state()
+            is_division = bool(torch.rand(()) < 0.5)
+            torch.set_rng_state(state)
+            branching(model, batch).backward()
+            optimizer.step()
+    store = Store.open(hook.run_url)
+    (key,) = bundle_keys(store)
+    result, text = replayed(open_bundle(store, key.path), torch.nn.Linear(2, 1), branching)
+    assert result.is_exact
+    assert f"first bad operation: aten.{'div.Tensor' if is_division else 'log.default'}" in text
+
+
+@pytest.mark.parametrize("generator", ["python", "torch"])
+def test_random_numbers_before_the_forward_pass_that_are_not_recorded_are_named(
+    tmp_path: Path, generator: str
+) -> None:
+    import torch
+
+    draws_in_loss = False
+
+    def loss(model: Any, batch: Any) -> Any:
+        if draws_in_loss:
+            batch = [batch[0] * (random.random() if generator == "python" else torch.rand(()))]
+        return squared(model, batch)
+
+    bundle = recorded(tmp_path, linear(), inputs(), loss, is_requested=True)
+    assert replayed(bundle, linear(), loss)[0].is_exact
+    draws_in_loss = True
+    result, text = replayed(bundle, linear(), loss)
+    assert result.unrestored == ("random numbers drawn before the forward pass",)
+    assert f"random numbers of {generator} were drawn before the forward pass" in text
+    assert "call hook.batch(…) just before the loss is computed" in text
+
+
+def test_the_states_at_the_batch_are_stored_only_if_random_numbers_were_drawn_since(tmp_path: Path) -> None:
+    bundle = recorded(tmp_path / "a", linear(), inputs(), is_requested=True)
+    assert "random_at_batch" not in bundle.document.micro_batches[0]
+    bundle = recorded(tmp_path / "b", linear(), inputs(), branching)
+    assert "random_at_batch" in bundle.document.micro_batches[0]
+
+
+@pytest.mark.parametrize("other", ["loss", "gradient"])
+def test_nan_and_infinity_are_other_failures(tmp_path: Path, other: str) -> None:
+    import torch
+
+    fails_as_nan = False
+
+    def loss(model: Any, batch: Any) -> Any:
+        value = squared(model, batch)
+        bad = torch.tensor(torch.nan if fails_as_nan else torch.inf)
+        return value * bad if other == "gradient" else value + bad
+
+    bundle = recorded(tmp_path, linear(), inputs(), loss)
+    assert replayed(bundle, linear(), loss)[0].is_reproduced
+    fails_as_nan = True
+    result, text = replayed(bundle, linear(), loss)
+    assert not result.is_reproduced
+    assert result.is_other_failure
+    assert "reproduced: no: the step fails in another way" in text
+
+
+def test_a_failure_with_other_gradients_is_not_known_to_be_the_same(tmp_path: Path) -> None:
+    import torch
+
+    is_other = False
+
+    def loss(model: Any, batch: Any) -> Any:
+        value = squared(model, batch)
+        scale = torch.tensor([[torch.nan, 1.0 if is_other else torch.nan]])
+        if model.weight.requires_grad:
+            model.weight.register_hook(lambda gradient: gradient * scale)
+        return value
+
+    bundle = recorded(tmp_path, linear(), inputs(), loss)
+    result, text = replayed(bundle, linear(), loss)
+    assert result.is_exact
+    is_other = True
+    result, text = replayed(bundle, linear(), loss)
+    assert result.fails_again
+    assert not result.is_reproduced
+    assert "reproduced: not known: the step fails again, but the compared values differ" in text
+    assert "weight has elements that are finite, NaN or infinite in one of them only" in text
+
+
+def test_without_finite_values_the_computation_that_is_compared_is_traced(tmp_path: Path) -> None:
+    calls = 0
+
+    def loss(model: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = model(batch[0])
+        return (
+            (result * 0 / (0 * batch[0]).sum()).mean() if calls % 2 else (result * 0).log().sub(1).mean() * 0
+        )
+
+    bundle = recorded(tmp_path, linear(), inputs(), loss)
+    calls = 0
+    result, text = replayed(bundle, linear(), loss)
+    assert calls == 1
+    assert result.is_exact
+    assert "first bad operation: aten.div.Tensor" in text
+
+
+PRECISION_CLAIM = "fails again in the captured precision, which is a part of the cause"
+
+
+def test_a_failure_of_range_is_finite_in_float64_and_fails_again_in_the_captured_precision(
+    tmp_path: Path,
+) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return (model[0](batch[0]) * 1e30).square().mean() + model[1](batch[0]).square().mean()
+
+    result, text = replayed(recorded(tmp_path, two_layers(), inputs(), loss), two_layers(), loss, "fp64")
+    assert result.captured == "fails again"
+    assert f"reproduced: no: the step is finite in fp64, and {PRECISION_CLAIM}" in text
+
+
+@pytest.mark.parametrize("kind", ["state", "counter", "random"])
+def test_precision_is_no_cause_unless_the_step_fails_in_the_captured_one_alone(
+    tmp_path: Path, kind: str
+) -> None:
+    import torch
+
+    calls = 0
+    is_recording = True
+
+    def loss(model: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        bad = is_recording if kind == "state" else calls == 1
+        if kind == "random":
+            drawn = torch.rand(2, dtype=batch[0].dtype)
+            bad = batch[0].dtype is torch.float32
+            return model(batch[0]).square().mean() + drawn.sum() * (torch.nan if bad else 1.0)
+        return model(batch[0]).square().mean() * (torch.inf if bad else 1.0)
+
+    bundle = recorded(tmp_path, linear(), inputs(), loss)
+    is_recording, calls = False, 0
+    result, text = replayed(bundle, linear(), loss, "fp64")
+    assert "reproduced: no: the step is finite in fp64" in text
+    assert PRECISION_CLAIM not in text
+    assert result.captured == {"state": "finite", "counter": "", "random": "fails again"}[kind]
+    assert ("the replay in the captured precision is finite, too" in text) == (kind == "state")
+    assert ("it draws random numbers, which may be others in this precision" in text) == (kind == "random")

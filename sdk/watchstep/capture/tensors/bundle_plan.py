@@ -19,7 +19,7 @@ _REQUESTED = "requested-"
 
 
 LATE = "gate"
-"""Id of a request of the gate itself, whose result for an earlier step of a device has just arrived."""
+"""Id of a request of the gate itself, for an earlier step: its result has just arrived from a device, or no update was observed at that step."""
 
 
 class BundleOccasion(NamedTuple):
@@ -42,6 +42,7 @@ class BundlePlan:
         self._last_bad = -2
         self._gate_step = -1
         self._by_gate = 0
+        self._missed = 0
 
     def request(self, name: str) -> None:
         """Request a bundle of the next complete step, for an event or a request of the control document. Thread-safe."""
@@ -83,11 +84,16 @@ class BundlePlan:
     def due(self, step: int, *, is_complete: bool) -> BundleOccasion | None:
         """Return why a step is bundled, before its update; None if it is not.
 
+        A failing step that ended without a bundle does not count. Of the first of those, the next complete step is bundled, which does not claim to
+        be the failing one.
+
         Args:
             step: The step.
             is_complete: Whether all of its passes were observed. Only a failing step is bundled otherwise.
         """
-        is_gate = 0 <= self._gate_step <= step
+        is_gate = step == self._gate_step
+        if 0 <= self._gate_step < step:
+            self._miss()
         if not is_gate and not (is_complete and (self._requests or self._is_requested)):
             return None
         with self._lock:
@@ -99,3 +105,11 @@ class BundlePlan:
             return BundleOccasion("program")
         is_alert = not requests[0].startswith(_REQUESTED)
         return BundleOccasion("alert" if is_alert else "request", requests)
+
+    def _miss(self) -> None:
+        """Give up the bundle of a failing step that has ended."""
+        self._gate_step = -1
+        self._by_gate -= 1
+        self._missed += 1
+        if self._missed <= MAX_BY_GATE:
+            self._requests.append(LATE)

@@ -45,6 +45,7 @@ from watchstep.pytorch.bundles import random_states
 from watchstep.pytorch.bundles.program import precision_data, program_data
 from watchstep.pytorch.bundles.step_inputs import MicroBatch, StepInputs, TensorVersions
 from watchstep.pytorch.bundles.values import ValueEncoder
+from watchstep.pytorch.parameters import amp
 from watchstep.pytorch.tensors.full_tensors import FORMAT_NAMES, swap_bytes
 
 _STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
@@ -190,6 +191,7 @@ class _BundleContent:
                     self._state_of_torch(optimizer, f"optimizers/{number}"), f"optimizers/{number}"
                 ),
                 "parameters": self._names_of(optimizer),
+                "scaled": amp.gradients_are_scaled(optimizer),
             }
             for number, optimizer in enumerate(optimizers)
         )
@@ -277,6 +279,9 @@ class _BundleContent:
             "syncs": batch.syncs,
             "losses": encoder.encode(list(batch.losses), f"{path}/losses"),
         }
+        at_batch = None if batch.random_at_batch is None else batch.random_at_batch.as_value(batch.random)
+        if at_batch is not None:
+            data["random_at_batch"] = encoder.encode(at_batch, f"{path}/random_at_batch")
         if batch.is_dropped:
             self._lose(path, "the micro-batches of the step exceed Bundles.reference_bytes")
         elif batch.has_batch:

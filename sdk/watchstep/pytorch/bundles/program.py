@@ -83,6 +83,7 @@ def _commit_of(place: Path) -> str:
     return ""
 
 
+_DEFAULT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _FLAGS: dict[str, tuple[Any, str]] = {
     "cudnn_enabled": (torch.backends.cudnn, "enabled"),
     "cudnn_benchmark": (torch.backends.cudnn, "benchmark"),
@@ -107,15 +108,21 @@ def precision_data() -> dict[str, Any]:
 
 
 def restore_precision(data: Mapping[str, Any]) -> list[str]:
-    """Set the flags as a bundle records them. Returns what could not be set, as sentences."""
+    """Set the flags as a bundle records them. Returns what could not be set, as sentences.
+
+    Raises:
+        ValueError: the data is damaged.
+    """
     problems = []
     threads = data.get("threads")
     if type(threads) is int and 1 <= threads <= 4096:
         torch.set_num_threads(threads)
     dtype = getattr(torch, str(data.get("default_dtype", "")).removeprefix("torch."), None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+    if isinstance(dtype, torch.dtype) and dtype in _DEFAULT_DTYPES:
         torch.set_default_dtype(dtype)
     precision = data.get("float32_matmul_precision")
+    if not isinstance(precision, str | None):
+        raise ValueError(f"float32_matmul_precision is {str(precision)[:40]!r}")  # noqa: TRY004 - reported like other damage
     if precision in {"highest", "high", "medium"}:
         torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(

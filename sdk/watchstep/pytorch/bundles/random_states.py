@@ -1,8 +1,9 @@
 """States of random number generators just before each forward pass, and setting them again.
 
-PyTorch's states are copied at each pass: 1 µs on the host. Those of Python (7 µs) and NumPy (24 µs) are copied at most once per
-`_HOST_SHARE` of the time. Few models draw from them during a pass: if the current state at the time of a bundle equals the last copy, nothing
-was drawn since, and the copy is the state before the pass. Otherwise it is reported as lost.
+PyTorch's states are copied at each pass: 1 µs on the host. They are also copied when the batch is yielded or given: a loss function may draw before
+it calls the model. Those of Python (7 µs) and NumPy (24 µs) are copied at most once per `_HOST_SHARE` of the time; if the program does not draw from
+them, so that several copies are equal, once per `_IDLE_SHARE`. Few models draw from them during a pass: if the current state at the time of a bundle
+equals the last copy, nothing was drawn since, and the copy is the state before the pass. Otherwise it is reported as lost.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from torch import Tensor
 
 _HOST_SHARE = 0.002
 """Share of the time that copying the states of Python and NumPy may take."""
+
+_IDLE_SHARE = 0.0005
+"""The same for a program whose last `_IDLE_COPIES` copies were equal: it draws from neither, or only at the start of an epoch."""
+
+_IDLE_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,41 @@ class HostStates:
     def equals(self, other: HostStates) -> bool:
         """Return whether nothing was drawn between two states."""
         return self.python == other.python and _numpy_word(self.numpy) == _numpy_word(other.numpy)
+
+
+@dataclass(frozen=True)
+class GeneratorStates:
+    """The states of all generators at one time.
+
+    Attributes:
+        host: of Python and NumPy.
+        cpu: of PyTorch on the host, uint8.
+        devices: of PyTorch on the current device, by its name.
+    """
+
+    host: HostStates
+    cpu: Tensor
+    devices: dict[str, Tensor]
+
+    @classmethod
+    def capture(cls) -> GeneratorStates:
+        """Return the current states."""
+        return cls(HostStates.capture(), torch.get_rng_state(), _device_states())
+
+    def differing(self, other: GeneratorStates) -> set[str]:
+        """Return the names of the generators whose states differ: ``python``, ``numpy``, ``torch``, or of a device."""
+        names = set()
+        if self.host.python != other.host.python:
+            names.add("python")
+        if _numpy_word(self.host.numpy) != _numpy_word(other.host.numpy):
+            names.add("numpy")
+        if not torch.equal(self.cpu, other.cpu):
+            names.add("torch")
+        for device in self.devices.keys() | other.devices.keys():
+            first, second = self.devices.get(device), other.devices.get(device)
+            if first is None or second is None or not torch.equal(first, second):
+                names.add(device)
+        return names
 
 
 def _numpy_word(state: dict[str, Any] | None) -> Any:
@@ -71,6 +112,7 @@ class RandomStateCopies:
     def __init__(self) -> None:
         self._host: HostStates | None = None
         self._next_copy = 0.0
+        self._equal_copies = 0
 
     def capture(self) -> RandomStates:
         """Return the states now."""
@@ -78,13 +120,36 @@ class RandomStateCopies:
         fresh = self._host is None or now >= self._next_copy
         host = self._host
         if host is None or fresh:
-            host = self._host = HostStates.capture()
-            self._next_copy = now + (time.perf_counter() - now) / _HOST_SHARE
+            copied = HostStates.capture()
+            self._equal_copies = self._equal_copies + 1 if host is not None and copied.equals(host) else 0
+            host = self._host = copied
+            share = _IDLE_SHARE if self._equal_copies >= _IDLE_COPIES else _HOST_SHARE
+            self._next_copy = now + (time.perf_counter() - now) / share
         return RandomStates(torch.get_rng_state(), _device_states(), host, fresh)
 
 
+@dataclass(frozen=True)
+class TorchStates:
+    """States of PyTorch's generators when a batch was yielded or given: see `RandomStates`."""
+
+    cpu: Tensor
+    devices: dict[str, Tensor]
+
+    @classmethod
+    def capture(cls) -> TorchStates:
+        """Return the current states."""
+        return cls(torch.get_rng_state(), _device_states())
+
+    def as_value(self, later: RandomStates) -> dict[str, Any] | None:
+        """Return the states as a value for a bundle; None if nothing was drawn until later ones."""
+        is_same = torch.equal(self.cpu, later.cpu) and self.devices.keys() == later.devices.keys()
+        if is_same and all(torch.equal(state, later.devices[name]) for name, state in self.devices.items()):
+            return None
+        return {"torch": self.cpu, "devices": dict(self.devices)}
+
+
 def _device_states() -> dict[str, Tensor]:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():
         return {}
     current = torch.cuda.current_device()
     return {f"cuda:{current}": torch.cuda.get_rng_state(current)}

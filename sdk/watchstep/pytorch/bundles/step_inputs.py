@@ -9,6 +9,7 @@ micro-batches, those beyond the limits of memory and file descriptors are droppe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections import UserDict
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # base of layers with running statistics; not public
 
 from watchstep.capture.config import Bundles
-from watchstep.pytorch.bundles.random_states import RandomStateCopies, RandomStates
+from watchstep.pytorch.bundles.random_states import RandomStateCopies, RandomStates, TorchStates
 
 try:
     import resource
@@ -184,6 +185,7 @@ class MicroBatch:
         syncs: whether `DistributedDataParallel` averages its gradients; None without it.
         batch: the batch as the data loader yielded it, or as the program gave it.
         has_batch: whether there is one.
+        random_at_batch: states of PyTorch's generators when it was yielded or given; None without one.
         arguments: positional arguments of the model; None if the model itself was not called.
         keywords: keyword arguments of the model.
         losses: losses at ``backward()``, one element each.
@@ -195,6 +197,7 @@ class MicroBatch:
     syncs: bool | None
     batch: Any = None
     has_batch: bool = False
+    random_at_batch: TorchStates | None = None
     batch_versions: TensorVersions = dataclasses.field(default_factory=TensorVersions)
     argument_versions: TensorVersions = dataclasses.field(default_factory=TensorVersions)
     arguments: tuple[Any, ...] | None = None
@@ -232,6 +235,32 @@ def _are_alike(first: Tensor, second: Tensor) -> bool:
     return (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
 
 
+@dataclasses.dataclass
+class _RepeatedCopy:
+    """A copy of the same buffers into the same tensors as in the last step, all of which are copied at each step.
+
+    Attributes:
+        owners: dictionary of each buffer in its module, and its key.
+        buffers: the buffers.
+        targets: their copies.
+    """
+
+    owners: list[tuple[dict[str, Tensor | None], str]]
+    buffers: list[Tensor]
+    targets: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self._shapes = [target.shape for target in self.targets]
+
+    def make(self) -> bool:
+        """Copy. Returns False, and copies nothing, if the program has replaced a buffer or changed its shape."""
+        for (owner, leaf), buffer, shape in zip(self.owners, self.buffers, self._shapes, strict=True):
+            if owner.get(leaf) is not buffer or buffer.shape != shape:
+                return False
+        torch._foreach_copy_(self.targets, self.buffers)
+        return True
+
+
 class BufferCopies:
     """Copies of the buffers of a model before the first pass of a step. Only those that may have changed since are copied again.
 
@@ -248,12 +277,19 @@ class BufferCopies:
         self._places = sorted(places, key=lambda place: not isinstance(place[1], _NormBase))
         self._limit = limit
         self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._repeat: _RepeatedCopy | None = None
         self.left_out: set[str] = set()
 
     @torch.no_grad()
     def update(self) -> None:
         """Copy the buffers that have changed."""
+        if self._repeat is None or not self._repeat.make():
+            self._repeat = None
+            self._update_each()
+
+    def _update_each(self) -> None:
         targets, sources = [], []
+        is_repeatable = True
         size = 0
         for name, module, leaf in self._places:
             buffer = module._buffers.get(leaf)  # noqa: SLF001 - as above
@@ -274,6 +310,7 @@ class BufferCopies:
             version = version_of(buffer)
             is_small = buffer.numel() <= _SMALL_BUFFER and buffer.is_floating_point()
             is_counted = not (is_small or buffer.is_inference() or isinstance(module, _NormBase))
+            is_repeatable &= not is_counted and not buffer.requires_grad
             if copy is not None and copy[0] is buffer and copy[1] == version and is_counted:
                 continue
             if copy is not None and copy[0] is buffer and _are_alike(copy[2], buffer):
@@ -284,10 +321,13 @@ class BufferCopies:
                 self._copies[name] = (buffer, version, buffer.detach().clone())
         if targets:
             torch._foreach_copy_(targets, sources)
+        if targets and is_repeatable and len(targets) == len(self._places):
+            owners = [(module._buffers, leaf) for _, module, leaf in self._places]  # noqa: SLF001 - as above
+            self._repeat = _RepeatedCopy(owners, [copy[0] for copy in self._copies.values()], targets)
 
     def forget(self) -> None:
         """Drop all references to the model."""
-        self._places, self._copies = [], {}
+        self._places, self._copies, self._repeat = [], {}, None
 
     def values(self) -> dict[str, Tensor]:
         """Return the copies by name."""
@@ -310,8 +350,10 @@ class StepInputs:
         self._config = config
         self._random = RandomStateCopies()
         self._next_batches: dict[int, tuple[Any, TensorVersions]] = {}
+        self._next_random: TorchStates | None = None
         self._given = False
-        self._parameters = list(model.parameters())
+        # Those of inference tensors do not change, and have no versions.
+        self._parameters = [parameter for parameter in model.parameters() if not parameter.is_inference()]
         self._parameter_versions: list[int] = []
         self.micro_batches: list[MicroBatch] = []
         self.buffers = BufferCopies(model, config.buffer_bytes)
@@ -323,7 +365,7 @@ class StepInputs:
         if step != self.step:
             self.step = step
             self.micro_batches = []
-            self._parameter_versions = [version_of(parameter) for parameter in self._parameters]
+            self._parameter_versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001 - has no public name
             self.buffers.update()
         elif len(self.micro_batches) >= _MAX_MICRO_BATCHES:
             return
@@ -336,6 +378,7 @@ class StepInputs:
         )
         if self._next_batches:
             yielded, self._next_batches = list(self._next_batches.values()), {}
+            batch.random_at_batch, self._next_random = self._next_random, None
             batches = tuple(each for each, _ in yielded)
             batch.batch, batch.has_batch = batches[0] if len(batches) == 1 else batches, True
             for _, versions in yielded:
@@ -365,12 +408,14 @@ class StepInputs:
         """Set the batch of the next pass, by the program. From now on those of data loaders are ignored."""
         self._given = True
         self._next_batches = {0: (batch, _noted(batch))}
+        self._next_random = TorchStates.capture()
 
     def batch_yielded(self, loader: Any, batch: Any, sample_ids: Any, epoch: int, number: int) -> None:
         """Handle a batch that a data loader yields: it is taken for that of the next pass of training. Those of several loaders are a tuple."""
         if not self._given and torch.is_grad_enabled():
             self._next_batches.pop(id(loader), None)  # so that the order is that of the last batches
             self._next_batches[id(loader)] = batch, _noted(batch)
+            self._next_random = TorchStates.capture()
             self.loader = (epoch, number, sample_ids)
 
     def forget(self) -> None:
@@ -431,7 +476,12 @@ def _free_shared_bytes() -> int:
 
 
 def _autocast() -> dict[str, tuple[bool, torch.dtype]]:
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     return {
-        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in _device_types()
     }
+
+
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

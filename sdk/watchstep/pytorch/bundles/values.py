@@ -23,6 +23,7 @@ import base64
 import dataclasses
 import fnmatch
 import math
+import sys
 from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +45,9 @@ _MAX_TEXT = 1024 * 1024
 _MAX_LOST = 1000
 _LONG = 256
 """Length from which a list of numbers is stored as an array."""
+
+_NUMBER_BYTES = 40
+"""Memory of a number in a list: it and its reference."""
 
 _EXACT_INTEGERS = 2**53
 _NUMPY_NAMES = {
@@ -269,13 +273,35 @@ class ValueSource:
         read: returns the elements and the dtype of a tensor of the bundle by its name.
         device: device for tensors that were not in host memory.
         tensors: tensors that were read before, by name and whether they are on the device: values that shared a tensor share it again.
+        arrays, numbers: arrays, and long lists and tuples of numbers, that were read before, likewise.
+        limit_bytes: largest memory of what was read since `clear`.
+        bytes: memory of what was read since `clear`.
         number: number of values that were decoded.
     """
 
     read: Callable[[str], tuple[NDArray[Any], str]]
     device: torch.device
     tensors: dict[tuple[str, bool], Tensor] = dataclasses.field(default_factory=dict)
+    arrays: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
+    numbers: dict[tuple[str, bool], Any] = dataclasses.field(default_factory=dict)
+    limit_bytes: int = sys.maxsize
+    bytes: int = 0
     number: int = 0
+
+    def clear(self) -> None:
+        """Forget what was read: values that are decoded later have their own tensors."""
+        self.tensors, self.arrays, self.numbers = {}, {}, {}
+        self.bytes = 0
+
+    def take(self, size: int) -> None:
+        """Count memory before it is taken.
+
+        Raises:
+            ValueError: It exceeds the limit.
+        """
+        self.bytes += size
+        if self.bytes > self.limit_bytes:
+            raise ValueError(f"its values take more than {self.limit_bytes} bytes of memory")
 
 
 def decode(data: Any, source: ValueSource) -> Any:
@@ -320,7 +346,9 @@ def _tensor_of(data: Any, source: ValueSource) -> Tensor:
     on_device = torch.device(str(data.get("device", "cpu"))).type != "cpu"
     tensor = source.tensors.get((name, on_device))
     if tensor is None:
-        tensor = torch_tensor(*source.read(name))
+        elements, dtype = source.read(name)
+        source.take(elements.nbytes)
+        tensor = torch_tensor(elements, dtype)
         if on_device:
             tensor = tensor.to(source.device)
         if data.get("requires_grad") is True and tensor.is_floating_point():
@@ -330,7 +358,12 @@ def _tensor_of(data: Any, source: ValueSource) -> Tensor:
 
 
 def _array_of(data: Any, source: ValueSource) -> Any:
-    return source.read(_name(data["array"]))[0].copy()
+    name = _name(data["array"])
+    if name not in source.arrays:
+        elements = source.read(name)[0]
+        source.take(elements.nbytes)
+        source.arrays[name] = elements.copy()
+    return source.arrays[name]
 
 
 def _name(name: Any) -> str:
@@ -358,10 +391,15 @@ def _mapping_of(data: Any, source: ValueSource) -> Any:
 
 
 def _long_of(data: Any, source: ValueSource) -> Any:
-    numbers = source.read(_name(data["numbers"]))[0].tolist()
-    if not isinstance(numbers, list):
-        raise ValueError("long numbers are no list")  # noqa: TRY004 - as above
-    return tuple(numbers) if data.get("of") == "tuple" else numbers
+    name, is_tuple = _name(data["numbers"]), data.get("of") == "tuple"
+    if (name, is_tuple) not in source.numbers:
+        elements = source.read(name)[0]
+        if elements.ndim != 1:
+            raise ValueError("long numbers are no list")
+        source.take(elements.size * _NUMBER_BYTES)
+        numbers = elements.tolist()
+        source.numbers[name, is_tuple] = tuple(numbers) if is_tuple else numbers
+    return source.numbers[name, is_tuple]
 
 
 def _torch_value(data: Any, _source: ValueSource) -> Any:
