@@ -3,6 +3,8 @@
 Two processes of one program can differ by several percent for as long as they live, by where their memory lies and who
 else is on the machine. Blocks of steps that take turns in one process share that; the median of their ratios is told. The
 peers cannot be taken off a model again, so they are measured by processes (``python -m benchmarks.capture``).
+
+The model is watched once, as a program does it. In the blocks without the hook everything that PyTorch calls is put aside, and put back afterwards.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +22,8 @@ from benchmarks.capture.models import WORKLOADS, Training
 from benchmarks.capture.variants import VARIANTS
 from benchmarks.report import Figure, Report, arguments
 from watchstep import Hook
+from watchstep.pytorch import losses
+from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
 
 _DENSE = 100
 """So many steps the budget measures densely first; what it costs after them is told."""
@@ -54,6 +59,33 @@ _CHOSEN: dict[str, tuple[type[instruments.Watchstep], dict[str, Turns]]] = {
 }
 
 
+class Listening:
+    """What PyTorch calls of the one watch of a hook, which can be put aside.
+
+    Attributes:
+        watch: the watch.
+    """
+
+    def __init__(self, hook: Hook) -> None:
+        self.watch = hook._watches[0]  # noqa: SLF001 - a program never puts it aside
+        modules = list(self.watch.model.modules())
+        hooks = [module._forward_hooks for module in modules]  # noqa: SLF001 - have no public name
+        hooks += [module._forward_pre_hooks for module in modules]  # noqa: SLF001
+        self._hooks = [(entries, dict(entries)) for entries in hooks]
+        lists: list[list[Any]] = [kind._listeners for kind in (losses, optimizer_steps, amp, clipping)]  # noqa: SLF001
+        self._listeners = [(entries, list(entries)) for entries in lists]
+
+    def set(self, *, modules: bool, losses: bool = True, steps: bool = True) -> None:
+        """Choose what is called: hooks of modules, the wrapper of ``backward()``, and hooks of optimizers."""
+        for hooks, all_hooks in self._hooks:
+            hooks.clear()
+            hooks.update(all_hooks if modules else {})
+        for (listeners, all_listeners), is_on in zip(
+            self._listeners, (losses, steps, steps, steps), strict=True
+        ):
+            listeners[:] = all_listeners if is_on else []
+
+
 def _seconds(training: Training, steps: int) -> float:
     began = time.process_time()
     for _ in range(steps):
@@ -86,18 +118,19 @@ def measured(workload: str, variant: type[instruments.Watchstep], turns: Turns) 
             return account
 
         hook.watch(training.model, training.optimizer, name="")
+        listening = Listening(hook)
         _seconds(training, turns.warm)
-        hook._watches.pop().detach()  # noqa: SLF001 - what close does, without ending the recording
         for _ in range(turns.blocks):
-            hook.watch(training.model, training.optimizer, name="")
+            listening.set(modules=True)
             _seconds(training, 1)
             before = told()
             watched = _seconds(training, turns.steps)
             spent += told() - before
-            hook._watches.pop().detach()  # noqa: SLF001 - as above
+            listening.set(modules=False, losses=False, steps=False)
             bare = _seconds(training, turns.steps)
             bare_seconds += bare * turns.steps
             found.append(watched / bare)
+        listening.set(modules=True)
     return Taken(found, spent / bare_seconds)
 
 

@@ -332,7 +332,7 @@ def test_names_that_are_too_long_are_shortened_and_reported(tmp_path: Path) -> N
     assert run.losses().num_rows == 6
     assert hook.health["counts"]["shortened_names"] == 2
     assert "the names of 2 tensors exceed 4096 bytes" in hook.health["notes"]["names"]
-    assert max(file.stat().st_size for file in Path(tmp_path).rglob("*.parquet")) < 100_000
+    assert max(file.stat().st_size for file in Path(tmp_path).rglob("*.arrow")) < 100_000
 
 
 @pytest.mark.parametrize("run", ["NoSuchBucket", "no-such-folder", "os-error-20"])

@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection as Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from watchstep.capture.config import Cadence, CaptureConfig, Collection
 from watchstep.capture.health import RecorderHealth
@@ -38,6 +39,18 @@ written every second, it takes more than the whole budget in the first minute, a
 _MAX_SAVED = 1.5  # maximum saved allowance, as a multiple of the most expensive collection's cost
 
 Clock = Callable[[], float]
+
+
+class OwnWork(Protocol):
+    """Time of the recorder on the training thread.
+
+    Attributes:
+        depth: number of the recorder's calls in progress; 0 in the program's own code.
+        seconds: time in all calls so far.
+    """
+
+    depth: int
+    seconds: float
 
 
 @dataclass
@@ -98,6 +111,10 @@ class Budget:
         self._step_time: float | None = None
         self._began = clock()
         self._spent_in_step = 0.0
+        self._own_work: OwnWork | None = None
+        self._own_seconds = 0.0
+        self._measuring = 0.0  # seconds within the recorder's calls that were reported otherwise
+        self._dispatching = 0.0
         self._floor = 0.0
         self._floors = 0.0
         self._lock = threading.RLock()  # a signal's handler may close the hook
@@ -132,6 +149,30 @@ class Budget:
         """Record seconds of unique or requested work. They are reported, but not subtracted from the allowance."""
         self._spent += seconds
         self._spent_in_step += seconds
+
+    def measure_floor(self, own_work: OwnWork) -> None:
+        """Take the fixed cost of each step from now on from the recorder's own calls: their time that was not reported otherwise."""
+        self._own_work, self._own_seconds = own_work, own_work.seconds
+
+    def reported(self, seconds: float) -> None:
+        """Note that seconds were reported as measuring or as extra, so that they are no part of the fixed cost."""
+        if self._own_work is not None and self._own_work.depth:
+            self._measuring += seconds
+
+    def dispatched(self, seconds: float) -> None:
+        """Record the estimated time that a framework takes for calling the recorder in this step. It is part of the fixed cost."""
+        self._dispatching += seconds
+
+    def _take_floor(self) -> None:
+        """Record the fixed cost of the last step."""
+        measuring, self._measuring = self._measuring, 0.0
+        dispatching, self._dispatching = self._dispatching, 0.0
+        own = 0.0
+        if self._own_work is not None:
+            before, self._own_seconds = self._own_seconds, self._own_work.seconds
+            own = max(0.0, self._own_seconds - before - measuring)
+        if own or dispatching:
+            self.floor(own + dispatching)
 
     def floor(self, seconds: float) -> None:
         """Record the fixed cost of a step: the gate and the empty hooks."""
@@ -196,7 +237,8 @@ class Budget:
         if self._step_time is not None:
             factor = DENSE_FACTOR if self._steps < DENSE_STEPS else 1.0
             added = max(factor * self.share * self._step_time, self.allowance + self._floor)
-            paid = min(self._owed, _WRITER_SHARE * added)
+            # The fixed cost is subtracted anyway, so that the writer would take the rest of the allowance from measuring.
+            paid = min(self._owed, _WRITER_SHARE * max(self.allowance, added - self._floor))
             self._owed -= paid
             self._saved += added - paid
         highest_cost = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
@@ -211,6 +253,7 @@ class Budget:
 
     def _close_step(self) -> None:
         """Record the duration of the last step, without the recorder's own time."""
+        self._take_floor()
         with self._lock:
             written, self._written = self._written, 0.0
         self.report_extra(written)
@@ -229,6 +272,9 @@ class Budget:
 
 
 _MAX_BAD_STEPS = 3
+_MAX_BAD_SERIES = 8
+"""Series of bad steps that are measured whatever they cost. Later ones are if the budget's account is not overdrawn."""
+
 _CREDIT_INTERVAL = 100
 _BURST_STEPS = 5
 """Number of steps that are measured completely from an onset on."""
@@ -258,7 +304,10 @@ class Schedule:
         self._demanded = -1
         self._bad_step = -2
         self._bad_steps = 0
+        self._bad_series = 0
+        self._affords_bad_series = True
         self._floor_noted = False
+        self._query, self._is_any_due = (-1, 0), False
         self.bursts = 0
         self._burst_end = -1
         self._bursts: list[tuple[int, float]] = []
@@ -279,6 +328,21 @@ class Schedule:
             if collection is not None and self._is_due(name, collection, step, mode):
                 return name
         return None
+
+    def any_due(self, collections: Sized[str], step: int) -> bool:
+        """Return whether any of some collections is due at a step in mode train. At most steps none is, and no other query is needed.
+
+        Args:
+            collections: names of the collections. They are the same at each call, or more.
+            step: the step.
+        """
+        if step == self._demanded or step < self._burst_end:
+            return True
+        query = step, len(collections)
+        if query != self._query:
+            self._query = query
+            self._is_any_due = self.due(collections, step) is not None
+        return self._is_any_due
 
     def records(self, collection: str, mode: Mode) -> bool:
         """Whether statistics of a collection are recorded in a mode, at some steps."""
@@ -328,17 +392,32 @@ class Schedule:
             name: replace(chosen, cadence=Cadence(every=every[name])) if name in every else chosen
             for name, chosen in self._collections.items()
         }
+        self._query = (-1, 0)
 
-    def demand(self, step: int) -> None:
-        """Measure everything at a bad step.
+    def demand(self, step: int) -> bool:
+        """Measure everything at a bad step, if limits permit.
 
-        In a series of bad steps, this applies to the first three; after that the budget decides again.
+        In a series of bad steps, this applies to the first three; after that the budget decides again. A training that survives its bad steps may
+        have any number of series: those after the first eight count only while the budget's account is not overdrawn.
+
+        Returns:
+            Whether everything is measured.
         """
-        if step != self._bad_step:
-            self._bad_steps = self._bad_steps + 1 if step == self._bad_step + 1 else 1
+        if step > self._bad_step:
+            if step == self._bad_step + 1:
+                self._bad_steps += 1
+            else:
+                self._bad_steps = 1
+                self._bad_series += 1
+                affords = self.budget is None or self.budget.affords_more
+                self._affords_bad_series = self._bad_series <= _MAX_BAD_SERIES or affords
             self._bad_step = step
-        if self._bad_steps <= _MAX_BAD_STEPS:
+            if not self._affords_bad_series:
+                self._health.count("unmeasured_bad_steps")
+        is_demanded = self._bad_steps <= _MAX_BAD_STEPS and self._affords_bad_series
+        if is_demanded:
             self._demanded = step
+        return is_demanded
 
     def onset(self, step: int, excess: float) -> bool:
         """Measure everything at this step and the next ones because a loss has left its range, if limits permit.
@@ -376,18 +455,31 @@ class Schedule:
     def spent(self, collection: str, since: float) -> None:
         """Record that measuring a collection took from ``since`` until now."""
         if self.budget is not None:
-            self.budget.spent(collection, self._clock() - since)
+            seconds = self._clock() - since
+            self.budget.reported(seconds)
+            self.budget.spent(collection, seconds)
 
     def report_extra(self, since: float) -> None:
         """Record that requested work, such as a snapshot, took from ``since`` until now."""
         if self.budget is not None:
-            self.budget.report_extra(self._clock() - since)
+            seconds = self._clock() - since
+            self.budget.reported(seconds)
+            self.budget.report_extra(seconds)
 
-    def floor(self, seconds: float) -> None:
-        """Record the fixed cost of a step."""
+    def measure_floor(self, own_work: OwnWork) -> None:
+        """Measure the fixed cost of steps, unless the program has configured a clock of its own, which measures something else."""
+        if self.budget is not None and self._clock is time.perf_counter:
+            self.budget.measure_floor(own_work)
+
+    def dispatched(self, seconds: float) -> None:
+        """Record the estimated time that a framework takes for calling the recorder, as a part of the fixed cost of the step."""
+        if self.budget is not None:
+            self.budget.dispatched(seconds)
+
+    def check_floor(self) -> None:
+        """Note in health if the fixed cost of steps exceeds the budget. Called at each step."""
         if self.budget is None:
             return
-        self.budget.floor(seconds)
         if not self._floor_noted and self.budget.floor_exceeds:
             self._floor_noted = True
             self._health.note(

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import itertools
 import threading
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -55,6 +56,14 @@ class MemoryRange(NamedTuple):
     address: int
     elements: int
     kind: int
+
+
+class MemoryRanges(NamedTuple):
+    """Memory locations of dense tensors, by column: addresses, numbers of elements, and kinds as in `MemoryRange`."""
+
+    addresses: list[int]
+    sizes: list[int]
+    kinds: list[int]
 
 
 class NativeMeasurement:
@@ -112,9 +121,17 @@ class NativeKernel:
             turn: Index of the slice of larger tensors.
             slices: Number of slices.
         """
-        columns = _columns(tensors)
-        start, stride = columns.ctypes.data, 8 * len(tensors)
-        return bool(self._nonfinite(len(tensors), start, start + stride, start + 2 * stride, turn, slices))
+        return self.any_nonfinite(MemoryRanges(*map(list, zip(*tensors, strict=True))), turn, slices)
+
+    def any_nonfinite(self, tensors: MemoryRanges, turn: int = 0, slices: int = 1) -> bool:
+        """Return whether some tensor contains NaN or infinity, as `has_nonfinite`."""
+        addresses, sizes, kinds = tensors
+        rows = len(addresses)
+        if not rows:
+            return False
+        columns = array("q", [*addresses, *sizes, *kinds])  # is created faster than an array of NumPy
+        start = columns.buffer_info()[0]
+        return bool(self._nonfinite(rows, start, start + 8 * rows, start + 16 * rows, turn, slices))
 
     def is_nonfinite(self, tensor: MemoryRange) -> bool:
         """Return whether a tensor contains NaN or infinity. Faster than `has_nonfinite` for a single one."""

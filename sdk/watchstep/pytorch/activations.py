@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -35,7 +36,7 @@ from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch.device_kernel import capturing
-from watchstep.pytorch.gate import LiveOutputs
+from watchstep.pytorch.gate import Describe, LiveOutputs
 from watchstep.pytorch.names import Names, dtype_name, placement_of
 from watchstep.pytorch.observable import ModuleHook, dense_values
 from watchstep.pytorch.probes.activations import (
@@ -47,6 +48,11 @@ from watchstep.pytorch.probes.activations import (
 )
 from watchstep.pytorch.probes.weights import Unchanged
 from watchstep.pytorch.tensors import full_tensors
+
+# Called for each module of each pass, so they are not looked up there.
+is_compiling = torch.compiler.is_compiling
+current_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 - PyTorch's own test for a running backward pass
+functorch_level = torch._C._functorch.maybe_current_level  # noqa: SLF001 - inside vmap, grad, jvp, …: has no public name
 
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _DEEPEST = 20
@@ -176,7 +182,7 @@ class PartPasses:
 
 def _recomputes() -> bool:
     """Return whether this forward pass runs inside a backward pass, like the second one of activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - PyTorch's own test for it
+    return current_graph_task() != -1
 
 
 def _gradients_enabled() -> bool:
@@ -192,7 +198,9 @@ def _inside_autograd_function(frame: FrameType | None) -> bool:
 
 _Look = Callable[[list[Tensor], int, Mode], tuple[Probe, ...]]
 
-_HOOK_SECONDS = 3.5e-6  # one call of a hook with nothing due; measured at 3.4 microseconds on an EPYC (Zen 4)
+_DISPATCH_SECONDS = 15e-6
+"""Time that PyTorch takes for calling one hook, which the hook itself cannot measure: 1 µs in a loop, 15 to 20 between two convolutions, whose data
+have replaced PyTorch's code and the module in the caches. Measured on an EPYC (Zen 4) as the difference of a module with an empty hook to one without."""
 
 
 @dataclass
@@ -256,12 +264,60 @@ class _Observed:
         return tuple(probe for probe in probes if probe is not None)
 
 
+class _UnmeasuredPass:
+    """A training pass of the model's own ``forward`` in which nothing is due, so that hooks only note outputs.
+
+    Attributes:
+        step: Step of the pass; -1 outside of such a pass.
+        thread: Thread of the pass.
+        note: Notes an output.
+    """
+
+    __slots__ = ("note", "recorder", "session", "step", "thread")
+
+    def __init__(self, session: Session, live: LiveOutputs) -> None:
+        self.step, self.thread = -1, -1
+        self.recorder, self.session, self.note = session.recorder, session, live.note_undescribed
+
+
+class _OutputHook(ModuleHook):
+    """The hook of one module.
+
+    It runs for each module of each pass, most of which are unmeasured: then it calls little else than functions of PyTorch. Everything that
+    the general case decides again at each call, because a program may change it within a pass, is compared here.
+    """
+
+    __slots__ = ("_describe", "_unmeasured")
+
+    def __init__(self, call: Callable[..., None], unmeasured: _UnmeasuredPass, describe: Describe) -> None:
+        super().__init__(call)
+        self._unmeasured, self._describe = unmeasured, describe
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note the output of the module, or measure it."""
+        if is_compiling():
+            return
+        unmeasured = self._unmeasured
+        if (
+            unmeasured.step == unmeasured.recorder.step
+            and type(output) is Tensor
+            and module.training
+            and unmeasured.session.mode == "train"
+            and unmeasured.thread == get_ident()
+            and current_graph_task() == -1
+            and functorch_level() is None
+        ):
+            unmeasured.note(self._describe, output)
+        else:
+            super().__call__(module, args, kwargs, output)
+
+
 class ActivationHooks:
     """Forward hooks on those modules of a model that have recorded outputs or inputs.
 
     Attributes:
         live: Outputs of the current pass, for the case that its loss is not finite.
-        idle_seconds: Approximate cost in seconds of the hooks in a pass without measurements.
+        dispatch_seconds: Approximate seconds that PyTorch takes for calling all hooks in a pass.
     """
 
     def __init__(
@@ -284,6 +340,7 @@ class ActivationHooks:
             part_called: Bound method, called with the path and mode of each recorded call outside the model's own ``forward``.
         """
         self.live = LiveOutputs()
+        self._unmeasured = _UnmeasuredPass(session, self.live)
         self._session = session
         self._schedule = session.schedule
         self._recorder = session.recorder
@@ -292,6 +349,7 @@ class ActivationHooks:
         self._passes = passes
         self._part_called = weakref.WeakMethod(part_called)  # a cycle would keep the model until a collection
         self._unseen: set[str] = set()
+        self._hooked_collections: set[tuple[str, ...]] = set()
         self._decided_for, self._decided_in = -1, ""
         self._decided: dict[tuple[str, ...], str | None] = {}
         self._saved: dict[tuple[str, ...], str | None] = {}
@@ -305,7 +363,7 @@ class ActivationHooks:
             except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded
                 session.health.fault("activations", error)
         self._hooked = hooked
-        self.idle_seconds = _HOOK_SECONDS * hooked
+        self.dispatch_seconds = _DISPATCH_SECONDS * hooked
 
     def _listen(
         self, names: Names, order: int, path: str, module: nn.Module, handles: list[RemovableHandle]
@@ -329,20 +387,51 @@ class ActivationHooks:
         )
         if not (observed.output.info.collections or observed.input.info.collections):
             return False
-        handles.append(module.register_forward_hook(ModuleHook(self._hook(observed)), with_kwargs=True))
+        self._hooked_collections |= {observed.output.info.collections, observed.input.info.collections} - {()}
+        notes_output = tensors.ACTIVATIONS in observed.output.info.collections
+        if notes_output and not observed.input.info.collections:
+            describe = self._describe(observed.output)
+            hook: ModuleHook = _OutputHook(self._hook(observed), self._unmeasured, describe)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        else:
+            hook = ModuleHook(self._hook(observed))
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
         if is_leaf:
             self._unseen.add(observed.path)
         return True
 
-    @property
-    def unseen(self) -> list[str]:
-        """Return modules without a call of their hook: compiled, or not part of the forward pass."""
-        return sorted(self._unseen)
+    def take_unseen(self) -> list[str]:
+        """Return modules without a call of their hook: compiled, or not part of the forward pass. Calls are no longer noted."""
+        unseen = sorted(self._unseen)
+        self._unseen.clear()
+        return unseen
 
     def new_pass(self) -> None:
         """Begin a forward pass of the whole model, and recompute which measurements are due."""
+        self._unmeasured.step = -1
         self._decided.clear()
         self._saved.clear()
+
+    def enter(self, mode: Mode | None) -> None:
+        """Begin the model's own ``forward``. If nothing is due in this pass, most hooks only note their outputs.
+
+        Args:
+            mode: Mode of the pass; None if it is not recorded.
+        """
+        self._unmeasured.step = -1
+        self._begin_unmeasured(mode)
+        self._schedule.dispatched(self.dispatch_seconds)
+
+    def _begin_unmeasured(self, mode: Mode | None) -> None:
+        if mode != "train" or not self._hooked or self._unseen or self._session.full_tensors.active:
+            return
+        self._decide_for(mode)
+        if all(self._due(collections, mode) is None for collections in self._hooked_collections):
+            self._unmeasured.step, self._unmeasured.thread = self._recorder.step, get_ident()
+
+    def leave(self) -> None:
+        """End the model's own ``forward``."""
+        self._unmeasured.step = -1
 
     def record_live(self) -> None:
         """Measure the outputs that still exist, unless this pass has already been measured."""
@@ -369,12 +458,7 @@ class ActivationHooks:
             part_called = self._part_called()
             if part_called is not None:
                 part_called(observed.path, mode)
-        if self._decided_for != self._recorder.step or self._decided_in != mode:
-            if self._decided_for != self._recorder.step:
-                self.live.forget()  # nothing else does where the model itself is never called
-            self._decided_for, self._decided_in = self._recorder.step, mode
-            self._decided.clear()
-            self._saved.clear()
+        self._decide_for(mode)
         if self._session.full_tensors.active:
             self._save(observed.output, output, mode)
             self._save(observed.input, given, mode)
@@ -398,6 +482,22 @@ class ActivationHooks:
                 outputs = _numeric(given)
                 if outputs:
                     self.live.note(self._group(observed.input, outputs), outputs)
+
+    def _decide_for(self, mode: Mode) -> None:
+        """Recompute what is due if this call is of another step or mode than the last one."""
+        if self._decided_for != self._recorder.step or self._decided_in != mode:
+            if self._decided_for != self._recorder.step:
+                self.live.forget()  # nothing else does where the model itself is never called
+            self._decided_for, self._decided_in = self._recorder.step, mode
+            self._decided.clear()
+            self._saved.clear()
+
+    def _describe(self, flow: _Flow) -> Describe:
+        def describe(output: Tensor) -> tuple[Group, list[Tensor]] | None:
+            outputs = _real(output)
+            return (self._group(flow, outputs), outputs) if outputs else None
+
+        return describe
 
     def _save(self, flow: _Flow, value: Any, mode: Mode) -> None:
         """Save the full tensors of an input or output if they are due."""

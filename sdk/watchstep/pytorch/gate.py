@@ -17,18 +17,18 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.steps.record import Group
 from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import NonfiniteCheck
-from watchstep.pytorch.kernel import all_finite, device_tensors, distinct_elements, native_memory
+from watchstep.pytorch.kernel import all_finite, device_tensors, distinct_elements, native_ranges
+from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.probes.staging import HostCopy
 
 _SLICES = 8
@@ -55,18 +55,18 @@ class GradientGate:
         if at_once:
             return any_is_nonfinite(gradients)
         native = native_kernel.load()
-        memory = native_memory(gradients) if native is not None else None
+        memory = native_ranges(gradients) if native is not None else None
         seen = False
         if memory is None or self._gradients.pending:
             seen = self._gradients.check(gradients)
             on_host = [gradient for gradient in gradients if gradient.device.type == "cpu"]
-            memory = native_memory(on_host) if native is not None else None
+            memory = native_ranges(on_host) if native is not None else None
             if memory is None:
                 return seen or not all_finite(on_host)
-        if native is None or not memory:
+        if native is None or memory is None or not memory.addresses:
             return seen
         self._turn = (self._turn + 1) % _SLICES
-        return native.has_nonfinite(memory, self._turn, _SLICES) or seen
+        return native.any_nonfinite(memory, self._turn, _SLICES) or seen
 
     @property
     def pending(self) -> bool:
@@ -98,10 +98,10 @@ def any_is_nonfinite(tensors: Sequence[Tensor]) -> bool:
 def any_is_nonfinite_on_host(tensors: Sequence[Tensor]) -> bool:
     """Return whether any element of tensors in host memory is NaN or infinite."""
     native = native_kernel.load()
-    memory = native_memory(tensors) if native is not None else None
+    memory = native_ranges(tensors) if native is not None else None
     if native is None or memory is None:
         return not all_finite(tensors)
-    return bool(memory) and native.has_nonfinite(memory, 0, 1)
+    return native.any_nonfinite(memory)
 
 
 @torch.no_grad()
@@ -121,7 +121,7 @@ class FewestGradients:
     """Minimum number of an optimizer's parameters with a gradient. Fewer than before means that some no longer receive one."""
 
     def __init__(self) -> None:
-        self._fewest: MutableMapping[Optimizer, tuple[int, int]] = WeakIdKeyDictionary()
+        self._fewest: OptimizerMap[tuple[int, int]] = OptimizerMap()
 
     def is_fewer(self, optimizer: Optimizer, gradients: int) -> bool:
         """Return whether an update has fewer gradients than each earlier one of the optimizer.
@@ -203,25 +203,38 @@ class PendingLosses:
         return self.arrived
 
 
+Describe = Callable[[Tensor], tuple[Group, list[Tensor]] | None]
+"""Returns the group and the tensors with statistics of an output; None if it has none."""
+
+
 class LiveOutputs:
     """Outputs of one forward pass, for as long as other references keep them in memory."""
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[Group, list[weakref.ref[Tensor]], int]] = []
+        self._outputs: list[tuple[Group | Describe, tuple[weakref.ref[Tensor], ...], int]] = []
 
     def forget(self) -> None:
         """Remove all outputs at the start of a step."""
-        self._outputs = []
+        self._outputs.clear()
 
     def note(self, group: Group, outputs: list[Tensor]) -> None:
         """Add weak references to outputs, and the time of their computation."""
-        self._outputs.append((group, [weakref.ref(output) for output in outputs], time.time_ns()))
+        references = tuple(weakref.ref(output) for output in outputs)
+        self._outputs.append((group, references, time.time_ns()))
+
+    def note_undescribed(self, describe: Describe, output: Tensor) -> None:
+        """Add a weak reference to one output, which is described only if it is measured. Called for each module of each pass."""
+        self._outputs.append((describe, (weakref.ref(output),), time.time_ns()))
 
     def alive(self) -> list[tuple[Group, list[Tensor], int]]:
         """Return the outputs that still exist, in the order of the forward pass, with their times in nanoseconds since the epoch."""
         living = []
-        for group, references, time_ns in self._outputs:
+        for described, references, time_ns in self._outputs:
             outputs = [output for reference in references if (output := reference()) is not None]
-            if len(outputs) == len(references):
-                living.append((group, outputs, time_ns))
+            if len(outputs) < len(references):
+                continue
+            if isinstance(described, Group):
+                living.append((described, outputs, time_ns))
+            elif (found := described(outputs[0])) is not None:
+                living.append((*found, time_ns))
         return living

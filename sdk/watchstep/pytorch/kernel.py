@@ -31,7 +31,7 @@ from watchstep.kernels.array_kernel import (
     measure_array,
 )
 from watchstep.kernels.measurement import Completed, Measurement, Reordered, Repeated
-from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, MemoryRange
+from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, MemoryRange, MemoryRanges
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import measure_by_operations
 from watchstep.pytorch.probes.staging import HostCopy
@@ -91,25 +91,49 @@ def distinct_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def native_memory(tensors: Sequence[Tensor]) -> list[MemoryRange] | None:
-    """Return the memory of tensors that the compiled kernel can read without conversion; None if it cannot read one of them.
+    """Return the memory of each tensor that the compiled kernel can read without conversion; None if it cannot read one of them."""
+    ranges = native_ranges(tensors)
+    return None if ranges is None else [MemoryRange(*memory) for memory in zip(*ranges, strict=True)]
+
+
+def native_ranges(tensors: Sequence[Tensor]) -> MemoryRanges | None:
+    """Return the same as `native_memory` by column.
 
     Called for every gradient at every step: with thousands of gradients, each microsecond counts.
     """
-    ranges = []
+    addresses, sizes, kinds = [], [], []
     for tensor in tensors:
-        local = tensor if type(tensor) in _PLAIN_TYPES else _plain(tensor)
-        kind = _NATIVE.get(local.dtype)
-        if kind is None or not local.is_cpu:
-            return None
-        if type(local) in _PLAIN_TYPES and not _has_memory(local):
-            ranges.append(MemoryRange(0, 0, kind))
-            continue
-        if not _is_dense(local):
-            return None
-        address = local.data_ptr()
-        # Forward-mode differentiation has tensors of zeros without memory.
-        ranges.append(MemoryRange(address, local.numel() if address else 0, kind))
-    return ranges
+        if (
+            type(tensor) in _PLAIN_TYPES
+            and (kind := _NATIVE.get(tensor.dtype)) is not None
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and not tensor.storage_offset()  # else an address does not show whether there is memory
+        ):
+            address, elements = tensor.data_ptr(), tensor.numel()
+        else:
+            memory = _memory_of_unusual(tensor)
+            if memory is None:
+                return None
+            address, elements, kind = memory
+        addresses.append(address)
+        # Programs free the storage of a tensor, and forward-mode differentiation has tensors of zeros without memory.
+        sizes.append(elements if address else 0)
+        kinds.append(kind)
+    return MemoryRanges(addresses, sizes, kinds)
+
+
+def _memory_of_unusual(tensor: Tensor) -> MemoryRange | None:
+    local = tensor if type(tensor) in _PLAIN_TYPES else _plain(tensor)
+    kind = _NATIVE.get(local.dtype)
+    if kind is None or not local.is_cpu:
+        return None
+    if type(local) in _PLAIN_TYPES and not _has_memory(local):
+        return MemoryRange(0, 0, kind)
+    if not _is_dense(local):
+        return None
+    return MemoryRange(local.data_ptr(), local.numel(), kind)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
@@ -191,6 +215,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 _IMAGE_DIMENSIONS = 4
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+_STRIDED = torch.strided
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -287,7 +287,7 @@ def install() -> None:
 def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        own_work.depth += 1
+        own_work.enter()
         try:
             if _listeners and observable():
                 for reference in tuple(_listeners):  # it may change meanwhile
@@ -298,7 +298,7 @@ def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             _report(error)
         finally:
-            own_work.depth -= 1
+            own_work.leave()
         return backward(tensors, *args, **kwargs)
 
     return call

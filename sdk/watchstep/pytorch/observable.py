@@ -7,6 +7,7 @@ its hook does nothing, and can be unpickled without Watchstep.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,9 +17,28 @@ from torch import Tensor, nn
 
 
 class _OwnWork(threading.local):
-    """Number of calls of the recorder in progress in this thread."""
+    """Calls of the recorder in this thread.
+
+    Attributes:
+        depth: Number of calls in progress.
+        seconds: Time in all calls so far that `enter` and `leave` enclose.
+    """
 
     depth = 0
+    seconds = 0.0
+    _began = 0.0
+
+    def enter(self) -> None:
+        """Begin a call, whose time counts as recording if it is not within another."""
+        if not self.depth:
+            self._began = time.perf_counter()
+        self.depth += 1
+
+    def leave(self) -> None:
+        """End a call."""
+        self.depth -= 1
+        if not self.depth:
+            self.seconds += time.perf_counter() - self._began
 
 
 own_work = _OwnWork()
@@ -56,11 +76,11 @@ class ModuleHook:
     def __call__(self, *arguments: Any) -> None:
         """Call the function. PyTorch calls this with the hook's arguments."""
         if observable():
-            own_work.depth += 1
+            own_work.enter()
             try:
                 self._call(*arguments)
             finally:
-                own_work.depth -= 1
+                own_work.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nullcontext().__exit__

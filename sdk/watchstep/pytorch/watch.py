@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
@@ -22,7 +21,6 @@ from watchstep.pytorch import device_kernel, losses
 from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses
 from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.bundles.bundler import Bundler
-from watchstep.pytorch.bundles.step_inputs import StepInputs
 from watchstep.pytorch.function_calls import FunctionCalls
 from watchstep.pytorch.gate import FewestGradients, GradientGate
 from watchstep.pytorch.kernel import TorchKernel
@@ -36,6 +34,7 @@ from watchstep.pytorch.losses import (
 )
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.observable import ModuleHook, own_work
+from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
 from watchstep.pytorch.parameters.amp import ScalerMetrics, Scaling
 from watchstep.pytorch.parameters.clipping import ClippedGradients
@@ -57,9 +56,6 @@ _STEPS_UNTIL_REPORT = (
     3  # number of finished steps after which tensors without rows are reported as not observed
 )
 _MAX_PASSES = 500  # number of backward passes without an update after which a warning is reported
-_INPUTS_MEASURED = 16
-"""Number of steps after which the cost of noting the inputs of a step is measured again."""
-
 NONFINITE_APPLIED = "gradients:nonfinite_applied"
 """Metric: 1 at a step with an update by a non-finite gradient; 0 if the optimizer ignored that gradient."""
 
@@ -98,14 +94,14 @@ def observes(where: str, *, in_graphs: bool = False) -> Callable[[_Observer[_P]]
     def decorate(method: _Observer[_P]) -> _Observer[_P]:
         @functools.wraps(method)
         def call(watch: Watch, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            own_work.depth += 1
+            own_work.enter()
             try:
                 if in_graphs or not watch._captured():  # noqa: SLF001 - this decorates methods of the class
                     method(watch, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
                 watch._health.fault(where, error)  # noqa: SLF001 - this decorates methods of the class
             finally:
-                own_work.depth -= 1
+                own_work.leave()
 
         return call
 
@@ -149,7 +145,7 @@ class Watch:
                 f"watch(…, {type(optimizer).__name__})", "give a torch.optim.Optimizer, or leave it out"
             )
         self.counts_steps = counts_steps
-        self._steps, self._inputs_seconds, self._pass_seconds = 0, 0.0, 0.0
+        self._steps = 0
         self._session = session
         self._recorder = session.recorder
         self._health = session.health
@@ -165,7 +161,7 @@ class Watch:
         self._passes_declared = False
         self._closure_called = False
         self._backward = (-1, 0)
-        self._attempts: MutableMapping[Optimizer, _Attempt] = WeakIdKeyDictionary()
+        self._attempts: OptimizerMap[_Attempt] = OptimizerMap()
         self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
         names = Names(model, name, session.config.chosen, session.used_collections, replicated=replicated)
@@ -197,6 +193,7 @@ class Watch:
             raise
 
     def _listen(self, names: Names, kernel: Kernel) -> None:
+        self._schedule.measure_floor(own_work)
         snapshots.pin_memory(self._session, list(names.parameters().values()))
         self._handles.append(
             self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)
@@ -320,16 +317,20 @@ class Watch:
         if scaling.skips:
             self._handle_skip(optimizer)
             return
-        self._checks.before_update(optimizer, self._parameters.of(optimizer))
+        updated = self._parameters.of(optimizer)
+        self._checks.before_update(optimizer, updated)
         if not has_closure:
-            self._measure(optimizer, scaling, updated_already=False)
-        self._parameters.before_update(optimizer, self._recorder.step, scaling.updates)
+            self._measure(optimizer, updated, scaling, updated_already=False)
+        if self._schedule.any_due(self._session.used_collections, self._recorder.step):
+            self._parameters.before_update(optimizer, updated, self._recorder.step, scaling.updates)
+        else:
+            self._parameters.forget_before(optimizer)
 
     @observes("measuring")
     def closure_done(self, optimizer: Optimizer) -> None:
         """Measure gradients that a closure has computed inside the optimizer's step. Nothing is updated yet."""
         self._closure_called = True
-        self._measure(optimizer, amp.PLAIN, updated_already=False)
+        self._measure(optimizer, self._parameters.of(optimizer), amp.PLAIN, updated_already=False)
 
     @observes("step", in_graphs=True)
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
@@ -338,20 +339,21 @@ class Watch:
         if self._captured():
             return
         self._overdue.step_ends()
+        updated = self._parameters.of(optimizer)
         if has_closure and not self._closure_called:  # the argument was not a closure
-            self._measure(optimizer, amp.PLAIN, updated_already=True)
+            self._measure(optimizer, updated, amp.PLAIN, updated_already=True)
         attempt = self._attempts.pop(optimizer, None)
         if attempt is not None:
             self._clipped.updated(attempt.ids)
-            self._check_update(optimizer, is_nonfinite=attempt.nonfinite)
-        self._parameters.after_update(optimizer, self._recorder.step)
-        self._stale.after_step(optimizer, lambda: self._parameters.of(optimizer).parameters)
+            self._check_update(optimizer, updated, is_nonfinite=attempt.nonfinite)
+        self._parameters.after_update(optimizer, updated, self._recorder.step)
+        self._stale.after_step(optimizer, updated.parameters)
         self._finish(optimizer)
 
     @observes("gradient scaler")
     def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
         """Handle a scaler's step before it calls or skips the optimizer."""
-        if self._updated(optimizer) is not None and self._counting.counts(optimizer):
+        if self._begin_update(optimizer, self._parameters.of(optimizer)) and self._counting.counts(optimizer):
             self._scaler.scale(scale)
 
     @observes("gradient scaler", in_graphs=True)
@@ -413,9 +415,11 @@ class Watch:
         if mode == "train" and self.bundler is not None:
             self.bundler.inputs.called(arguments, keywords)
         self._calls.enter(mode)
+        self._activations.enter(None if device_kernel.capturing() else mode)
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._passes.leave()
+        self._activations.leave()
         self._calls.leave()
 
     def _part_called(self, path: str, mode: Mode) -> None:
@@ -424,6 +428,7 @@ class Watch:
             return
         if mode == "train":
             self._passes.set_training_thread()
+        self._schedule.dispatched(self._activations.dispatch_seconds)
         self._pass_begins(mode)
 
     @observes("begin", in_graphs=True)
@@ -460,22 +465,10 @@ class Watch:
         if self.running_statistics is not None:
             self.running_statistics.pass_begins()
         if self.bundler is not None:
-            self._begin_inputs(self.bundler.inputs)
+            self.bundler.inputs.begin_pass(self._recorder.step)
         if logged_nan := self._recorder.logged_nan:
             self._suspect()
         self._missing.pass_begins(logged_nan=logged_nan)
-
-    def _begin_inputs(self, inputs: StepInputs) -> None:
-        """Note what the pass is computed from. The cost is measured at some steps, because reading the clock is a part of it."""
-        step = self._recorder.step
-        if step % _INPUTS_MEASURED:
-            inputs.begin_pass(step)
-            self._inputs_seconds += self._pass_seconds
-            return
-        since = self._schedule.now()
-        inputs.begin_pass(step)
-        self._pass_seconds = self._schedule.now() - since
-        self._inputs_seconds += self._pass_seconds
 
     def _suspect(self) -> None:
         """Handle a non-finite loss or gradient norm: check buffers, which this pass has changed, now and updated tensors later."""
@@ -489,9 +482,9 @@ class Watch:
             return False
         return not math.isfinite(norm.detach().item()) and bool(self._parameters.watched(parameters))
 
-    def _check_update(self, optimizer: Optimizer, *, is_nonfinite: bool) -> None:
+    def _check_update(self, optimizer: Optimizer, updated: Updated, *, is_nonfinite: bool) -> None:
         """Check whether the tensors that the optimizer updated are finite, if there is a reason to."""
-        updated, step = self._parameters.of(optimizer), self._recorder.step
+        step = self._recorder.step
         if self._recorder.logged_nan:
             self._suspect()
         if not is_nonfinite:
@@ -514,25 +507,26 @@ class Watch:
             self._recorder.scalar(self._applied, value)
 
     def _measure_bad_pass(self, *, is_late: bool) -> None:
-        """Measure remaining outputs of the forward pass, and the rest of this step, because the loss is not finite.
+        """Measure remaining outputs of the forward pass, and the rest of this step, because the loss is not finite, if limits permit.
 
         Args:
             is_late: Whether the loss is of an earlier pass, and has just arrived from a device.
         """
-        self._activations.record_live()
-        self._schedule.demand(self._recorder.step)
+        if self._schedule.demand(self._recorder.step):
+            since = self._schedule.now()
+            self._activations.record_live()
+            self._schedule.spent(tensors.ACTIVATIONS, since)
         self._note_nonfinite(self._recorder.step, is_late=is_late)
 
-    def _updated(self, optimizer: Optimizer) -> Updated | None:
-        """Return the watched parameters of an optimizer that is about to update; None if it has none."""
-        updated = self._parameters.of(optimizer)
+    def _begin_update(self, optimizer: Optimizer, updated: Updated) -> bool:
+        """Handle an optimizer that is about to update. Returns whether it has watched parameters."""
         if not updated.parameters:
-            return None
+            return False
         self._counting.updates(optimizer, updated.ids)
         self._passes.set_training_thread()
         if self.counts_steps and self._counting.counts(optimizer):
             self._recorder.begin()
-        return updated
+        return True
 
     def _finish(self, optimizer: Optimizer) -> None:
         if self.counts_steps and self._counting.counts(optimizer):
@@ -541,11 +535,13 @@ class Watch:
             self._report_unseen()
 
     def _handle_skip(self, optimizer: Optimizer) -> bool:
-        """Discard the gradients of a skipped update. Returns whether the update is of this model."""
+        """Discard the gradients of an update that a scaler skips, and bundle the step if its loss is not finite. Returns whether it is of this model."""
         self._accumulated.undivide()
-        updated = self._updated(optimizer)
-        if updated is None:
+        updated = self._parameters.of(optimizer)
+        if not self._begin_update(optimizer, updated):
             return False
+        if self.bundler is not None:
+            self.bundler.before_update(self._recorder.step, self._parameters.optimizers(), is_complete=False)
         self._clipped.drop(updated.ids)
         self._scaler.skipped()
         self._suspect()
@@ -568,18 +564,20 @@ class Watch:
         self._clipped.take_back(attempt.ids, attempt.numbered)
         self._health.count("retried_updates")
 
-    def _measure(self, optimizer: Optimizer, scaling: Scaling, *, updated_already: bool) -> None:
+    def _measure(
+        self, optimizer: Optimizer, updated: Updated, scaling: Scaling, *, updated_already: bool
+    ) -> None:
         self._recorder.begin_update()
         try:
-            self._measure_update(optimizer, scaling, updated_already=updated_already)
+            self._measure_update(optimizer, updated, scaling, updated_already=updated_already)
         finally:
             self._recorder.update = 0
 
-    def _measure_update(self, optimizer: Optimizer, scaling: Scaling, *, updated_already: bool) -> None:
-        start = self._schedule.now()
+    def _measure_update(
+        self, optimizer: Optimizer, updated: Updated, scaling: Scaling, *, updated_already: bool
+    ) -> None:
         self._accumulated.undivide()
-        updated = self._updated(optimizer)
-        if updated is None:
+        if not self._begin_update(optimizer, updated):
             counts = self.counts_steps and self._counting.counts(optimizer)
             if (
                 counts or self._counting.is_gone
@@ -595,26 +593,26 @@ class Watch:
         if scaling.is_skipped is not None:
             self._scaler.skipped(scaling.is_skipped)
         elif self._config.gate and self._has_nonfinite(optimizer, updated):
-            self._schedule.demand(step)
-            self._parameters.measure_again()
+            if self._schedule.demand(step):
+                self._parameters.measure_again()
             on_device = updated.parameters[0].parameter.device.type != "cpu"
             at_once = self._recorder.guarding is not None or self.update_policy is not None
             self._note_nonfinite(step, is_late=on_device and not at_once)
             self._attempts[optimizer] = replace(attempt, nonfinite=True)
             if not on_device:  # there it may be of an earlier update
                 self._record_applied(1.0)
-        self._schedule.floor(
-            self._schedule.now() - start + self._activations.idle_seconds + self._inputs_seconds
-        )
-        self._inputs_seconds = 0.0
-        self._parameters.measure_weights(updated, step)
-        self._parameters.measure_checksums(updated, step)
+        self._schedule.check_floor()
+        is_any_due = self._schedule.any_due(self._session.used_collections, step)
+        if is_any_due:
+            self._parameters.measure_weights(updated, step)
+            self._parameters.measure_checksums(updated, step)
         measured = self._clipped.release(updated.ids, scaling.updates)
         if self._clipped.released_nonfinite and not self._attempts[optimizer].nonfinite:
             self._record_applied(0.0)  # clipping made it finite
-        self._parameters.measure_gradients(updated, step, scaling, measured)
-        self._buffers.measure(step)
-        self._not_in_optimizer.measure(step)
+        if is_any_due:
+            self._parameters.measure_gradients(updated, step, scaling, measured)
+            self._buffers.measure(step)
+            self._not_in_optimizer.measure(step)
         if self._session.full_tensors.any_due(step):
             self._parameters.save(updated, step, scaling)
             self._buffers.save(step)
@@ -657,11 +655,10 @@ class Watch:
             self._health.note("kernel", reason)
         if empty := self._session.empty_collections():
             self._health.note("collections", f"nothing belongs to: {', '.join(empty)}; see their selectors")
-        if tensors.ACTIVATIONS in self._config.collections:
-            unseen = self._activations.unseen
-            if unseen:
-                names = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")
-                self._health.note("activations", f"not observed: {names} (compiled, or not called)")
+        unseen = self._activations.take_unseen()
+        if unseen and tensors.ACTIVATIONS in self._config.collections:
+            names = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")
+            self._health.note("activations", f"not observed: {names} (compiled, or not called)")
 
 
 def _no_divisor() -> float:

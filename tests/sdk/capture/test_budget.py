@@ -125,7 +125,8 @@ def test_a_floor_over_the_budget_is_reported() -> None:
     for step in range(DENSE_STEPS + 20):
         schedule.due(("a",), step)
         clock.now += 0.001
-        schedule.floor(0.0005)
+        schedule.dispatched(0.0005)
+        schedule.check_floor()
         clock.now += 0.0005
     assert "alone exceed the budget" in health.as_data()["notes"]["budget"]
 
@@ -140,6 +141,30 @@ def test_a_demand_is_for_three_bad_steps_in_a_row() -> None:
         seen.append(schedule.due(("a",), step))
     assert [step for step, due in enumerate(seen) if due] == [2, 3, 4]
     assert schedule.due(("unknown",), 2) is None
+
+
+def test_many_short_series_of_bad_steps_keep_to_the_budget() -> None:
+    clock = Clock()
+    health = RecorderHealth()
+    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=clock), health)
+    bad_measured, cost = 0, 0.0
+    for step in range(3000):
+        if step % 3 == 0:
+            bad_measured += schedule.demand(step)
+        if schedule.due(("a",), step):
+            since = clock.now
+            clock.now += 0.02
+            schedule.spent("a", since)
+            cost += 0.02 if step >= 1000 else 0.0
+        clock.now += 0.1
+    assert cost <= 0.01 * 2000 * 0.1 + 0.02
+    assert 8 <= bad_measured < 400
+    assert health.as_data()["counts"]["unmeasured_bad_steps"] == 1000 - bad_measured
+
+
+def test_without_a_budget_every_series_of_bad_steps_is_measured() -> None:
+    schedule = Schedule(CaptureConfig(overhead_budget=None, collections={}), RecorderHealth())
+    assert all(schedule.demand(step) for step in range(0, 300, 3))
 
 
 def test_other_modes_count_their_own_passes() -> None:

@@ -282,7 +282,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     ),
     "pattern": (
         {"collections": {"a": {"include": "a.(*"}}},
-        r"collections.a.include: .* is not a valid regular expression \(Invalid regular expression: no argument",
+        r"collections.a.include: .* is not a valid regular expression \(no argument",
         "RE2 syntax",
     ),
     "limit": (

@@ -489,7 +489,7 @@ def test_sigkill_leaves_what_was_flushed(tmp_path: Path, store: Path) -> None:
         """
     beginning = "import time\n" + BEGINNING + A_HOOK.replace("60.0", "0.001")
     with program(tmp_path, body, beginning) as started:
-        while len(list(store.rglob("*.parquet"))) < 5:
+        while len(list(store.rglob("*.arrow"))) < 5:
             assert started.poll() is None
         started.kill()
         assert started.wait(60) == -signal.SIGKILL

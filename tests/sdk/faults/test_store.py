@@ -177,7 +177,7 @@ def test_without_a_spill_folder_the_rest_is_counted(server: FaultyS3, whole: int
     assert not list(spill_root.iterdir())
 
 
-@pytest.mark.parametrize("only", ["run.json", ".parquet"])
+@pytest.mark.parametrize("only", ["run.json", ".arrow"])
 def test_a_closed_hook_writes_nothing_more_when_the_store_answers_again(
     server: FaultyS3, spill_root: Path, only: str
 ) -> None:

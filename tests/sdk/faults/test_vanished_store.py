@@ -140,7 +140,7 @@ def test_a_store_that_is_emptied_while_a_program_records_is_reported_and_what_fo
 
     def empty(step: int) -> None:
         if step == 5:
-            while not list(store.rglob("*.parquet")):
+            while not list(store.rglob("*.arrow")):
                 hook._ending.wake()
             (store / "default").rename(tmp_path / "removed")  # as rm -rf runs/* does: the marker stays
 

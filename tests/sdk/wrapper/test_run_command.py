@@ -131,6 +131,19 @@ def test_the_exit_code_is_the_programs(tmp_path: Path) -> None:
     assert run_program(tmp_path, "raise SystemExit(7)").returncode == 7
 
 
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+def test_a_run_folder_that_is_a_link_is_refused(tmp_path: Path, target: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs" / "default").mkdir(parents=True)
+    (tmp_path / "runs" / "default" / "r").symlink_to(tmp_path / target)
+    done = run_program(tmp_path, "print('it runs')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "run default/r: its folder" in done.stderr
+    assert "is a symbolic link" in done.stderr
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_a_program_starts_where_the_marker_of_its_store_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / MARKER).symlink_to(MARKER)  # to itself

@@ -14,7 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -122,6 +122,9 @@ class ServicePause:
 _TIMEOUT_SECONDS = 5.0
 _LENDING_SECONDS = 30.0  # the service sends requests to AWS meanwhile
 _MAX_PAUSE = 30.0
+MOST_SEGMENTS = 256
+"""Segments in one announcement."""
+
 _MAX_ANSWER = 4 * 1024 * 1024
 _MAX_ANSWER_MEMORY = 64 * 1024 * 1024
 _PAGES = ("https://", "http://")
@@ -203,12 +206,18 @@ class ServiceClient:
         return self._post(f"{self._runs}/{path}/credentials", {}, seconds=_LENDING_SECONDS)
 
     def announce(
-        self, run: str, key: SegmentKey, health: Mapping[str, Any], *, urgent: bool = False
+        self, run: str, keys: Sequence[SegmentKey], health: Mapping[str, Any], *, urgent: bool = False
     ) -> ControlDocument:
-        """Announce that a segment is on the store.
+        """Announce that segments are on the store.
 
-        The service's work for it belongs to one trace: that of this thread's current span, or of the one in which the client
+        The service's work for them belongs to one trace: that of this thread's current span, or of the one in which the client
         was created, or else a new one.
+
+        Args:
+            run: the run.
+            keys: 1 to `MOST_SEGMENTS` segments of one attempt, in the order in which they were written.
+            health: health of the recorder.
+            urgent: whether the service should evaluate the run before others.
 
         Returns:
             The control document of the run.
@@ -217,12 +226,17 @@ class ServiceClient:
             ServiceError: the service refuses, or does not answer.
         """
         body = {
-            "attempt": key.writer.attempt,
-            "node": key.writer.node,
-            "writer": key.writer.writer,
-            "seq": key.seq,
-            "first": key.first,
-            "last": key.last,
+            "attempt": keys[0].writer.attempt,
+            "segments": [
+                {
+                    "node": key.writer.node,
+                    "writer": key.writer.writer,
+                    "seq": key.seq,
+                    "first": key.first,
+                    "last": key.last,
+                }
+                for key in keys
+            ],
             "health": health,
             "urgent": urgent,
         }

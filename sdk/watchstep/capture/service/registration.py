@@ -8,14 +8,16 @@ store accepted, and whether a tombstone was checked. One thread of the first ran
        └─┴─no service, no answer, 401, 403, 429, 5xx: retry after a pause
          └─any other refusal: given up, in health
 
-Segments are announced by a separate thread, so that neither writing nor training waits for an answer. One request names one segment.
-Answers contain the control document. The service discovers unannounced segments by listing the store, because the number of a later
-segment shows the gap: while the service is slow, announcing the newest is enough.
+Segments are announced by a separate thread, so that neither writing nor training waits for an answer. One request names all segments
+that were written shortly after each other or during the previous request, for all ranks of a node if one of them writes for the others.
+After something urgent it is sent at once. Answers contain the control document. The service discovers unannounced segments by listing
+the store, because the number of a later segment shows the gap.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import threading
@@ -28,7 +30,7 @@ from http import HTTPStatus
 from typing import Any
 
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.service.client import ServiceClient, ServicePause
+from watchstep.capture.service.client import MOST_SEGMENTS, ServiceClient, ServicePause
 from watchstep.capture.service.location import FoundService, ServiceLocation
 from watchstep.capture.stop import ControlReader
 from watchstep.errors import ConfigError, FormatError, ServiceError
@@ -265,14 +267,18 @@ def control_in(answer: dict[str, Any]) -> ControlDocument:
         ) from error
 
 
-_MAX_QUEUED = 64
-_SLOW_SECONDS = 1.0
-"""Answer time after which only the newest waiting segment is announced."""
+_GATHER_SECONDS = 0.05
+"""How long a segment waits for others to be announced with it. Much less than evaluations take, and more than a store needs for several."""
+
 _LOCATING_SECONDS = 1.0
+_LAST_SECONDS = 1.0
 
 
 class Announcer:
-    """Announces segments in order, with pauses after failures. Thread-safe; the thread starts with the first segment."""
+    """Announces segments in order, several at a time, with pauses after failures.
+
+    Thread-safe; the thread starts with the first segment.
+    """
 
     def __init__(
         self,
@@ -299,6 +305,8 @@ class Announcer:
         self._registered = False
         self._pause = ServicePause()
         self._waiting: deque[SegmentKey] = deque()
+        self._gather_until = 0.0
+        self._fails = False
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -316,8 +324,10 @@ class Announcer:
     def announce(self, key: SegmentKey) -> None:
         """Queue the announcement of a segment. Never blocks; if there are too many, the oldest are skipped."""
         with self._changed:
+            if not self._waiting:
+                self._gather_until = time.monotonic() + _GATHER_SECONDS
             self._waiting.append(key)
-            self._skip(_MAX_QUEUED)
+            self._skip(MOST_SEGMENTS)
             if self._thread is None and not self._closing:
                 self._thread = threading.Thread(target=self._work, name="watchstep-announcer", daemon=True)
                 self._thread.start()
@@ -330,44 +340,60 @@ class Announcer:
             self._changed.notify_all()
 
     def close(self, is_late: Callable[[], bool]) -> None:
-        """Announce waiting segments until the service refuses or does not answer, or ``is_late`` returns True."""
+        """Announce waiting segments until the service refuses or does not answer, or ``is_late`` returns True.
+
+        A service that did not answer the last request has one second to answer another.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        join_until(self._thread, is_late)
+        join_until(self._thread, is_late, _LAST_SECONDS if self._fails else float("inf"))
 
     def _work(self) -> None:
-        while (key := self._next()) is not None:
-            began, cpu = time.monotonic(), time.thread_time()
-            done = self._announced(key)
-            with self._changed:
-                if done and self._waiting and self._waiting[0] == key:
-                    self._waiting.popleft()
-                if time.monotonic() - began >= _SLOW_SECONDS:
-                    self._skip(1)
+        while keys := self._next():
+            cpu = time.thread_time()
+            if self._announced(keys):
+                self._remove(keys)
             if self._cost is not None:
                 self._cost(time.thread_time() - cpu)
 
-    def _next(self) -> SegmentKey | None:
-        """Wait for a segment that can be announced now; None if it is time to end."""
+    def _next(self) -> tuple[SegmentKey, ...]:
+        """Wait for segments of one attempt that can be announced now; none if it is time to end."""
         with self._changed:
-            while not (self._waiting and self._service.is_located and not self._pause.is_active):
-                if self._closing:
-                    return None
-                pause = self._pause.remaining or _LOCATING_SECONDS
-                self._changed.wait(pause if self._waiting else None)
-            return self._waiting[0]
+            while True:
+                is_possible = self._service.is_located and not self._pause.is_active
+                if self._waiting and is_possible:
+                    remaining = self._gather_until - time.monotonic()
+                    if remaining <= 0 or self._closing or self._is_urgent():
+                        return self._first()
+                    self._changed.wait(remaining)
+                elif self._closing:
+                    return ()
+                else:
+                    pause = self._pause.remaining or _LOCATING_SECONDS
+                    self._changed.wait(pause if self._waiting else None)
+
+    def _first(self) -> tuple[SegmentKey, ...]:
+        attempt = self._waiting[0].writer.attempt
+        return tuple(itertools.takewhile(lambda key: key.writer.attempt == attempt, self._waiting))
+
+    def _remove(self, keys: tuple[SegmentKey, ...]) -> None:
+        with self._changed:
+            for key in keys:
+                if self._waiting and self._waiting[0] == key:  # else it was skipped meanwhile
+                    self._waiting.popleft()
 
     def _skip(self, size: int) -> None:
         while len(self._waiting) > size:
             self._waiting.popleft()
             self._health.count("skipped_announcements")
 
-    def _announced(self, key: SegmentKey) -> bool:
-        """Whether a segment needs no further announcement: it was announced, or would be refused again."""
+    def _announced(self, keys: tuple[SegmentKey, ...]) -> bool:
+        """Whether segments need no further announcement: they were announced, or would be refused again."""
         try:
-            self._announce(key)
+            self._announce(keys)
         except ServiceError as error:
+            self._fails = True
             self._health.fault("service", error)
             dropped = isinstance(error, ServiceRefusedError) and error.is_final and self._registered
             self._pause.failed(error, repeats=not dropped)
@@ -378,12 +404,13 @@ class Announcer:
             return False
         return True
 
-    def _announce(self, key: SegmentKey) -> None:
+    def _announce(self, keys: tuple[SegmentKey, ...]) -> None:
         if not self._registered:
-            self._service.register({**self._registration, "attempt": key.writer.attempt})
+            self._service.register({**self._registration, "attempt": keys[0].writer.attempt})
             self._registered = True
         run = str(self._registration["run"])
-        control = self._service.announce(run, key, self._health.as_data(), urgent=self._is_urgent())
+        control = self._service.announce(run, keys, self._health.as_data(), urgent=self._is_urgent())
         self._pause.answered()
+        self._fails = False
         self._health.unexpect("service")
         self._control.accept(control)

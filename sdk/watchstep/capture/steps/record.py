@@ -34,6 +34,9 @@ from watchstep.kernels.measurement import Completed, Measurement, Repeated, Resc
 _ROW_BYTES = 700
 """Estimated size of one row of statistics, with a histogram of about 40 bins, while it is unknown."""
 
+_NUMBER_BYTES = 130
+"""Size of the statistics of one number."""
+
 _ROW_OVERHEAD_BYTES = 100
 """Size of a row in addition to its statistics: step, placement, probes."""
 
@@ -72,6 +75,27 @@ class Group:
     def of(cls, tensors: tuple[TensorInfo, ...], place: Placement | None = None) -> Group:
         """Return a group with one placement for all tensors; by default whole and on this worker only."""
         return cls(tensors, (place or Placement(),) * len(tensors))
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Numbers of one step, one row each. They become statistics outside the training thread, together with those of other steps."""
+
+    values: tuple[float, ...]
+
+    @property
+    def nonfinite(self) -> bool | None:
+        """Return whether some number is NaN or infinite."""
+        return not all(map(math.isfinite, self.values))
+
+    @property
+    def bytes(self) -> int:
+        """Size of their statistics in memory."""
+        return _NUMBER_BYTES * len(self.values)
+
+    def collect(self) -> StatisticsBatch:
+        """Return the statistics."""
+        return scalars(list(self.values))
 
 
 class Probe(Protocol):
@@ -194,12 +218,44 @@ def _last(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
     return last
 
 
+def _to_blocks(records: list[Record]) -> list[Block]:
+    """Return the rows of records. Numbers of several steps become one block: most steps have nothing else."""
+    numbers: dict[tuple[int, Mode, int], list[Record]] = {}
+    others: list[Record | list[Record]] = []
+    for record in records:
+        if not isinstance(record.measurement, StepNumbers) or record.probes:
+            others.append(record)
+            continue
+        key = id(record.group), record.mode, record.worker
+        if key not in numbers:
+            others.append(numbers.setdefault(key, []))
+        numbers[key].append(record)
+    return [_block_of_numbers(entry) if isinstance(entry, list) else to_block(entry) for entry in others]
+
+
+def _block_of_numbers(records: list[Record]) -> Block:
+    """Return the rows of records of numbers of one group, mode and worker."""
+    first, rows = records[0], len(records[0].group.tensors)
+    values: list[float] = []
+    for record in records:
+        assert isinstance(record.measurement, StepNumbers)
+        values += record.measurement.values
+    return Block(
+        step=np.repeat(np.array([record.step for record in records], np.int64), rows),
+        mode=np.full(len(values), MODES.index(first.mode), np.int8),
+        worker=np.full(len(values), first.worker, np.int32),
+        time_ns=np.repeat(np.array([record.time_ns for record in records], np.int64), rows),
+        tensor=np.tile(np.arange(rows, dtype=np.int32), len(records)),
+        catalogue=first.group.tensors,
+        places=Places.of(list(first.group.places) * len(records)),
+        statistics=scalars(values),
+    )
+
+
 def join(records: list[Record]) -> Block:
     """Concatenate all records with a met condition into one block in canonical order."""
     recorded = [record for record in records if record.condition is None or record.condition.is_met()]
-    return (
-        merge_repeats(concatenate([to_block(record) for record in recorded])) if recorded else Block.empty()
-    )
+    return merge_repeats(concatenate(_to_blocks(recorded))) if recorded else Block.empty()
 
 
 _URGENT_SECONDS = 5.0
@@ -532,10 +588,11 @@ class ScalarValues:
             infos = tuple(self._described(mode, scalar.info) for scalar in members)
             group = self._groups.setdefault(infos, Group.of(infos))
             if all(scalar.is_one_value for scalar in members):
-                statistics = scalars([scalar.values[0] for scalar in members])
+                numbers = StepNumbers(tuple(float(scalar.values[0]) for scalar in members))
+                yield mode, group, numbers, None
             else:
                 statistics = StatisticsBatch.concatenate([scalar.statistics() for scalar in members])
-            yield mode, group, Completed(statistics), None
+                yield mode, group, Completed(statistics), None
 
     def _described(self, mode: Mode, info: TensorInfo) -> TensorInfo:
         """Describe a name for all modes: a value that the program logs in an evaluation does not change that those of training are derived."""

@@ -39,6 +39,12 @@ from watchstep.kernels.measurement import Completed, Measurement
 from watchstep.platform.terminal_text import printable
 from watchstep.stopping import AwaitsCheckpoint, OnStop, SavesThenStops, StopTraining
 
+_MAX_URGENT_SERIES = 8
+"""Series of non-finite steps that are written at once, each as an object of its own."""
+
+_URGENT_INTERVAL = 60.0
+"""Seconds in which at most one later series is written at once: a training may survive any number of them."""
+
 
 class StepGuard(Protocol):
     """Evaluates steps as they arrive, on the training thread."""
@@ -231,6 +237,7 @@ class Recorder:
         self._finished = False
         self._nonfinite = False
         self._was_nonfinite = False
+        self._urgent_series, self._urgent_at = 0, 0.0
 
     def watch_onsets(self, onsets: LossOnsets) -> None:
         """Check training losses for onsets as they are recorded."""
@@ -464,11 +471,20 @@ class Recorder:
             self.guarding.after_step(self.step, self._pending)
         item = FinishedStep(self.step, tuple(self._pending))
         self._pending, self._pending_bytes = [], 0
-        urgent = self._nonfinite and not self._was_nonfinite
+        begins = self._nonfinite and not self._was_nonfinite
         self._was_nonfinite, self._nonfinite = self._nonfinite, False
-        if not self._queue.offer(item, urgent=urgent):
+        if not self._queue.offer(item, urgent=begins and self._is_urgent()):
             self._health.count("dropped_rows", item.rows)
             self._health.count("dropped_steps")
+
+    def _is_urgent(self) -> bool:
+        """Return whether a series of non-finite steps is written at once: the first ones, and later one in `_URGENT_INTERVAL`."""
+        now = time.monotonic()
+        if self._urgent_series >= _MAX_URGENT_SERIES and now < self._urgent_at + _URGENT_INTERVAL:
+            return False
+        self._urgent_series += 1
+        self._urgent_at = now
+        return True
 
     def hand_over_unfinished(self) -> None:
         """Pass the records so far of a step that may never end.

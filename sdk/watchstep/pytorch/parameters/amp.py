@@ -119,6 +119,21 @@ def scaling_of(optimizer: Optimizer) -> Scaling:
     return Scaling(scale, exact, overflow=HostCopy(overflow))
 
 
+def gradients_are_scaled(optimizer: Optimizer) -> bool:
+    """Return whether the gradients of an optimizer are still multiplied by a scale, during a step of a scaler; else False.
+
+    Those of a fused optimizer remain scaled, unless the program calls ``unscale_``; those of others until the scaler steps them.
+    """
+    if not _stepping:
+        return False
+    is_fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    if is_fused and hasattr(optimizer, "found_inf"):  # it is the one that steps
+        return isinstance(getattr(optimizer, "grad_scale", None), Tensor)
+    state = getattr(_stepping[-1], "_per_optimizer_states", {}).get(id(optimizer), {})
+    stage = getattr(state.get("stage"), "name", "READY")
+    return stage == "READY" or (stage == "STEPPED" and is_fused)
+
+
 def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def call(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,12 +149,12 @@ def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
         _stepping.append(self)
         try:
             result = step(self, optimizer, *args, **kwargs)
+            if optimizer_steps.begun() == steps_before and _overflowed(self, optimizer):
+                for reference in tuple(_listeners):  # it may change meanwhile
+                    if (listener := reference()) is not None:
+                        listener.skipped(optimizer, scale)
         finally:
             _stepping.pop()
-        if optimizer_steps.begun() == steps_before and _overflowed(self, optimizer):
-            for reference in tuple(_listeners):  # it may change meanwhile
-                if (listener := reference()) is not None:
-                    listener.skipped(optimizer, scale)
         return result
 
     return call

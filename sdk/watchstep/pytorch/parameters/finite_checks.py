@@ -13,7 +13,8 @@ mode, and it was finite at the start, has changed at least twice since, and has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,6 @@ from torch.nn.modules.batchnorm import (
     _NormBase,
 )  # base of layers with running statistics; not public
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.steps.record import Group
 from watchstep.capture.steps.session import Session
@@ -33,6 +33,7 @@ from watchstep.kernels.measurement import Cached, Kernel
 from watchstep.pytorch.gate import GradientGate, any_is_nonfinite, any_is_nonfinite_on_host
 from watchstep.pytorch.names import NamedParameter, Names, dtype_name, placement_of
 from watchstep.pytorch.observable import own_tensor
+from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters.parameters import Updated
 from watchstep.pytorch.running_statistics import own_statistics
 
@@ -40,6 +41,7 @@ _SUFFIX = ":finite_check"
 _MAX_CONSECUTIVE = 3
 _SWEEP = 100  # steps between scans without a suspicion
 _BUFFER_SWEEP = 20  # as above, for buffers, which are small
+_MAX_DESCRIPTIONS = 4096  # cached descriptions: the periodic scan needs those of all tensors
 _LONGEST_GAP = 128  # maximum number of steps between follow-up checks
 
 _Key = tuple[int, str]
@@ -153,7 +155,7 @@ class FiniteChecks:
         self._enabled = session.config.gate
         self._sweep, self._buffer_sweep = GradientGate(), GradientGate()
         self._starts: dict[_Key, _Start] = {}
-        self._updated_before: MutableMapping[Optimizer, Updated] = WeakIdKeyDictionary()
+        self._updated_before: OptimizerMap[Updated] = OptimizerMap()
         self._nonfinite: set[_Key] = set()
         self._recorded: tuple[int, set[_Key]] = (-1, set())
         self._suspected, self._consecutive, self._due = -2, 0, -1
@@ -301,11 +303,7 @@ class FiniteChecks:
             yield _parameter(named)
             for key, values in optimizer.state.get(named.parameter, {}).items():
                 if isinstance(values, Tensor) and values.dim() > 0 and _is_real(values):
-                    info = replace(
-                        _described(named.weight),
-                        name=f"{named.weight.name}:{key}{_SUFFIX}",
-                        dtype=dtype_name(values.dtype),
-                    )
+                    info = _state_info(named.weight, str(key), dtype_name(values.dtype))
                     yield _Checked((id(named.parameter), str(key)), info, named.placement.weight, values)
 
     def _normalization_buffers(self) -> Iterator[tuple[_NormBase, str, TensorInfo, Placement]]:
@@ -357,6 +355,13 @@ def _parameter(named: NamedParameter) -> _Checked:
     )
 
 
+@functools.lru_cache(maxsize=_MAX_DESCRIPTIONS)
+def _state_info(weight: TensorInfo, key: str, dtype: str) -> TensorInfo:
+    """Describe the check of a part of a parameter's optimizer state."""
+    return replace(_described(weight), name=f"{weight.name}:{key}{_SUFFIX}", dtype=dtype)
+
+
+@functools.lru_cache(maxsize=_MAX_DESCRIPTIONS)
 def _described(info: TensorInfo) -> TensorInfo:
     return replace(
         info, name=f"{info.name}{_SUFFIX}", role="finite_check", collections=(tensors.FINITE_CHECKS,)

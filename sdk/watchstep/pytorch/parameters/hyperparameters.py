@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.steps.record import Group, scalar_info
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.pytorch.kernel import TorchKernel
+from watchstep.pytorch.optimizer_map import OptimizerMap
 
 _MAX_GROUPS = 64
 _REPEAT_INTERVAL = 1000
@@ -116,7 +116,7 @@ class Hyperparameters:
         self._health = session.health
         self._prefix = f"{prefix}." if prefix else ""
         self._enabled = tensors.METRICS in session.config.chosen
-        self._watched: MutableMapping[Optimizer, _Watched] = WeakIdKeyDictionary()
+        self._watched: OptimizerMap[_Watched] = OptimizerMap()
         self._optimizers = 0
 
     def before_update(self, optimizer: Optimizer) -> None:

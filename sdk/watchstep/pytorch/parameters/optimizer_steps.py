@@ -18,16 +18,16 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.pytorch.observable import observable
+from watchstep.pytorch.observable import observable, own_work
+from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters import step_bodies
 
 
@@ -102,7 +102,7 @@ class _PreventedStep(BaseException):
 
 _listeners: list[weakref.ref[StepListener]] = []
 _deciders: list[weakref.ref[UpdateDecider]] = []
-_steps_in_progress: MutableMapping[Optimizer, _Step] = WeakIdKeyDictionary()
+_steps_in_progress: OptimizerMap[_Step] = OptimizerMap()
 _installed: list[Any] = []
 _step_count = [0]
 
@@ -132,9 +132,8 @@ def forget(listener: StepListener) -> None:
 
 def pass_begins() -> None:
     """Note that a forward or backward pass of training begins: a later step is not a retry of one that raised before."""
-    if _steps_in_progress:
-        for step in list(_steps_in_progress.values()):
-            step.pass_since = True
+    for step in _steps_in_progress.values():
+        step.pass_since = True
 
 
 def _living() -> list[StepListener]:
@@ -206,11 +205,14 @@ def _before(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not observable():
         return None  # a compiled step is not observed: traced tensors have no memory
+    own_work.enter()
     try:
         return _begin(optimizer, args, kwargs, sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
     except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training; `StopTraining` is no Exception
         _report(error)
         return None
+    finally:
+        own_work.leave()
 
 
 def _begin(
@@ -275,10 +277,13 @@ def _is_prevented(optimizer: Optimizer, *, is_possible: bool) -> bool:
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not observable():
         return
+    own_work.enter()
     try:
         _end(optimizer, args, kwargs, sys._getframe(1))  # noqa: SLF001 - as above
     except Exception as error:  # noqa: BLE001 - as above
         _report(error)
+    finally:
+        own_work.leave()
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: FrameType) -> None:
@@ -288,7 +293,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wr
     if step.nested and _is_nested(optimizer, wrapper):
         step.nested -= 1
         return
-    del _steps_in_progress[optimizer]
+    _steps_in_progress.pop(optimizer)
     has_closure = _has_closure(_without_self(optimizer, args), kwargs)
     for listener in _living():
         _notify(listener, functools.partial(listener.after_step, optimizer, has_closure=has_closure))

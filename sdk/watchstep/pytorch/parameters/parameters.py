@@ -8,13 +8,12 @@ and step are merged, and would describe a tensor five times as large.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.steps.record import Condition, Group, Probe
 from watchstep.capture.steps.session import Session
@@ -22,6 +21,7 @@ from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel, Measurement
 from watchstep.pytorch.kernel import Checksums, has_all_memory
 from watchstep.pytorch.names import NamedParameter, Names
+from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled, unscaled
 from watchstep.pytorch.probes.staging import elements_of_each, views
 from watchstep.pytorch.probes.weights import (
@@ -148,8 +148,8 @@ class Parameters:
         self._names = names
         self._kernel = kernel
         self._named = names.parameters()
-        self._updated: MutableMapping[Optimizer, Updated] = WeakIdKeyDictionary()
-        self._before: MutableMapping[Optimizer, list[_Before]] = WeakIdKeyDictionary()
+        self._updated: OptimizerMap[Updated] = OptimizerMap()
+        self._before: OptimizerMap[list[_Before]] = OptimizerMap()
         self._groups: dict[tuple[str, Collections], Group] = {}
         self._states: dict[tuple[int, str], TensorInfo] = {}
         self._clipped: dict[tuple[int, ...], Updated] = {}
@@ -163,8 +163,9 @@ class Parameters:
 
     def of(self, optimizer: Optimizer) -> Updated:
         """Return the optimizer's watched parameters. They are looked up again if its parameters have changed."""
-        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        ids = list(map(id, members))
+        ids: list[int] = []
+        for group in optimizer.param_groups:
+            ids.extend(map(id, group["params"]))
         cached = self._updated.get(optimizer)
         if cached is not None and cached.ids == ids:
             return cached
@@ -275,10 +276,10 @@ class Parameters:
                         full_tensors.save_one(capture, collection, step, "train", info, tensor, change=change)
                 self._schedule.report_extra(since)
 
-    def _save_state(self, optimizer: Optimizer, step: int) -> None:
+    def _save_state(self, optimizer: Optimizer, updated: Updated, step: int) -> None:
         """Save the full optimizer state that is due, as it is after the update."""
         since = self._schedule.now()
-        for named in self.of(optimizer).parameters:
+        for named in updated.parameters:
             if not named.placement.records:
                 continue
             for key, state in optimizer.state.get(named.parameter, {}).items():
@@ -338,14 +339,16 @@ class Parameters:
             return self._kernel.measure(gradients)
         return measure_unscaled(self._kernel, gradients, scaling.scale, powers_of_two=scaling.powers_of_two)
 
-    def before_update(self, optimizer: Optimizer, step: int, condition: Condition | None = None) -> None:
+    def before_update(
+        self, optimizer: Optimizer, updated: Updated, step: int, condition: Condition | None = None
+    ) -> None:
         """Keep samples of weights with a due update, which is recorded if a condition is met later.
 
         Parameters that do not require a gradient are frozen on purpose, so they have no update.
         """
         samples_before = []
         most = elements_of_each(len(self._named))
-        for charged, whole in self._due(self.of(optimizer).updates, step, "update"):
+        for charged, whole in self._due(updated.updates, step, "update"):
             since = self._schedule.now()
             part = _Part(whole.collections, [n for n in whole.members if n.parameter.requires_grad])
             samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
@@ -353,7 +356,11 @@ class Parameters:
             self._schedule.spent(charged, since)
         self._before[optimizer] = samples_before
 
-    def after_update(self, optimizer: Optimizer, step: int) -> None:
+    def forget_before(self, optimizer: Optimizer) -> None:
+        """Drop the samples of weights of an update that was not made."""
+        self._before.pop(optimizer)
+
+    def after_update(self, optimizer: Optimizer, updated: Updated, step: int) -> None:
         """Measure the changes by the update, and the optimizer state."""
         most = elements_of_each(len(self._named))
         for before in self._before.pop(optimizer, []):
@@ -374,15 +381,14 @@ class Parameters:
             group = self._group("update", part.collections, _described(part, _update))
             self._recorder.add(group, update, probes=probes, condition=before.condition)
             self._schedule.spent(before.charged, since)
-        self._measure_state(optimizer, step)
-        if self._keeps_state and self._capture.any_due(step):
-            self._save_state(optimizer, step)
+        if self._keeps_state:
+            self._measure_state(optimizer, updated, step)
+            if self._capture.any_due(step):
+                self._save_state(optimizer, updated, step)
 
-    def _measure_state(self, optimizer: Optimizer, step: int) -> None:
-        if not self._keeps_state:
-            return
+    def _measure_state(self, optimizer: Optimizer, updated: Updated, step: int) -> None:
         by_collections: dict[Collections, list[tuple[TensorInfo, Placement, Tensor]]] = {}
-        for named in self.of(optimizer).parameters:
+        for named in updated.parameters:
             if named.placement.records:
                 for key, state in optimizer.state.get(named.parameter, {}).items():
                     if isinstance(state, Tensor) and state.dim() > 0 and self._is_first(key, named, step):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.steps.record import Group
 from watchstep.capture.steps.session import Session
@@ -36,6 +35,7 @@ from watchstep.format.statistics import Floats
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch.losses import record_tensor
 from watchstep.pytorch.names import NamedParameter
+from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters.parameters import Parameters
 from watchstep.pytorch.probes.staging import HostCopy, stacked, views
 
@@ -296,13 +296,11 @@ class StaleGradients:
         self._enabled = (
             "stale_gradients" in session.config.probes and tensors.METRICS in session.config.collections
         )
-        self._checks: MutableMapping[Optimizer, _Check] = WeakIdKeyDictionary()
+        self._checks: OptimizerMap[_Check] = OptimizerMap()
 
     def backward_begins(self) -> None:
         """Check gradients before a backward pass adds to them."""
-        for check in list(
-            self._checks.values()
-        ):  # a copy, because the thread of another training may add to it
+        for check in self._checks.values():
             if check.version is None or check.is_uncleared is False:
                 continue
             gradient = check.gradient()
@@ -315,18 +313,18 @@ class StaleGradients:
             else:
                 check.is_uncleared = nonzero if check.is_uncleared is None else nonzero & check.is_uncleared
 
-    def after_step(self, optimizer: Optimizer, parameters: Callable[[], list[NamedParameter]]) -> None:
+    def after_step(self, optimizer: Optimizer, parameters: list[NamedParameter]) -> None:
         """Report the result since an optimizer's previous step, and start the next check.
 
         Args:
             optimizer: The optimizer.
-            parameters: Returns its watched parameters in order. Called only if no parameter is checked yet.
+            parameters: Its watched parameters in order.
         """
         if not self._enabled:
             return
         check = self._checks.get(optimizer)
         if check is None:
-            if not parameters():
+            if not parameters:
                 return
             number = len(self._checks) + 1
             name = f"{self._prefix}{METRIC}" + (f"_{number}" if number > 1 else "")
@@ -335,7 +333,7 @@ class StaleGradients:
         if check.version is not None and check.is_uncleared is not None:
             self._report(check, gradient)
         if gradient is None:
-            check.parameter, gradient = _last_with_gradient(parameters())
+            check.parameter, gradient = _last_with_gradient(parameters)
         is_paused = check.cleared > _CHECKED_STEPS and check.cleared % _CHECK_INTERVAL != 0
         check.cleared += is_paused
         check.version = None if gradient is None or is_paused else gradient._version  # noqa: SLF001 - as above
@@ -446,7 +444,7 @@ class ParametersNotInOptimizer:
             int, Tensor
         ] = {}  # not weak: `torch.utils.swap_tensors` refuses tensors with weak references
         self._in_optimizers: frozenset[int] = frozenset()
-        self._optimizers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()
+        self._optimizers: OptimizerMap[bool] = OptimizerMap()
         self._searched_for: set[int] = set()
         self._searches = 0
         self._since_search = 0

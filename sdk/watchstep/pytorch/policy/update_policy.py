@@ -196,9 +196,12 @@ class UpdatePolicy:
             self._health.fault("running statistics", error)
 
     def _is_nonfinite(self, optimizer: Optimizer, decision: _Decision) -> bool:
-        """Return whether this rank's gradients are non-finite, and no gradient scaler decides about them."""
+        """Return whether this rank's gradients are non-finite, and no gradient scaler skips their update.
+
+        A scaler whose optimizer is fused decides on the device, by gradients from before the program's clipping.
+        """
         scaling = amp.scaling_of(optimizer)
-        if scaling.skips or scaling.is_skipped is not None:
+        if scaling.skips or (scaling.is_skipped is not None and scaling.is_skipped.is_met()):
             return False
         if decision.is_nonfinite is not None and not _has_hooks(optimizer):
             return decision.is_nonfinite

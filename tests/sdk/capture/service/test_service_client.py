@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,10 @@ import pytest
 
 from tests.sdk.store.dripping_server import dripping
 from watchstep import Bounds, CaptureConfig, Hook, StopTraining, open_run
-from watchstep.capture.service.client import ServiceClient, ServicePause
+from watchstep.capture.health import RecorderHealth
+from watchstep.capture.service.client import MOST_SEGMENTS, ServiceClient, ServicePause
+from watchstep.capture.service.registration import Announcer
+from watchstep.capture.stop import ControlReader
 from watchstep.errors import ServiceError
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import SegmentKey, WriterId
@@ -49,7 +53,10 @@ class Listening:
     def announced(self) -> dict[int, bool]:
         """Steps that were announced, and whether as urgent."""
         return {
-            body["last"]: body["urgent"] for path, body in self.requests if path.endswith("/announcements")
+            segment["last"]: body["urgent"]
+            for path, body in self.requests
+            if path.endswith("/announcements")
+            for segment in body["segments"]
         }
 
 
@@ -102,10 +109,10 @@ def test_a_service_that_lags_requests_a_pause(service: Listening, answer: object
     client = ServiceClient(service.address, "vision")
     assert client.pause_seconds == 0.0
     service.added["pause_seconds"] = answer
-    assert client.announce("r", KEY, {}) == ControlDocument()
+    assert client.announce("r", [KEY], {}) == ControlDocument()
     assert client.pause_seconds == interval
     service.added.clear()
-    client.announce("r", KEY, {})
+    client.announce("r", [KEY], {})
     assert client.pause_seconds == 0.0
 
 
@@ -142,7 +149,7 @@ def test_a_refusal_states_when_to_retry(
 ) -> None:
     service.refuses = refuses
     with pytest.raises(ServiceRefusedError) as refusal:
-        ServiceClient(service.address, "vision").announce("r", KEY, {})
+        ServiceClient(service.address, "vision").announce("r", [KEY], {})
     assert (refusal.value.status, refusal.value.after_seconds) == (refuses[0], after)
 
 
@@ -199,7 +206,7 @@ def test_a_service_that_refuses_is_ignored_while_a_loss_is_nan(
     service.refuses = (status, "")
     began = time.monotonic()
     with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
-        record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
+        record_until(hook, lambda: len(list(tmp_path.rglob("*-*.arrow"))) >= 20)
         # Pauses of 1, 2, 4 … s lay between: so many requests fit into the time, however it went.
         fit = 1 + math.log2(1 + time.monotonic() - began)
         assert 1 <= len(service.requests) <= fit
@@ -208,25 +215,84 @@ def test_a_service_that_refuses_is_ignored_while_a_loss_is_nan(
         assert service.announced, "it is registered, and goes on"
 
 
-def test_no_segment_waits_for_a_slow_answer(
+def test_no_segment_waits_for_a_slow_answer_and_all_are_announced_in_one_request(
     service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 600.0)
-    monkeypatch.setattr("watchstep.capture.service.registration._SLOW_SECONDS", 0.0)
     monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
     monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
     service.answering.clear()
     with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
-        record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
+        record_until(hook, lambda: len(segments_in(tmp_path)) >= 20)
         assert len(service.requests) == 1, "the registration"
         service.answering.set()
-    written = sorted(
-        SegmentKey.parse(f"stats/{path.relative_to(tmp_path / 'default/r/stats')}").last
-        for path in tmp_path.rglob("*-*.parquet")
-    )
-    assert max(service.announced) == written[-1], "the last is announced before the hook is closed"
-    assert len(service.announced) < len(written), "of those that waited only the newest"
-    assert hook.health["counts"]["skipped_announcements"] > 0
+    written = {key.last for key in segments_in(tmp_path)}
+    assert set(service.announced) == written
+    announcements = [body for path, body in service.requests if path.endswith("/announcements")]
+    assert len(announcements[1]["segments"]) > 10, "the first names what was written before the registration"
+    assert len(announcements) < len(written)
+    assert "skipped_announcements" not in hook.health["counts"]
+
+
+def announcer(service: Listening, *, urgent: bool = False) -> Announcer:
+    health = RecorderHealth()
+    control = ControlReader(lambda _document, _attempt: None, health, 1.0)
+    client = ServiceClient(service.address, "vision")
+    return Announcer(client, {"run": "r", "rules": []}, control, health, lambda: urgent)
+
+
+def keys_of(number: int, attempt: str = "a1") -> list[SegmentKey]:
+    return [SegmentKey(WriterId(attempt, "node", "w0"), seq, 4 * seq, 4 * seq + 3) for seq in range(number)]
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_segments_of_an_interval_share_a_request_unless_they_are_urgent(
+    service: Listening, monkeypatch: pytest.MonkeyPatch, urgent: bool
+) -> None:
+    # Only an urgent segment is announced before the end.
+    monkeypatch.setattr("watchstep.capture.service.registration._GATHER_SECONDS", 3600.0)
+    announcing = announcer(service, urgent=urgent)
+    first, second, third = keys_of(3)
+    announcing.announce(first)
+    if urgent:
+        deadline = time.monotonic() + 60
+        while first.last not in service.announced:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    announcing.announce(second)
+    announcing.announce(third)
+    announcing.close(lambda: False)
+    requests = [body["segments"] for path, body in service.requests if path.endswith("/announcements")]
+    assert sorted(service.announced) == [3, 7, 11]
+    assert len(requests[0]) == (1 if urgent else 3)
+
+
+def test_segments_of_two_attempts_have_separate_requests(service: Listening) -> None:
+    announcing = announcer(service)
+    service.answering.clear()
+    for key in (*keys_of(2), *keys_of(2, "a2")):
+        announcing.announce(key)
+    service.answering.set()
+    announcing.close(lambda: False)
+    announced = {
+        (body["attempt"], segment["seq"])
+        for path, body in service.requests
+        if path.endswith("/announcements")
+        for segment in body["segments"]
+    }
+    assert announced == {("a1", 0), ("a1", 1), ("a2", 0), ("a2", 1)}
+
+
+def test_the_oldest_of_too_many_segments_are_skipped(service: Listening) -> None:
+    announcing = announcer(service)
+    service.answering.clear()
+    for key in keys_of(MOST_SEGMENTS + 300):
+        announcing.announce(key)
+    service.answering.set()
+    announcing.close(lambda: False)
+    bodies = [body for path, body in service.requests if path.endswith("/announcements")]
+    assert max(service.announced) == keys_of(MOST_SEGMENTS + 300)[-1].last
+    assert max(len(body["segments"]) for body in bodies) <= MOST_SEGMENTS
 
 
 def test_a_service_that_never_answers_does_not_keep_a_hook_from_closing(
@@ -241,6 +307,94 @@ def test_a_service_that_never_answers_does_not_keep_a_hook_from_closing(
         hook.log(loss=1.0)
     (end,) = open_run(hook.run_url).ends()
     assert (end.state, end.segments) == ("completed", 1)
+
+
+def segments_in(root: Path) -> list[SegmentKey]:
+    """The segments that a run of a folder has on the store."""
+    folder = root / "default" / "r"
+    return [
+        SegmentKey.parse(path.relative_to(folder).as_posix())
+        for path in (folder / "stats").rglob("*-*-*.*")
+        if path.is_file() and path.suffix in {".arrow", ".parquet"}
+    ]
+
+
+class CountingServer:
+    """A service that does not work, and how often it was contacted.
+
+    Args:
+        answer: what it sends before it closes a connection; None if it keeps it open without an answer.
+    """
+
+    def __init__(self, answer: bytes | None) -> None:
+        self.connections = 0
+        self._answer = answer
+        self._open: list[socket.socket] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listening.accept()
+            self._open.append(connection)
+            if self.connections < 0:
+                return
+            self.connections += 1
+            if self._answer is not None:
+                connection.sendall(self._answer)
+                connection.close()
+
+    def close(self) -> None:
+        self.connections = -1
+        socket.create_connection(self._listening.getsockname()).close()
+        self._thread.join()
+        for connection in (self._listening, *self._open):
+            connection.close()
+
+
+UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [b"", UNAVAILABLE, None], ids=["closes", "503", "hangs"])
+def test_a_service_that_does_not_work_is_contacted_ever_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+) -> None:
+    monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 0.2)
+    server = CountingServer(answer)
+    monkeypatch.setenv("WATCHSTEP_SERVICE", server.url)
+    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+    try:
+        began = time.monotonic()
+        with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
+            record_until(hook, lambda: server.connections >= 2 and len(segments_in(tmp_path)) >= 30)
+            # After each failure follows a pause of 1, 2, 4 … s, and a broken connection is retried once without one.
+            allowed = 1 + math.log2(1 + time.monotonic() - began)
+            assert server.connections <= 2 * allowed
+        assert hook.health["faults"]["service"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "watchstep-announcer"]
+        assert not any(thread.is_alive() for thread in threads), "the last request has ended"
+    finally:
+        server.close()
+
+
+def test_a_service_that_hangs_delays_the_end_by_a_second_and_not_by_its_timeout(
+    service: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 0.01)
+    service.answering.clear()
+    announcing = announcer(service)
+    (key,) = keys_of(1)
+    announcing.announce(key)
+    deadline = time.monotonic() + 60
+    while not announcing.is_paused:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 600.0)
+    announcing.hurry()
+    announcing.close(lambda: False)  # would wait for ten minutes
+    service.answering.set()
 
 
 def record_until(hook: Hook, done: Callable[[], object]) -> None:
@@ -269,7 +423,7 @@ def test_an_answer_of_another_form_is_an_error_of_the_service(
 ) -> None:
     service.answers = answers
     with pytest.raises(ServiceError, match=reason):
-        ServiceClient(service.address, "vision").announce("r", KEY, {})
+        ServiceClient(service.address, "vision").announce("r", [KEY], {})
 
 
 @pytest.mark.parametrize("part", ["body", "line"])
@@ -283,7 +437,7 @@ def test_a_service_whose_answer_never_ends_holds_up_neither_rows_nor_a_stop(
         monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
         config = CaptureConfig(bounds=Bounds(flush_seconds=0.001, control_seconds=0.001))
         with Hook(tmp_path, run="r", on_stop="raise", config=config) as hook:
-            record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
+            record_until(hook, lambda: len(list(tmp_path.rglob("*-*.arrow"))) >= 20)
             record_until(hook, lambda: "service" in hook.health["faults"])
             stopped = ControlDocument().with_stop(StopRequest("a1", 3, "by test"))
             (tmp_path / "default" / "r" / "control.json").write_bytes(stopped.encode())

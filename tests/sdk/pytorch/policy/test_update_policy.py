@@ -226,6 +226,39 @@ def test_updates_that_a_gradient_scaler_skips_are_left_to_it(tmp_path: Path) -> 
     assert [end.state for end in run.ends()] == ["completed"]
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_gradients_that_become_non_finite_after_a_scaler_checked_them_on_a_device_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, skips: bool
+) -> None:
+    import numpy as np
+    import torch
+
+    from watchstep.pytorch.parameters import amp
+
+    class Flag:
+        """The flag of a scaler on a device."""
+
+        def numbers(self) -> Any:
+            return np.array([float(skips)])
+
+    monkeypatch.setattr(amp, "scaling_of", lambda _optimizer: amp.Scaling(overflow=Flag()))  # type: ignore[arg-type]
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Hook(tmp_path, on_nonfinite="skip") as hook:
+        hook.watch(model, optimizer)
+        for x in batches(set(), 3):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            for gradient in [
+                parameter.grad for parameter in model.parameters() if parameter.grad is not None
+            ]:
+                gradient.div_(0 * gradient.norm())  # as clipping by a norm that overflows
+            optimizer.step()
+            assert all(parameter.isfinite().all() for parameter in model.parameters()) or skips
+    assert hook.health["faults"] == {}
+    assert hook.health["counts"].get("skipped_updates", 0) == (0 if skips else 3)
+
+
 def test_each_optimizer_is_decided_about_by_itself(tmp_path: Path) -> None:
     import torch
 
