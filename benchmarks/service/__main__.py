@@ -29,6 +29,10 @@ def main() -> None:
     """Measure, print, write."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", choices=list(_PARTS), action="append", help="leave the other parts out")
+    parser.add_argument("--runs", type=int, default=0, help="runs of the part load (200; 40 with --quick)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="measured seconds of the part load (120; 16 with --quick)"
+    )
     options = parser.parse_args()
     logging.getLogger("watchstep_services").setLevel(logging.ERROR)
     report = Report("The service", quick=options.quick, packages=("sqlalchemy", "psycopg", "celery", "redis"))
@@ -42,7 +46,8 @@ def main() -> None:
     )
     for name in chosen:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
-        _PARTS[name](report, quick=options.quick)
+        given = {"runs": options.runs, "seconds": options.seconds} if name == "load" else {}
+        _PARTS[name](report, quick=options.quick, **given)
     report.finish(options.json)
 
 

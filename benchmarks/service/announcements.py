@@ -72,14 +72,8 @@ def _ordinary(service: Service) -> FastAPI:
 
 
 async def _announce(app: FastAPI, token: str, seq: int) -> None:
-    content = {
-        "attempt": "a1",
-        "node": "n",
-        "writer": "w0",
-        "seq": seq,
-        "first": seq * 4,
-        "last": seq * 4 + 3,
-    }
+    segment = {"node": "n", "writer": "w0", "seq": seq, "first": seq * 4, "last": seq * 4 + 3}
+    content = {"attempt": "a1", "segments": [segment]}
     body = json.dumps(content).encode()
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",

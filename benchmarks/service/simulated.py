@@ -108,6 +108,8 @@ class Simulated:
     generation: int = -1
     seq: int = 0
     bad: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """A recorder sends one segment at a time, also if the next is due before the answer has come."""
 
     @property
     def name(self) -> str:
@@ -151,7 +153,8 @@ class Simulation:
 
     def _guarded(self, one: Simulated, at: float, counted: bool) -> None:
         try:
-            self._send(one, counted)
+            with one.lock:
+                self._send(one, counted)
         except ServiceError as error:
             print(error, file=sys.stderr)
             with self.lock:
@@ -179,7 +182,7 @@ class Simulation:
                 if not urgent:
                     self.told.unsaid.append(one.name)
         health = {"rows": first, "dropped_rows": 0}
-        control = self.client.announce(one.name, key, health, urgent=goes_wrong and urgent)
+        control = self.client.announce(one.name, [key], health, urgent=goes_wrong and urgent)
         with self.lock:
             self.told.sent += counted
         if control.stop is not None:

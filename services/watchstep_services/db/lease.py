@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -224,8 +224,19 @@ class LeasedRow:
             return True
 
 
+class Renewable(Protocol):
+    """What is renewed while the work on it lasts: a claimed row, or a batch of them."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration of a renewal."""
+
+    def renew(self) -> bool:
+        """Extend the claim; False if it need not be extended any more."""
+
+
 @contextmanager
-def keep_lease(row: LeasedRow) -> Iterator[None]:
+def keep_lease(row: Renewable) -> Iterator[None]:
     """Renew a claim three times per lease, from a thread, until the block ends.
 
     A claim that another worker has replaced is no longer renewed; the block's commit fails by the fence.
@@ -240,7 +251,7 @@ def keep_lease(row: LeasedRow) -> Iterator[None]:
 
 @dataclass
 class _Renewal:
-    row: LeasedRow
+    row: Renewable
     due: float
     count: int = 0
 
@@ -261,7 +272,7 @@ class _Renewer:
         self._current: int | None = None
         self._runs = False
 
-    def add(self, row: LeasedRow) -> int:
+    def add(self, row: Renewable) -> int:
         """Renew a claim from now on; return its number."""
         with self._condition:
             number = next(self._numbers)

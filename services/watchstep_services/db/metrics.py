@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, and_, case, func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -20,6 +20,9 @@ from watchstep_services.db.lease import ACTION_LEASE, BACKTEST_LEASE, RUN_LEASE
 from watchstep_services.db.models import ActionRow, AlertRow, Backtest, RunRow, Segment
 
 _FRESH_SECONDS = 2.0
+
+MOST_PROJECTS = 100
+"""Limit of projects in `waiting_seconds`."""
 
 FIGURES: dict[str, tuple[tuple[str, ...], str]] = {
     "watchstep_database_up": ((), "Whether the database answered."),
@@ -117,14 +120,36 @@ def _queues(session: Session) -> Iterator[GaugeMetricFamily]:
     yield ages
 
 
-def _segments(session: Session) -> Iterator[GaugeMetricFamily]:
+def _waits() -> ColumnElement[bool]:
+    """Whether a segment waits for its evaluation."""
     # Runs with waiting segments are due, now or later, or being evaluated, so no index over all segments is needed.
     open_runs = select(RunRow.id).where(RunRow.due_ns.is_not(None) | (RunRow.lease_until_ns > 0))
-    count, oldest = session.execute(
-        select(func.count(), func.min(Segment.found_ns)).where(
-            Segment.run_id.in_(open_runs), Segment.state == "announced"
-        )
-    ).one()
+    return and_(Segment.run_id.in_(open_runs), Segment.state == "announced")
+
+
+def waiting_seconds(database: Database) -> dict[str, float]:
+    """How long the oldest waiting segment of each project has waited, the longest first, of at most `MOST_PROJECTS` projects.
+
+    This is no metric: names of projects are shown only to those who may read them.
+
+    Raises:
+        SQLAlchemyError: the database did not answer.
+    """
+    since = func.min(Segment.found_ns)
+    with database.read() as session:
+        rows = session.execute(
+            select(RunRow.project, now_ns() - since)
+            .join(Segment, Segment.run_id == RunRow.id)
+            .where(_waits())
+            .group_by(RunRow.project)
+            .order_by(since)
+            .limit(MOST_PROJECTS)
+        ).all()
+    return {project: max(0.0, waited / NANOSECONDS) for project, waited in rows}
+
+
+def _segments(session: Session) -> Iterator[GaugeMetricFamily]:
+    count, oldest = session.execute(select(func.count(), func.min(Segment.found_ns)).where(_waits())).one()
     waiting, age = _family("watchstep_segments_waiting"), _family("watchstep_segments_waiting_age_seconds")
     waiting.add_metric([], count)
     age.add_metric([], 0.0 if oldest is None else max(0.0, (read_clock(session) - int(oldest)) / NANOSECONDS))

@@ -12,7 +12,7 @@ from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format import segment
 from watchstep.format.block import Block, BlockMemory
 from watchstep.format.layout import SegmentKey, WriterId
-from watchstep.format.segment import check_steps
+from watchstep.format.segment_checks import check_steps, whole
 from watchstep.format.tensors import MAX_WORD_BYTES, TensorInfo
 from watchstep.store.store import Store
 from watchstep_rules.engine.rule_inputs import canonical
@@ -40,6 +40,9 @@ SLICE_SECONDS = 5.0
 
 LARGE_ROWS = 100_000
 """Rows after which an evaluation reads no more. If each row is a finding, this takes about 0.4 GB and ten seconds."""
+
+SEVERAL_ROWS = 20_000
+"""Rows from which an evaluation takes longer than usual."""
 
 SEGMENT_ROWS = 250_000
 """Limit of the rows of one segment, because a segment is evaluated as a whole. Recorders write at most 200,000, unless one step has more."""
@@ -89,9 +92,19 @@ class Collected:
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(len(block) for _, block in self.blocks)
+
+    @property
     def is_large(self) -> bool:
         """Whether evaluating these rows may take much memory and time."""
-        return sum(len(block) for _, block in self.blocks) >= LARGE_ROWS
+        return self.rows >= LARGE_ROWS
+
+    @property
+    def has_several_rows(self) -> bool:
+        """Whether evaluating these rows takes longer than usual."""
+        return self.rows >= SEVERAL_ROWS
 
 
 @dataclass
@@ -127,13 +140,32 @@ class AbsentLookups:
         self._seconds[of_known_writer] += seconds
 
 
+@dataclass
+class ReadAhead:
+    """What was read of a run since its claim, before its evaluation begins; each part is used once.
+
+    Attributes:
+        inbox: its inbox; None if it was not loaded.
+        objects: path of a segment → its bytes. Segments that could not be read are read again by the evaluation.
+    """
+
+    inbox: Inbox | None = None
+    objects: dict[str, bytes] = field(default_factory=dict)
+
+    def take_inbox(self) -> Inbox | None:
+        """The inbox, for the first caller."""
+        inbox, self.inbox = self.inbox, None
+        return inbox
+
+
 @dataclass(frozen=True)
 class RunSource:
-    """The run's store, the guard that is called before a segment is read, and the look-ups of absent segments."""
+    """The run's store, the guard that is called before a segment is read, the look-ups of absent segments, and what was read already."""
 
     store: Store
     guard: ReadingGuard
     absent: AbsentLookups = field(default_factory=AbsentLookups)
+    ahead: ReadAhead = field(default_factory=ReadAhead)
 
 
 def collect(service: Service, claim: Claim, source: RunSource) -> Collected:
@@ -143,7 +175,7 @@ def collect(service: Service, claim: Claim, source: RunSource) -> Collected:
         FencedError: another worker has taken the run.
         StoreError: the store did not answer.
     """
-    plan, inbox = _plan(service, claim)
+    plan, inbox = _plan(service, claim, source.ahead)
     if not plan.readable:
         return _without_segments(claim, plan, inbox)
     collected, absent = _first_there(service, claim, source, plan, inbox)
@@ -223,14 +255,23 @@ def _without_segments(claim: Claim, plan: Plan, inbox: Inbox) -> Collected:
     return collected
 
 
-def _plan(service: Service, claim: Claim) -> tuple[Plan, Inbox]:
+def _plan(service: Service, claim: Claim, ahead: ReadAhead) -> tuple[Plan, Inbox]:
     gap_ns = nanoseconds(service.settings.gap_seconds)
-    plan, inbox = _load_plan(service, claim, GapTimeout(claim.now_ns, gap_ns, listed=False))
+    inbox = ahead.take_inbox() or open_inbox(service.database, claim.run_id)
+    plan = _plan_of(claim, inbox, GapTimeout(claim.now_ns, gap_ns, listed=False))
     if not plan.waiting or not _may_list(service, claim, plan.waiting):
         return plan, inbox
     # A lost announcement leaves the same gap as a lost segment; only a listing distinguishes the two.
     listing = discover(service, claim.run_id, claim)
-    return _load_plan(service, claim, GapTimeout(claim.now_ns, gap_ns, listed=listing.complete))
+    inbox = open_inbox(service.database, claim.run_id)
+    return _plan_of(claim, inbox, GapTimeout(claim.now_ns, gap_ns, listed=listing.complete)), inbox
+
+
+def segments_ahead(service: Service, claim: Claim, inbox: Inbox) -> list[SegmentKey]:
+    """The segments of an inbox that the next evaluation probably reads."""
+    timeout = GapTimeout(claim.now_ns, nanoseconds(service.settings.gap_seconds), listed=False)
+    plan = _plan_of(claim, inbox, timeout)
+    return [entry.key for entry in plan.readable if entry.key.writer.attempt in inbox.attempts]
 
 
 def _may_list(service: Service, claim: Claim, gaps: tuple[Gap, ...]) -> bool:
@@ -242,10 +283,9 @@ def _may_list(service: Service, claim: Claim, gaps: tuple[Gap, ...]) -> bool:
     return listing_due(service, claim.place, claim.run_id, listed_ns, claim.now_ns)
 
 
-def _load_plan(service: Service, claim: Claim, timeout: GapTimeout) -> tuple[Plan, Inbox]:
-    inbox = open_inbox(service.database, claim.run_id)
+def _plan_of(claim: Claim, inbox: Inbox, timeout: GapTimeout) -> Plan:
     ends = {name: row.ends for name, row in inbox.attempts.items()}
-    return make_plan(cursors.decode(claim.cursor), inbox.entries, ends, timeout), inbox
+    return make_plan(cursors.decode(claim.cursor), inbox.entries, ends, timeout)
 
 
 def _read_all(
@@ -284,7 +324,7 @@ def _read_all(
         began_look_up = time.monotonic()
         try:
             source.guard.check(entry.key)
-            data, block = _read(source.store, entry.key, histograms=histograms)
+            data, block = _read(source, entry.key, histograms=histograms)
             size += len(data)
             size += max(0, memory.of(block) - len(data))
             collected.blocks.append((entry, block))
@@ -306,18 +346,18 @@ def _read_all(
     return list(absent.values()), next(iter(errors.values()), None)
 
 
-def _read(run_store: Store, key: SegmentKey, *, histograms: bool) -> tuple[bytes, Block]:
+def _read(source: RunSource, key: SegmentKey, *, histograms: bool) -> tuple[bytes, Block]:
     """Read a segment's bytes and rows. If decoding fails it is fetched once more, because one answer may be damaged.
 
     Raises:
         NotFoundError, StoreError: it cannot be fetched.
         FormatError: the object itself is damaged.
     """
-    data = fetch(run_store, key)
+    data = source.ahead.objects.pop(key.path, None) or fetch(source.store, key)
     try:
         return data, decode(data, key, histograms=histograms)
     except FormatError:
-        again = fetch(run_store, key)
+        again = fetch(source.store, key)
         if again == data:
             raise
         return again, decode(again, key, histograms=histograms)
@@ -399,7 +439,7 @@ def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
         FormatError: the segment is damaged, or contains steps outside its name or ranks above the limit.
     """
     block = segment.decode(data, key.path, histograms=histograms)
-    with segment.whole(key.path):
+    with whole(key.path):
         check_steps(block.step, key.first, key.last)
         if len(block) > SEGMENT_ROWS:
             raise ValueError(f"contains {len(block)} rows; at most {SEGMENT_ROWS} are evaluated")

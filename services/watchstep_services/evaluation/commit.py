@@ -1,15 +1,18 @@
 """Commit, the third phase of an evaluation: write all results in one short transaction, or none of them.
 
 Every commit begins with the same write, `_write_progress`: the fence, the cursor, the segments that were read, the attempt, the journal
-and the rule states. Most evaluations write nothing else. On PostgreSQL that write is one statement and a transaction by itself: each
-further statement costs a worker a third of a millisecond, and PostgreSQL as much. On SQLite it is one statement for each table.
-Other results follow in the same transaction in `_write_news`: findings, alerts, a run's start, rule health, corrupt and missing segments.
+and the rule states. Most evaluations write nothing else. On PostgreSQL that write is one statement and a transaction by itself, for one
+run or for all runs of a batch: each further statement costs a worker a third of a millisecond, and PostgreSQL as much. On SQLite it is one
+statement for each table, and a batch is one transaction. Each run has its own fence, so a run that was lost to another worker
+keeps no other from being written. Other results follow in the same transaction in `_write_news`: findings, alerts, a run's start, rule health, corrupt and missing segments.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +31,13 @@ from sqlalchemy import (
     text,
     update,
 )
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, defer
 
 from watchstep_rules.engine.rule_inputs import MOST_LOOKBACK_ROWS
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.db.clock import clock_expression, now_ns
-from watchstep_services.db.engine import insert_missing
+from watchstep_services.db.engine import insert_missing, is_of_all
 from watchstep_services.db.lease import RUN_LEASE
 from watchstep_services.db.models import (
     Attempt,
@@ -52,9 +56,12 @@ from watchstep_services.evaluation.unfinished_reads import unfinished_after
 from watchstep_services.evaluation.watermark import AttemptProgress, WatermarkAdvance, writers_as_data
 from watchstep_services.runs.claim import Claim, EventContext
 from watchstep_services.runs.lifecycle import start_run
-from watchstep_services.runs.rule_health import has_news, report_health
+from watchstep_services.runs.rule_health import has_news as has_health_news
+from watchstep_services.runs.rule_health import report_health
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import FINDINGS_KEPT, Judged, LostContext
+
+_log = logging.getLogger(__name__)
 
 _MISSING_ROWS = 1000
 """Rows of missing segments that one evaluation writes; the rest are counted. Listings find late segments without rows, too."""
@@ -115,14 +122,14 @@ def commit(service: Service, claim: Claim, outcome: EvaluationOutcome) -> Commit
     Returns:
         The result; None, and nothing is written, if another worker has claimed the run or moved its cursor.
     """
-    if not _has_news(claim, outcome):
+    if not has_news(claim, outcome):
+        failpoint("evaluate.writing", claim)
         with service.database.bare() as connection:
-            failpoint("evaluate.writing", claim)
-            row = _write_progress(connection, claim, outcome, service.worker)
-        reported = {judged.row.id: judged.reported_health for judged in outcome.judged}
-        return None if row is None else Committed([], row.hints != claim.hints, reported)
+            rows = _write_progress(connection, [(claim, outcome)], service.worker)
+        row = rows.get(claim.run_id)
+        return None if row is None else _without_news(claim, outcome, row)
     with service.database.write() as session:
-        row = _write_progress(session.connection(), claim, outcome, service.worker)
+        row = _write_progress(session.connection(), [(claim, outcome)], service.worker).get(claim.run_id)
         if row is None:
             session.rollback()
             return None
@@ -131,7 +138,39 @@ def commit(service: Service, claim: Claim, outcome: EvaluationOutcome) -> Commit
         return Committed(actions, row.hints != claim.hints, reported)
 
 
-def _has_news(claim: Claim, outcome: EvaluationOutcome) -> bool:
+def commit_all(service: Service, outcomes: Sequence[tuple[Claim, EvaluationOutcome]]) -> dict[int, Committed]:
+    """Write outcomes of different runs without news, with one statement on PostgreSQL and in one transaction on SQLite.
+
+    Returns:
+        Results by run id. Runs that are left out have to be committed one by one: their claims are not current, another transaction
+        has locked their rows, or an outcome cannot be stored.
+
+    Raises:
+        SQLAlchemyError: the database did not answer.
+    """
+    try:
+        for claim, _ in outcomes:
+            failpoint("evaluate.writing", claim)
+        with service.database.bare() as connection:
+            rows = _write_progress(connection, outcomes, service.worker, skip_locked=True)
+    except SQLAlchemyError as error:
+        if is_of_all(error):
+            raise
+        _log.warning("a batch of %d evaluations is committed one by one: %s", len(outcomes), error)
+        return {}
+    return {
+        claim.run_id: _without_news(claim, outcome, rows[claim.run_id])
+        for claim, outcome in outcomes
+        if claim.run_id in rows
+    }
+
+
+def _without_news(claim: Claim, outcome: EvaluationOutcome, row: _RunAtCommit) -> Committed:
+    reported = {judged.row.id: judged.reported_health for judged in outcome.judged}
+    return Committed([], row.hints != claim.hints, reported)
+
+
+def has_news(claim: Claim, outcome: EvaluationOutcome) -> bool:
     """Whether there is anything to write besides the progress."""
     collected = outcome.collected
     if not collected.calm or collected.corrupt or collected.missing or collected.failed:
@@ -146,7 +185,7 @@ def _has_news(claim: Claim, outcome: EvaluationOutcome) -> bool:
         judged.reported_health is None
         or judged.findings
         or judged.transitions
-        or has_news(judged.config, judged.memory, judged.reported_health, outcome.watermark)
+        or has_health_news(judged.config, judged.memory, judged.reported_health, outcome.watermark)
         for judged in outcome.judged
     )
 
@@ -163,32 +202,52 @@ class _RunAtCommit:
 
 
 def _write_progress(
-    connection: Connection, claim: Claim, outcome: EvaluationOutcome, worker: str
-) -> _RunAtCommit | None:
-    """Move the run's cursor and write what every evaluation writes.
+    connection: Connection,
+    outcomes: Sequence[tuple[Claim, EvaluationOutcome]],
+    worker: str,
+    *,
+    skip_locked: bool = False,
+) -> dict[int, _RunAtCommit]:
+    """Move the cursors of runs and write what every evaluation writes.
 
-    PostgreSQL executes one statement, SQLite one for each table.
+    PostgreSQL executes one statement, SQLite one for each table and run.
+
+    Args:
+        connection: the connection.
+        outcomes: the outcomes of different runs.
+        worker: name of this worker.
+        skip_locked: leave out runs with rows that another transaction has locked, instead of waiting for it.
 
     Returns:
-        The run's columns; None, and nothing is written, if the claim is not current.
+        The columns of each run. A run is left out, and nothing of it is written, if its claim is not current.
     """
-    values = _progress_values(claim, outcome, worker)
-    segments = _segments_read(claim, outcome.collected)
-    states = [(judged.row.id, judged.state) for judged in outcome.judged if judged.changed]
-    if connection.dialect.name == "postgresql":
-        named = {
-            **values,
-            "writers": json.dumps(values["writers"]),
-            "context": json.dumps(values["context"]),
-            "segments": json.dumps(segments),
-            "states": json.dumps([{"config_id": config_id, "state": state} for config_id, state in states]),
+    if connection.dialect.name != "postgresql":
+        rows = {claim.run_id: _write_one(connection, claim, outcome, worker) for claim, outcome in outcomes}
+        return {run_id: _RunAtCommit(*row) for run_id, row in rows.items() if row is not None}
+    runs = [
+        {
+            **_progress_values(claim, outcome, worker),
+            "segments": _segments_read(claim, outcome.collected),
+            "states": [
+                {"config_id": judged.row.id, "state": judged.state}
+                for judged in outcome.judged
+                if judged.changed
+            ],
         }
-        row = connection.execute(_at_once(connection.dialect), named).one_or_none()
-    else:
-        row = connection.execute(_MOVE, {name: values[name] for name in _MOVE_NAMES}).one_or_none()
-        if row is not None:
-            _write_tables(connection, values, segments, states)
-    return None if row is None else _RunAtCommit(*row)
+        for claim, outcome in outcomes
+    ]
+    statement = _at_once(connection.dialect, skip_locked=skip_locked)
+    found = connection.execute(statement, {"runs": json.dumps(runs)}).all()
+    return {run_id: _RunAtCommit(*row) for run_id, *row in found}
+
+
+def _write_one(connection: Connection, claim: Claim, outcome: EvaluationOutcome, worker: str) -> Any:
+    values = _progress_values(claim, outcome, worker)
+    row = connection.execute(_MOVE, {name: values[name] for name in _MOVE_NAMES}).one_or_none()
+    if row is not None:
+        states = [(judged.row.id, judged.state) for judged in outcome.judged if judged.changed]
+        _write_tables(connection, values, _segments_read(claim, outcome.collected), states)
+    return row
 
 
 def _write_tables(
@@ -293,48 +352,62 @@ _STATE = (
 )
 
 
-@functools.lru_cache(maxsize=8)
-def _at_once(dialect: Dialect) -> TextClause:
-    return text(_AT_ONCE.replace("{now}", clock_expression(dialect)))
+@functools.lru_cache(maxsize=16)
+def _at_once(dialect: Dialect, *, skip_locked: bool) -> TextClause:
+    statement = _AT_ONCE.replace("{now}", clock_expression(dialect))
+    return text(statement.replace("{unlocked}", _UNLOCKED if skip_locked else ""))
 
 
-# Every clause after ``moved`` reads from it, so that nothing is written if the claim is not current. The fence equals that of
-# `RUN_LEASE.writing`.
+# A statement for several runs waits for no other transaction: a row that hangs in one would keep the others.
+_UNLOCKED = """
+    JOIN LATERAL (
+        SELECT id FROM runs AS free WHERE free.id = given.lease_key FOR UPDATE SKIP LOCKED
+    ) AS unlocked ON true
+"""
+# Every clause after ``moved`` reads from it, so that nothing of a run is written if its claim is not current. The fence equals
+# that of `RUN_LEASE.writing`.
 _AT_ONCE = """
-WITH moved AS (
+WITH given AS MATERIALIZED (
+    SELECT given.* FROM json_to_recordset(CAST(:runs AS json)) AS given (
+        lease_key bigint, lease_token bigint, read_cursor text, cursor text, journal bigint, ticks bigint, unfinished bigint,
+        last bigint, cached_by varchar, known_hints bigint, due bigint, more boolean, attempt varchar, writers json,
+        first_seen_ns bigint, largest bigint, watermark bigint, context json, tick bigint, at_ns bigint, ended boolean,
+        cause varchar, segments json, states json
+    ) {unlocked}
+), moved AS (
     UPDATE runs SET
-        cursor = :cursor, journal = :journal, ticks = :ticks, lease_until_ns = 0, cached_by = :cached_by,
-        unfinished_claims = :unfinished, reading = '',
-        last_step = greatest(last_step, CAST(:last AS bigint)),
-        due_ns = CASE WHEN hints <> :known_hints THEN {now} ELSE CAST(:due AS bigint) END,
-        requested_ns = CASE WHEN hints <> :known_hints OR CAST(:more AS boolean) THEN {now} ELSE requested_ns END
-    WHERE id = :lease_key AND epoch = :lease_token AND cursor = :read_cursor
-    RETURNING id, hints, {now} AS now_ns, health, state, state_attempt
+        cursor = given.cursor, journal = given.journal, ticks = given.ticks, lease_until_ns = 0, cached_by = given.cached_by,
+        unfinished_claims = given.unfinished, reading = '',
+        last_step = greatest(runs.last_step, given.last),
+        due_ns = CASE WHEN hints <> given.known_hints THEN {now} ELSE given.due END,
+        requested_ns = CASE WHEN hints <> given.known_hints OR given.more THEN {now} ELSE requested_ns END
+    FROM given
+    WHERE runs.id = given.lease_key AND runs.epoch = given.lease_token AND runs.cursor = given.read_cursor
+    RETURNING runs.id, runs.hints, {now} AS now_ns, runs.health, runs.state, runs.state_attempt, given.attempt, given.segments,
+        given.states, given.writers, given.first_seen_ns, given.largest, given.ticks, given.watermark, given.context, given.tick,
+        given.journal, given.at_ns, given.ended, given.cause
 ), read_segments AS (
     UPDATE segments SET state = 'read', position = new_rows.position, ranks = new_rows.ranks
-    FROM moved, json_to_recordset(CAST(:segments AS json)) AS new_rows (row_id bigint, position bigint, ranks json)
+    FROM moved, json_to_recordset(moved.segments) AS new_rows (row_id bigint, position bigint, ranks json)
     WHERE segments.id = new_rows.row_id
 ), moved_attempt AS (
     UPDATE attempts SET
-        writers = CAST(:writers AS json), first_seen_ns = :first_seen_ns, largest = :largest, ticks = :ticks,
-        watermark = CAST(:watermark AS bigint), context = CAST(:context AS json)
-    FROM moved WHERE attempts.run_id = moved.id AND attempts.attempt = :attempt
+        writers = moved.writers, first_seen_ns = moved.first_seen_ns, largest = moved.largest, ticks = moved.ticks,
+        watermark = moved.watermark, context = moved.context
+    FROM moved WHERE attempts.run_id = moved.id AND attempts.attempt = moved.attempt
 ), added_tick AS (
     INSERT INTO ticks (run_id, tick, attempt, position, at_ns, ended)
-    SELECT moved.id, CAST(:tick AS bigint), CAST(:attempt AS varchar), CAST(:journal AS bigint),
-        CAST(:at_ns AS bigint), CAST(:ended AS boolean)
-    FROM moved
+    SELECT moved.id, moved.tick, moved.attempt, moved.journal, moved.at_ns, moved.ended FROM moved
 ), added_watermark AS (
     INSERT INTO watermarks (run_id, tick, attempt, step, cause, at_ns)
-    SELECT moved.id, CAST(:tick AS bigint), CAST(:attempt AS varchar), CAST(:watermark AS bigint),
-        CAST(:cause AS varchar), CAST(:at_ns AS bigint)
-    FROM moved WHERE CAST(:cause AS varchar) IS NOT NULL
+    SELECT moved.id, moved.tick, moved.attempt, moved.watermark, moved.cause, moved.at_ns
+    FROM moved WHERE moved.cause IS NOT NULL
 ), moved_states AS (
     UPDATE rule_states SET state = new_rows.state
-    FROM moved, json_to_recordset(CAST(:states AS json)) AS new_rows (config_id bigint, state text)
-    WHERE rule_states.config_id = new_rows.config_id AND rule_states.attempt = :attempt
+    FROM moved, json_to_recordset(moved.states) AS new_rows (config_id bigint, state text)
+    WHERE rule_states.config_id = new_rows.config_id AND rule_states.attempt = moved.attempt
 )
-SELECT hints, now_ns, health, state, state_attempt FROM moved
+SELECT id, hints, now_ns, health, state, state_attempt FROM moved
 """
 
 

@@ -1,4 +1,4 @@
-"""Evaluate one run. In production a Celery task calls it, in the embedded service a thread.
+"""Evaluate one run. `evaluation.batch` evaluates the runs that are due; both do it by the same phases.
 
 claim ── collect ──▶ judge ──▶ commit ──▶ committed
 │          │          │          └ the claim is not current ──▶ fenced
@@ -36,13 +36,14 @@ from watchstep_services.evaluation.baselines import pin_baseline
 from watchstep_services.evaluation.collect import (
     AbsentLookups,
     Collected,
+    ReadAhead,
     RunSource,
     collect,
     reject_new_tensors,
     run_store_of,
     spans_of_ranks,
 )
-from watchstep_services.evaluation.commit import Committed, EvaluationOutcome, commit
+from watchstep_services.evaluation.commit import Committed, EvaluationOutcome, commit, has_news
 from watchstep_services.evaluation.context import read_context
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS, Gap, ended_ranks
 from watchstep_services.evaluation.observation import Observation, count_outcome, observing
@@ -68,7 +69,6 @@ from watchstep_services.service.rule_time import RETRY_SECONDS, charged
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
-_SEVERAL_ROWS = 20_000
 _LARGE_PRODUCT = 3_000_000
 """Rows times rules from which an evaluation may take some seconds: 100,000 rows for the default rules."""
 
@@ -135,19 +135,68 @@ def evaluate_longest_due(service: Service, run_id: int) -> tuple[int, Evaluation
 def _evaluate(service: Service, claim: Claim | None, observation: Observation) -> Evaluation:
     if claim is None:
         return Evaluation("busy")
+    result = evaluate_claimed(service, claim, observation)
+    assert isinstance(result, Evaluation)  # nothing is deferred
+    return result
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """An evaluation that has been judged, changes no alert, and is committed together with others.
+
+    Attributes:
+        claim: the claim.
+        judgement: its results.
+        observation: its telemetry.
+    """
+
+    claim: Claim
+    judgement: Judgement
+    observation: Observation
+
+
+def evaluate_claimed(
+    service: Service,
+    claim: Claim,
+    observation: Observation,
+    ahead: ReadAhead | None = None,
+    *,
+    may_defer: bool = False,
+) -> Evaluation | Deferred:
+    """Evaluate a claimed run.
+
+    Args:
+        service: the service.
+        claim: the claim.
+        observation: telemetry of the evaluation.
+        ahead: what was read of the run since the claim.
+        may_defer: leave the commit to the caller if there is no news and few rows, so that the caller commits several with one statement.
+
+    Raises:
+        StoreError, ConfigError: as `evaluate`.
+    """
     observation.claimed(claim)
     failpoint("evaluate.claimed", claim)
     with ExitStack() as end_turn:
         try:
-            evaluation = _evaluate_claimed(service, claim, observation, _Turn(service, claim, end_turn))
+            turn = _Turn(service, claim, end_turn)
+            evaluation = _evaluate_in_phases(service, claim, observation, turn, ahead, may_defer=may_defer)
         except FencedError:
             evaluation = Evaluation("fenced")
-    if evaluation.outcome == "fenced":
+    if isinstance(evaluation, Evaluation) and evaluation.outcome == "fenced":
         failpoint("evaluate.fenced", claim)
     return evaluation
 
 
-def _evaluate_claimed(service: Service, claim: Claim, observation: Observation, turn: _Turn) -> Evaluation:
+def _evaluate_in_phases(
+    service: Service,
+    claim: Claim,
+    observation: Observation,
+    turn: _Turn,
+    ahead: ReadAhead | None,
+    *,
+    may_defer: bool,
+) -> Evaluation | Deferred:
     """Run the three phases: collect, judge, commit. Only the last writes results.
 
     Raises:
@@ -161,7 +210,7 @@ def _evaluate_claimed(service: Service, claim: Claim, observation: Observation, 
             return Evaluation("idle", _postpone(service, claim, wait))
         if claim.waits_for_turn and not turn.take():
             return Evaluation("idle", _wait_for_turn(service, claim))
-        with _reading(service, claim) as source:
+        with _reading(service, claim, ahead) as source:
             collected = _collect(service, claim, source)
             failpoint("evaluate.read", claim)
             waits = _is_large(service, claim, collected) and not turn.take()
@@ -176,16 +225,37 @@ def _evaluate_claimed(service: Service, claim: Claim, observation: Observation, 
             failpoint("evaluate.released", claim)
             return Evaluation("idle", more)
         failpoint("evaluate.judged", claim)
-        with observation.committing(claim, judgement.outcome):
-            committed = commit(service, claim, judgement.outcome)
+        is_usual = may_defer and not turn.is_taken and not collected.has_several_rows
+        if is_usual and not has_news(claim, judgement.outcome):
+            return Deferred(claim, judgement, observation)
+        return commit_judged(service, claim, judgement, observation)
     except FencedError:
         raise
     except StoppingError:
         release_after_failure(service.database, claim, 0)
         return Evaluation("idle")
     except BaseException as error:
-        _release_failed(service, claim, error, collected)
+        release_failed(service, claim, error, collected)
         raise
+
+
+def commit_judged(
+    service: Service, claim: Claim, judgement: Judgement, observation: Observation
+) -> Evaluation:
+    """Commit the results of the second phase."""
+    with observation.committing(claim, judgement.outcome):
+        committed = commit(service, claim, judgement.outcome)
+    return finished(service, claim, judgement, observation, committed)
+
+
+def finished(
+    service: Service,
+    claim: Claim,
+    judgement: Judgement,
+    observation: Observation,
+    committed: Committed | None,
+) -> Evaluation:
+    """The result of an evaluation after its commit, which is None if the claim was not current."""
     if committed is None:
         return Evaluation("fenced")
     failpoint("evaluate.committed", claim)
@@ -194,7 +264,7 @@ def _evaluate_claimed(service: Service, claim: Claim, observation: Observation, 
 
 
 @contextmanager
-def _reading(service: Service, claim: Claim) -> Iterator[RunSource]:
+def _reading(service: Service, claim: Claim, ahead: ReadAhead | None) -> Iterator[RunSource]:
     """Context of the phases that read and evaluate: renews the claim, and limits the rules to the project's rule time."""
     guard, absent = ReadingGuard(service.database, claim), AbsentLookups()
     rule_seconds = service.settings.rule_seconds
@@ -205,7 +275,7 @@ def _reading(service: Service, claim: Claim) -> Iterator[RunSource]:
     seconds, name = service.settings.lease_seconds, f"run {claim.project}/{claim.run}"
     leased = LeasedRow(service.database, RUN_LEASE, claim.run_id, claim.epoch, seconds, name)
     with keep_lease(leased), guard.watching(), on_behalf_of(claim.project), time_limits, silence_noted:
-        yield RunSource(run_store_of(service, claim), guard, absent)
+        yield RunSource(run_store_of(service, claim), guard, absent, ahead or ReadAhead())
 
 
 def _answers(service: Service, claim: Claim) -> bool:
@@ -223,6 +293,11 @@ class _Turn:
     def __init__(self, service: Service, claim: Claim, end: ExitStack) -> None:
         self._service, self._claim, self._end = service, claim, end
         self._is_taken = False
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this evaluation has the turn."""
+        return self._is_taken
 
     def take(self) -> bool:
         """Take the turn, unless this evaluation has it. Returns whether it has it; otherwise it has to wait."""
@@ -265,9 +340,7 @@ def _remember(service: Service, claim: Claim, judgement: Judgement, committed: C
     return Evaluation("committed", more, tuple(committed.actions), steady)
 
 
-def _release_failed(
-    service: Service, claim: Claim, error: BaseException, collected: Collected | None
-) -> None:
+def release_failed(service: Service, claim: Claim, error: BaseException, collected: Collected | None) -> None:
     """Record why an evaluation failed, and release the run. The failed attempt is evaluated after the others from now on."""
     attempt = "" if collected is None else collected.attempt
     retry_ns = nanoseconds(_RETRY_SECONDS)
@@ -335,10 +408,10 @@ def _collect(service: Service, claim: Claim, source: RunSource) -> Collected:
 
 def _is_large(service: Service, claim: Claim, collected: Collected) -> bool:
     """Whether evaluating the segments may take long: many rows, many rows for many rules, or full tensors."""
-    rows = sum(len(block) for _, block in collected.blocks)
     saved = any(info.role == "saved" for _, block in collected.blocks for info in block.catalogue)
-    if collected.is_large or not (saved or rows >= _SEVERAL_ROWS):
+    if collected.is_large or not (saved or collected.has_several_rows):
         return collected.is_large
+    rows = collected.rows
     configs = [loaded.config for loaded in ticks.cached_configs(service, claim, collected.attempt)]
     if rows * len(configs) >= _LARGE_PRODUCT:
         return True

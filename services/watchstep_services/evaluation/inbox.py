@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BindParameter, Connection, bindparam, exists, func, select
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    BindParameter,
+    ColumnElement,
+    Connection,
+    any_,
+    bindparam,
+    exists,
+    func,
+    select,
+)
+from sqlalchemy.orm import aliased
 
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep_rules.engine.alert import Phase
@@ -36,13 +48,22 @@ class Inbox:
 
 
 def open_inbox(database: Database, run_id: int) -> Inbox:
-    """Load a run's inbox: with one statement on PostgreSQL, with three on SQLite, which has no `json_agg`."""
-    of = {"of_run": run_id}
+    """Load a run's inbox."""
+    return open_inboxes(database, [run_id])[run_id]
+
+
+def open_inboxes(database: Database, run_ids: Sequence[int]) -> dict[int, Inbox]:
+    """Load the inboxes of runs: with one statement on PostgreSQL, with three for each run on SQLite, which has no `json_agg`."""
     with database.bare() as connection:
         if connection.dialect.name == "sqlite":
-            return _open_by_statements(connection, of)
-        segments, attempts, *troubles = connection.execute(_AT_ONCE, of).one()
-    return _opened(segments or (), attempts or (), *troubles)
+            return {run_id: _open_by_statements(connection, {"of_run": run_id}) for run_id in run_ids}
+        rows = connection.execute(_AT_ONCE, {"of_runs": list(run_ids)}).all()
+    inboxes = {
+        run_id: _opened(segments or (), attempts or (), *troubles)
+        for run_id, segments, attempts, *troubles in rows
+    }
+    # A run that was deleted meanwhile has nothing to read.
+    return {run_id: inboxes.get(run_id) or Inbox([], {}, calm=True) for run_id in run_ids}
 
 
 def _open_by_statements(connection: Connection, of: dict[str, Any]) -> Inbox:
@@ -68,23 +89,34 @@ _OF_SEGMENT = (
 )  # fmt: skip
 _NAMES = [column.key for column in Attempt.__table__.columns]
 _OF_ATTEMPT = [getattr(Attempt, name) for name in _NAMES]
+
+
+def _waits(run: ColumnElement[Any]) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    return Segment.run_id == run, Segment.state == "announced"
+
+
+def _troubles(run: ColumnElement[Any]) -> tuple[ColumnElement[Any], ...]:
+    """Whether an alert of the run fires, whether its last evaluation failed, and its failing attempts."""
+    of_run = aliased(RunRow)
+    fires = exists().where(AlertInstanceRow.run_id == run, AlertInstanceRow.phase == Phase.FIRING.value)
+    failed = select(of_run.health["evaluation"].as_string().is_not(None)).where(of_run.id == run)
+    failing = select(of_run.health[FAILED_ATTEMPTS]).where(of_run.id == run)
+    return fires, failed.scalar_subquery(), failing.scalar_subquery()
+
+
 _RUN: BindParameter[Any] = bindparam("of_run")
-_WAITS = (Segment.run_id == _RUN, Segment.state == "announced")
-_SEGMENTS = select(*_OF_SEGMENT).where(*_WAITS)
+_SEGMENTS = select(*_OF_SEGMENT).where(*_waits(_RUN))
 _ATTEMPTS = select(*_OF_ATTEMPT).where(Attempt.run_id == _RUN)
-_FIRES = exists().where(AlertInstanceRow.run_id == _RUN, AlertInstanceRow.phase == Phase.FIRING.value)
-_FAILED = (
-    select(RunRow.health["evaluation"].as_string().is_not(None)).where(RunRow.id == _RUN).scalar_subquery()
-)
-_FAILING = select(RunRow.health[FAILED_ATTEMPTS]).where(RunRow.id == _RUN).scalar_subquery()
-_TROUBLES = (_FIRES, _FAILED, _FAILING)
+_TROUBLES = _troubles(_RUN)
+_EACH = RunRow.id.expression
 _AT_ONCE = select(
-    select(func.json_agg(func.json_build_array(*_OF_SEGMENT))).where(*_WAITS).scalar_subquery(),
+    RunRow.id,
+    select(func.json_agg(func.json_build_array(*_OF_SEGMENT))).where(*_waits(_EACH)).scalar_subquery(),
     select(func.json_agg(func.json_build_array(*_OF_ATTEMPT)))
-    .where(Attempt.run_id == _RUN)
+    .where(Attempt.run_id == _EACH)
     .scalar_subquery(),
-    *_TROUBLES,
-)
+    *_troubles(_EACH),
+).where(RunRow.id == any_(bindparam("of_runs", type_=ARRAY(BigInteger()))))
 
 
 @dataclass(frozen=True)

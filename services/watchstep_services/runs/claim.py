@@ -1,14 +1,30 @@
 """Claims: a run is claimed for one evaluation, the claim is renewed and released, and a fence guards every write.
 
-An evaluation's writes take effect only while its claim on the run is current. Events carry the context of the claim.
+An evaluation's writes take effect only while its claim on the run is current. Events carry the context of the claim. A worker claims
+several due runs with one statement; each of them has a claim of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import BigInteger, bindparam, case, exists, not_, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Integer,
+    Select,
+    any_,
+    bindparam,
+    case,
+    exists,
+    func,
+    not_,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session, aliased
 
 from watchstep_services.core.failpoints import failpoint
@@ -23,8 +39,11 @@ from watchstep_services.db.records import RUNS
 
 MESSAGE_NS = 5 * NANOSECONDS
 """A message that asks for an evaluation counts as lost after this time."""
-KEPT_NS = 20 * NANOSECONDS
-"""Penalty of a run that another worker has cached, in the order of what is due for longest."""
+AFFINITY_NS = 2 * NANOSECONDS
+"""Time for which a due run waits for the worker that has cached its earlier rows, before any other worker may take it."""
+KEPT_NS = 5 * NANOSECONDS
+"""Penalty of a run that another worker has cached, in the order of what is due for longest. By as much the oldest work of two workers may
+differ in age: it is what the tail of the latencies has over their median when all are behind."""
 URGENT_NS = 15 * NANOSECONDS
 """A run with a sudden failure is prioritized for this time, as if it had been due for `AHEAD_NS` longer."""
 AHEAD_NS = 300 * NANOSECONDS
@@ -51,6 +70,7 @@ class Claim:
         unfinished: claims in a row before this one with a process that ended without a commit or a release.
         reading: the segment that the last of these claims was reading, if it was recorded; otherwise empty.
         waits_for_turn: its last evaluation was large and had no turn, so this one takes the turn before it reads.
+        order: place among the runs that one statement claimed, ascending.
     """
 
     run_id: int
@@ -69,19 +89,25 @@ class Claim:
     unfinished: int = 0
     reading: str = ""
     waits_for_turn: bool = False
+    order: int = field(default=0, compare=False)
+
+    @property
+    def is_troubled(self) -> bool:
+        """Whether the evaluation may end or occupy its process: the last one did not end, or waits for the turn of large ones."""
+        return self.unfinished > 0 or self.waits_for_turn
 
 
 def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
     """Claim a run; None if another worker has claimed it, or it does not exist."""
     failpoint("evaluate.claiming", run_id)
-    return _claimed(database, _CLAIM, {"run_id": run_id, "lease_ns": lease_ns})
+    return next(iter(_claimed(database, _CLAIM, {"run_id": run_id, "lease_ns": lease_ns})), None)
 
 
 def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: int) -> Claim | None:
     """Claim the run that has been due for longest; None if no candidate of this worker is due.
 
-    Candidates are runs whose rows this worker has cached, runs that nobody has cached, runs that have been due for longer than a live
-    worker lets them wait, and the one that was requested. Runs cached by another worker get a penalty, so that overloaded workers do not
+    Candidates are runs whose rows this worker has cached, runs that nobody has cached, runs that have been due for `AFFINITY_NS`,
+    and the one that was requested. Runs cached by another worker get a penalty, so that overloaded workers do not
     steal each other's runs and read earlier rows again. Runs with sudden failures are prioritized. So the order of messages
     matters little, and a run whose worker is gone is claimed by the next worker, with or without its message.
 
@@ -93,18 +119,41 @@ def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: in
     """
     failpoint("evaluate.claiming", run_id)
     named = {"requested_id": run_id, "worker": worker, "lease_ns": lease_ns}
-    return _claimed(database, _CLAIM_LONGEST_DUE, named)
+    return next(iter(_claimed(database, _CLAIM_LONGEST_DUE, named)), None)
 
 
-def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, Any]) -> Claim | None:
+def claim_due(database: Database, run_id: int, worker: str, lease_ns: int, most: int) -> list[Claim]:
+    """Claim the runs that have been due for longest, with one statement.
+
+    Candidates and order are those of `claim_longest_due`. Runs whose last evaluation did not end, and runs that wait for their turn of a
+    large evaluation, may end or occupy the process: at most one of them is claimed, and it is the last.
+
+    Args:
+        database: the database.
+        run_id: the requested run; 0 for none.
+        worker: name of this worker.
+        lease_ns: duration of the leases.
+        most: limit of the other runs.
+    """
+    failpoint("evaluate.claiming", run_id)
+    named = {"requested_id": run_id, "worker": worker, "lease_ns": lease_ns, "most": most}
+    claims = _claimed(database, _CLAIM_DUE, named)
+    return sorted(claims, key=lambda claim: (claim.is_troubled, claim.order))
+
+
+def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, Any]) -> list[Claim]:
     """Execute a claim; on PostgreSQL it returns the project's location, too, which SQLite reads with a second statement."""
     with database.bare() as connection:
         # SQLite's RETURNING gives only columns of the updated table.
         with_place = connection.dialect.name != "sqlite"
-        run = connection.execute(statement[with_place], named).one_or_none()
-        if run is None:
-            return None
-        place = run if with_place else connection.execute(_PLACE, {"project": run.project}).one()
+        runs = connection.execute(statement[with_place], named).all()
+        if with_place:
+            return [_claim_of(run, run) for run in runs]
+        return [_claim_of(run, connection.execute(_PLACE, {"project": run.project}).one()) for run in runs]
+
+
+def _claim_of(run: Any, place: Any) -> Claim:
+    """A claim from the columns of the run and of its project's location."""
     registration = StoreRegistration(
         place.url, place.role_arn, place.external_id, place.region, place.endpoint
     )
@@ -125,7 +174,14 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         unfinished=run.unfinished_claims,
         reading=_read_by_previous(run.reading, run.epoch),
         waits_for_turn=run.waits_for_turn,
+        order=_order_of(run),
     )
+
+
+def _order_of(run: Any) -> int:
+    """The place of a run among those of one claim; runs with sudden failures come first."""
+    now, due = clock_of(run), run.due_ns or 0
+    return int(due - AHEAD_NS if run.urgent_ns > now - URGENT_NS else due)
 
 
 def _read_by_previous(reading: str, epoch: int) -> str:
@@ -147,7 +203,7 @@ _ANY = (
     )
     .returning(
         RunRow.id, RunRow.project, RunRow.run, RunRow.epoch, RunRow.cursor, RunRow.journal, RunRow.ticks, RunRow.hints, RunRow.state, RunRow.state_attempt, RunRow.attempt,
-        RunRow.unfinished_claims, RunRow.reading, RunRow.waits_for_turn, now_ns().label("now_ns"),
+        RunRow.unfinished_claims, RunRow.reading, RunRow.waits_for_turn, RunRow.due_ns, RunRow.urgent_ns, now_ns().label("now_ns"),
     )
 )  # fmt: skip
 _PLACED = (
@@ -196,7 +252,7 @@ _LONGEST_DUE = (
         or_(
             RunRow.id == bindparam("requested_id"),
             _MINE,
-            RunRow.due_ns <= _NOW - MESSAGE_NS,
+            RunRow.due_ns <= _NOW - AFFINITY_NS,
         ),
     )
     # Reading earlier rows again costs more than ten evaluations, so under load workers prefer the runs that they have cached.
@@ -209,6 +265,25 @@ _LONGEST_DUE = (
     .limit(1)
 )
 _CLAIM_LONGEST_DUE = _both(_ANY.where(RunRow.id == unlocked(_LONGEST_DUE, RunRow).scalar_subquery()))
+
+_IS_TROUBLED = or_(_ABANDONED, RunRow.unfinished_claims > 0, RunRow.waits_for_turn)
+
+
+def _chosen(statement: Select[int]) -> ColumnElement[bool]:
+    """Condition of the runs that a statement selects and no other transaction has locked.
+
+    PostgreSQL evaluates an array once, before the update. A subquery of ``IN`` may be a part of a join, which evaluates it
+    several times: each time it would lock other rows.
+    """
+    return RunRow.id == any_(func.array(unlocked(statement, RunRow).scalar_subquery()))
+
+
+_OTHERS = _LONGEST_DUE.where(not_(_IS_TROUBLED)).limit(bindparam("most", type_=Integer()))
+_TROUBLED = _LONGEST_DUE.where(_IS_TROUBLED)
+_CLAIM_DUE = (
+    _ANY.where(or_(RunRow.id.in_(_OTHERS), RunRow.id.in_(_TROUBLED))),
+    _both(_ANY.where(or_(_chosen(_OTHERS), _chosen(_TROUBLED))))[1],
+)
 
 
 def renew(database: Database, claim: Claim, lease_ns: int) -> bool:
@@ -251,6 +326,16 @@ def release_after_failure(database: Database, claim: Claim, after_ns: int) -> No
         connection.execute(_RELEASE_AFTER_FAILURE, named)
 
 
+def give_back(database: Database, claims: Sequence[Claim]) -> None:
+    """Release runs that were claimed and not evaluated, unless another worker has claimed them; they are due as before."""
+    if not claims:
+        return
+    named = [{"lease_key": claim.run_id, "lease_token": claim.epoch} for claim in claims]
+    with database.bare() as connection:
+        connection.execute(_GIVE_BACK, named)
+
+
+_GIVE_BACK = RUN_LEASE.writing.values(lease_until_ns=0, requested_ns=0)  # the next sweep sends a message
 _UNHINTED = RUNS.c.hints == bindparam("seen")
 # Built once. If a hint arrived meanwhile, the run is due at once, and the worker that releases it sends a message.
 _RELEASE = RUN_LEASE.writing.values(

@@ -7,13 +7,13 @@ duplicate task finds nothing to do.
 from __future__ import annotations
 
 import functools
-import logging
 import os
+import time
 from dataclasses import replace
+from typing import Any
 
 from celery.signals import worker_process_shutdown
 
-from watchstep.errors import WatchstepError
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import load_settings
 from watchstep_services.retention import UpkeepThreads
@@ -32,13 +32,13 @@ from watchstep_services.scheduler.production import production_service
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, note_requested
 from watchstep_services.scheduler.sweep import sweep as look_for_work
-from watchstep_services.scheduler.turns import is_full, take_turn
+from watchstep_services.scheduler.turns import is_full, note_awake, take_turn
 from watchstep_services.service.context import Service
 
 UPKEEP_AT_ONCE = 4
+_WAKE_SECONDS = 0.5
+"""Time for which a worker evaluates runs before it takes the next message."""
 _POSTS_AT_ONCE = 4
-
-_log = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=1)
@@ -66,13 +66,21 @@ def _upkeep_in(process: int) -> UpkeepThreads:  # noqa: ARG001 - as above
     return threads
 
 
-@app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
-def evaluate_run(run_id: int) -> None:
-    """Evaluate the run that has been due for longest; the message is only a hint."""
-    try:
-        work.evaluate_longest_due(service(), run_id)
-    except WatchstepError as error:
-        _log.warning("run %d: %s", run_id, error)
+@app.task(name=EVALUATE, bind=True)  # type: ignore[untyped-decorator]
+def evaluate_run(task: Any, run_id: int) -> None:
+    """Evaluate runs that are due, for `_WAKE_SECONDS`; the message is only a hint."""
+    note_awake(app, (task.request.delivery_info or {}).get("routing_key") or QUEUE)
+    process_service = service()
+    until = time.monotonic() + _WAKE_SECONDS
+    if not work.evaluate_due(process_service, run_id).is_full:
+        return
+    process_service.notifier.run_changed(
+        run_id
+    )  # more waits than one worker evaluates at once: wake another one
+    while time.monotonic() < until:
+        if not work.evaluate_due(process_service).is_full:
+            return
+    process_service.notifier.run_changed(run_id, process_service.worker)  # after messages of other kinds
 
 
 @app.task(name=DISPATCH)  # type: ignore[untyped-decorator]

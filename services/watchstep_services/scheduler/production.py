@@ -11,7 +11,8 @@ from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.settings import Settings, require_production
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.encryption import open_encrypted_database
-from watchstep_services.scheduler.celery_client import BACKTEST, DISPATCH, EVALUATE, URGENT, queue_of
+from watchstep_services.scheduler.celery_client import BACKTEST, DISPATCH, EVALUATE, QUEUE, URGENT, queue_of
+from watchstep_services.scheduler.turns import request_wake
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
 
 _WAITING_HINTS = 1000
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 class CeleryNotifier:
     """Sends hints as Celery messages from its own thread, so that announcements do not wait for the broker.
 
+    A message about a run only wakes a worker, which then evaluates all runs that are due. So a queue has one such message at a time.
     If the broker does not answer, hints are dropped and the sweep finds the work.
     """
 
@@ -34,7 +36,11 @@ class CeleryNotifier:
 
     def run_changed(self, run_id: int, worker: str = "") -> None:
         """Have a run evaluated, by the worker that has cached its earlier rows if there is one."""
-        self._put(EVALUATE, run_id, {"queue": queue_of(worker), "expires": _WORKER_SECONDS} if worker else {})
+        self._put(
+            EVALUATE,
+            run_id,
+            {"queue": queue_of(worker), "expires": _WORKER_SECONDS} if worker else {"queue": QUEUE},
+        )
 
     def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:  # noqa: ARG002 - the worker looks it up
         """Have an action tried."""
@@ -57,6 +63,8 @@ class CeleryNotifier:
         while True:
             task, number, where = self._hints.get()
             try:
+                if task == EVALUATE and not request_wake(self._celery, where["queue"]):
+                    continue
                 self._celery.send_task(task, args=[number], retry=False, ignore_result=True, **where)
             except Exception as error:  # noqa: BLE001 - any error of the broker's client; the thread continues
                 metrics.HINTS_DROPPED.inc()

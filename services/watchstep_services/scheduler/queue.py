@@ -15,8 +15,7 @@ from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.fair_threads import FairThreads
 from watchstep_services.db.models import Backtest
 from watchstep_services.dispatch.dispatch import posts_of, project_of
-from watchstep_services.evaluation.evaluate import Evaluation
-from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_longest_due
+from watchstep_services.scheduler.work import Evaluated, do_action, do_backtest, evaluate_due
 from watchstep_services.service.context import Service
 
 _LEAST_POSTS = 4
@@ -25,7 +24,7 @@ _STOP_THREADS = 16
 _log = logging.getLogger(__name__)
 _Key = tuple[str, int]
 _WORK: dict[str, Callable[[Service, int], object]] = {
-    "run": evaluate_longest_due, "action": do_action, "backtest": do_backtest
+    "run": evaluate_due, "action": do_action, "backtest": do_backtest
 }  # fmt: skip
 
 
@@ -61,7 +60,7 @@ class WorkQueue:
         self._service = service
 
     def run_changed(self, run_id: int, worker: str = "") -> None:  # noqa: ARG002 - all threads share the caches
-        """Evaluate this run, or one that has been due for longer, which then has a message that evaluates this one."""
+        """Evaluate the runs that are due, of which this is one."""
         self._put(("run", run_id))
 
     def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:
@@ -153,7 +152,7 @@ class WorkQueue:
         steady = False
         try:
             done = _WORK[key[0]](service, key[1])
-            steady = isinstance(done, Evaluation) and done.steady
+            steady = isinstance(done, Evaluated) and done.steady
         except WatchstepError as error:
             _log.warning("%s %d: %s", *key, error)
         except Exception:  # noqa: BLE001 - logged; the thread continues

@@ -1,4 +1,4 @@
-"""Turns of periodic Celery tasks, and the length of queues. `watchstep serve` needs no Celery and does not import this module.
+"""Turns of periodic Celery tasks, wake-ups of workers, and the length of queues. `watchstep serve` does not import this module.
 
 A turn of a periodic message is decided by the broker's clock, so that accumulated messages are skipped. Celery could let messages
 expire, but by the clocks of two machines: a worker with a clock ahead of the scheduler's would drop all of them.
@@ -38,6 +38,33 @@ def take_turn(celery: Celery, name: str, seconds: float) -> bool:
     except Exception as error:  # noqa: BLE001 - whatever the broker's client raises
         _log.warning("%s: the broker does not answer whether it is due (%s); it is done", name, error)
         return True
+
+
+_WAKE_MS = 5000
+"""Time after which a message that wakes a worker counts as lost."""
+
+
+def request_wake(celery: Celery, queue: str) -> bool:
+    """Whether to send a message that wakes the workers of a queue: not while an earlier one waits there.
+
+    A worker that takes the message calls `note_awake` before it looks for work, so the earlier message covers everything that was
+    committed before this call. It is also true if the broker does not answer.
+    """
+    try:
+        with _client_of(celery) as client:
+            return bool(client.set(f"watchstep-wake:{queue}", 1, nx=True, px=_WAKE_MS))
+    except Exception as error:  # noqa: BLE001 - whatever the broker's client raises
+        _log.warning("queue %s: the broker does not answer whether a message waits (%s)", queue, error)
+        return True
+
+
+def note_awake(celery: Celery, queue: str) -> None:
+    """Record that a worker has taken the message of a queue and now looks for work, so that new work sends another."""
+    try:
+        with _client_of(celery) as client:
+            client.delete(f"watchstep-wake:{queue}")
+    except Exception as error:  # noqa: BLE001 - as above; the record expires
+        _log.warning("queue %s: the broker does not answer (%s)", queue, error)
 
 
 def is_full(celery: Celery, queue: str) -> bool:

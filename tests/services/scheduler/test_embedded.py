@@ -11,6 +11,7 @@ import httpx
 import pytest
 from sqlalchemy import select, update
 
+from tests.services.announcing import announcing
 from tests.services.jobs import STUBBORN, launch
 from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
 from watchstep.capture.service.location import ServiceNote
@@ -71,8 +72,7 @@ def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: S
         {"run": "run-1", "attempt": "a1", "job": bound},
     )
     key = recording.write(0, 0, 7, damage_from(5))
-    announcement = {"attempt": "a1", "node": "node", "writer": "w0", "seq": 0, "first": 0, "last": 7}
-    call(embedded, "POST", f"{RUN}/announcements", announcement)
+    call(embedded, "POST", f"{RUN}/announcements", announcing(key))
     assert embedded.wait_until(lambda: happened(embedded, "run.ended"), WAIT)
 
     run = call(embedded, "GET", RUN)

@@ -8,9 +8,9 @@ import pytest
 from tests.services.jobs import eventually
 from tests.services.redis import Broker, free_port, running_redis
 from watchstep_services.core.settings import load_settings
-from watchstep_services.scheduler.celery_client import EVALUATE, QUEUE, URGENT, make_celery
+from watchstep_services.scheduler.celery_client import EVALUATE, QUEUE, URGENT, make_celery, queue_of
 from watchstep_services.scheduler.production import CeleryNotifier
-from watchstep_services.scheduler.turns import is_full, take_turn
+from watchstep_services.scheduler.turns import is_full, note_awake, request_wake, take_turn
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_a_broker_that_takes_connections_and_says_nothing_is_not_waited_for() ->
         celery = make_celery(load_settings(broker_url=f"redis://127.0.0.1:{silent.getsockname()[1]}/0"))
         assert take_turn(celery, "sweep", 3600.0)
         assert not is_full(celery, QUEUE)
+        assert request_wake(celery, QUEUE)
         celery.close()
 
 
@@ -78,6 +79,36 @@ def test_an_action_does_not_wait_behind_evaluations(broker: Broker) -> None:
     notifier.action_due(7)
     eventually(lambda: broker.client.llen(URGENT) == 1)
     assert broker.client.llen(QUEUE) == 1
+    celery.close()
+
+
+def test_a_queue_has_one_message_that_wakes_its_workers(broker: Broker) -> None:
+    celery = make_celery(load_settings(broker_url=broker.url))
+    broker.client.flushall()
+    notifier = CeleryNotifier(celery)
+    for run_id in range(5):
+        notifier.run_changed(run_id, "w1")
+        notifier.run_changed(run_id)
+    notifier.action_due(7)
+    eventually(lambda: broker.client.llen(URGENT) == 1)  # hints are sent in order
+    assert (broker.client.llen(queue_of("w1")), broker.client.llen(QUEUE)) == (1, 1)
+    # What is announced after a worker has begun to look for work needs another message.
+    note_awake(celery, queue_of("w1"))
+    notifier.run_changed(9, "w1")
+    notifier.run_changed(9)
+    notifier.action_due(8)
+    eventually(lambda: broker.client.llen(URGENT) == 2)
+    assert (broker.client.llen(queue_of("w1")), broker.client.llen(QUEUE)) == (2, 1)
+    celery.close()
+
+
+def test_a_wake_up_that_was_lost_is_repeated(broker: Broker) -> None:
+    celery = make_celery(load_settings(broker_url=broker.url))
+    broker.client.flushall()
+    assert [request_wake(celery, QUEUE) for _ in range(2)] == [True, False]
+    assert 0 < broker.client.pttl(f"watchstep-wake:{QUEUE}") <= 5000
+    broker.client.flushall()
+    assert request_wake(celery, QUEUE)
     celery.close()
 
 

@@ -182,7 +182,7 @@ def test_many_rows_for_many_rules_take_the_turn(
     driven_sqlite.announce(run_id, recording.write(0, 0, 4, nan_from(0)))
     in_turn = claimed(driven_sqlite, due_since(driven_sqlite, "vision", "other", 1.0))
     assert take_turn(driven_sqlite.service.database, in_turn)
-    monkeypatch.setattr(evaluating, "_SEVERAL_ROWS", 1)
+    monkeypatch.setattr(collecting, "SEVERAL_ROWS", 1)
     assert driven_sqlite.evaluate(run_id).outcome == "committed"
     driven_sqlite.announce(run_id, recording.write(1, 5, 9, nan_from(0)))
     monkeypatch.setattr(evaluating, "_LARGE_PRODUCT", 10)

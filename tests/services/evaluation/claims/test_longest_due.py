@@ -19,6 +19,7 @@ from watchstep_services.db.models import RunRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.evaluation.evaluate import evaluate_longest_due
 from watchstep_services.runs.claim import (
+    AFFINITY_NS,
     AHEAD_NS,
     KEPT_NS,
     MESSAGE_NS,
@@ -79,12 +80,24 @@ def test_what_another_worker_holds_is_left_to_it_for_as_long_as_a_message_is_wai
     fresh, mine, forgotten = runs(
         driven,
         folder_store,
-        {"ago": 2, "cached_by": "other"},
+        {"ago": AFFINITY_NS / NANOSECONDS / 2, "cached_by": "other"},
         {"ago": 1, "cached_by": "mine"},
         {"ago": late, "cached_by": "other"},
     )
     assert [taken(driven, mine) for _ in range(3)] == [forgotten, mine, None]
     assert taken(driven, fresh) == fresh
+
+
+def test_two_workers_that_are_behind_are_behind_by_as_much(driven: Driven, folder_store: Store) -> None:
+    """The worker with less work takes the oldest runs of the other one: no stop waits much longer than the others."""
+    mine, oldest, old = runs(
+        driven,
+        folder_store,
+        {"ago": 20, "cached_by": "mine"},
+        {"ago": 30, "cached_by": "other"},
+        {"ago": 24, "cached_by": "other"},
+    )
+    assert [taken(driven, mine) for _ in range(3)] == [oldest, mine, old]
 
 
 def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(

@@ -7,9 +7,8 @@ import pytest
 from tests.services.driving import Driven
 from tests.services.recording import Recording, Value, nan_from
 from watchstep.errors import FormatError
-from watchstep.format import segment
+from watchstep.format import ipc, segment
 from watchstep.format.block import Block
-from watchstep.format.parquet_claims import read_footer
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.models import RunRow
@@ -68,10 +67,12 @@ def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(
 
 
 def damaged(data: bytes) -> bytes:
-    """A segment whose histograms' last byte is another."""
-    (chunk,) = [one for one in read_footer(data).chunks if one.path.startswith("histogram_counts")]
+    """A segment in whose histograms one byte is another."""
+    start, end = ipc.message_end(data, segment.read_header(data, "s").histograms_at)
+    batch = ipc.read_batch(data, *ipc.message_end(data, end), ipc.read_schema(data[start:end]).columns)
+    offset, length = batch.parts[-1]
     bent = bytearray(data)
-    bent[chunk.start + chunk.length - 1] ^= 0xFF
+    bent[batch.body + offset + length - 1] ^= 0xFF
     with pytest.raises(FormatError):
         segment.decode(bytes(bent), "s")
     return bytes(bent)
