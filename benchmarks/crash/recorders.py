@@ -189,7 +189,7 @@ class Recorders:
     def _announce(self, training: Training, key: Any) -> None:
         client = self._service.client(self._service.recorder)
         try:
-            client.announce(training.run, key, {})
+            client.announce(training.run, [key], {})
             self.announced += 1
         except ServiceError:
             self.unheard += 1  # a hint that nobody took

@@ -109,8 +109,8 @@ def test_a_nan_is_announced_judged_told_and_stopped(
         recorder = production.client(production.recorder)
         recorder.register({"run": "run-1", "attempt": "a1", "rules": [told]})
         receiver.answers = [500]
-        assert recorder.announce("run-1", recording.write(0, 0, 3), {}) == ControlDocument()
-        recorder.announce("run-1", recording.write(1, 4, 7, damage_from(6)), {"dropped": 0})
+        assert recorder.announce("run-1", [recording.write(0, 0, 3)], {}) == ControlDocument()
+        recorder.announce("run-1", [recording.write(1, 4, 7, damage_from(6))], {"dropped": 0})
         eventually(lambda: "run.ended" in production.event_types(), 120)
         eventually(lambda: len(receiver.events) == 2, 120)
 
@@ -137,7 +137,7 @@ def test_a_broker_that_forgets_costs_no_event(production: Production) -> None:
     with production.api():
         recorder = production.client(production.recorder)
         recorder.register({"run": "run-1", "attempt": "a1"})
-        recorder.announce("run-1", recording.write(0, 0, 3, damage_from(2)), {})
+        recorder.announce("run-1", [recording.write(0, 0, 3, damage_from(2))], {})
         production.broker.client.flushall()
         recording.write(1, 4, 7, damage_from(2))  # and this one nobody announced
         with production.workers():

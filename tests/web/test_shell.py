@@ -11,6 +11,7 @@ from benchmarks.dashboard_run import PROJECT as LARGE_PROJECT
 from benchmarks.dashboard_run import RUN as LARGE_RUN
 from benchmarks.dashboard_run import make_run
 from tests.web.site import PROJECT, Site, Visit, screenshot, serious_findings, settled
+from watchstep_services.auth import create_token
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 
@@ -23,6 +24,35 @@ def test_the_link_of_serve_logs_in_and_leaves_no_token_in_the_address(visit: Vis
         expect(page.get_by_role("banner")).to_contain_text("admin")
         page.get_by_role("button", name="Log out").click()
         expect(page.get_by_role("heading", name="Log in to Watchstep")).to_be_visible()
+
+
+def test_a_link_does_not_replace_a_session_unasked(visit: Visit, site: Site, dark: bool) -> None:
+    """Otherwise somebody's link would have a person work in a session that is not hers."""
+    theirs = create_token(site.service.database, "viewer", PROJECT)
+    with visit.open("/", dark=dark) as page:
+        settled(page)
+        for button, role in (("Keep the present session", "admin"), ("Log in with the link", "viewer")):
+            page.goto("about:blank")
+            page.goto(f"{site.url}/projects/{PROJECT}#token={theirs}")
+            expect(page.get_by_role("heading", name="Log in with this link?")).to_be_visible()
+            expect(page.get_by_role("main")).to_contain_text(f"viewer of project {PROJECT}")
+            assert "token" not in page.url
+            assert not serious_findings(page)
+            screenshot(page, f"session-{'dark' if dark else 'light'}")
+            page.get_by_role("button", name=button).click()
+            expect(page.get_by_role("banner")).to_contain_text(role)
+            page.reload()
+            expect(page.get_by_role("banner")).to_contain_text(role)
+
+
+def test_a_link_replaces_a_session_that_has_ended(visit: Visit, site: Site) -> None:
+    visit.expect("401")
+    with visit.open("/", token="wst_ended") as page:
+        expect(page.get_by_role("alert")).to_contain_text("unknown, expired or revoked")
+        page.evaluate("sessionStorage.setItem('watchstep.token', 'wst_ended')")
+        page.goto("about:blank")
+        page.goto(f"{site.url}/#token={site.token}")
+        expect(page.get_by_role("banner")).to_contain_text("admin")
 
 
 def test_login_form(visit: Visit, site: Site, dark: bool) -> None:

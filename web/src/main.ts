@@ -5,8 +5,8 @@ import "uplot/dist/uPlot.min.css";
 import "./theme.css";
 import { applyTheme } from "./components/theme";
 
-takeTokenFromLink();
+const offered = takeTokenFromLink();
 applyTheme();
 const target = document.getElementById("page");
 if (target === null) throw new Error("index.html has no element with the id page");
-mount(App, { target });
+mount(App, { target, props: { offered } });

@@ -218,7 +218,7 @@ def _make_run(
     """Create the run unless it exists; refuse one that was stopped for good. Returns whether the store answered.
 
     Raises:
-        ConfigError: the store's URL is invalid.
+        ConfigError: the store's URL is invalid, or the run's folder is a symbolic link.
         StoreError, FormatError: the store is required, and failed.
     """
     try:
@@ -248,7 +248,12 @@ def _make_run(
 
 
 def _make_run_now(launch: AttemptLaunch, rules: tuple[dict[str, Any], ...], identity: StoreIdentity) -> int:
-    """Create the run on its store unless it exists. Returns the number of its earlier attempts."""
+    """Create the run on its store unless it exists. Returns the number of its earlier attempts.
+
+    Raises:
+        ConfigError: the store's URL is invalid, or the run's folder is a symbolic link.
+        StoreError, FormatError: the store failed.
+    """
     root = open_recorded(
         launch.store_url,
         (launch.project, launch.run, launch.attempt),
@@ -256,6 +261,8 @@ def _make_run_now(launch: AttemptLaunch, rules: tuple[dict[str, Any], ...], iden
         lambda where, error: print(f"watchstep: {where}: {printable(error)}", file=sys.stderr),  # noqa: T201 - to the user
         identity=identity,
     )
+    if root.is_local:
+        _refuse_linked(launch, Path(root.location))
     if not lent():  # lent credentials may only write the attempt
         root.check_writable()
     store = root.child(run_prefix(launch.project, launch.run))
@@ -270,6 +277,20 @@ def _make_run_now(launch: AttemptLaunch, rules: tuple[dict[str, Any], ...], iden
         return 0
     _note_launch(store, launch.attempt)
     return 0 if is_new else len(earlier_attempts(store, launch.attempt))
+
+
+def _refuse_linked(launch: AttemptLaunch, root: Path) -> None:
+    """Refuse a run whose folder is a symbolic link: whoever may write to the store would choose where this user's program writes.
+
+    Raises:
+        ConfigError: the folder is a link.
+    """
+    folder = root / launch.project / launch.run
+    if folder.is_symlink():
+        raise ConfigError(
+            f"run {launch.project}/{launch.run}: its folder {folder} is a symbolic link",
+            "replace the link by the folder, or name another run with --run",
+        )
 
 
 def _note_launch(store: Store, attempt: str) -> None:

@@ -114,13 +114,15 @@ def create_app(service: Service) -> FastAPI:
     app.state.connections = Connections(service.settings)
     problems.install(app)
     openapi.install_conventions(app)
-    openapi.install_document(app)
-    install_page(app)
-    own = tuple(app.routes)
     for router in ROUTERS:
         policies.describe(router)
         app.include_router(router, dependencies=policies.documented(router, document_token))
-    routes = Routes((*own, *(route for router in ROUTERS for route in router.routes)))
+    included = len(app.routes)
+    openapi.install_document(app)
+    install_page(
+        app
+    )  # after the routers, because routes are matched in order, and most requests are announcements
+    routes = Routes((*(route for router in ROUTERS for route in router.routes), *app.routes[included:]))
     app.state.token_cache = TokenCache()
     limits = rate_limits(service.settings)
     app.add_middleware(Gate, service=service, routes=routes, limits=limits, token_cache=app.state.token_cache)

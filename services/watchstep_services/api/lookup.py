@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from sqlalchemy import bindparam, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
 from watchstep.format.layout import check_name, run_prefix
 from watchstep.store.store import Store
-from watchstep_services.db.clock import now_ns
 from watchstep_services.db.models import AlertInstanceRow, Project, RunRow
 from watchstep_services.runs.discovery import corrupt_segments
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy import archived
 
 
 def find_run(session: Session, project: str, run: str) -> RunRow:
@@ -30,60 +25,6 @@ def find_run(session: Session, project: str, run: str) -> RunRow:
     if row is None:
         raise unknown_run(project, run)
     return row
-
-
-@dataclass(frozen=True)
-class LockedRun:
-    """The columns of a run that an announcement needs. The row is locked until the transaction ends.
-
-    Attributes:
-        now_ns: the time by the database's clock.
-    """
-
-    id: int
-    due_ns: int | None
-    poll_interval_ns: int
-    urgent_ns: int
-    health: dict[str, Any]
-    control: dict[str, Any]
-    cached_by: str
-    now_ns: int
-
-
-# Built once, because every announcement executes it. With `key_share`, inserts that reference the run do not wait for the lock.
-_LOCKED_RUN = (
-    select(
-        RunRow.id,
-        RunRow.due_ns,
-        RunRow.poll_interval_ns,
-        RunRow.urgent_ns,
-        RunRow.health,
-        RunRow.control,
-        RunRow.cached_by,
-        now_ns().label("now_ns"),
-        Project.archived_ns,
-    )
-    .join(Project, Project.name == RunRow.project)
-    .where(RunRow.project == bindparam("project"), RunRow.run == bindparam("run"))
-    .with_for_update(of=RunRow, key_share=True)
-)
-
-
-def lock_open_run(session: Session, project: str, run: str) -> LockedRun:
-    """Lock a run of a project that accepts recordings.
-
-    Raises:
-        BadNameError, NotFoundError: as `find_run`.
-        ConflictError: the project is archived.
-    """
-    run_prefix(project, run)
-    row = session.execute(_LOCKED_RUN, {"project": project, "run": run}).one_or_none()
-    if row is None:
-        raise unknown_run(project, run)
-    *columns, archived_ns = row
-    if archived_ns is not None:
-        raise archived(project)
-    return LockedRun(*columns)
 
 
 def unknown_run(project: str, run: str) -> NotFoundError:

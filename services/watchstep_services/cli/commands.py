@@ -202,7 +202,7 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
     "migrate-store": CommandEntry(
         "jobs",
         "migrate_store",
-        "Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat.",
+        "Rewrite runs that an earlier version recorded in the format that this version reads. Safe to repeat.",
     ),
     "trace": CommandEntry(
         "jobs",

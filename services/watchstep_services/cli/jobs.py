@@ -223,7 +223,7 @@ def _sync(
 def _migrate_store(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] STORE")] = None,
 ) -> None:
-    """Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat.
+    """Rewrite runs that an earlier version recorded in the format that this version reads. Safe to repeat.
 
     Examples:
         watchstep migrate-store s3://bucket/runs

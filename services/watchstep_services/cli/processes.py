@@ -6,6 +6,7 @@ a supervisor watches it without an intermediate process. Imports follow the chec
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from watchstep_services.cli.worker_restarts import WorkerLife, run_with_restarts
 from watchstep_services.core.process import raise_file_limit, share_figures
 from watchstep_services.core.settings import Settings, load_settings, require_production, warn_of_unknown
 from watchstep_services.core.telemetry import logs
@@ -50,9 +52,15 @@ def worker(
 ) -> None:
     """Run a worker of a production service: evaluates runs and delivers actions. On SIGTERM, finishes running tasks and exits.
 
+    After an error that ends it, the worker starts again in the same process.
+
     Examples:
         watchstep worker --processes 8
     """
+    run_with_restarts(functools.partial(_work, processes))
+
+
+def _work(processes: int | None, life: WorkerLife) -> None:
     settings = _checked()
     share_figures()
     from watchstep_services.db.encryption import open_encrypted_database
@@ -68,6 +76,7 @@ def worker(
         apply_owner_rules(database, rules)
     finally:
         database.close()
+    life.connect()
     count = str(processes or settings.worker_processes)
     # Workers coordinate through the database only, so that gossip would only load the broker.
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]

@@ -30,7 +30,7 @@ from watchstep_services.db.encryption import SecretBox
 from watchstep_services.db.engine import Database
 from watchstep_services.service.caches import HistoryCache, PictureCache, RuleStateCache
 from watchstep_services.service.listings import ListingTimes, RefusedDocuments
-from watchstep_services.service.rule_time import LargeTurn, UsualTime
+from watchstep_services.service.rule_time import LargeTurn, RunBatchSize, UsualTime
 from watchstep_services.stores.bulkhead import Bulkhead, HangingStores
 from watchstep_services.stores.opening import Stores, check_endpoint
 
@@ -97,6 +97,7 @@ class Service:
         listing_times: durations of this process's listings of runs.
         large_turn: the large evaluation in progress in this process.
         usual_time: rule time of this process's evaluations that is not charged to projects yet.
+        batch_size: how many runs this process evaluates together.
         receiver_file: the owner's receivers, for all projects.
         worker: name of the worker that this process belongs to; empty for none.
         failed_intakes: (project, run) of runs that were found and could not be registered, which were logged.
@@ -130,6 +131,7 @@ class Service:
     listing_times: ListingTimes = field(default_factory=ListingTimes)
     large_turn: LargeTurn = field(default_factory=LargeTurn)
     usual_time: UsualTime = field(default_factory=UsualTime)
+    batch_size: RunBatchSize = field(default_factory=RunBatchSize)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     worker: str = ""
     failed_intakes: set[tuple[str, str]] = field(default_factory=set)

@@ -80,6 +80,34 @@ class UsualTime:
             return 0.0
 
 
+BATCH_SECONDS = 0.1
+"""Time that the runs of a batch take together: for as long, a run that becomes urgent waits for its worker."""
+
+MOST_RUNS = 8
+"""Limit of the runs of a batch. More save little: the statements of eight cost a tenth of their evaluations."""
+
+_WEIGHT = 0.2
+
+
+class RunBatchSize:
+    """How many runs this process claims together, from the time that its evaluations take. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def runs(self) -> int:
+        """Number of runs that take `BATCH_SECONDS`, from 1 to `MOST_RUNS`."""
+        with self._lock:
+            return max(1, min(MOST_RUNS, int(BATCH_SECONDS / max(self._seconds, BATCH_SECONDS / MOST_RUNS))))
+
+    def note(self, runs: int, seconds: float) -> None:
+        """Take in the duration of a batch."""
+        with self._lock:
+            self._seconds += _WEIGHT * (seconds / runs - self._seconds)
+
+
 @contextmanager
 def charged(
     database: Database,

@@ -153,7 +153,7 @@ def test_a_malicious_folder_name_is_skipped_and_damaged_runs_are_an_error(store:
     assert done.returncode == 0, done.stderr
     assert "vision/nan" in done.stdout
     assert "'\\x1b[2Jevil'" in done.stderr
-    for segment in (store / PROJECT / "late").rglob("*.parquet"):
+    for segment in (store / PROJECT / "late").rglob("*.arrow"):
         segment.write_bytes(b"garbage")
     done = run_command("rules", "backtest", "late", "--store", store, "--rules", rules)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""``watchstep api`` with several processes, and the imports of production processes."""
+"""``watchstep api`` with several processes, restarts of ``watchstep worker``, and the imports of production processes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.services.jobs import eventually
-from tests.services.redis import free_port
+from tests.services.redis import free_port, running_redis
 from watchstep_services.auth import create_token
+from watchstep_services.cli.worker_restarts import WorkerLife, delay_before, run_with_restarts
 from watchstep_services.db.engine import open_database
 from watchstep_services.db.schema import upgrade
 
@@ -107,3 +111,97 @@ assert not {"sqlalchemy", "fastapi", "pyarrow", "watchstep_services.service.cont
 def test_processes_import_nothing_of_other_commands() -> None:
     done = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+FAILING = """
+import sys
+from pathlib import Path
+from celery.worker import loops
+
+life, lives = Path(sys.argv[1]), int(sys.argv[2])
+usual = loops.asynloop
+
+def failing(consumer, *arguments, **options):
+    number = int(life.read_text()) + 1 if life.exists() else 1
+    life.write_text(str(number))
+    if number <= lives:
+        consumer.on_ready()
+        # As kombu's at a loss of Redis with unacknowledged messages.
+        raise AttributeError("'NoneType' object has no attribute 'hostname'")
+    return usual(consumer, *arguments, **options)
+
+loops.asynloop = failing
+from watchstep_services.cli.main import main
+main(["worker", "--processes", "1"])
+"""
+"""A worker whose connection to the broker fails in its first lives; then it is one as always."""
+
+
+@contextmanager
+def failing_worker(folder: Path, lives: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a worker, and end it; its log is the file ``log``."""
+    url = f"sqlite:///{folder / 'service.sqlite'}"
+    with running_redis() as broker, (folder / "log").open("wb") as output:
+        environment = {
+            **os.environ,
+            "TMPDIR": str(folder),
+            "WATCHSTEP_STORE": str(folder),
+            "WATCHSTEP_DATABASE_URL": url,
+            "WATCHSTEP_BROKER_URL": broker.url,
+        }
+        program = [sys.executable, "-c", FAILING, str(folder / "life"), str(lives)]
+        running = subprocess.Popen(program, env=environment, stdout=output, stderr=output)
+        try:
+            yield running
+        finally:
+            running.kill()
+            running.wait()
+
+
+def test_a_worker_starts_again_after_an_unrecoverable_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with failing_worker(tmp_path, lives=1) as running:
+        eventually(
+            lambda: log.read_text().count(" ready.") == 2 or running.poll() is not None, 120, log.read_text
+        )
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0, log.read_text()
+    text = log.read_text()
+    assert "has no attribute 'hostname'" in text
+    assert "it starts again in 1 s" in text
+    assert (tmp_path / "life").read_text() == "2"
+    assert not list(tmp_path.glob("watchstep-figures-*"))
+
+
+WAITING = """
+import os
+from watchstep_services.cli import worker_restarts
+
+def fail(_life):
+    raise ValueError("the database is away")
+
+os.environ[worker_restarts._RESTARTS] = "9"
+worker_restarts.run_with_restarts(fail)
+"""
+
+
+def test_a_signal_ends_a_worker_that_waits_for_its_restart(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        running = subprocess.Popen([sys.executable, "-c", WAITING], stdout=output, stderr=output)
+    eventually(lambda: "it starts again in 60 s" in log.read_text(), 60, log.read_text)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 0, log.read_text()
+    assert "the database is away" in log.read_text()
+
+
+def test_a_worker_that_never_was_ready_ends_by_its_error() -> None:
+    def fail(_life: WorkerLife) -> None:
+        raise SystemExit(1)
+
+    with pytest.raises(SystemExit, match="1"):
+        run_with_restarts(fail)
+
+
+def test_delays_double_up_to_a_minute() -> None:
+    assert [delay_before(restarts) for restarts in (0, 1, 5, 6, 5000)] == [1, 2, 32, 60, 60]

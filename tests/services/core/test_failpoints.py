@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select, update
 
+from tests.services.announcing import announcing
 from tests.services.dispatch.receiver import Receiver, receiving
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
@@ -198,9 +199,7 @@ def lived(place: Place, point: str, deaths: int) -> tuple[Mortal, CountedJob]:
         for seq in range(3):
             key = recording.write(seq, 4 * seq, 4 * seq + 3, nan_from(9))
             if seq != 1:  # one that nobody announces
-                body = AnnouncementInput(
-                    attempt="a1", node="node", writer="w0", seq=seq, first=key.first, last=key.last
-                )
+                body = AnnouncementInput.model_validate(announcing(key))
                 mortal.do(lambda body=body: announce(PROJECT, run, body, mortal.driven.service))  # type: ignore[misc]
             mortal.go_on()
         for _ in range(60):

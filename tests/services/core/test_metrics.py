@@ -13,14 +13,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.services.driving import Driven, make_service
-from tests.services.recording import Recording, nan_from
+from tests.services.recording import PROJECT, Recording, nan_from
 from tests.services.redis import free_port
 from watchstep.store.store import Store
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.core.telemetry.metrics import registry, serve, written
 from watchstep_services.db.engine import Database
-from watchstep_services.db.metrics import FIGURES, DatabaseFigures
+from watchstep_services.db.metrics import FIGURES, DatabaseFigures, waiting_seconds
 from watchstep_services.dispatch.dispatch import dispatch
 
 
@@ -90,10 +90,12 @@ def test_what_stands_in_the_database(database: Database, folder_store: Store) ->
     assert values["watchstep_queue_length{queue=runs}"] == 1
     assert values["watchstep_queue_age_seconds{queue=runs}"] >= 0
     assert values["watchstep_segments_waiting"] == 2
+    assert {project: waited >= 0 for project, waited in waiting_seconds(database).items()} == {PROJECT: True}
     assert read(figures) == {**read(figures), "watchstep_segments_waiting": 2}
     driven.settle(run_id)
     settled = read(DatabaseFigures(database))
     assert settled["watchstep_segments_waiting"] == 0
+    assert waiting_seconds(database) == {}
     assert settled["watchstep_queue_length{queue=runs}"] == 0
 
 

@@ -49,8 +49,8 @@ def test_one_trace_from_the_announcement_to_the_stop(collector: Collector, tmp_p
     with EmbeddedService(settings) as service:
         client = ServiceClient(ServiceAddress.checked(service.url, service.recorder_token), PROJECT)
         client.register({"run": "run-1", "attempt": "a1", "rules": []})
-        client.announce("run-1", recording.write(0, 0, 3), {})
-        client.announce("run-1", recording.write(1, 4, 7, damage_from(6)), {})
+        client.announce("run-1", [recording.write(0, 0, 3)], {})
+        client.announce("run-1", [recording.write(1, 4, 7, damage_from(6))], {})
         from sqlalchemy import select
 
         from watchstep_services.db.models import ActionRow

@@ -100,7 +100,7 @@ def test_a_token_of_one_run_is_lent_what_its_run_needs(
             assert refused.status_code == 404
     for sent in policies:
         for place, may in (("lent/r", True), ("lent/hers", False), ("lent/r2", False), ("plain/r", False)):
-            key = f"runs/{place}/stats/a1/n0/w0/0000000000-0-1.parquet"
+            key = f"runs/{place}/stats/a1/n0/w0/0000000000-0-1.arrow"
             requests = [
                 Request("s3:GetObject", f"arn:aws:s3:::lent/{key}"),
                 Request("s3:PutObject", f"arn:aws:s3:::lent/{key}", {"s3:if-none-match": "*"}),

@@ -131,7 +131,7 @@ def test_of_other_attempts_runs_and_projects_it_may_write_nothing(
 ) -> None:
     assume((project, run, attempt) != ("vision", "run-1", "a1"))
     session = attempt_policy(place(), "run-1", "a1")
-    for key in (f"{folder}/{attempt}/node/w0/0000000000-0-1.parquet", f"attempts/{attempt}.json"):
+    for key in (f"{folder}/{attempt}/node/w0/0000000000-0-1.arrow", f"attempts/{attempt}.json"):
         for request in calls(verb, key, f"runs/team/{project}/{run}/"):
             assert not allowed(request, ROLE, session), request
     if (project, run) != ("vision", "run-1"):
@@ -148,7 +148,7 @@ def test_outside_of_the_run_there_is_nothing_for_it(key: str, verb: str) -> None
     assert not any(allowed(request, ROLE, session) for request in calls(verb, key, ""))
 
 
-@pytest.mark.parametrize("key", ["run.json", "attempts/a1.json", "stats/a1/n/w0/0000000000-0-1.parquet"])
+@pytest.mark.parametrize("key", ["run.json", "attempts/a1.json", "stats/a1/n/w0/0000000000-0-1.arrow"])
 def test_existing_objects_cannot_be_overwritten(key: str) -> None:
     base, session = "runs/team/vision/run-1/", attempt_policy(place(), "run-1", "a1")
     (created,), (replaced,), (removed,) = (calls(verb, key, base) for verb in ("create", "put", "delete"))

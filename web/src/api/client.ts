@@ -21,7 +21,8 @@ export class RequestError extends Error {
 const authorization: Middleware = {
   onRequest({ request }) {
     const value = token();
-    if (value !== null) request.headers.set("authorization", `Bearer ${value}`);
+    if (value !== null && !request.headers.has("authorization"))
+      request.headers.set("authorization", `Bearer ${value}`);
     return request;
   },
   async onResponse({ response }) {

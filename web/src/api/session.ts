@@ -20,12 +20,15 @@ export function logOut(): void {
 
 /**
  * Take the token of a link such as `/#token=…`, which `watchstep serve` prints, and remove it from the address. A fragment is never
- * sent to a server or a log.
+ * sent to a server or a log. Without a session the token logs in. Another session stays as it is, and the token is returned: the person
+ * decides, because the link may be somebody else's.
  */
-export function takeTokenFromLink(): void {
+export function takeTokenFromLink(): string | null {
   const fragment = new URLSearchParams(location.hash.slice(1));
   const value = fragment.get("token");
-  if (value === null) return;
-  logIn(value, false);
+  if (value === null) return null;
   history.replaceState(history.state, "", location.pathname + location.search);
+  const present = token();
+  if (present === null) logIn(value, false);
+  return present === null || present === value ? null : value;
 }

@@ -27,7 +27,9 @@ from watchstep_services.auth import AuthenticatedCaller, Permission, digest_of
 from watchstep_services.core.settings import Settings
 from watchstep_services.core.telemetry import metrics
 
-_WRITE_SECONDS = 1.0
+_WRITE_SECONDS = 10.0
+"""Longer than the interval of recorders, each of which may have a token of its own: a write costs more than the rest of the check."""
+
 _MOST_CALLERS = 10_000
 
 
@@ -99,7 +101,7 @@ _PAUSE_SECONDS = 5.0
 _TIMEOUT_SECONDS = 0.25
 _NAMESPACE = "watchstep"
 _BATCHES = 600
-"""Parts of a limit: up to one part is counted in memory, for up to a second, before it is written to the storage."""
+"""Parts of a limit: up to one part is counted in memory, for up to `_WRITE_SECONDS`, before it is written to the storage."""
 
 _EXACT_SECONDS = 60.0
 _log = logging.getLogger(__name__)

@@ -40,6 +40,8 @@ _MAX_DIFFERENCES = 500
 _MAX_ONLY = 100
 _MAX_SETTINGS = 200
 _MAX_VALUE = 300
+_MAX_ELAPSED_NS = 2**62
+"""146 years. A recorder may write any time, and edges after the last position must be 64-bit integers."""
 _TIME_SHARE = 0.6
 """Part of the remaining time of a query that the search for the first differences may take."""
 
@@ -90,7 +92,20 @@ class _Rows:
         """Return the position of each row on the axis."""
         if align == "step":
             return self.columns["step"].astype(np.int64)
-        return self.columns["time_ns"].astype(np.int64) - (self.started_ns or 0)
+        return elapsed_since(self.started_ns or 0, self.columns["time_ns"])
+
+
+def elapsed_since(started_ns: int, times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the nanoseconds from a start to each time, at most 2^62.
+
+    Args:
+        started_ns: the earliest of the times.
+        times_ns: int64 of shape (n,).
+    """
+    # Without a sign, because the difference of two times can be almost 2^64.
+    elapsed = times_ns.astype(np.int64).view(np.uint64) - np.uint64(started_ns % 2**64)
+    bounded: NDArray[np.int64] = np.minimum(elapsed, np.uint64(_MAX_ELAPSED_NS)).astype(np.int64)
+    return bounded
 
 
 @dataclass(frozen=True)
@@ -332,7 +347,7 @@ def _flattened(prefix: str, value: Any) -> Iterator[tuple[str, _Value]]:
             yield from _flattened(f"{prefix}.{name}" if prefix else str(name), part)
     elif isinstance(value, bool | str) or value is None:
         yield prefix, value
-    elif isinstance(value, int | float) and math.isfinite(value) and abs(value) < 2**53:
+    elif isinstance(value, int | float) and abs(value) < 2**53:  # also false for NaN
         yield prefix, float(value)
     else:
         yield prefix, json.dumps(value, default=str)

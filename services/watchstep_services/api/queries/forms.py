@@ -38,6 +38,9 @@ FormatParameter = Annotated[
 ]
 AcceptHeader = Annotated[str | None, Header(alias="Accept", max_length=1000, include_in_schema=False)]
 
+_FORMULA = r"\A([=+\-@\t\r])"
+"""Beginning of a text that spreadsheets run as a formula, also after a tab or a carriage return. The web page uses the same one."""
+
 _DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.int64): "I64", np.dtype(np.uint32): "U32"}
 
 
@@ -91,7 +94,7 @@ def encode_model(model: BaseModel) -> View:
 
 
 def encode_table(table: pa.Table, form: Form, name: str) -> View:
-    """Encode a table as a file.
+    """Encode a table as a file. In CSV, texts that a spreadsheet would run as formulas get an apostrophe.
 
     Args:
         table: the table.
@@ -104,7 +107,7 @@ def encode_table(table: pa.Table, form: Form, name: str) -> View:
     if form == "csv":
         import pyarrow.csv
 
-        pyarrow.csv.write_csv(table, sink)
+        pyarrow.csv.write_csv(_without_formulas(table), sink)
     elif form == "parquet":
         import pyarrow.parquet
 
@@ -115,6 +118,19 @@ def encode_table(table: pa.Table, form: Form, name: str) -> View:
         return View(sink.getvalue(), ARROW)
     disposition = {"content-disposition": f'attachment; filename="{name}.{form}"'}
     return View(sink.getvalue(), MEDIA_TYPES[form], disposition)
+
+
+def _without_formulas(table: pa.Table) -> pa.Table:
+    """Return a table whose texts are no formulas: recorders choose names, and spreadsheets run a text such as ``=1+1``."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for place, name in enumerate(table.column_names):
+        column = table.column(place)
+        if pa.types.is_string(column.type):
+            texts = pc.replace_substring_regex(column, _FORMULA, r"'\1")
+            table = table.set_column(place, name, texts)
+    return table
 
 
 def encode_matrices(matrices: Mapping[str, NDArray[Any]], description: BaseModel | Any) -> View:

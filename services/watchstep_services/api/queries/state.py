@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,21 +118,51 @@ class OpenedRuns:
             OverBudgetError: the query takes too long.
             RequestRefusedError: 429; another query of the run took all the time.
         """
-        entry = self._entry(store.location)
-        if not entry.lock.acquire(timeout=budget.remaining_seconds):
+        with self._reserved([store], budget) as (entry,), _opened_for(entry, store, budget) as run:
+            yield run
+
+    @contextmanager
+    def open_several(
+        self, stores: Mapping[str, Store], budget: ReadBudget
+    ) -> Iterator[dict[str, Run | WatchstepError]]:
+        """Open several runs in their current states for one query. A run that cannot be read is represented by the error.
+
+        Args:
+            stores: store of each run, with paths relative to it; at least one.
+            budget: budget of the query; includes the wait for other queries of these runs.
+
+        Raises:
+            RequestRefusedError: 429; other queries of the runs took all the time.
+        """
+        # Always in the same order, so that two queries rarely get a part of each other's runs.
+        ordered = sorted(stores.items(), key=lambda item: item[1].location)
+        with self._reserved([store for _, store in ordered], budget) as entries, ExitStack() as stack:
+            opened: dict[str, Run | WatchstepError] = {}
+            for (run, store), entry in zip(ordered, entries, strict=True):
+                try:
+                    opened[run] = stack.enter_context(_opened_for(entry, store, budget))
+                except UNREADABLE as error:
+                    opened[run] = error
+            yield opened
+
+    @contextmanager
+    def _reserved(self, stores: Sequence[Store], budget: ReadBudget) -> Iterator[list[_Entry]]:
+        """Reserve the runs of some stores during the block: all of them or none.
+
+        Raises:
+            RequestRefusedError: 429; other queries of the runs took all the time.
+        """
+        entries = [self._entry(store.location) for store in stores]
+        if not _acquire_all([entry.lock for entry in entries], budget):
+            what = "this run" if len(entries) == 1 else "one of these runs"
             raise RequestRefusedError(
-                429, "another query of this run is in progress", "repeat the request in some seconds"
+                429, f"another query of {what} is in progress", "repeat the request in some seconds"
             )
         try:
-            run = entry.run = _opened(store, budget) if entry.run is None else entry.run
-            run.index.budget = budget
-            run.refresh()
-            yield run
+            yield entries
         finally:
-            if entry.run is not None:
-                entry.run.index.budget = None
-                entry.memory = entry.run.index.memory
-            entry.lock.release()
+            for entry in entries:
+                entry.lock.release()
             self._evict()
 
     def _evict(self) -> None:
@@ -219,23 +249,22 @@ class Queries:
     ) -> Iterator[tuple[dict[str, Run | WatchstepError], ReadBudget]]:
         """Open several runs for one query, with one slot and one budget.
 
-        A run whose statistics cannot be opened is represented by the error.
+        A run whose statistics cannot be opened is represented by the error. The query waits for all runs or has all of them: while it waits
+        for a busy run, other queries may use the others.
 
         Raises:
             NotFoundError: a run does not exist.
             RequestRefusedError: 429; too many queries are in progress.
         """
         stores = {run: run_store(self.service, project, run) for run in runs}
-        with self.slots.acquire(project), ExitStack() as stack:
+        with self.slots.acquire(project):
             budget = self.budget()
-            opened: dict[str, Run | WatchstepError] = {}
-            # Always in the same order, so that two queries do not wait for each other's runs.
-            for run, store in sorted(stores.items(), key=lambda entry: entry[1].location):
-                try:
-                    opened[run] = stack.enter_context(self._opened(project, run, store, budget))
-                except UNREADABLE as error:
-                    opened[run] = error
-            yield opened, budget
+            damaged = {run: damaged_segments(self.service, project, run) for run in runs}
+            with self.opened.open_several(stores, budget) as opened:
+                for name, run in opened.items():
+                    if isinstance(run, Run):
+                        run.index.exclude(damaged[name])
+                yield opened, budget
 
     @contextmanager
     def open_sql(
@@ -285,6 +314,42 @@ async def _queries(request: Request) -> Queries:
 
 
 Querying = Annotated[Queries, Depends(_queries)]
+
+
+def _acquire_all(locks: Sequence[threading.Lock], budget: ReadBudget) -> bool:
+    """Acquire all locks or none. Returns False if the remaining time of the budget was not enough.
+
+    It never waits for a lock while it has another, whose users would wait for a lock that they do not need.
+    """
+    awaited = locks[0]
+    while awaited.acquire(timeout=budget.remaining_seconds):
+        acquired = [awaited]
+        for lock in locks:
+            if lock is awaited:
+                continue
+            if not lock.acquire(blocking=False):
+                break
+            acquired.append(lock)
+        else:
+            return True
+        for taken in acquired:
+            taken.release()
+        awaited = lock
+    return False
+
+
+@contextmanager
+def _opened_for(entry: _Entry, store: Store, budget: ReadBudget) -> Iterator[Run]:
+    """Open the run of a reserved entry in its current state during the block."""
+    try:
+        run = entry.run = _opened(store, budget) if entry.run is None else entry.run
+        run.index.budget = budget
+        run.refresh()
+        yield run
+    finally:
+        if entry.run is not None:
+            entry.run.index.budget = None
+            entry.memory = entry.run.index.memory
 
 
 def _opened(store: Store, budget: ReadBudget) -> Run:

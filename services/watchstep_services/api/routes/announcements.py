@@ -1,35 +1,36 @@
-"""Announcements: a recorder announces a new segment on the store and receives the run's control document."""
+"""Announcements: a recorder announces new segments on the store and receives the run's control document."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from fastapi import APIRouter, Response
-from sqlalchemy import update
 
 from watchstep.errors import ConfigError
-from watchstep.format.layout import SegmentKey, WriterId, check_name
-from watchstep_services.api.lookup import lock_open_run
+from watchstep.format.layout import SegmentKey, WriterId, check_name, run_prefix
+from watchstep_services.api.lookup import unknown_run
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.middleware.fast_route import FastRoute
-from watchstep_services.api.schemas.models import AnnouncementInput, AnnouncementResponse, ControlData
+from watchstep_services.api.schemas.models import (
+    AnnouncedSegment,
+    AnnouncementInput,
+    AnnouncementResponse,
+    ControlData,
+)
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
-from watchstep_services.db.records import RUNS, hint, put_segment
+from watchstep_services.runs.announcements import Announcement, accept_announcement
 
 router = APIRouter(
     prefix="/v1/projects/{project}/runs/{run}/announcements", tags=["recording"], route_class=FastRoute
 )
 
-_WRITERS_WITH_HEALTH = 1024
-_HEALTH_BYTES = 1024 * 1024  # of all writers of a run; the row is read with every request about the run
 _LAGS_SECONDS = 1.0
 _LONGEST_PAUSE = 10.0
-_URGENT_INTERVAL_NS = 60 * NANOSECONDS
-"""Interval at which announcements may mark a run as urgent. A run that is always urgent has priority for a quarter of the time."""
+_CACHED_CHARACTERS = 4096
+"""Longest control document with a cached answer. Almost all are shorter."""
 
 
 def pause_seconds(lag_ns: int) -> float:
@@ -45,61 +46,61 @@ def pause_seconds(lag_ns: int) -> float:
     return 0.0 if lag < _LAGS_SECONDS else min(_LONGEST_PAUSE, 2 * lag)
 
 
-@router.post("", summary="Announce a segment", response_model=AnnouncementResponse)
+@router.post("", summary="Announce segments", response_model=AnnouncementResponse)
 @permits("record", any_text=True)  # a refused announcement would delay alerts
 def announce(project: str, run: str, body: AnnouncementInput, service: Served) -> Response:
-    """Add a segment to the inbox. The service reads its content from the store only. Archived projects accept no segments."""
-    # The key is built from validated parts; a recorder does not choose it.
-    writer = WriterId(
-        check_name("attempt", body.attempt), check_name("node", body.node), check_name("writer", body.writer)
-    )
-    if body.first > body.last:
-        raise ConfigError(
-            f"steps {body.first} to {body.last}: the range is empty", "announce the first and the last step"
-        )
-    key = SegmentKey(writer, body.seq, body.first, body.last)
-    with service.database.write() as session:
-        row = lock_open_run(session, project, run)
-        waiting = row.due_ns is not None and row.due_ns <= row.now_ns
-        pause = pause_seconds(row.now_ns - (row.due_ns or row.now_ns) if waiting else 0)
-        changes: dict[str, Any] = {"last_seen_ns": row.now_ns}
-        if row.poll_interval_ns:
-            changes["poll_ns"] = row.now_ns + row.poll_interval_ns
-        if body.urgent and row.now_ns - row.urgent_ns > _URGENT_INTERVAL_NS:
-            changes["urgent_ns"] = row.now_ns
-        health, before = _with_health(row.health, f"{writer.node}/{writer.writer}", body.health)
-        if health is not None:
-            changes["health"] = health
-        fresh = put_segment(session, row.id, key, row.now_ns)
-        if fresh:
-            hint(session, row.id, requested=True, also=changes)
-        else:
-            session.execute(update(RUNS).where(RUNS.c.id == row.id).values(changes))
-        failpoint("announce.accepting", row.id)
-    failpoint("announce.accepted", row.id)
-    metrics.ANNOUNCEMENTS.labels("fresh" if fresh else "known").inc()
-    if before is not None:
-        metrics.count_recorder_report(before, body.health)
-    if fresh and not waiting:  # otherwise an earlier announcement has queued the run
-        service.notifier.run_changed(row.id, row.cached_by)
-    # Serialized here, because FastAPI would validate the model a second time.
-    answer = AnnouncementResponse(control=ControlData.model_validate(row.control), pause_seconds=pause)
-    return Response(answer.model_dump_json(), media_type="application/json")
+    """Add segments to the inbox. The service reads their content from the store only. Archived projects accept no segments."""
+    run_prefix(project, run)
+    announcement = Announcement(_keys(body), body.health, body.urgent)
+    failpoint("announce.accepting", f"{project}/{run}")
+    accepted = accept_announcement(service.database, project, run, announcement)
+    if accepted is None:
+        raise unknown_run(project, run)
+    failpoint("announce.accepted", accepted.run_id)
+    metrics.ANNOUNCEMENTS.labels("fresh").inc(accepted.fresh)
+    metrics.ANNOUNCEMENTS.labels("known").inc(len(announcement.keys) - accepted.fresh)
+    if body.health:
+        metrics.count_recorder_report(accepted.health_before, body.health)
+    if accepted.fresh and accepted.lag_ns is None:  # otherwise an earlier announcement has queued the run
+        service.notifier.run_changed(accepted.run_id, accepted.cached_by)
+    control, pause = accepted.control, pause_seconds(accepted.lag_ns or 0)
+    answer = _cached_answer(control) if len(control) <= _CACHED_CHARACTERS else _control_answer(control)
+    return Response(f'{{"control":{answer},"pause_seconds":{pause}}}', media_type="application/json")
 
 
-def _with_health(
-    run_health: Mapping[str, Any], writer: str, report: dict[str, Any]
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Add a writer's health report to that of its run.
+def _keys(body: AnnouncementInput) -> list[SegmentKey]:
+    """Return the announced segments, each once, built from validated parts: a recorder does not choose the key.
 
-    Returns:
-        The new health of the run, or None if it does not change; and the writer's previous report, or None without a new one.
+    Raises:
+        BadNameError: a name is not valid.
+        ConfigError: a range of steps is empty.
     """
-    if not report:
-        return None, None
-    recorders = dict(run_health.get("recorders", {}))
-    before = recorders.get(writer, {})
-    recorders[writer] = report
-    if len(recorders) > _WRITERS_WITH_HEALTH or len(json.dumps(recorders)) > _HEALTH_BYTES:
-        return None, before
-    return {**run_health, "recorders": recorders}, before
+    attempt = check_name("attempt", body.attempt)
+    writers = {
+        (segment.node, segment.writer): WriterId(
+            attempt, check_name("node", segment.node), check_name("writer", segment.writer)
+        )
+        for segment in body.segments
+    }
+    keys = {}
+    for segment in body.segments:
+        keys[segment.node, segment.writer, segment.seq] = _key(writers[segment.node, segment.writer], segment)
+    return list(keys.values())
+
+
+def _key(writer: WriterId, segment: AnnouncedSegment) -> SegmentKey:
+    if segment.first > segment.last:
+        raise ConfigError(
+            f"steps {segment.first} to {segment.last}: the range is empty",
+            "announce the first and the last step",
+        )
+    return SegmentKey(writer, segment.seq, segment.first, segment.last)
+
+
+def _control_answer(control: str) -> str:
+    """Return a control document as the response contains it, serialized here, because FastAPI would validate it a second time."""
+    return ControlData.model_validate(json.loads(control)).model_dump_json()
+
+
+# The documents of most runs are equal, and that of one run seldom changes.
+_cached_answer = functools.lru_cache(maxsize=1024)(_control_answer)

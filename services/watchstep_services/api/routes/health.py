@@ -18,7 +18,7 @@ from watchstep_services.api.middleware.access import Caller, Served, open_to_all
 from watchstep_services.api.schemas.models import QueueStatus, ServiceHealth, ServiceStatus
 from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.core.telemetry.metrics import registry, written
-from watchstep_services.db.metrics import DatabaseFigures
+from watchstep_services.db.metrics import DatabaseFigures, waiting_seconds
 from watchstep_services.service.context import Service
 
 router = APIRouter(tags=["health"])
@@ -76,7 +76,12 @@ def metrics(
 @permits("read", all_projects=True)
 def get_service(request: Request, service: Served) -> ServiceStatus:
     """Return what waits in the service, over all projects, and for how long. At most two seconds old."""
-    return _status_of(_database_figures(request.app.state, service))
+    status = _status_of(_database_figures(request.app.state, service))
+    return (
+        status.model_copy(update={"projects": waiting_seconds(service.database)})
+        if status.database
+        else status
+    )
 
 
 def _status_of(figures: DatabaseFigures) -> ServiceStatus:

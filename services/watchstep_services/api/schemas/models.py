@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -11,7 +12,13 @@ from watchstep_rules.engine.incident import Explanation, IncidentSummary
 from watchstep_services.api.schemas.paging import PageOutput
 from watchstep_services.core.events import CloudEvent
 
+MOST_SEGMENTS = 256
+"""Segments in one announcement."""
+
 _HEALTH_BYTES = 64 * 1024
+_NUL = re.compile(r"((?<!\\)(?:\\\\)*)\\u0000")
+"""The escape of NUL, which PostgreSQL refuses, and the escaped backslashes before it."""
+
 _NAME = "1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit."
 
 
@@ -59,16 +66,26 @@ class StopInput(_Input):
     attempt: str = Field("", description="Attempt of the run; empty: the newest.")
 
 
-class AnnouncementInput(_Input):
-    """A segment on the store. It is a hint: the service reads the content from the store only."""
+class AnnouncedSegment(_Input):
+    """A segment on the store."""
 
-    attempt: str = Field(description=_NAME)
     node: str = Field(description=_NAME)
     writer: str = Field(description=_NAME)
     seq: int = Field(ge=0, lt=10**10, description="Position in the writer's sequence.")
     first: int = Field(ge=0, lt=10**18, description="First step.")
     last: int = Field(ge=0, lt=10**18, description="Last step, which the writer has passed.")
-    health: dict[str, Any] = Field(default_factory=dict, description="Counters of the recorder.")
+
+
+class AnnouncementInput(_Input):
+    """Segments of one attempt on the store. They are hints: the service reads the content from the store only."""
+
+    attempt: str = Field(description=_NAME)
+    segments: list[AnnouncedSegment] = Field(
+        min_length=1, max_length=MOST_SEGMENTS, description="In the order in which they were written."
+    )
+    health: dict[str, Any] = Field(
+        default_factory=dict, description="Counters of the recorder, for the writer of the last segment."
+    )
     urgent: bool = Field(
         False,
         description="Values have just become NaN or infinite. The run is evaluated before others; accepted once a minute.",
@@ -81,8 +98,9 @@ class AnnouncementInput(_Input):
         text = json.dumps(value)
         if len(text) > _HEALTH_BYTES:
             raise ValueError(f"{len(text)} bytes of health: more than the limit of {_HEALTH_BYTES}")
-        if "\\ud" in text:  # a surrogate; unpaired ones become question marks
+        if "\\ud" in text or "\\u0000" in text:  # unpaired surrogates, and NUL, become question marks
             text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
+            text = _NUL.sub(r"\1?", text)
         health: dict[str, Any] = json.loads(text, parse_constant=str)
         return health
 
@@ -405,6 +423,10 @@ class ServiceStatus(BaseModel):
         description="Segments that were announced or found, and are not evaluated yet."
     )
     oldest_segment_seconds: float = Field(description="How long the oldest of them has waited.")
+    projects: dict[str, float] = Field(
+        default_factory=dict,
+        description="How long the oldest of them has waited, by project; the 100 projects that wait longest.",
+    )
     pending_actions: dict[str, int] = Field(description="Unfinished actions, due or not, by kind.")
     runs: dict[str, int] = Field(description="Runs by state.")
 

@@ -63,7 +63,7 @@ LIMITS_OPEN = Counter(
 )
 ANNOUNCEMENTS = Counter(
     "watchstep_announcements",
-    "Announcements taken: `fresh`, or `known` already.",
+    "Announced segments: `fresh`, or `known` already.",
     ["result"],
     registry=REGISTRY,
 )

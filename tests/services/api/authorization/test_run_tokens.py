@@ -23,7 +23,7 @@ from watchstep_services.retention import delete_rows
 PROJECT = "test"
 RUNS = f"/v1/projects/{PROJECT}/runs"
 MINE = f"{RUNS}/mine/tokens"
-SEGMENT = {"attempt": "a1", "node": "n0", "writer": "w0", "seq": 0, "first": 0, "last": 9}
+SEGMENT = {"attempt": "a1", "segments": [{"node": "n0", "writer": "w0", "seq": 0, "first": 0, "last": 9}]}
 DAY = 86_400 * NANOSECONDS
 
 
@@ -105,7 +105,7 @@ def test_an_operator_creates_a_token_that_records_its_run(api: RunTokenApi) -> N
     assert "version" in announced["control"]
     lent = api("POST", f"{RUNS}/mine/attempts/a1/credentials", token)
     assert (lent.status, "no role" in lent.text) == (422, True)
-    again = api("POST", f"{RUNS}/mine/announcements", token, {**SEGMENT, "attempt": "a1-r1", "seq": 1})
+    again = api("POST", f"{RUNS}/mine/announcements", token, {**SEGMENT, "attempt": "a1-r1"})
     assert again.status == 200
 
 

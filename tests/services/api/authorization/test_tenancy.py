@@ -232,7 +232,7 @@ def test_an_archived_project_accepts_no_runs_and_is_readable(shared: Api) -> Non
 def test_an_archived_project_accepts_no_announcements(shared: Api) -> None:
     path, messages = (
         "/v1/projects/a/runs/r/announcements",
-        {"attempt": "a1", "node": "n", "writer": "w0", "seq": 0, "first": 0, "last": 3},
+        {"attempt": "a1", "segments": [{"node": "n", "writer": "w0", "seq": 0, "first": 0, "last": 3}]},
     )
     shared.call("POST", "/v1/projects/a/runs", {"run": "r"})
     begun(shared, "r")
@@ -308,7 +308,8 @@ def test_names_in_requests_cannot_leave_the_store(
     before = {path for path in tmp_path.rglob("*") if "sqlite" not in path.name}
     token = shared.__dict__.setdefault("_token", shared.token("recorder", "a"))
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-    body = {"attempt": attempt, "node": node, "writer": writer, "seq": 0, "first": 0, "last": 0}
+    segment = {"node": node, "writer": writer, "seq": 0, "first": 0, "last": 0}
+    body = {"attempt": attempt, "segments": [segment]}
     from json import dumps
     from urllib.parse import quote
 

@@ -6,11 +6,13 @@ import json
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
+from watchstep.capture.service.client import MOST_SEGMENTS
 from watchstep_services.api.middleware.access import CACHE_SECONDS, TokenCache
 from watchstep_services.auth import AuthenticatedCaller, create_token, id_of, revoke
 
 RUN = "/v1/projects/vision/runs"
-SEGMENT = {"attempt": "a1", "node": "n", "writer": "w", "seq": 0, "first": 0, "last": 3}
+FIRST = {"node": "n", "writer": "w", "seq": 0, "first": 0, "last": 3}
+SEGMENT = {"attempt": "a1", "segments": [FIRST]}
 WHO = AuthenticatedCaller("recorder", "vision", "0123456789abcdef")
 
 
@@ -62,9 +64,11 @@ def test_an_invalid_announcement_gets_the_usual_error(api: Api) -> None:
     assert (good.status_code, good.headers["content-type"]) == (200, "application/json")
     assert good.json()["pause_seconds"] == 0.0
     for body, word in (
-        ({**SEGMENT, "seq": -1}, "seq"),
+        ({**SEGMENT, "segments": [{**FIRST, "seq": -1}]}, "seq"),
         ([], "body"),
-        ({**SEGMENT, "last": -1}, "last"),
+        ({**SEGMENT, "segments": [{**FIRST, "last": -1}]}, "last"),
+        ({**SEGMENT, "segments": []}, "segments"),
+        ({**SEGMENT, "segments": [FIRST] * (MOST_SEGMENTS + 1)}, "segments"),
         (None, "body"),
     ):
         bad = api.call("POST", path, body, role="recorder")
@@ -72,7 +76,10 @@ def test_an_invalid_announcement_gets_the_usual_error(api: Api) -> None:
         assert word in bad.json()["detail"]
     assert api.call("POST", f"{RUN}/run-2/announcements", SEGMENT, role="recorder").status_code == 404
     assert api.call("POST", path, SEGMENT, role="viewer").status_code == 403
-    assert api.call("POST", path, {**SEGMENT, "first": 4}, role="recorder").status_code == 422
+    assert (
+        api.call("POST", path, {**SEGMENT, "segments": [{**FIRST, "first": 4}]}, role="recorder").status_code
+        == 422
+    )
     token = api.token("recorder")
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     assert api.client.request("POST", path, content="{", headers=headers).status_code == 422

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording, Value, exploding_from, healthy, nan_from
+from watchstep.format import documents, segment
+from watchstep.format.documents import RunDocument
+from watchstep.format.layout import SCHEMA_VERSION
 from watchstep.store.store import Store
 
 COMPARISON = "/v1/projects/vision/comparison"
@@ -119,13 +124,34 @@ def test_differing_settings_are_listed(api: Api, folder_store: Store) -> None:
         folder_store.put(
             f"vision/{run}/run.json",
             f'{{"project": "vision", "run": "{run}", "created_ns": 1, "config": {{"model": {{"lr": {rate}, "depth": 4}}}}, '
-            f'"environment": {{"torch": "2.{rate}"}}, "schema": 2}}'.encode(),
+            f'"environment": {{"torch": "2.{rate}"}}, "schema": {SCHEMA_VERSION}}}'.encode(),
         )
         Recording(folder_store, run).write(0, 0, 3, healthy)
         api.driven.register(run)
     assert get(api, runs="one,two")["settings"] == [
         {"source": "config", "name": "model.lr", "values": [0.1, 0.2]},
         {"source": "environment", "name": "torch", "values": ["2.0.1", "2.0.2"]},
+    ]
+
+
+def test_hostile_numbers_are_shown(api: Api, folder_store: Store) -> None:
+    """An integer that no float represents, and times at both ends of 64 bits."""
+    recordings = [Recording(folder_store, run).begin() for run in ("base", "hostile")]
+    document = RunDocument("vision", "hostile", 1, config={"seed": 10**400})
+    recordings[1].store.put("run.json", documents.encode(document))
+    for recording in recordings:
+        recording.write(0, 0, 3)
+        api.driven.register(recording.run)
+    rows = segment.decode(recordings[1].encoded(0, 2), "rows")
+    times = np.repeat(np.array([-(2**63), -1, 2**63 - 1]), 3)
+    key = recordings[1].key(0, 0, 3)
+    recordings[1].store.put(key.path, segment.encode(replace(rows, time_ns=times)))
+    answer = get(api, runs="base,hostile", align="time", points=4)
+    (series,) = answer["series"]
+    assert [sum(line["count"]) for line in series["lines"]] == [4, 3]
+    assert answer["grid"]["edges"] == [0, 2**60, 2**61, 3 * 2**60, 2**62 + 1]
+    assert answer["settings"] == [
+        {"source": "config", "name": "seed", "values": [None, "1" + 299 * "0"]},
     ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.services.announcing import announcing
 from tests.services.api.conftest import Api
 from tests.services.driving import Driven
 from tests.services.recording import Recording
@@ -83,12 +84,9 @@ def test_answers_to_recorders_have_the_whole_document(api: Api, recording: Recor
     api.call("PUT", f"{RUN}/rules/elements", ELEMENTS)
     assert api.call("POST", f"{RUN}/control/snapshots", {}).status_code == 202
     key = recording.write(1, 10, 19)
-    announced = {
-        "attempt": key.writer.attempt, "node": key.writer.node, "writer": key.writer.writer, "seq": 1, "first": 10, "last": 19
-    }  # fmt: skip
     answers = [
         api.call("GET", f"{RUN}/control").json(),
-        api.call("POST", f"{RUN}/announcements", announced, role="recorder").json()["control"],
+        api.call("POST", f"{RUN}/announcements", announcing(key), role="recorder").json()["control"],
         api.call("GET", RUN).json()["control"],
     ]
     for answer in answers:

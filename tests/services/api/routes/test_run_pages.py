@@ -257,7 +257,7 @@ def test_a_run_without_losses_has_an_empty_chart(api: Api, folder_store: Store) 
 def test_an_overview_survives_deleted_and_damaged_objects(api: Api, folder_store: Store) -> None:
     judge(api, folder_store, "run-1", healthy)
     folder = Path(folder_store.location) / "vision" / "run-1"
-    victim = sorted((folder / "stats").rglob("*.parquet"))[1]
+    victim = sorted((folder / "stats").rglob("*.arrow"))[1]
     victim.write_bytes(b"PAR1" + bytes(64))
     overview = get(api, f"{RUN}/overview", points=3)
     assert overview["losses"]["lines"][0]["count"] == [100, 0, 100]

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.services.announcing import announcing
 from tests.services.api.conftest import Api
 from tests.services.jobs import recorded_process
 from tests.services.recording import Recording, nan_from
 from tests.services.scheduler.test_discovery import BAD as BAD_RULES
 from watchstep.format.control import ControlDocument
+from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.platform.process import ProcessIdentity
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
@@ -20,14 +22,6 @@ from watchstep_services.db.models import RunRow
 
 RUNS = "/v1/projects/vision/runs"
 STOPS = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
-
-
-def announcement(segment: Any, **changes: Any) -> dict[str, Any]:
-    who = segment.writer
-    return {
-        "attempt": who.attempt, "node": who.node, "writer": who.writer,
-        "seq": segment.seq, "first": segment.first, "last": segment.last, "health": {}, **changes,
-    }  # fmt: skip
 
 
 @pytest.fixture
@@ -120,7 +114,7 @@ def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_
     api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
     place = f"{RUNS}/run-1/announcements"
     health = {"dropped": 3, "share": float("nan")}
-    answer = api.call("POST", place, announcement(key, health=health), role="recorder").json()
+    answer = api.call("POST", place, announcing(key, health=health), role="recorder").json()
     assert ControlDocument.from_data(answer["control"]) == ControlDocument()
 
     run_id = 1
@@ -129,7 +123,7 @@ def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_
     from watchstep_services.dispatch.dispatch import dispatch
 
     dispatch(api.driven.service, action.id)
-    answer = api.call("POST", place, announcement(key), role="recorder").json()
+    answer = api.call("POST", place, announcing(key), role="recorder").json()
     stop = ControlDocument.from_data(answer["control"]).stop
     assert stop is not None
     assert (stop.attempt, stop.step) == ("a1", 8)
@@ -158,7 +152,7 @@ def test_an_urgent_announcement_is_accepted_once_a_minute(api: Api, folder_store
     def announced(seq: int, *, urgent: bool, ago_ns: int = 0) -> int:
         with api.driven.service.database.write() as session:
             session.get_one(RunRow, 1).urgent_ns -= ago_ns
-        body = announcement(recording.write(seq, 4 * seq, 4 * seq + 3), urgent=urgent)
+        body = announcing(recording.write(seq, 4 * seq, 4 * seq + 3), urgent=urgent)
         assert api.call("POST", f"{RUNS}/run-1/announcements", body, role="recorder").is_success
         return api.driven.run(1).urgent_ns
 
@@ -259,7 +253,7 @@ def test_invalid_input_is_reported(
 def test_an_invalid_announcement_is_reported(api: Api, changes: dict[str, Any], message: str) -> None:
     api.call("POST", RUNS, {"run": "run-1"})
     key = Recording(Store("file:///none", None)).key(0, 0, 3)
-    answer = api.call("POST", f"{RUNS}/run-1/announcements", announcement(key, **changes))
+    answer = api.call("POST", f"{RUNS}/run-1/announcements", announcing(key, **changes))
     assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
     assert message in answer.json()["detail"]
     assert api.driven.segments(1) == {}
@@ -291,10 +285,8 @@ def test_the_health_of_recorders_is_limited_in_size(api: Api) -> None:
     run = "/v1/projects/vision/runs/run-1"
     api.driven.register()
     for number in range(20):
-        body = {
-            "attempt": "a1", "node": f"n{number}", "writer": "w0", "seq": 0, "first": 0, "last": 0,
-            "health": {"said": "x" * 60_000},
-        }  # fmt: skip
+        key = SegmentKey(WriterId("a1", f"n{number}", "w0"), 0, 0, 0)
+        body = announcing(key, health={"said": "x" * 60_000})
         assert api.call("POST", f"{run}/announcements", body, role="recorder").is_success
     shown = api.call("GET", run)
     assert 10 < len(shown.json()["health"]["recorders"]) < 20
@@ -305,13 +297,13 @@ def test_health_with_an_unpaired_surrogate_does_not_break_the_run(api: Api, fold
     Recording(folder_store).begin()
     api.driven.register()
     place = "/v1/projects/vision/runs/run-1"
-    segment = {"attempt": "a1", "node": "n", "writer": "w", "seq": 0, "first": 0, "last": 1}
+    key = SegmentKey(WriterId("a1", "n", "w"), 0, 0, 1)
     health = {"fault": "a\ud800b", "\udfff": ["\U0001f600"]}
-    answer = api.call("POST", f"{place}/announcements", {**segment, "health": health}, role="recorder")
+    answer = api.call("POST", f"{place}/announcements", announcing(key, health=health), role="recorder")
     assert answer.status_code == 200
     run = api.call("GET", place)
     assert run.status_code == 200
     assert '"a?b"' in run.text
     assert "\U0001f600" in run.text
-    unknown = api.call("POST", f"{place}/announcements", {**segment, "\ud800": 1}, role="recorder")
+    unknown = api.call("POST", f"{place}/announcements", {**announcing(key), "\ud800": 1}, role="recorder")
     assert (unknown.status_code, unknown.json()["type"]) == (422, "urn:watchstep:problem:invalid")

@@ -1,0 +1,297 @@
+"""Announcements on both databases: what they change in the inbox and in the run's row, and what they answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import event, select, text, update
+from starlette.testclient import TestClient
+
+from tests.services.announcing import announcing
+from tests.services.driving import Driven
+from tests.services.recording import PROJECT
+from watchstep.capture.service.client import MOST_SEGMENTS
+from watchstep.format.capture_needs import CaptureNeed
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep_services.api.app import create_app
+from watchstep_services.api.schemas import models
+from watchstep_services.auth import create_token
+from watchstep_services.core.settings import NANOSECONDS
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import Project, RunRow, Segment
+from watchstep_services.runs.control import change, set_needs
+
+WAIT = 60.0
+
+
+class Notified:
+    """A notifier that only collects."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, str]] = []
+
+    def run_changed(self, run_id: int, worker: str = "") -> None:
+        self.runs.append((run_id, worker))
+
+    def action_due(self, *_arguments: object) -> None:
+        pass
+
+    def backtest_due(self, _number: int) -> None:
+        pass
+
+
+class Announcing:
+    """A registered run that is not due, and its recorder."""
+
+    def __init__(self, driven: Driven) -> None:
+        self.notified = Notified()
+        self.driven = Driven(replace(driven.service, notifier=self.notified))
+        self.run_id = driven.register()
+        token = create_token(driven.service.database, "recorder")
+        self.client = TestClient(
+            create_app(self.driven.service),
+            headers={"authorization": f"Bearer {token}", "content-type": "application/json"},
+        )
+        self.evaluated()
+
+    def evaluated(self) -> None:
+        """Leave the run as an evaluation that found nothing to do."""
+        with self.driven.service.database.write() as session:
+            session.execute(update(RunRow).values(due_ns=None))
+
+    def answer(self, *keys: SegmentKey, run: str = "run-1", **changes: Any) -> Any:
+        path = f"/v1/projects/{PROJECT}/runs/{run}/announcements"
+        return self.client.post(path, content=json.dumps(announcing(*keys, **changes)))
+
+    def control(self, *keys: SegmentKey, **changes: Any) -> ControlDocument:
+        answer = self.answer(*keys, **changes)
+        assert answer.status_code == 200, answer.text
+        return ControlDocument.from_data(answer.json()["control"])
+
+    @property
+    def row(self) -> RunRow:
+        return self.driven.run(self.run_id)
+
+    @contextmanager
+    def statements(self) -> Iterator[list[str]]:
+        """The statements of a block."""
+        executed: list[str] = []
+
+        def count(_connection: Any, _cursor: Any, statement: str, *_arguments: Any) -> None:
+            executed.append(statement)
+
+        engine = self.driven.service.database.engine
+        event.listen(engine, "before_cursor_execute", count)
+        try:
+            yield executed
+        finally:
+            event.remove(engine, "before_cursor_execute", count)
+
+
+@pytest.fixture
+def announced(driven: Driven) -> Announcing:
+    return Announcing(driven)
+
+
+def keys(*seqs: int, writer: str = "w0", attempt: str = "a1") -> list[SegmentKey]:
+    return [SegmentKey(WriterId(attempt, "n", writer), seq, 4 * seq, 4 * seq + 3) for seq in seqs]
+
+
+def test_segments_of_an_interval_are_announced_together(announced: Announcing) -> None:
+    announced.control(*keys(0, 1, 2), *keys(0, 1, writer="w1"), *keys(0, 1))
+    assert announced.driven.segments(announced.run_id) == {
+        ("w0", 0): "announced", ("w0", 1): "announced", ("w0", 2): "announced", ("w1", 0): "announced", ("w1", 1): "announced",
+    }  # fmt: skip
+    assert announced.row.hints == 1
+    assert announced.notified.runs == [(announced.run_id, "")]
+
+
+def test_the_service_accepts_as_many_segments_as_recorders_send(announced: Announcing) -> None:
+    assert models.MOST_SEGMENTS == MOST_SEGMENTS
+    announced.control(*keys(*range(MOST_SEGMENTS)))
+    assert len(announced.driven.segments(announced.run_id)) == MOST_SEGMENTS
+    assert announced.answer(*keys(*range(MOST_SEGMENTS + 1))).status_code == 422
+
+
+def test_the_number_of_statements_does_not_depend_on_the_number_of_segments(announced: Announcing) -> None:
+    if announced.driven.service.database.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no statement that changes two tables")
+    announced.control(*keys(0))
+    with announced.statements() as executed:
+        announced.control(*keys(*range(1, 200)), health={"rows": 3})
+    assert len(executed) == 1
+    assert len(announced.driven.segments(announced.run_id)) == 200
+
+
+def test_a_repeated_announcement_changes_no_segment(announced: Announcing) -> None:
+    announced.control(*keys(0, 1))
+    with announced.driven.service.database.write() as session:
+        session.execute(update(Segment).where(Segment.seq == 0).values(state="read", position=0))
+    announced.evaluated()
+    announced.control(*keys(0, 1))
+    assert announced.row.due_ns is None, "there is nothing to read"
+    assert announced.row.hints == 1
+    announced.control(*keys(0, 1, 2))
+    assert announced.driven.segments(announced.run_id) == {
+        ("w0", 0): "read", ("w0", 1): "announced", ("w0", 2): "announced",
+    }  # fmt: skip
+    assert announced.row.due_ns is not None
+    assert announced.row.hints == 2
+
+
+def test_a_segment_that_was_given_up_is_read_if_it_is_announced_late(announced: Announcing) -> None:
+    announced.control(*keys(0, 1))
+    with announced.driven.service.database.write() as session:
+        session.execute(update(Segment).values(state="read"))
+        session.execute(update(Segment).where(Segment.seq == 0).values(state="missing"))
+    announced.evaluated()
+    announced.control(*keys(0, 1))
+    assert announced.driven.segments(announced.run_id) == {("w0", 0): "announced", ("w0", 1): "read"}
+    assert announced.row.due_ns is not None
+    assert len(announced.notified.runs) == 2
+
+
+def test_a_segment_that_is_given_up_while_its_announcement_waits_is_read(announced: Announcing) -> None:
+    database = announced.driven.service.database
+    if database.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has one writer at a time")
+    (key,) = keys(0)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(announced.answer(key)))
+    with database.write() as session:
+        session.get_one(RunRow, announced.run_id, with_for_update=True)
+        row = Segment(
+            run_id=announced.run_id, attempt="a1", node="n", writer="w0", seq=0, first=0, last=3, state="missing",
+            found_ns=read_clock(session),
+        )  # fmt: skip
+        session.add(row)
+        session.flush()
+        thread.start()
+        _wait_for_lock(announced)
+    thread.join(WAIT)
+    assert [answer.status_code for answer in answers] == [200]
+    assert announced.driven.segments(announced.run_id) == {("w0", 0): "announced"}
+
+
+def _wait_for_lock(announced: Announcing) -> None:
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    deadline = time.monotonic() + WAIT
+    while True:
+        with announced.driven.service.database.read() as session:
+            if session.execute(waiting).scalar_one():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_that_is_due_keeps_its_place_and_slows_its_recorder(announced: Announcing) -> None:
+    announced.control(*keys(0))
+    with announced.driven.service.database.write() as session:
+        run = session.get_one(RunRow, announced.run_id)
+        assert run.due_ns is not None
+        run.due_ns -= 3 * NANOSECONDS
+        due, requested = run.due_ns, run.requested_ns
+    answer = announced.answer(*keys(1, 2))
+    assert 6.0 <= answer.json()["pause_seconds"] <= 10.0
+    assert (announced.row.due_ns, announced.row.requested_ns, announced.row.hints) == (due, requested, 2)
+    assert len(announced.notified.runs) == 1, "it was queued by the first announcement"
+
+
+def test_an_announcement_postpones_the_poll_of_its_run(announced: Announcing) -> None:
+    announced.control(*keys(0))
+    assert announced.row.poll_ns == 0, "it was never polled"
+    with announced.driven.service.database.write() as session:
+        session.execute(update(RunRow).values(poll_interval_ns=7 * NANOSECONDS, cached_by="w9"))
+    announced.evaluated()
+    announced.control(*keys(1))
+    assert announced.row.poll_ns == announced.row.last_seen_ns + 7 * NANOSECONDS
+    assert announced.notified.runs[-1] == (announced.run_id, "w9")
+
+
+def test_every_change_of_the_control_document_is_in_the_next_answer(announced: Announcing) -> None:
+    database = announced.driven.service.database
+    assert announced.control(*keys(0)) == ControlDocument()
+    need = CaptureNeed(rule="dead", collections=("activations",))
+    for seq, changed in enumerate(
+        (
+            lambda document: document.with_stop(StopRequest("a1", 12, "diverged")),
+            lambda document: document.with_cadence({"weights": 5}),
+        ),
+        1,
+    ):
+        with database.write() as session:
+            expected = change(session, announced.run_id, changed)
+        assert announced.control(*keys(seq)) == expected
+        assert announced.control(*keys(seq)) == expected, "also in the answer to a repeated one"
+    with database.write() as session:
+        set_needs(session, announced.run_id, [need])
+    answered = announced.control(*keys(3))
+    assert answered.needs == (need,)
+    assert answered.stop is not None
+    assert answered.stop.step == 12
+
+
+def test_the_tombstone_of_a_run_is_in_the_answer(announced: Announcing) -> None:
+    with announced.driven.service.database.write() as session:
+        change(session, announced.run_id, lambda document: replace(document, version=1, tombstone="diverged"))
+    assert announced.control(*keys(0, attempt="a2")).tombstone == "diverged"
+
+
+def test_each_recorders_health_replaces_its_earlier_one(announced: Announcing) -> None:
+    with announced.driven.service.database.write() as session:
+        session.execute(update(RunRow).values(health={"store": "slow"}))
+    numbers = {"tiny": 1e-7, "large": 1e22, "tenth": 0.1, "whole": 7, "negative": -0.0}
+    announced.control(*keys(0), health={"rows": 1})
+    announced.control(*keys(0, writer="w1"), health={"rows": 2})
+    announced.control(*keys(1), *keys(1, writer="w1"), health=numbers)
+    announced.control(*keys(2))
+    assert announced.row.health == {
+        "store": "slow",
+        "recorders": {"n/w0": {"rows": 1}, "n/w1": numbers},
+    }
+    assert [type(value) for value in announced.row.health["recorders"]["n/w1"].values()] == [
+        type(value) for value in numbers.values()
+    ]
+
+
+def test_health_with_text_that_a_database_refuses_does_not_break_the_run(announced: Announcing) -> None:
+    health = {"fault": "a\x00b\ud800", "literal": "\\u0000", "\x00": ["\x00\x00"]}
+    announced.control(*keys(0), health=health)
+    announced.control(*keys(1), health={"rows": 1})
+    announced.control(*keys(1, writer="w1"), health=health)
+    assert announced.row.health["recorders"] == {
+        "n/w0": {"rows": 1},
+        "n/w1": {"fault": "a?b?", "literal": "\\u0000", "?": ["??"]},
+    }
+    announced.driven.settle(announced.run_id)
+
+
+def test_health_of_too_many_recorders_is_not_added(announced: Announcing) -> None:
+    for number in range(20):
+        announced.control(*keys(0, writer=f"w{number}"), health={"said": "x" * 60_000})
+    reported = announced.row.health["recorders"]
+    assert 10 < len(reported) < 20
+    announced.control(*keys(1, writer="w0"), health={"said": "less"})
+    assert announced.row.health["recorders"]["n/w0"] == {"said": "less"}
+    assert len(announced.driven.segments(announced.run_id)) == 21
+
+
+def test_an_archived_project_accepts_no_segments(announced: Announcing) -> None:
+    with announced.driven.service.database.write() as session:
+        before = session.execute(select(RunRow.last_seen_ns)).scalar_one()
+        session.execute(update(Project).values(archived_ns=read_clock(session)))
+    refused = announced.answer(*keys(0), health={"rows": 1})
+    assert (refused.status_code, "archived" in refused.json()["detail"]) == (409, True)
+    assert announced.driven.segments(announced.run_id) == {}
+    assert (announced.row.last_seen_ns, announced.row.health) == (before, {})
+    assert announced.answer(*keys(0), run="run-2").status_code == 404
