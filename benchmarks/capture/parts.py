@@ -63,7 +63,7 @@ def measured(workload: str, report: Report, *, rounds: int, steps: int) -> None:
         is_due = Schedule._is_due  # noqa: SLF001 - a program cannot turn off its measurements and keep the rest
         Schedule._is_due = lambda *_: False  # type: ignore[method-assign] # noqa: SLF001
         try:
-            _seconds(training, 10)  # until hooks are left out
+            _seconds(training, 10)  # until nothing of the last measurements is left to do
             before, began = _threads(), time.perf_counter()
             for turn in range(rounds):
                 names = list(_PARTS)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.format.parquet.claims import read_claims
+from tests.sdk.format.parquet_files import read_claims
 
 TABLE = pa.table({"a": [1, 2, 3], "words": ["x", "y", "x"], "list": [[1], [], [2, 3]]})
 

@@ -17,10 +17,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.sdk.format.blocks import INFOS, Row, block_of, blocks, rows_of
+from tests.sdk.format.parquet_files import read_claims
 from watchstep.errors import FormatError
 from watchstep.format.block import Block
 from watchstep.format.catalogue import catalogue_bytes, metadata
-from watchstep.format.parquet.claims import read_claims
 from watchstep.format.parquet.table import to_block, to_table
 from watchstep.format.segment_checks import HISTOGRAM_COLUMNS, MAX_ROWS
 from watchstep.format.tensors import Placement

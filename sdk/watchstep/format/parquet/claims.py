@@ -141,16 +141,6 @@ class Footer:
     metadata: dict[bytes, bytes]
 
 
-def read_claims(data: bytes) -> Claims:
-    """Read the claims of a file.
-
-    Raises:
-        ValueError: The file is not a Parquet file, or is inconsistent.
-    """
-    footer = read_footer(data)
-    return claims_of(data, footer)
-
-
 def read_footer(data: Bytes) -> Footer:
     """Read a file's footer. Only the footer and the first four bytes are read.
 
