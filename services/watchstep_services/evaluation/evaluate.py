@@ -28,7 +28,7 @@ from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.lease import RUN_LEASE, LeasedRow, keep_lease
-from watchstep_services.db.models import Attempt
+from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.evaluation import inbox as cursors
 from watchstep_services.evaluation import ticks
 from watchstep_services.evaluation import watermark as watermarks
@@ -449,9 +449,15 @@ def _judge(
     parts = list(enumerate(blocks, claim.journal))
     arrived = joined(parts, History.empty()).block
     steps = np.concatenate([before.block.step, arrived.step])
-    advance = watermarks.bounded(
-        watermarks.decide(progress, claim.now_ns, lateness_ns), progress.watermark, steps
-    )
+    decided = watermarks.decide(progress, claim.now_ns, lateness_ns)
+    if (
+        decided is not None
+        and decided.cause == "deadline"
+        and _finds_more(service, claim, progress, lateness_ns)
+    ):
+        collected.more = True
+        decided = watermarks.decide(progress, claim.now_ns, _NEVER)
+    advance = watermarks.bounded(decided, progress.watermark, steps)
     watermark = advance.step if advance else progress.watermark
     ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
     judging = JudgingProgress(attempt.watermark, watermark, claim.now_ns, ended)
@@ -475,6 +481,18 @@ def _judge(
     )
     steady = claim.state == "running" and claim.attempt == attempt.attempt and not attempt.ends
     return Judgement(outcome, rows, depth, steady)
+
+
+def _finds_more(service: Service, claim: Claim, progress: AttemptProgress, lateness_ns: int) -> bool:
+    """Whether a listing finds segments of a run with a silent worker, unless one was made since the worker's deadline.
+
+    A lost announcement looks like a silent worker; only a listing distinguishes the two.
+    """
+    with service.database.read() as session:
+        listed_ns = session.get_one(RunRow, claim.run_id).listed_ns
+    if listed_ns >= watermarks.expired_ns(progress, claim.now_ns, lateness_ns):
+        return False
+    return discover(service, claim.run_id, claim).fresh
 
 
 def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[str]) -> str:

@@ -98,6 +98,14 @@ def decide(progress: AttemptProgress, now_ns: int, deadline_ns: int) -> Watermar
     return WatermarkAdvance(reached, "deadline") if reached > progress.watermark else None
 
 
+def expired_ns(progress: AttemptProgress, now_ns: int, deadline_ns: int) -> int:
+    """When the last deadline of a silent worker expired, at most the time of the tick; 0 if no worker is silent."""
+    expired = [
+        seen_ns + deadline_ns for _, seen_ns in _live(progress) if abs(now_ns - seen_ns) >= deadline_ns
+    ]
+    return min(now_ns, max(expired, default=0))
+
+
 def bounded(
     advance: WatermarkAdvance | None, watermark: int, waiting: NDArray[np.int64]
 ) -> WatermarkAdvance | None:

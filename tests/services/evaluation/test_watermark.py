@@ -8,7 +8,7 @@ import pytest
 
 from tests.sdk.format.blocks import Row, block_of
 from tests.services.driving import Driven
-from tests.services.recording import LOSS, Recording
+from tests.services.recording import LOSS, Recording, nan_from
 from watchstep.format import documents, segment
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import SegmentKey, WriterId, end_document
@@ -119,6 +119,28 @@ def test_ranks_of_one_writer_are_each_as_far_as_their_own_rows(driven: Driven, f
     driven.announce(run_id, of_a_node(recording, 2, (0, 10, 12), (1, 4, 8)))
     driven.settle(run_id)
     assert driven.watermarks(run_id) == [(3, "passed"), (8, "passed")]
+
+
+def test_a_worker_whose_announcements_are_lost_is_not_silent(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin(world_size=2)
+    run_id = driven.register(rules=(RuleConfig(rule="non_finite_values"),))
+    discover(driven.service, run_id)
+    driven.announce(run_id, recording.write(0, 0, 7))
+    recording.write(0, 0, 7, nan_from(4), worker=1)  # nobody announces it
+    hasty = driven.with_settings(listing_seconds=3600.0, allowed_lateness_seconds=0.0)
+    hasty.evaluate(run_id)
+    hasty.evaluate(run_id)
+    assert driven.segments(run_id) == {("w0", 0): "read", ("w1", 0): "read"}
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+    assert driven.watermarks(run_id)[0][0] == 7
+
+
+def test_the_last_deadline_of_a_silent_worker_is_the_one_that_a_listing_follows() -> None:
+    silent = progress(2, (7, 140), (5, 100), watermark=5)
+    assert watermarks.expired_ns(silent, 160, 50) == 150
+    assert watermarks.expired_ns(silent, 1000, 50) == 190
+    assert watermarks.expired_ns(silent, 120, 50) == 0
+    assert watermarks.expired_ns(silent, 40, 50) == 40  # the clock was set back
 
 
 class Counted(np.ndarray[Any, np.dtype[Any]]):
