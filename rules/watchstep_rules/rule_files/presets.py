@@ -128,7 +128,7 @@ AMAZONS_RULES: tuple[AmazonsRule, ...] = (
     AmazonsRule(
         "CreateXgboostReport",
         "sagemaker_create_xgboost_report",
-        "it writes no report; it judges nothing in SageMaker either",
+        "it writes no report, which `watchstep report` does; it judges nothing in SageMaker either",
         in_preset=False,
     ),
     AmazonsRule(

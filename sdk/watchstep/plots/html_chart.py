@@ -1,4 +1,4 @@
-"""Charts as HTML that needs no script and no library: line charts, heatmaps and lanes of alerts.
+"""Charts as HTML that needs no script and no library: line charts, heatmaps, bars, tables and lanes of alerts.
 
 A chart is a grid of an axis, a plot that is stretched to the width of the page, and a row of steps. Text is not stretched, so that it
 is readable on a narrow screen. Positions are attributes of SVG and colours are classes of ``chart.css``: no element has a ``style``, which
@@ -44,6 +44,8 @@ _COLOURS = 6
 _ROW, _LEAST, _MOST = 13, 60, 620
 _LABEL = 13.5
 _MAX_NAME = 60
+
+_BAR = 18
 
 LaneState = Literal["pending", "fired", "resolved"]
 
@@ -238,6 +240,58 @@ class HeatChart:
             "log": scale.is_log,
             "cells": base64.b64encode(codes.astype("<u2").tobytes()).decode(),
         }
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Values by name, as horizontal bars.
+
+    Attributes:
+        title: heading.
+        values: names and values, the first one at the top. The bars have the lengths of the values' magnitudes.
+    """
+
+    title: str
+    values: Sequence[tuple[str, float]]
+
+    def as_html(self) -> str:
+        """Return the chart."""
+        finite = [(name, value) for name, value in self.values if math.isfinite(value)]
+        if not finite:
+            return _figure(self.title, '<p class="ws-empty">Nothing was recorded.</p>')
+        height = _BAR * len(finite)
+        longest = max(abs(value) for _, value in finite) or 1.0
+        row = _UNITS / len(finite)
+        shapes = [
+            _rect("ws-c0", 0, (place + 0.15) * row, abs(value) / longest * _UNITS, 0.7 * row)
+            for place, (_, value) in enumerate(finite)
+        ]
+        labels = [((place + 0.5) * _BAR, f"{name} {value:.3g}") for place, (name, value) in enumerate(finite)]
+        body = f'<div class="ws-grid ws-named">{_axis(labels, height)}<div class="ws-plot">{_svg(shapes, height)}</div></div>'
+        return _figure(self.title, body)
+
+
+@dataclass(frozen=True)
+class HtmlTable:
+    """A table of texts.
+
+    Attributes:
+        title: heading.
+        head: names of the columns.
+        rows: the rows, with as many texts each.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def as_html(self) -> str:
+        """Return the table."""
+        head = "".join(f"<th>{html_text(name)}</th>" for name in self.head)
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{html_text(text)}</td>' for text in row)}</tr>" for row in self.rows
+        )
+        return _figure(self.title, f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from watchstep.plots.html_chart import LineChart, chart_css, html_text
+from watchstep.plots.html_chart import chart_css, html_text
 
 NOTEBOOK_POINTS = 400
 """Points of a line; a cell of a notebook is about 800 pixels wide."""
@@ -18,10 +19,18 @@ _STYLE = """
 """
 
 
+class NotebookChart(Protocol):
+    """A chart that needs no script."""
+
+    def as_html(self) -> str:
+        """Return the chart."""
+        ...
+
+
 def notebook_html(
     sentence: str,
     facts: Sequence[tuple[str, str]],
-    charts: Sequence[LineChart] = (),
+    charts: Sequence[NotebookChart] = (),
     lists: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> str:
     """Return the HTML of an object.

@@ -31,9 +31,10 @@ from watchstep.format.tensors import (
 )
 from watchstep.platform.folders import absolute_path
 from watchstep.plots.html_chart import LineChart
-from watchstep.plots.notebook import NOTEBOOK_POINTS, notebook_html
+from watchstep.plots.notebook import NOTEBOOK_POINTS, NotebookChart, notebook_html
 from watchstep.reading import pictures, queries
 from watchstep.reading.binning import Lines, SeriesRequest, read_lines
+from watchstep.reading.boosting import read_boosting
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import NO_CUT, Columns, Selection
 from watchstep.reading.grid import Grid, GridRequest, read_grid, read_heatmap
@@ -785,8 +786,10 @@ class Run:
             ("location", self.location),
         ]
         lines = pictures.loss_lines(self._index, NOTEBOOK_POINTS)
-        chart = LineChart("loss", lines, outcome.marks())
-        return notebook_html(outcome.as_sentence(self.id), facts, [chart])
+        charts: list[NotebookChart] = [LineChart("loss", lines, outcome.marks())]
+        boosting = read_boosting(self._index, NOTEBOOK_POINTS)
+        charts += boosting.charts(outcome.marks()) if boosting is not None else []
+        return notebook_html(outcome.as_sentence(self.id), facts, charts)
 
     def __repr__(self) -> str:
         return f"Run({self._store.location!r}, {len(self.steps())} steps)"

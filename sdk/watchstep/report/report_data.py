@@ -18,6 +18,7 @@ from watchstep.plots.binned import NamedSeries, PlotMark
 from watchstep.plots.html_chart import HeatChart, Lane, LaneState, LineChart
 from watchstep.reading import pictures
 from watchstep.reading.binning import SeriesRequest
+from watchstep.reading.boosting import BoostedRun, read_boosting
 from watchstep.reading.outcome import RunOutcome
 from watchstep.reading.run import Run
 
@@ -110,6 +111,7 @@ class RunReport:
         lanes: the life of each rule's alert.
         quiet_rules: names of the rules that never fired, and their health if it is not ok.
         losses: the losses.
+        boosting: what was recorded of gradient boosting; None for another run.
         rates: the learning rates.
         heatmaps: heatmaps to choose from.
         tensors: tensors that explain what happened.
@@ -125,6 +127,7 @@ class RunReport:
     lanes: Sequence[Lane]
     quiet_rules: Sequence[str]
     losses: LineChart
+    boosting: BoostedRun | None
     rates: LineChart
     heatmaps: Sequence[HeatChart]
     tensors: Sequence[ExplainedTensor]
@@ -173,6 +176,7 @@ def collect_report(run: Run, service: Client | None = None) -> RunReport:
         lanes=found.lanes,
         quiet_rules=found.quiet_rules,
         losses=LineChart("", losses, marks, steps=span),
+        boosting=read_boosting(index, _POINTS),
         rates=LineChart("", pictures.rate_lines(index, _POINTS), marks, steps=span),
         heatmaps=heats,
         tensors=tensors,

@@ -53,6 +53,7 @@ def render_report(report: RunReport) -> str:
         "<main>",
         _alerts(report),
         _section("Losses", charts.add(report.losses, "")),
+        _boosting(report, charts),
         _heatmaps(report.heatmaps, charts),
         _tensors(report.tensors, charts),
         _section("Learning rates", charts.add(report.rates, "")) if report.rates.lines else "",
@@ -162,6 +163,18 @@ def _alert(alert: ReportedAlert) -> str:
         if lines
     )
     return f'<article><h3 class="name">{html_text(heading)}</h3><p>{html_text(alert.message)}</p>{where}{lists}</article>'
+
+
+def _boosting(report: RunReport, charts: _Charts) -> str:
+    if report.boosting is None:
+        return ""
+    parts = []
+    for chart in report.boosting.charts(report.losses.marks, report.span):
+        if isinstance(chart, LineChart | HeatChart):
+            parts.append(charts.add(chart, ""))
+        else:
+            parts.append(f'<div class="wide">{chart.as_html()}</div>')
+    return _section("Boosting", "".join(parts))
 
 
 def _heatmaps(heatmaps: Sequence[HeatChart], charts: _Charts) -> str:

@@ -25,7 +25,8 @@ class TreeDepth(Rule[TreeDepthParams, State]):
 
     A tree of one leaf has depth 0. This is SageMaker's TreeDepth with its limit of 4, except for the depth: Amazon uses the logarithm of
     the largest node's number, which is a depth only for complete trees. The default depth of XGBoost is 6, so most trainings have deeper
-    trees than this limit, and the rule is off by default.
+    trees than this limit, and the rule is off by default. LightGBM grows trees by leaves: of its 31 leaves by default one may be at any depth
+    up to 30, so that a limit near ``log2(num_leaves)`` fires on nearly every training. Use a limit with ``max_depth`` there.
     """
 
     name = "tree_depth"
@@ -34,11 +35,11 @@ class TreeDepth(Rule[TreeDepthParams, State]):
     merge = "per_worker"
     usual_causes = (
         "max_depth is larger than the data require; XGBoost's default is 6.",
-        "grow_policy is lossguide, which limits leaves instead of depth.",
+        "Trees grow by leaves, without a limit of the depth: LightGBM's default, and XGBoost's grow_policy lossguide.",
     )
     what_to_try = (
-        "Lower max_depth, or set max_leaves; compare the validation loss.",
-        "Raise min_child_weight or gamma, so that splits must have a larger gain.",
+        "Lower max_depth, or set max_leaves (num_leaves of LightGBM); compare the validation loss.",
+        "Raise min_child_weight or gamma (min_data_in_leaf or min_gain_to_split of LightGBM), so that splits must have a larger gain.",
     )
 
     def evaluate(
@@ -70,8 +71,9 @@ class FeatureImportanceParams(Params):
         0.8, gt=0, le=1, description="Tolerated share of all importance in the largest features."
     )
     features: Literal[1, 2, 3, 5, 10] = Field(3, description="Number of largest features.")
-    kind: Literal["weight", "gain", "cover", "total_gain", "total_cover"] = Field(
-        "weight", description="The kind of importance, as XGBoost defines it."
+    kind: Literal["weight", "gain", "cover", "total_gain", "total_cover", "shap"] = Field(
+        "weight",
+        description="The kind of importance, as XGBoost defines it; `shap` is the mean magnitude of SHAP values.",
     )
 
 
@@ -80,7 +82,7 @@ class FeatureImportance(Rule[FeatureImportanceParams, State]):
 
     ``sum of the n largest |importance_i| / sum_i |importance_i| > share``. This is SageMaker's FeatureImportanceOverweight, with its
     threshold of 0.8, its three features, and its importance by weight: the number of splits that use a feature. A model with no more
-    features is not judged. The first rounds use few features whatever the data; require consecutive rounds with ``for``. Off by default,
+    features is not judged. LightGBM's importance has the same names. The first rounds use few features whatever the data; require consecutive rounds with ``for``. Off by default,
     because one feature may really explain the target.
     """
 
@@ -96,7 +98,7 @@ class FeatureImportance(Rule[FeatureImportanceParams, State]):
     what_to_try = (
         "Train without the first feature, and check whether the result is equally good.",
         "Check how the first features are computed, and whether they are available at inference.",
-        "Set colsample_bytree below 1, so that trees must use other features.",
+        "Set colsample_bytree (feature_fraction of LightGBM) below 1, so that trees must use other features.",
     )
 
     def conclusive(self, params: FeatureImportanceParams, block: Block) -> NDArray[np.bool_]:

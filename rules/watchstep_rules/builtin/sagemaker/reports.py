@@ -60,7 +60,7 @@ class _Report(Rule[AnyAmazonParams, State]):
 
 
 class SagemakerCreateXgboostReport(_Report[SagemakerCreateXgboostReportParams]):
-    """Never fires: SageMaker's CreateXgboostReport writes a report. Here losses and figures of trees are with the run."""
+    """Never fires: SageMaker's CreateXgboostReport writes a report. Here ``watchstep report`` writes it."""
 
     name = "sagemaker_create_xgboost_report"
     summary = "never: SageMaker writes a report of an XGBoost training"

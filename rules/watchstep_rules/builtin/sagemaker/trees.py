@@ -84,7 +84,8 @@ class SagemakerTreeDepth(Rule[SagemakerTreeDepthParams, State]):
     """Fires when ``log2(largest node id) > depth`` in a boosting round: SageMaker's TreeDepth, with its limit.
 
     Nodes are numbered from 0 in the order of XGBoost's dump. The last node of a complete tree of depth d is ``2^(d + 1) - 2``, with a
-    logarithm of nearly ``d + 1``. `tree_depth` judges the depth itself.
+    logarithm of nearly ``d + 1``. Of LightGBM's trees, the nodes are numbered as if XGBoost had made the same splits in the same order, so
+    that the largest is ``2 * leaves - 2``. `tree_depth` judges the depth itself.
     """
 
     name = "sagemaker_tree_depth"
