@@ -9,7 +9,7 @@ SUITE := $(BIN)/python -m tests.suite
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo page test test-web test-slow test-laws test-faults test-life lint bench bench-service docs client wheel lock clean
+.PHONY: demo page test test-web test-slow test-laws test-faults test-frameworks test-life lint bench bench-service docs client wheel lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -72,6 +72,18 @@ test-laws: $(STAMP)
 test-faults: $(STAMP)
 	$(SUITE) test-faults $(SUITE_ARGS)
 
+# JAX, Keras, TensorFlow and LightGBM, in an environment of their own: a gigabyte that the other suites do not need.
+FRAMEWORKS := build/frameworks-env
+$(FRAMEWORKS)/.installed: requirements/frameworks.txt requirements/torch.txt pyproject.toml $(NATIVE)
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/frameworks.txt
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+test-frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m tests.suite test-frameworks $(SUITE_ARGS)
+
 # The life of alerts beside its model, many times over.
 test-life: $(STAMP)
 	WATCHSTEP_LIFE_EXAMPLES=1000 $(BIN)/pytest tests/services/notify/test_life.py --override-ini timeout=3600
@@ -118,6 +130,9 @@ lock: $(STAMP)
 		--excludes requirements/torch-apart.in --extra dev requirements/torch-needs.in pyproject.toml requirements/build.in -o requirements/lock.txt
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
 		--excludes requirements/torch-apart.in --extra bench -c requirements/lock.txt pyproject.toml -o requirements/bench.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-annotate --no-header \
+		--excludes requirements/torch-apart.in --extra rules requirements/frameworks.in requirements/torch-needs.in pyproject.toml \
+		requirements/build.in -o requirements/frameworks.txt
 
 clean:
 	rm -rf $(VENV) $(NODE) web/node_modules services/watchstep_services/page reports .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from watchstep import hook_arguments
 from watchstep.capture.checkpoint_notes import CheckpointNotes
 from watchstep.capture.config import CaptureConfig
+from watchstep.capture.given.arriving_number import ArrivingNumber
 from watchstep.capture.given.names import GivenNames
 from watchstep.capture.given.values import GivenValues, TensorRecorder
 from watchstep.capture.health import RecorderHealth
@@ -162,6 +163,8 @@ def _log_one(recorder: Recorder, name: str, value: Any, mode: Mode, weight: int)
         from watchstep.pytorch.losses import record_tensor
 
         record_tensor(recorder, name, value, mode, weight=weight)
+    elif hasattr(value, "copy_to_host_async"):
+        recorder.device_scalar(name, ArrivingNumber.of(value), mode, weight=weight)
     else:
         recorder.scalar(name, value, mode, weight=weight)
 
@@ -259,6 +262,7 @@ class Hook:
         self._identity = resolve(project, run)
         self._number = next(_numbers)
         self._watches: list[Watch] = []
+        self._count_by_hand: list[Callable[[], None]] = []
         self._given: GivenValues | None = None
         self._guarding: Guarding | None = None
         self._stop_barrier: StopBarrier | None = None
@@ -605,6 +609,16 @@ class Hook:
         self._given = self._given or GivenValues(self._session, _tensor_recorder)
         self._given.record_all({**(values or {}), **given}, collection, role, mode or self.mode)
 
+    def attach_updates(self, count_by_hand: Callable[[], None], close: Callable[[], None]) -> None:
+        """Let an adapter of a framework record updates until this hook is closed.
+
+        Args:
+            count_by_hand: called when the program calls `step`: from then on updates are not counted as steps.
+            close: called when the recording ends, to record the last update, or in a forked child. Never raises.
+        """
+        self._count_by_hand.append(count_by_hand)
+        self._ending.detach_with(close)
+
     def guard_with(self, guard: StepGuard, *, agree: bool = False) -> None:
         """Pass each step to a guard at once, and let it raise `StopTraining`. Called by `watchstep_rules.Guard.attach`.
 
@@ -655,6 +669,8 @@ class Hook:
         """
         for watch in self._watches:
             watch.step_by_hand()
+        for count_by_hand in self._count_by_hand:
+            count_by_hand()
         try:
             self._recorder.finish()
         finally:

@@ -24,12 +24,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.record import scalar_info
 from watchstep.capture.steps.recorder import Recorder
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Measurement
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.pytorch.observable import observable, own_work
+from watchstep.pytorch.observable import observable
 from watchstep.pytorch.tensors import full_tensors
 
 _DIVIDES, _MULTIPLIES = "DivBackward0", "MulBackward0"

@@ -6,8 +6,6 @@ its hook does nothing, and can be unpickled without Watchstep.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,34 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
-class _OwnWork(threading.local):
-    """Calls of the recorder in this thread.
-
-    Attributes:
-        depth: Number of calls in progress.
-        seconds: Time in all calls so far that `enter` and `leave` enclose.
-    """
-
-    depth = 0
-    seconds = 0.0
-    _began = 0.0
-
-    def enter(self) -> None:
-        """Begin a call, whose time counts as recording if it is not within another."""
-        if not self.depth:
-            self._began = time.perf_counter()
-        self.depth += 1
-
-    def leave(self) -> None:
-        """End a call."""
-        self.depth -= 1
-        if not self.depth:
-            self.seconds += time.perf_counter() - self._began
-
-
-own_work = _OwnWork()
-"""While its ``depth`` is not zero, operations are the recorder's own and not the program's. A tracer leaves them out."""
+from watchstep.capture.steps.own_work import own_work
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001 - has no public name
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format import tensors
@@ -33,7 +34,7 @@ from watchstep.pytorch.losses import (
     save_tensor,
 )
 from watchstep.pytorch.names import NamedParameter, Names
-from watchstep.pytorch.observable import ModuleHook, own_work
+from watchstep.pytorch.observable import ModuleHook
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
 from watchstep.pytorch.parameters.amp import ScalerMetrics, Scaling

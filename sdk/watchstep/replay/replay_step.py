@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from watchstep.errors import ConfigError
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+_Step = TypeVar("_Step")
+
 DEFAULT_NAME = "replay"
 """Name of the function of a program that returns its `ReplayStep`, unless another is given."""
 
-_HINT = "give FILE.py:NAME or MODULE:NAME, where NAME is a function without arguments that returns a watchstep.ReplayStep"
+_HINT = "give FILE.py:NAME or MODULE:NAME, where NAME is a function without arguments that returns a watchstep.ReplayStep, or a JaxStep of JAX"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,15 @@ def _names_of(statement: ast.stmt) -> set[str]:
 
 
 def load_step(program: str) -> ReplayStep:
+    """Return the step of a PyTorch program. See `load_program_step`.
+
+    Raises:
+        ConfigError: there is no such program or function, or it returns something else.
+    """
+    return load_program_step(program, ReplayStep)
+
+
+def load_program_step(program: str, kind: type[_Step]) -> _Step:
     """Return the step of a program, by running the file or importing the module.
 
     The program runs with ``__name__ == "watchstep_replay"``, so that what is under ``if __name__ == "__main__"`` is not run. It is
@@ -81,6 +92,7 @@ def load_step(program: str) -> ReplayStep:
 
     Args:
         program: ``FILE.py``, ``FILE.py:NAME``, ``MODULE`` or ``MODULE:NAME``.
+        kind: The class of the step that the function returns.
 
     Raises:
         ConfigError: there is no such program or function, or it returns something else.
@@ -104,6 +116,8 @@ def load_step(program: str) -> ReplayStep:
     if not callable(found):
         raise ConfigError(f"program {place!r} has no function {name!r}", _HINT)
     step = found()
-    if not isinstance(step, ReplayStep):
-        raise ConfigError(f"{name}() of {place!r} returned a {type(step).__name__}", _HINT)
+    if not isinstance(step, kind):
+        raise ConfigError(
+            f"{name}() of {place!r} returned a {type(step).__name__}, not a {kind.__name__}", _HINT
+        )
     return step

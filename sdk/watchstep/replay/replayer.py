@@ -12,13 +12,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from watchstep.capture.steps.own_work import own_work
 from watchstep.errors import ConfigError, FormatError, WatchstepError
 from watchstep.format.bundle import DIGESTS, GRADIENTS, Bundle
 from watchstep.pytorch.bundles import random_states
 from watchstep.pytorch.bundles.bundler import digest
 from watchstep.pytorch.bundles.program import restore_precision
 from watchstep.pytorch.names import unwrap
-from watchstep.pytorch.observable import own_work
 from watchstep.replay.model_state import ModelState
 from watchstep.replay.recorded_step import RecordedStep
 from watchstep.replay.replay_step import ReplayStep

@@ -30,10 +30,10 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from watchstep.capture.health import RecorderHealth
+from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.tensors.snapshots import SnapshotWriter, StoredFile
 from watchstep.format.layout import TraceKey
 from watchstep.pytorch import losses
-from watchstep.pytorch.observable import own_work
 from watchstep.trace.operations import Trace, TraceMode
 from watchstep.trace.trace_file import encode_trace
 from watchstep.trace.trace_steps import TraceSteps

@@ -37,9 +37,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from watchstep.capture.steps.own_work import own_work
 from watchstep.errors import ConfigError
 from watchstep.kernels import native_kernel
-from watchstep.pytorch.observable import ModuleHook, own_work
+from watchstep.pytorch.observable import ModuleHook
 from watchstep.trace.call_stacks import CallStacks
 from watchstep.trace.operations import (
     COLLECTIVES,

@@ -7,27 +7,22 @@ a second process of the same rank.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import logging
 import os
-import re
-from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
-from watchstep.capture.identity import ATTEMPT
-from watchstep.capture.shutdown.ending import live
 from watchstep.hook import Hook
 from watchstep.hook_arguments import AUDIT
-from watchstep.platform.folders import PrivateFolder
 from watchstep.pytorch import losses
 from watchstep.pytorch.loaders.loader_samples import EarlySamples
 from watchstep.pytorch.losses import BackwardLoss
 from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.watch import Watch
+from watchstep.unattended import start_hook
 
 _log = logging.getLogger("watchstep")
 _MAX_LOSSES = 8
@@ -81,14 +76,8 @@ class Attachment:
         try:
             self._detach()
             losses, self._losses = self._losses, []
-            if live() or get_worker_info() is not None:
+            if get_worker_info() is not None or (hook := start_hook()) is None:
                 return None
-            faults: list[OSError] = []
-            if not _claim(faults.append):
-                return None
-            hook = Hook()
-            for fault in faults:
-                hook._health.fault("claim", fault)  # noqa: SLF001 - as below
             hook.watch(_model_of(optimizer), optimizer)
             watch = hook._watches[0]  # noqa: SLF001 - the first watch adopts earlier losses
             watch.adopt_loss(losses)
@@ -115,37 +104,6 @@ def wait_for_first_step() -> None:
         from watchstep.wrapper.audit.observer import observe
 
         observe(os.environ)
-
-
-def _claim(report: Callable[[OSError], None]) -> bool:
-    """Claim this rank of this attempt on this machine for the lifetime of the process.
-
-    Args:
-        report: called with errors of making the claim in its preferred folder. Without a claim, the rank records
-            anyway: recording a second process of the rank too is better than no recording.
-
-    Returns:
-        Whether this process records; False if another process of the rank does.
-    """
-    attempt, rank = os.environ.get(ATTEMPT) or "none", os.environ.get("RANK") or "0"
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{attempt}-{rank}")[:200] + ".claim"
-    try:
-        folder = PrivateFolder.open()
-        if folder.refused:
-            report(PermissionError(f"{folder.refused}; using {folder.path}"))
-        try:
-            handle = folder.open_file(name)
-        finally:
-            folder.close()
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            _log.warning("watchstep: not recording: another process records rank %s of this attempt", rank)
-            return False
-    except OSError as error:
-        report(error)
-    return True
 
 
 def _model_of(optimizer: Optimizer) -> nn.Module:

@@ -85,6 +85,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     options = parser().parse_args(arguments)
     bundle = find_bundle(options.bundle, options.store, options.step, options.worker, options.attempt)
+    if bundle.document.program.get("framework") == "jax":
+        _replay_jax(bundle, options)
     from watchstep.replay import load_step, render_replay, replay, replay_data
 
     try:
@@ -108,6 +110,32 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.stdout.write(render_replay(result, verbose=options.verbose))
     sys.stdout.flush()
     raise SystemExit(0 if result.is_reproduced else _EXIT_DIFFERENT)
+
+
+def _replay_jax(bundle: Bundle, options: argparse.Namespace) -> NoReturn:
+    """Evaluate a step of a JAX program, and name its first bad operation."""
+    for option in ("device", "trace"):
+        if getattr(options, option) is not None:
+            raise ConfigError(f"--{option} does not apply to a bundle of a JAX step", "leave it out")
+    if options.precision != "captured":
+        raise ConfigError(
+            f"--precision {options.precision} does not apply to a bundle of a JAX step", "leave it out"
+        )
+    from watchstep.jax.replay.step_arguments import JaxStep
+    from watchstep.jax.step_replay import replay_jax_step
+    from watchstep.replay.replay_step import load_program_step
+
+    try:
+        result = replay_jax_step(bundle, load_program_step(options.program, JaxStep))
+    except WatchstepError:
+        raise
+    except Exception:  # noqa: BLE001 - an exception of the program: not a difference
+        traceback.print_exc()
+        raise SystemExit(_EXIT_ERROR) from None
+    text = f"{escaped_json(json.dumps(result.data(), indent=2))}\n" if options.json else str(result)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    raise SystemExit(0 if result.fails else _EXIT_DIFFERENT)
 
 
 def bundles_main(arguments: Sequence[str]) -> NoReturn:

@@ -26,7 +26,8 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from watchstep.pytorch.observable import observable, own_work
+from watchstep.capture.steps.own_work import own_work
+from watchstep.pytorch.observable import observable
 from watchstep.pytorch.optimizer_map import OptimizerMap
 from watchstep.pytorch.parameters import step_bodies
 

@@ -19,10 +19,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks  # has no public n
 from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.health import RecorderHealth
+from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.recorder import Recorder
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.gate import any_is_nonfinite
-from watchstep.pytorch.observable import own_work
 from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.policy.host_votes import HostVotes
 from watchstep.pytorch.policy.watched_optimizers import WatchedOptimizers

@@ -20,6 +20,7 @@ from watchstep.capture.given.confusion import (
 )
 from watchstep.capture.given.gate import GivenGate
 from watchstep.capture.given.names import Given, GivenNames
+from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.record import Probe
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
@@ -27,7 +28,6 @@ from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.native_kernel import MemoryRange
 from watchstep.pytorch.kernel import TorchKernel, native_memory
 from watchstep.pytorch.names import dtype_name
-from watchstep.pytorch.observable import own_work
 from watchstep.pytorch.probes.activations import ChannelSums, ClassCounts
 from watchstep.pytorch.probes.staging import HostCopy
 from watchstep.pytorch.probes.weights import Unchanged

@@ -23,9 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
+from watchstep.capture.steps.own_work import own_work
 from watchstep.format.control import StopRequest
 from watchstep.hook_arguments import AUDIT
-from watchstep.pytorch.observable import own_work
 from watchstep.pytorch.parameters import optimizer_steps
 from watchstep.seeds import recorded_seeds
 from watchstep.stopping import StopTraining

@@ -1,9 +1,10 @@
-"""Start-up code of a launched Python program: waits for it to import PyTorch, then for its first optimizer step.
+"""Start-up code of a launched Python program: waits for it to import a framework, then for its first update.
 
 Imports little, and never raises into the program. The ``sitecustomize`` that this one hides is run as well.
 """
 
 import _thread
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -16,14 +17,28 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds ``torch`` as usual, and attaches after its import.
+_ADAPTERS = {
+    "torch": ("watchstep.wrapper.attach", "wait_for_first_step"),
+    "jax": ("watchstep.jax.attach", "after_jax"),
+    "optax": ("watchstep.jax.attach", "after_optax"),
+    "keras": ("watchstep.keras.attach", "attach"),
+    "tensorflow": ("watchstep.tensorflow.attach", "attach"),
+    "xgboost": ("watchstep.xgboost.attach", "attach"),
+    "lightgbm": ("watchstep.lightgbm.attach", "attach"),
+}
+"""Module and function that attach to a framework, called once after the program has imported it."""
 
-    It stays installed until then: a program may call ``importlib.util.find_spec("torch")`` before importing it, as transformers does.
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds frameworks as usual, and attaches after their import. A framework that is not imported costs nothing.
+
+    It waits for each framework until it is imported: a program may call ``importlib.util.find_spec("torch")`` before importing it, as
+    transformers does.
     """
 
-    def __init__(self) -> None:
-        self._searching: set[int] = set()  # threads that are calling the other finders
+    def __init__(self, names: "Sequence[str]") -> None:
+        self._waiting = set(names)
+        self._searching: set[tuple[int, str]] = set()  # threads that are calling the other finders
 
     def find_spec(
         self,
@@ -31,40 +46,42 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         path: "Sequence[str] | None",  # noqa: ARG002 - the interface's
         target: "ModuleType | None" = None,  # noqa: ARG002 - as above
     ) -> "importlib.machinery.ModuleSpec | None":
-        thread = _thread.get_ident()
-        if fullname != "torch" or thread in self._searching:
+        if fullname not in self._waiting:
             return None
-        self._searching.add(thread)
+        search = (_thread.get_ident(), fullname)
+        if search in self._searching:
+            return None
+        self._searching.add(search)
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._searching.discard(thread)
+            self._searching.discard(search)
         try:
-            _attach_after(spec, self)
+            self._attach_after(fullname, spec)
         except Exception as error:  # noqa: BLE001 - never into the program
             _report(error)
         return spec
 
-
-def _attach_after(spec: "importlib.machinery.ModuleSpec | None", finder: _AfterTorch) -> None:
-    """Make a module's loader attach after it has loaded the module."""
-    if spec is None or spec.loader is None:
-        return
-    load = spec.loader.exec_module
-
-    def load_and_attach(module: "ModuleType") -> None:
-        load(module)
-        if finder not in sys.meta_path:
+    def _attach_after(self, name: str, spec: "importlib.machinery.ModuleSpec | None") -> None:
+        """Make a framework's loader attach after it has loaded the framework."""
+        if spec is None or spec.loader is None:
             return
-        sys.meta_path.remove(finder)
-        try:
-            from watchstep.wrapper.attach import wait_for_first_step
+        load = spec.loader.exec_module
 
-            wait_for_first_step()
-        except Exception as error:  # noqa: BLE001 - never into the program
-            _report(error)
+        def load_and_attach(module: "ModuleType") -> None:
+            load(module)
+            if name not in self._waiting:
+                return
+            self._waiting.discard(name)
+            if not self._waiting and self in sys.meta_path:
+                sys.meta_path.remove(self)
+            try:
+                adapter, function = _ADAPTERS[name]
+                getattr(importlib.import_module(adapter), function)()
+            except Exception as error:  # noqa: BLE001 - never into the program
+                _report(error)
 
-    spec.loader.exec_module = load_and_attach  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_attach  # type: ignore[method-assign]
 
 
 def _report(error: Exception) -> None:
@@ -102,6 +119,5 @@ def _seed() -> None:
 
 if "WATCHSTEP_AUDIT_SEED" in os.environ:
     _seed()
-if "torch" not in sys.modules:
-    sys.meta_path.insert(0, _AfterTorch())
+sys.meta_path.insert(0, _AfterImport([name for name in _ADAPTERS if name not in sys.modules]))
 _run_hidden()

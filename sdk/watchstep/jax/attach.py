@@ -1,0 +1,68 @@
+"""Attaching to an unmodified JAX program at its first update. Called by the start-up code of `watchstep run`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from watchstep.jax import compiled_steps, optimizers, traced_updates
+from watchstep.jax.compiled_steps import CompiledStep
+from watchstep.jax.traced_updates import StepOutputs, TracedUpdate
+
+_log = logging.getLogger("watchstep")
+
+
+class FirstUpdate:
+    """Waits for the first update of the program, and records from then on."""
+
+    def __init__(self) -> None:
+        self._waiting = True
+        compiled_steps.observe(self)
+        traced_updates.observers_of_inner.append(self._inner)
+
+    def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
+        """Start recording with this call."""
+        recording = self._start()
+        if recording is not None:
+            recording.about_to_dispatch(function, arguments)
+
+    def dispatched(self, function: CompiledStep, updates: StepOutputs) -> None:
+        """Do nothing: the recording observes the call that started it itself."""
+
+    def _inner(self, update: TracedUpdate, loss: Any) -> None:
+        recording = self._start()
+        if recording is not None:
+            recording.inner_update(update, loss)
+
+    def _start(self) -> Any:
+        """Start recording, once. Never raises, because the program did not request a recorder."""
+        if not self._waiting:
+            return None
+        self._waiting = False
+        compiled_steps.forget(self)
+        traced_updates.observers_of_inner.remove(self._inner)
+        from watchstep.unattended import start_hook
+
+        hook = start_hook()
+        if hook is None:
+            return None
+        try:
+            from watchstep.jax.recording import Recording
+
+            return Recording(hook)
+        except Exception as error:  # noqa: BLE001 - as above
+            hook._health.fault("attach", error)  # noqa: SLF001 - part of the hook's own package
+            _log.error("watchstep: not recording: %s", error)
+            return None
+
+
+def after_jax() -> None:
+    """Observe compiled functions from now on; called when the program has imported JAX."""
+    compiled_steps.install()
+    optimizers.install_losses()
+    FirstUpdate()
+
+
+def after_optax() -> None:
+    """Observe optimizers from now on; called when the program has imported optax."""
+    optimizers.install()

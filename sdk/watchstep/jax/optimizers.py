@@ -1,0 +1,141 @@
+"""Observation of optax: the outermost transformation of a chain shows gradients as the program computed them, before clipping.
+
+`install` changes the constructor of `optax.GradientTransformation`, so that optimizers that are created afterwards are observed. At
+run time nothing is called: the wrapper runs when a step is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from watchstep.jax.traced_updates import TracedUpdate, note_loss, note_update, optimizer_call, report
+
+_MARK = "_watchstep_observed"
+
+
+def install() -> None:
+    """Observe optimizers that are created from now on, and losses of `jax.value_and_grad`. Does nothing the second time."""
+    import optax
+
+    kind = optax.GradientTransformation
+    if not hasattr(kind, _MARK):
+        setattr(kind, _MARK, True)
+        kind.__new__ = _observing_new(kind.__new__)
+        multi = getattr(optax, "MultiSteps", None)
+        if multi is not None:
+            multi.update = _observing(multi.update, is_method=True)
+    install_losses()
+
+
+def install_losses() -> None:
+    """Observe losses of `jax.value_and_grad` from now on. Does nothing the second time."""
+    if not hasattr(jax.value_and_grad, _MARK):
+        jax.value_and_grad = _noting_losses(jax.value_and_grad)
+        setattr(jax.value_and_grad, _MARK, True)
+
+
+def observed(optimizer: Any) -> Any:
+    """Return an optimizer that is observed, of one that was created before this module was imported.
+
+    Args:
+        optimizer: an `optax.GradientTransformation`.
+    """
+    if hasattr(optimizer.update, _MARK):
+        return optimizer
+    return optimizer._replace(update=_observing(optimizer.update))
+
+
+def _observing_new(new: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(new)
+    def create(kind: Any, *arguments: Any, **keywords: Any) -> Any:
+        created = new(kind, *arguments, **keywords)
+        try:
+            if callable(created.update) and not hasattr(created.update, _MARK):
+                return tuple.__new__(kind, (created.init, _observing(created.update)))
+        except Exception as error:  # noqa: BLE001 - never into the program
+            report("optimizer", error)
+        return created
+
+    return create
+
+
+def _observing(update: Callable[..., Any], *, is_method: bool = False) -> Callable[..., Any]:
+    first = int(is_method)
+
+    @functools.wraps(update)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with optimizer_call() as is_outermost:
+            result = update(*arguments, **keywords)
+        if is_outermost:
+            try:
+                owner = arguments[0] if is_method else None
+                note_update(_described(owner, arguments[first:], keywords, result))
+            except Exception as error:  # noqa: BLE001 - as above
+                report("update", error)
+        return result
+
+    setattr(call, _MARK, True)
+    return call
+
+
+def _described(owner: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> TracedUpdate:
+    given = dict(zip(("updates", "state", "params"), arguments, strict=False)) | keywords
+    gradients, state, parameters = given["updates"], given["state"], given.get("params")
+    updates, after = result
+    emitted, skipped = None, None
+    if hasattr(state, "mini_step") and hasattr(state, "gradient_step"):
+        emitted = after.gradient_step != state.gradient_step
+        gradients = _accumulated(owner, gradients, state)
+        if parameters is None:
+            parameters = gradients
+    elif hasattr(after, "last_finite") and hasattr(after, "notfinite_count"):
+        leaves = jax.tree_util.tree_leaves(updates)
+        is_zero = jnp.all(leaves[0] == 0) if leaves else jnp.array(True)
+        skipped = jnp.logical_not(after.last_finite) & is_zero
+    return TracedUpdate(gradients, parameters, _hyperparameters(after), emitted=emitted, skipped=skipped)
+
+
+def _accumulated(owner: Any, gradients: Any, state: Any) -> Any:
+    """Return the gradients that `optax.MultiSteps` has accumulated, this call's included; those of this call if that is unknown."""
+    add = getattr(owner, "_acc_update", None)
+    if add is None:
+        return gradients
+    return jax.tree_util.tree_map(
+        lambda gradient, sum_: add(gradient, sum_, n_acc=state.mini_step), gradients, state.acc_grads
+    )
+
+
+def _hyperparameters(state: Any) -> dict[str, Any]:
+    """Return the numbers that `optax.inject_hyperparams` keeps in its state."""
+    values = getattr(state, "hyperparams", None)
+    inner = getattr(state, "inner_opt_state", None)
+    if values is None and inner is not None:
+        values = getattr(inner, "hyperparams", None)
+    if not isinstance(values, dict):
+        return {}
+    return {name: value for name, value in values.items() if jnp.ndim(value) == 0}
+
+
+def _noting_losses(value_and_grad: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(value_and_grad)
+    def transform(fun: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        differentiate = value_and_grad(fun, *arguments, **keywords)
+        has_aux = keywords.get("has_aux", arguments[1] if len(arguments) > 1 else False)
+
+        @functools.wraps(differentiate)
+        def call(*values: Any, **named: Any) -> Any:
+            result = differentiate(*values, **named)
+            try:
+                note_loss(result[0][0] if has_aux else result[0])
+            except Exception as error:  # noqa: BLE001 - as above
+                report("loss", error)
+            return result
+
+        return call
+
+    return transform

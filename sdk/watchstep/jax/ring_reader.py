@@ -1,0 +1,103 @@
+"""Reading of rings of steps: updates inside of a scan or loop, a dispatch or two after they were made."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import jax
+
+from watchstep.capture.steps.session import Session
+from watchstep.jax.step_ring import RingSnapshot, StepRing
+from watchstep.jax.traced_updates import TracedUpdate, UpdateOutputs
+from watchstep.updates.update_recorder import Update, UpdateRecorder
+
+_EVERY = 100
+_DENSE_EVERY = 10
+_DENSE_STEPS = 100
+_ROW_SLOTS = 4
+_ALL_ROW_SLOTS = 64
+_MAX_PENDING = 2
+"""Number of snapshots that are not read yet. At one more, the oldest is waited for: its dispatch is two dispatches ago."""
+
+
+def row_cadence(session: Session) -> int:
+    """Return the number of updates from one with rows to the next: the fixed cadence of gradients, 1 without a budget, or 100."""
+    chosen = session.config.chosen.get("gradients")
+    if chosen is not None and chosen.cadence is not None and chosen.cadence.every is not None:
+        return chosen.cadence.every
+    return 1 if session.schedule.budget is None else _EVERY
+
+
+class RingReader:
+    """Records the updates of one optimizer that its program makes inside of scans. Used on the training thread."""
+
+    def __init__(self, session: Session, recorder: UpdateRecorder) -> None:
+        """Start without updates.
+
+        Args:
+            session: the recording.
+            recorder: records the optimizer's updates.
+        """
+        self._session = session
+        self._recorder = recorder
+        self._cadence = row_cadence(session)
+        first = min(self._cadence, _DENSE_EVERY)
+        slots = _ROW_SLOTS if self._cadence > 1 else _ALL_ROW_SLOTS
+        self._ring = StepRing(
+            every=first, row_slots=slots, note=lambda reason: session.health.note("jax", reason)
+        )
+        self._pending: deque[RingSnapshot] = deque()
+        self._steps = 0
+
+    def trace(self, update: TracedUpdate, outputs: UpdateOutputs) -> None:
+        """Add the recording of an update to the program that is being traced. Never raises."""
+        leaves, structure = jax.tree_util.tree_flatten(update.parameters)
+        has_weights = structure == jax.tree_util.tree_structure(update.gradients)
+        weights = leaves if has_weights and len(leaves) == len(outputs.gradients) else ()
+        self._ring.record(
+            outputs.gradients, weights, outputs.loss, emitted=outputs.emitted, skipped=outputs.skipped
+        )
+
+    def dispatched(self) -> None:
+        """Start to copy what a dispatch has recorded."""
+        if self._steps >= _DENSE_STEPS:
+            self._ring.every = self._cadence
+        snapshot = self._ring.snapshot()
+        if snapshot is not None:
+            self._pending.append(snapshot)
+
+    def wait(self) -> None:
+        """Wait for the dispatch before the last one, so that a fault is found within two dispatches."""
+        if len(self._pending) >= _MAX_PENDING:
+            jax.block_until_ready((self._pending[0].ledger, self._pending[0].rows))
+
+    def read(self, *, at_end: bool = False) -> None:
+        """Record the updates that have arrived.
+
+        Args:
+            at_end: wait for all of them.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in.
+        """
+        while self._pending and (at_end or self._pending[0].is_ready):
+            self._record(self._pending.popleft())
+        if at_end and (snapshot := self._ring.snapshot(with_rows=True)) is not None:
+            self._record(snapshot)
+
+    def _record(self, snapshot: RingSnapshot) -> None:
+        missed = self._ring.missed_steps
+        steps = self._ring.read(snapshot)
+        if self._ring.missed_steps > missed:
+            self._session.health.count("missed_steps", self._ring.missed_steps - missed)
+        for step in steps:
+            self._steps += 1
+            self._recorder.record(
+                Update(
+                    gradients=step.gradients,
+                    weights=step.weights,
+                    losses={} if step.loss is None else {"loss": step.loss},
+                    is_skipped=step.is_skipped,
+                    is_bad=step.is_bad,
+                )
+            )

@@ -1,0 +1,284 @@
+"""How updates of Keras' optimizers are recorded on each backend.
+
+On TensorFlow the figures leave a graph through variables, on JAX as extra outputs of the compiled step; PyTorch's tensors, and those
+of eager code, are read directly.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import keras
+
+from watchstep.capture.steps.own_work import own_work
+from watchstep.capture.steps.session import Session
+from watchstep.hook import Hook
+from watchstep.keras.names import describe
+from watchstep.keras.optimizer_calls import OptimizerCall
+from watchstep.stopping import StopTraining
+from watchstep.updates.program_updates import ProgramUpdates, scaler_metrics
+
+
+class OpensUpdates(Protocol):
+    """Starts a recording."""
+
+    def __call__(self) -> ProgramUpdates | None:
+        """Return the recording, and start it at the first call; None if there is none."""
+        ...
+
+
+class _LastLoss(threading.local):
+    """The last loss of a training batch in this thread."""
+
+    trainer: Any = None
+    loss: Any = None
+
+    def take(self) -> Any:
+        """Return the loss, once."""
+        loss, self.loss = self.loss, None
+        return loss
+
+
+class KerasUpdates:
+    """Records what Keras does, on any backend. Its faults never reach the program."""
+
+    def __init__(self) -> None:
+        """Start without updates."""
+        self._last = _LastLoss()
+
+    def start(self) -> None:
+        """Start the recording now, instead of at the first update.
+
+        Raises:
+            ConfigError: the hook's gate policy is not possible.
+        """
+
+    def session(self) -> Session | None:
+        """Return the recording; None if it has not started."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Let the next optimizer count steps: another training begins."""
+
+    def settle(self) -> None:
+        """Record all updates that were made."""
+
+    def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:
+        """Record an update, or add it to the trace."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop observing."""
+
+    def updating(self, call: OptimizerCall) -> None:
+        """Record an update, or add it to the trace.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in.
+        """
+        own_work.enter()
+        try:
+            self.update(call, self._last.take(), self._last.trainer)
+        except StopTraining:
+            raise
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            self.report("keras", error)
+        finally:
+            own_work.leave()
+
+    def computed(self, trainer: Any, loss: Any) -> None:
+        """Keep the loss for the update that follows."""
+        self._last.trainer, self._last.loss = trainer, loss
+
+    def evaluated(self, results: Mapping[str, float]) -> None:
+        """Record the results of an evaluation, in mode eval."""
+        session = self.session()
+        if session is None:
+            return
+        for name, value in results.items():
+            try:
+                session.recorder.scalar(str(name), float(value), "eval")
+            except Exception as error:  # noqa: BLE001 - as above
+                self.report("evaluation", error)
+
+    def begins(self, trainer: Any) -> None:  # noqa: ARG002 - of the interface
+        """Let the optimizer of this training count steps."""
+        self.restart()
+
+    def ends(self, trainer: Any) -> None:  # noqa: ARG002 - as above
+        """Record the last update, and release the model."""
+        self.settle()
+        self._last.trainer = self._last.loss = None
+
+    def report(self, where: str, error: Exception) -> None:
+        """Count a fault."""
+        session = self.session()
+        if session is not None:
+            session.health.fault(where, error)
+
+
+class TensorFlowUpdates(KerasUpdates):
+    """Records updates on TensorFlow, in graphs and in eager code."""
+
+    def __init__(self, open_updates: OpensUpdates) -> None:
+        """Start without updates."""
+        super().__init__()
+        from watchstep.tensorflow import tape_calls
+        from watchstep.tensorflow.graph_updates import GraphUpdates
+
+        tape_calls.install()
+        self._graphs = GraphUpdates(open_updates)
+
+    def start(self) -> None:
+        """Start the recording."""
+        self._graphs.start()
+
+    def session(self) -> Session | None:
+        """Return the recording."""
+        updates = self._graphs.updates
+        return None if updates is None else updates.session
+
+    def restart(self) -> None:
+        """Let the next optimizer count steps."""
+        if self._graphs.updates is not None:
+            self._graphs.updates.restart()
+
+    def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:
+        """Record an update, or add its operations to the graph."""
+        import tensorflow as tf
+
+        from watchstep.tensorflow import tape_calls
+        from watchstep.tensorflow.graph_updates import ObservedUpdate
+
+        target = tape_calls.take_target()
+        if loss is None and target is not None:
+            loss = _unscaled(target, call)
+        if loss is not None and not tf.executing_eagerly() and not _belongs_to(tf, loss):
+            loss = None
+        is_scalar = loss is not None and loss.shape.rank == 0
+        self._graphs.add(
+            ObservedUpdate(
+                source=call.optimizer,
+                variables=tuple(getattr(variable, "value", variable) for variable in call.variables),
+                gradients=call.gradients,
+                describe=lambda: describe(call.variables, trainer),
+                loss=loss if is_scalar else None,
+                scale=call.scale,
+                is_finite=call.is_finite,
+                learning_rate=_learning_rate(call.optimizer),
+            )
+        )
+
+    def close(self) -> None:
+        """Stop observing."""
+        self._graphs.close()
+
+
+def _unscaled(target: Any, call: OptimizerCall) -> Any:
+    """Return what a tape has differentiated, without the scale of the loss."""
+    scale = call.scale if call.scale is not None else getattr(call.optimizer, "loss_scale_factor", None)
+    return target if scale is None else keras.ops.divide(target, keras.ops.cast(scale, target.dtype))
+
+
+def _belongs_to(tf: Any, tensor: Any) -> bool:
+    """Return whether a symbolic tensor belongs to the graph that is being built, or to one that encloses it."""
+    graph, own = tf.compat.v1.get_default_graph(), getattr(tensor, "graph", None)
+    while graph is not None:
+        if graph is own:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+class TorchUpdates(KerasUpdates):
+    """Records updates on PyTorch."""
+
+    def __init__(self, open_updates: OpensUpdates) -> None:
+        """Start without updates."""
+        super().__init__()
+        self._open_updates = open_updates
+        self._updates: ProgramUpdates | None = None
+
+    def start(self) -> None:
+        """Start the recording."""
+        self._updates = self._updates or self._open_updates()
+
+    def session(self) -> Session | None:
+        """Return the recording."""
+        return None if self._updates is None else self._updates.session
+
+    def restart(self) -> None:
+        """Let the next optimizer count steps."""
+        if self._updates is not None:
+            self._updates.restart()
+
+    def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:
+        """Record an update before it is made."""
+        from watchstep.keras.torch_values import TorchTensors, is_compiling, number_of
+        from watchstep.updates.update_recorder import Update
+
+        if is_compiling():
+            return
+        self.start()
+        updates = self._updates
+        recorder = None
+        if updates is not None:
+            recorder = updates.recorder_of(call.optimizer, lambda: describe(call.variables, trainer))
+        if recorder is None:
+            return
+        scale = None if call.scale is None else number_of(call.scale)
+        is_skipped = call.is_finite is not None and not bool(call.is_finite)
+        weights = tuple(variable.value for variable in call.variables) if "weight" in recorder.due() else None
+        recorder.record(
+            Update(
+                gradients=TorchTensors(call.gradients, scale),
+                weights=None if weights is None else TorchTensors(weights),
+                losses={} if loss is None else {"loss": number_of(loss)},
+                metrics=scaler_metrics(scale, is_skipped=is_skipped),
+                hyperparameters={"learning_rate": number_of(_learning_rate(call.optimizer))},
+                is_skipped=is_skipped,
+                is_bad=is_skipped if call.is_finite is not None else None,
+            )
+        )
+
+
+class JaxUpdates(KerasUpdates):
+    """Passes updates on JAX to the recording of JAX programs, which reads them from the compiled step."""
+
+    def __init__(self, open_hook: Callable[[], Hook | None]) -> None:
+        """Start without updates.
+
+        Args:
+            open_hook: returns the hook at the first update; None if nothing is recorded.
+        """
+        super().__init__()
+        from watchstep.keras import jax_updates
+
+        self._open_hook: Callable[[], Hook | None] | None = open_hook
+        self._session: Session | None = None
+        self._module = jax_updates
+        jax_updates.install()
+
+    def start(self) -> None:
+        """Start the recording."""
+        open_hook, self._open_hook = self._open_hook, None
+        hook = None if open_hook is None else open_hook()
+        if hook is not None:
+            self._session = hook._session  # noqa: SLF001 - part of the hook's own package
+            self._module.record_with(hook)
+
+    def session(self) -> Session | None:
+        """Return the recording."""
+        return self._session
+
+    def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:  # noqa: ARG002 - of the interface
+        """Note an update; its loss was noted by JAX's gradient function."""
+        self.start()
+        self._module.note(call)
+
+
+def _learning_rate(optimizer: Any) -> Any:
+    """Return the learning rate of the next update, as a tensor of shape ()."""
+    return keras.ops.convert_to_tensor(optimizer.learning_rate)

@@ -1,0 +1,76 @@
+"""Updates of Keras' optimizers on JAX: they leave a compiled step as those of optax do."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import keras
+
+from watchstep.hook import Hook
+from watchstep.jax import compiled_steps, optimizers, recording, traced_updates
+from watchstep.jax.traced_updates import TracedUpdate
+from watchstep.keras.optimizer_calls import OptimizerCall
+from watchstep.updates.parameter_names import parameter_words
+
+LOSS_SCALE = "loss_scale"
+_TRAINER = "keras.src.backend.jax.trainer"
+
+
+def install() -> None:
+    """Let Keras compile its steps such that their updates leave them.
+
+    Keras takes `jax.jit` when it is imported, which may be before this is called.
+    """
+    plain = jax.jit
+    compiled_steps.install()
+    optimizers.install_losses()
+    trainer = sys.modules.get(_TRAINER)
+    if trainer is not None and getattr(trainer, "jit", None) is plain:
+        trainer.jit = jax.jit  # type: ignore[attr-defined]
+
+
+def record_with(hook: Hook) -> None:
+    """Record the program's compiled steps with a hook, until it is closed.
+
+    Raises:
+        ConfigError: the hook's gate policy is not possible.
+    """
+    recording.Recording(hook)
+
+
+def note(call: OptimizerCall) -> None:
+    """Note an update that is being traced, or that eager code makes."""
+    variables = [
+        variable
+        for variable, gradient in zip(call.variables, call.gradients, strict=True)
+        if gradient is not None
+    ]
+    gradients = [gradient for gradient in call.gradients if gradient is not None]
+    hyperparameters = {"learning_rate": keras.ops.convert_to_tensor(call.optimizer.learning_rate)}
+    skipped = None
+    if call.scale is not None:
+        gradients = [gradient / call.scale for gradient in gradients]
+        hyperparameters[LOSS_SCALE] = call.scale
+        traced_updates.divide_loss(call.scale)
+        skipped = ~jax.numpy.asarray(call.is_finite)
+    traced_updates.note_update(
+        TracedUpdate(
+            _tree(variables, gradients),
+            _tree(variables, [variable.value for variable in variables]),
+            hyperparameters,
+            skipped=skipped,
+        )
+    )
+
+
+def _tree(variables: list[Any], values: list[Any]) -> dict[str, Any]:
+    """Return values as nested dictionaries by the names of their variables."""
+    tree: dict[str, Any] = {}
+    for words, value in zip(parameter_words([variable.path for variable in variables]), values, strict=True):
+        place = tree
+        for word in words[:-1]:
+            place = place.setdefault(word, {})
+        place[words[-1]] = value
+    return tree

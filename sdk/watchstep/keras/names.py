@@ -1,0 +1,66 @@
+"""Names, roles, modules and order of a Keras model's variables."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+
+from watchstep.format.tensors import TensorInfo
+from watchstep.updates.parameter_names import parameter_words, role_of
+
+_MAX_PARAMETERS = 100_000
+
+
+def describe(variables: Sequence[Any], trainer: Any = None) -> tuple[TensorInfo, ...]:
+    """Describe variables, without collections.
+
+    Args:
+        variables: Keras' variables, of an optimizer.
+        trainer: the model that they belong to, if it is known; by default it is searched for.
+    """
+    chosen = list(variables)[:_MAX_PARAMETERS]
+    words = parameter_words([_path(variable) for variable in chosen])
+    types = _layer_types(chosen, trainer)
+    orders: dict[tuple[str, ...], int] = {}
+    for names in words:
+        orders.setdefault(names[:-1], len(orders))
+    return tuple(
+        TensorInfo(
+            name=".".join(names),
+            collections=(),
+            role=role_of(names),
+            module=".".join(names[:-1]),
+            module_type=types.get(id(variable), ""),
+            order=orders[names[:-1]],
+            shape=tuple(int(size) for size in variable.shape),
+            dtype=str(getattr(variable.dtype, "name", variable.dtype)),
+        )
+        for names, variable in zip(words, chosen, strict=True)
+    )
+
+
+def _path(variable: Any) -> str:
+    """Return the path of a variable of Keras, or the name of one of TensorFlow, which ends with ``:0``."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", "")).partition(":")[0]
+
+
+def _layer_types(variables: Sequence[Any], trainer: Any) -> dict[int, str]:
+    """Return the class of the layer that owns each variable, by the variable's id."""
+    wanted = {id(variable) for variable in variables}
+    types: dict[int, str] = {}
+    for layer in _layers(trainer):
+        try:
+            own = layer._trainable_variables  # noqa: SLF001 - its own ones, without those of its layers
+            types.update({id(variable): type(layer).__name__ for variable in own if id(variable) in wanted})
+        except Exception:  # noqa: BLE001, S112 - of a layer that is not complete
+            continue
+    return types
+
+
+def _layers(trainer: Any) -> Iterable[Any]:
+    if trainer is not None and hasattr(trainer, "_flatten_layers"):
+        return list(trainer._flatten_layers())  # noqa: SLF001 - the public list has only the outermost layers
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), keras.layers.Layer)]

@@ -1,0 +1,243 @@
+"""Observation of Keras: updates of its optimizers, losses of batches, and results of evaluations.
+
+`install` changes methods of Keras' own classes, once in a process: the class that owns ``_backend_apply_gradients``, the optimizer
+that scales losses, and the trainer. It adds nothing to a model or an optimizer, so that what is saved is unchanged. An optimizer that
+calls another one is observed once.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import keras
+
+_MARK = "_watchstep_observed"
+
+
+@dataclass(frozen=True)
+class OptimizerCall:
+    """One update by an optimizer, in a trace or in eager code.
+
+    Attributes:
+        optimizer: the outermost optimizer.
+        gradients: tensors of the backend, multiplied by ``scale``; None for one that does not exist.
+        variables: Keras' variables, in the order of the gradients.
+        scale: scale of the loss; None without dynamic loss scaling.
+        is_finite: whether all gradients are finite; None unless the optimizer leaves out updates that are not.
+    """
+
+    optimizer: Any
+    gradients: Sequence[Any]
+    variables: Sequence[Any]
+    scale: Any = None
+    is_finite: Any = None
+
+
+class KerasObserver(Protocol):
+    """Receives what Keras does, on the thread that does it."""
+
+    def updating(self, call: OptimizerCall) -> None:
+        """An optimizer is about to update variables, or the update is being traced.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in. The variables are not updated.
+        """
+        ...
+
+    def computed(self, trainer: Any, loss: Any) -> None:
+        """A trainer has computed the loss of a training batch, not multiplied by a scale."""
+        ...
+
+    def evaluated(self, results: Mapping[str, float]) -> None:
+        """An evaluation has ended."""
+        ...
+
+    def begins(self, trainer: Any) -> None:
+        """``fit`` begins."""
+        ...
+
+    def ends(self, trainer: Any) -> None:
+        """``fit`` ends, also by an exception."""
+        ...
+
+
+_observers: list[KerasObserver] = []
+
+
+class _Depth(threading.local):
+    """Calls in progress in this thread."""
+
+    optimizers = 0
+    evaluations = 0
+
+
+_depth = _Depth()
+
+
+def observe(observer: KerasObserver) -> None:
+    """Pass what Keras does to an observer."""
+    if observer not in _observers:
+        _observers.append(observer)
+
+
+def forget(observer: KerasObserver) -> None:
+    """Pass nothing more to an observer."""
+    if observer in _observers:
+        _observers.remove(observer)
+
+
+@functools.cache
+def install() -> None:
+    """Change Keras' methods. They call the original ones, and do nothing else as long as nothing is observed."""
+    _replace(
+        _owner(keras.optimizers.Optimizer, "_backend_apply_gradients"), "_backend_apply_gradients", _applying
+    )
+    scaling = keras.optimizers.LossScaleOptimizer
+    _replace(_owner(scaling, "apply"), "apply", _scaling_apply)
+    _replace(_owner(scaling, "stateless_apply"), "stateless_apply", _scaling_stateless)
+    trainer = keras.Model
+    for name in ("compute_loss", "_compute_loss"):
+        _replace(_owner(trainer, name), name, _computing)
+    _replace(_owner(trainer, "evaluate"), "evaluate", _evaluating)
+    _replace(_owner(trainer, "fit"), "fit", _fitting)
+
+
+def _owner(kind: type, name: str) -> type:
+    """Return the class that defines a method of another class."""
+    return next(base for base in kind.__mro__ if name in vars(base))
+
+
+def _replace(owner: type, name: str, observed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    method = vars(owner)[name]
+    if not hasattr(method, _MARK):
+        replacement = functools.wraps(method)(observed(method))
+        setattr(replacement, _MARK, True)
+        setattr(owner, name, replacement)
+
+
+@contextmanager
+def _observing(
+    call: Callable[[], OptimizerCall | None], scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[None]:
+    """Enclose an update. The outermost one is passed to the observers.
+
+    Args:
+        call: describes the update.
+        scope: returns a context in which the variables have the values of the update; it is left before the update is made.
+    """
+    if _observers and not _depth.optimizers:
+        with scope():
+            made = call()
+            for observer in tuple(_observers) if made is not None else ():
+                observer.updating(made)  # type: ignore[arg-type]
+    _depth.optimizers += 1
+    try:
+        yield
+    finally:
+        _depth.optimizers -= 1
+
+
+def _applying(method: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> Any:
+        with _observing(lambda: OptimizerCall(optimizer, tuple(grads), tuple(trainable_variables))):
+            return method(optimizer, grads, trainable_variables)
+
+    return apply_gradients
+
+
+def _scaling_apply(method: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        with _observing(lambda: _scaled_call(optimizer, grads, trainable_variables)):
+            return method(optimizer, grads, trainable_variables)
+
+    return apply
+
+
+def _scaling_stateless(method: Callable[..., Any]) -> Callable[..., Any]:
+    def stateless_apply(
+        optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        def scope() -> AbstractContextManager[Any]:
+            mapping = [
+                *zip(optimizer.variables, optimizer_variables, strict=False),
+                *zip(optimizer._trainable_variables, trainable_variables, strict=False),  # noqa: SLF001 - Keras' own name
+            ]
+            scope: AbstractContextManager[Any] = keras.StatelessScope(state_mapping=mapping)
+            return scope
+
+        with _observing(lambda: _scaled_call(optimizer, grads, None), scope):
+            return method(optimizer, optimizer_variables, grads, trainable_variables)
+
+    return stateless_apply
+
+
+def _scaled_call(optimizer: Any, grads: Any, variables: Any) -> OptimizerCall | None:
+    """Describe an update by an optimizer that scales losses; None if it has no variables yet."""
+    try:
+        if not optimizer.built:
+            optimizer.build(list(variables))
+            optimizer.built = True
+        chosen = optimizer._trainable_variables if variables is None else variables  # noqa: SLF001 - Keras' own name
+        return OptimizerCall(
+            optimizer,
+            tuple(grads),
+            tuple(chosen),
+            scale=keras.ops.convert_to_tensor(optimizer.dynamic_scale),
+            is_finite=optimizer.check_finite(grads),
+        )
+    except Exception:  # noqa: BLE001 - the call itself raises it, or there is nothing to observe
+        return None
+
+
+def _computing(method: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
+        loss = method(trainer, *arguments, **keywords)
+        if _observers and (arguments[4] if len(arguments) > 4 else keywords.get("training", True)):
+            for observer in tuple(_observers):
+                observer.computed(trainer, loss)
+        return loss
+
+    return compute_loss
+
+
+def _evaluating(method: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluate(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
+        _depth.evaluations += 1
+        try:
+            results = method(trainer, *arguments, **keywords)
+        finally:
+            _depth.evaluations -= 1
+        if _observers and not _depth.evaluations:
+            named = results if isinstance(results, dict) else _named(trainer, results)
+            for observer in tuple(_observers):
+                observer.evaluated(named)
+        return results
+
+    return evaluate
+
+
+def _named(trainer: Any, results: Any) -> dict[str, float]:
+    """Return the loss of results without names: Keras names only the first one reliably."""
+    first = results[0] if isinstance(results, list) and results else results
+    try:
+        return {"loss": float(first)} if trainer.metrics_names[0] == "loss" else {}
+    except Exception:  # noqa: BLE001 - of a trainer that overrides them
+        return {}
+
+
+def _fitting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def fit(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
+        for observer in tuple(_observers):
+            observer.begins(trainer)
+        try:
+            return method(trainer, *arguments, **keywords)
+        finally:
+            for observer in tuple(_observers):
+                observer.ends(trainer)
+
+    return fit

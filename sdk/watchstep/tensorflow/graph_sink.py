@@ -1,0 +1,288 @@
+"""Updates inside of TensorFlow's graphs: their figures leave a compiled step through variables.
+
+At each update, the graph writes one row of a ring: the number of the update, its loss, whether its gradients are finite, the scale of
+the loss and the learning rate. Gradients are copied to variables only at an update that the host requested, and at the first one
+that is not finite. The host reads the ring after the call that ran the graph, and measures the copies there.
+
+This works alike with and without XLA, in loops of a graph, and without recompilation: what is due is the value of a variable. Measured
+alternatives are in decision 179.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from watchstep.tensorflow.host_tensors import ScaledArrays, host_array, host_values
+from watchstep.updates.tensor_values import HostArrays, TensorValues
+
+SLOTS = 256
+"""Number of updates of one call that are recorded one by one."""
+
+SLICES = 8
+"""A large gradient is checked completely in as many updates."""
+
+_WHOLE_ELEMENTS = 16_384
+_FLOAT32_BYTES = 4
+_NUMBER, _LOSS, _IS_BAD, _SCALE, _RATE, _IS_SAVED = range(6)
+_COLUMNS = 6
+_NEVER = -1
+
+
+@dataclass(frozen=True)
+class GraphUpdate:
+    """One update, as read from the ring.
+
+    Attributes:
+        number: its number, from 0.
+        loss: its loss; None if the graph has none.
+        is_bad: whether its gradients contain NaN or infinity.
+        scale: scale of its loss; None without loss scaling.
+        learning_rate: learning rate; None if unknown.
+        gradients: its gradients, if they were copied.
+    """
+
+    number: int
+    loss: float | None
+    is_bad: bool
+    scale: float | None
+    learning_rate: float | None
+    gradients: TensorValues | None
+
+
+class GraphSink:
+    """The variables of one optimizer, and the operations that write them.
+
+    The variables are the recorder's own: they belong to no model and no optimizer, and are not in any checkpoint.
+    """
+
+    def __init__(self, gradients: Sequence[Any], *, checks_all: bool) -> None:
+        """Create the variables. May be called while a function is traced.
+
+        Args:
+            gradients: tensors or slices of rows, with the dtypes and shapes of the gradients; None for one that does not exist.
+            checks_all: whether all elements are checked at each update, and not an eighth of those of large gradients in turn.
+        """
+        self._checks_all = checks_all
+        self._is_compiled = _is_compiled()
+        shapes = [None if gradient is None else self._shape(gradient) for gradient in gradients]
+        _outside_of_graphs(lambda: self._create(gradients, shapes))
+        self._read = 0
+        self._has_loss = self._has_scale = self._has_rate = False
+
+    def _create(self, gradients: Sequence[Any], shapes: Sequence[Any]) -> None:
+        self._ring = tf.Variable(np.full((SLOTS, _COLUMNS), _NEVER, np.float64), trainable=False)
+        self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._requested = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._has_bad = tf.Variable(False, trainable=False)
+        self._copies = [
+            None if gradient is None else _copy_of(shape, gradient.dtype)
+            for gradient, shape in zip(gradients, shapes, strict=True)
+        ]
+
+    def _shape(self, gradient: Any) -> Any:
+        """Return the shape of the copies of a gradient.
+
+        The number of a table's rows with gradients differs from step to step. XLA needs fixed shapes, so copies there are of whole tables.
+        """
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient.shape
+        if self._is_compiled:
+            return tf.TensorShape(tf.get_static_value(gradient.dense_shape))
+        return tf.TensorShape([None, *gradient.values.shape[1:]])
+
+    def _copied(self, gradient: Any) -> Any:
+        """Return the elements of a gradient that are copied."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        return tf.convert_to_tensor(gradient) if self._is_compiled else gradient.values
+
+    def fits(self, gradients: Sequence[Any]) -> bool:
+        """Return whether gradients of another trace have the shapes and dtypes of the variables."""
+        return len(gradients) == len(self._copies) and all(
+            (gradient is None) == (copy is None)
+            and (gradient is None or _fits(self._shape(gradient), gradient.dtype, copy))
+            for gradient, copy in zip(gradients, self._copies, strict=True)
+        )
+
+    def add(
+        self,
+        gradients: Sequence[Any],
+        *,
+        loss: Any = None,
+        is_finite: Any = None,
+        scale: Any = None,
+        learning_rate: Any = None,
+    ) -> None:
+        """Add the operations of one update to the graph that is being traced.
+
+        Args:
+            gradients: symbolic tensors or slices of rows, multiplied by ``scale``; None for one that does not exist.
+            loss: loss, of shape ().
+            is_finite: whether all gradients are finite, bool of shape (); computed if it is None. The computed one may be False for finite
+                gradients with a sum that overflows; the copies decide. It may be True for a large gradient of which another part is not.
+            scale: scale of the loss, of shape ().
+            learning_rate: learning rate, of shape ().
+        """
+        self._has_loss |= loss is not None
+        self._has_scale |= scale is not None
+        self._has_rate |= learning_rate is not None
+        values = [
+            None if gradient is None else getattr(gradient, "values", gradient) for gradient in gradients
+        ]
+        number = self._count.read_value()
+        if is_finite is None:
+            turn = None if self._checks_all else tf.math.floormod(number, SLICES)
+            is_finite = _sum_is_finite([value for value in values if value is not None], turn)
+        is_bad = tf.logical_not(is_finite)
+        first_bad = tf.logical_and(is_bad, tf.logical_not(self._has_bad.read_value()))
+        requested = tf.logical_and(
+            tf.equal(number, self._requested.read_value()), ~self._has_bad.read_value()
+        )
+        is_saved = tf.logical_or(first_bad, requested)
+
+        def save() -> Any:
+            for gradient, copy in zip(gradients, self._copies, strict=True):
+                if gradient is not None and copy is not None:
+                    copy.assign(self._copied(gradient))
+            self._has_bad.assign(is_bad)
+            return tf.constant(True)
+
+        tf.cond(is_saved, save, lambda: tf.constant(False))
+        row = [
+            _float64(number),
+            _scalar(loss),
+            _float64(is_bad),
+            _scalar(scale),
+            _scalar(learning_rate),
+            _float64(is_saved),
+        ]
+        slot = tf.math.floormod(number, SLOTS)
+        self._ring.scatter_nd_update(tf.reshape(slot, (1, 1)), tf.expand_dims(tf.stack(row), 0))
+        self._count.assign_add(1, read_value=False)
+
+    def request(self, *, is_due: bool) -> None:
+        """Request the gradients of the next update, for the next call."""
+        if is_due:
+            self._requested.assign(self._read, read_value=False)
+
+    def read(self) -> tuple[int, list[GraphUpdate]]:
+        """Return the updates since the last call, in order, and before them the number of those that were overwritten.
+
+        Waits until they are computed.
+        """
+        ring = host_array(self._ring.read_value())
+        numbers = ring[:, _NUMBER]
+        new = np.flatnonzero(numbers >= self._read)
+        if not len(new):
+            return 0, []
+        rows = ring[new[np.argsort(numbers[new])]]
+        saved = [int(row[_NUMBER]) for row in rows if row[_IS_SAVED]]
+        copied, gradients = (saved[-1], self._gradients()) if saved else (_NEVER, None)
+        updates = [self._update(row, gradients if int(row[_NUMBER]) == copied else None) for row in rows]
+        if any(row[_IS_SAVED] and row[_IS_BAD] for row in rows):
+            self._has_bad.assign(False, read_value=False)
+        overwritten = int(rows[0][_NUMBER]) - self._read
+        self._read = int(rows[-1][_NUMBER]) + 1
+        return overwritten, updates
+
+    def _gradients(self) -> HostArrays:
+        return host_values(None if copy is None else copy.read_value() for copy in self._copies)
+
+    def _update(self, row: Any, gradients: HostArrays | None) -> GraphUpdate:
+        is_bad = bool(row[_IS_BAD])
+        if is_bad and gradients is not None:
+            is_bad = gradients.has_nonfinite(0, 1)
+        scale = float(row[_SCALE]) if self._has_scale else None
+        values: TensorValues | None = gradients
+        if gradients is not None and scale is not None and math.isfinite(scale) and scale:
+            values = ScaledArrays(gradients, scale)
+        return GraphUpdate(
+            number=int(row[_NUMBER]),
+            loss=float(row[_LOSS]) if self._has_loss else None,
+            is_bad=is_bad,
+            scale=scale,
+            learning_rate=float(row[_RATE]) if self._has_rate else None,
+            gradients=values,
+        )
+
+
+def _outside_of_graphs(create: Callable[[], None]) -> None:
+    """Run a function outside of all graphs, scopes and strategies of this thread: in a thread of its own.
+
+    TensorFlow allows no variables in later traces of a function, not even in `tf.init_scope`.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            create()
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="watchstep-variables")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _is_compiled() -> bool:
+    """Return whether the graph that is being traced is compiled by XLA; True if that is unknown."""
+    try:
+        from tensorflow.python.ops import control_flow_util
+
+        return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+    except Exception:  # noqa: BLE001 - it is not a public function
+        return True
+
+
+def _copy_of(shape: Any, dtype: Any) -> Any:
+    """Return a variable for copies of a gradient; of an unknown number of rows, if the gradient's is unknown."""
+    known = [0 if size is None else size for size in shape]
+    return tf.Variable(tf.zeros(known, dtype), trainable=False, shape=shape)
+
+
+def _fits(shape: Any, dtype: Any, copy: Any) -> bool:
+    return bool(dtype == copy.dtype and copy.shape.is_compatible_with(shape))
+
+
+def _sum_is_finite(values: Sequence[Any], turn: Any) -> Any:
+    """Return whether the sums of tensors are finite: one pass over each, or over an eighth of it, without a temporary.
+
+    Args:
+        values: the tensors.
+        turn: which eighth of a large tensor is added; None for all of it.
+    """
+    sums = []
+    for value in values:
+        if not value.dtype.is_floating:
+            continue
+        part = value if turn is None else _part(value, turn)
+        part = tf.cast(part, tf.float32) if value.dtype.size < _FLOAT32_BYTES else part
+        sums.append(tf.cast(tf.reduce_sum(part), tf.float32))
+    return tf.math.is_finite(tf.add_n(sums)) if sums else tf.constant(True)
+
+
+def _part(value: Any, turn: Any) -> Any:
+    """Return an eighth of a large tensor, in memory that it shares where that is possible; a small one as a whole."""
+    elements = value.shape.num_elements()
+    if elements is None or elements <= _WHOLE_ELEMENTS:
+        return value
+    size = -(-elements // SLICES)
+    begin = tf.minimum(turn * size, elements - size)
+    return tf.slice(tf.reshape(value, (elements,)), tf.reshape(begin, (1,)), (size,))
+
+
+def _scalar(value: Any) -> Any:
+    return tf.constant(math.nan, tf.float64) if value is None else _float64(value)
+
+
+def _float64(value: Any) -> Any:
+    return tf.cast(value, tf.float64)

@@ -1,0 +1,158 @@
+"""Recording of TensorFlow 2 programs with loops of their own, by their gradient tapes.
+
+A step is one call of ``gradient`` of an outermost tape with variables as sources. In a program with an optimizer of Keras, the
+recording of Keras counts steps instead (`watchstep.keras`).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from watchstep.format.tensors import TensorInfo
+from watchstep.hook import Hook
+from watchstep.tensorflow import tape_calls
+from watchstep.tensorflow.graph_updates import GraphUpdates, ObservedUpdate
+from watchstep.tensorflow.tape_calls import TapeGradients
+from watchstep.updates.parameter_names import parameter_words, role_of
+from watchstep.updates.program_updates import ProgramUpdates
+
+_MAX_SOURCES = 16
+
+
+class _VariableSet:
+    """The variables that a tape's gradients are computed for: they stand for an optimizer."""
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self.variables = tuple(variables)
+
+
+class TapeUpdates:
+    """Records the gradients of tapes, until its hook is closed."""
+
+    def __init__(self, open_hook: Callable[[], Hook | None]) -> None:
+        """Start observing.
+
+        Args:
+            open_hook: returns the hook at the first update; None if nothing is recorded.
+        """
+        self._open_hook = open_hook
+        self._graphs = GraphUpdates(self._open)
+        self._sets: dict[tuple[int, ...], _VariableSet] = {}
+        self._has_optimizers: bool | None = None
+        tape_calls.install()
+        tape_calls.observe(self)
+
+    def start(self) -> None:
+        """Start the recording now, instead of at the first update.
+
+        Raises:
+            ConfigError: the hook's gate policy is not possible.
+        """
+        self._graphs.start()
+
+    def differentiated(self, result: TapeGradients) -> None:
+        """Record gradients, or add their recording to the graph that is traced.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in.
+        """
+        if self._has_optimizers is None:
+            self._has_optimizers = _has_keras_optimizers()
+        if self._has_optimizers:
+            return
+        key = tuple(map(id, result.variables))
+        source = self._sets.get(key)
+        if source is None:
+            if len(self._sets) >= _MAX_SOURCES:
+                return
+            source = self._sets[key] = _VariableSet(result.variables)
+        self._graphs.add(
+            ObservedUpdate(
+                source=source,
+                variables=tuple(
+                    variable if hasattr(variable, "read_value") else variable.value
+                    for variable in result.variables
+                ),
+                gradients=result.gradients,
+                describe=lambda: _describe(result.variables),
+                loss=result.target,
+            )
+        )
+
+    def close(self) -> None:
+        """Stop observing."""
+        tape_calls.forget(self)
+        self._graphs.close()
+        self._sets.clear()
+
+    def _open(self) -> ProgramUpdates | None:
+        hook = self._open_hook()
+        if hook is None:
+            tape_calls.forget(self)
+            return None
+        updates = ProgramUpdates(hook._session, hook._on_nonfinite)  # noqa: SLF001 - part of the hook's own package
+        hook.attach_updates(updates.count_by_hand, self.close)
+        return updates
+
+
+class TapeRecording:
+    """Records a TensorFlow program with a loop of its own.
+
+    Example::
+
+        import watchstep
+        from watchstep.tensorflow import Recording
+
+        hook = watchstep.Hook("s3://bucket/runs")
+        Recording(hook)                     # before the step is traced
+        for x, y in batches:
+            train_step(x, y)                # computes gradients with a tf.GradientTape
+        hook.close()
+    """
+
+    def __init__(self, hook: Hook) -> None:
+        """Record with a hook.
+
+        Args:
+            hook: an open hook. The recording ends when it is closed.
+
+        Raises:
+            ConfigError: the hook's gate policy skips updates, which is not possible from outside of a compiled step.
+        """
+        self._updates = TapeUpdates(lambda: hook)
+        self._updates.start()
+
+
+def _has_keras_optimizers() -> bool:
+    """Return whether the program has an optimizer of Keras, on TensorFlow."""
+    keras = sys.modules.get("keras")
+    kind = getattr(getattr(keras, "optimizers", None), "Optimizer", None)
+    if keras is None or kind is None or keras.backend.backend() != "tensorflow":
+        return False
+    return any(issubclass(type(candidate), kind) for candidate in gc.get_objects())
+
+
+def _describe(variables: Sequence[Any]) -> tuple[TensorInfo, ...]:
+    """Describe variables by their names, such as ``dense/kernel:0``."""
+    paths = [
+        str(getattr(variable, "path", None) or variable.name).partition(":")[0] for variable in variables
+    ]
+    words = parameter_words(paths)
+    orders: dict[tuple[str, ...], int] = {}
+    for names in words:
+        orders.setdefault(names[:-1], len(orders))
+    return tuple(
+        TensorInfo(
+            name=".".join(names),
+            collections=(),
+            role=role_of(names),
+            module=".".join(names[:-1]),
+            order=orders[names[:-1]],
+            shape=tuple(int(size) for size in variable.shape),
+            dtype=str(getattr(variable.dtype, "name", variable.dtype)),
+        )
+        for names, variable in zip(words, variables, strict=True)
+    )

@@ -1,0 +1,30 @@
+"""Dotted names of parameters, from the paths that frameworks name their variables by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_BIASES = frozenset({"bias", "beta", "b"})
+
+
+def parameter_words(paths: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the words of the dotted name of each variable, by its path with slashes.
+
+    The name of the model is left out where all paths begin with it. Equal paths get a number: ``kernel``, ``kernel_2``.
+    """
+    words = [tuple(filter(None, path.split("/"))) or ("variable",) for path in paths]
+    first = {names[0] for names in words}
+    if len(first) == 1 and all(len(names) > 2 for names in words):  # the model, a layer, and a variable
+        words = [names[1:] for names in words]
+    used: dict[tuple[str, ...], int] = {}
+    distinct = []
+    for names in words:
+        used[names] = used.get(names, 0) + 1
+        number = used[names]
+        distinct.append(names if number == 1 else (*names[:-1], f"{names[-1]}_{number}"))
+    return distinct
+
+
+def role_of(words: Sequence[str]) -> str:
+    """Return the role of a parameter, by the words of its name."""
+    return "bias" if words[-1] in _BIASES or words[-1].endswith("_bias") else "weight"

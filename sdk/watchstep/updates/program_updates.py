@@ -1,0 +1,115 @@
+"""The updates of all optimizers of a program: one recorder for each, of which one counts the steps of the run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from watchstep.capture.steps.session import Session
+from watchstep.errors import ConfigError
+from watchstep.format.tensors import TensorInfo
+from watchstep.stopping import OnNonfinite
+from watchstep.updates.update_recorder import UpdateRecorder
+
+SCALE = "gradient_scaler:scale"
+SKIPPED = "gradient_scaler:skipped"
+_MAX_RECORDERS = 8
+
+
+def scaler_metrics(scale: float | None, *, is_skipped: bool) -> Mapping[str, float]:
+    """Return the metrics of an update under loss scaling, as those of PyTorch's gradient scaler; none without a scale."""
+    if scale is None:
+        return {}
+    return {SCALE: scale, SKIPPED: 1.0} if is_skipped else {SCALE: scale}
+
+
+@dataclass
+class _Recorded:
+    """One optimizer.
+
+    Attributes:
+        source: weak reference to the object that identifies it.
+        recorder: records its updates.
+    """
+
+    source: weakref.ref[Any]
+    recorder: UpdateRecorder
+
+
+class ProgramUpdates:
+    """The recorders of a program's optimizers. Used on the training thread.
+
+    The first optimizer that makes an update counts steps. Updates of others belong to the step that is in progress. Once its object is
+    gone, or `restart` is called, the next optimizer that makes an update counts steps.
+    """
+
+    def __init__(self, session: Session, on_nonfinite: OnNonfinite) -> None:
+        """Start without optimizers.
+
+        Args:
+            session: the recording.
+            on_nonfinite: the gate policy.
+
+        Raises:
+            ConfigError: the policy leaves updates out, which is not possible from outside of a compiled step.
+        """
+        if on_nonfinite.action == "skip":
+            raise ConfigError(
+                f"on_nonfinite={str(on_nonfinite)!r} with Keras or TensorFlow",
+                'use on_nonfinite="stop", or keras.optimizers.LossScaleOptimizer, which leaves out updates that overflow',
+            )
+        self.session = session
+        self.on_nonfinite = on_nonfinite
+        self._recorded: dict[int, _Recorded] = {}
+        self._counting: int | None = None
+        self._by_hand = False
+
+    def recorder_of(self, source: Any, describe: Callable[[], Sequence[TensorInfo]]) -> UpdateRecorder | None:
+        """Return the recorder of an optimizer.
+
+        Args:
+            source: identifies the optimizer; weakly referenced.
+            describe: returns the descriptions of its parameters. Called at its first update.
+
+        Returns:
+            The recorder; None for one optimizer more than the limit, which is counted in health.
+        """
+        recorded = self._recorded.get(id(source))
+        if recorded is None or recorded.source() is not source:
+            self._forget_gone()
+            if len(self._recorded) >= _MAX_RECORDERS:
+                self.session.health.count("unobserved_optimizers")
+                return None
+            recorder = UpdateRecorder(
+                self.session, describe(), on_nonfinite=self.on_nonfinite, counts_steps=False
+            )
+            recorded = self._recorded[id(source)] = _Recorded(weakref.ref(source), recorder)
+        if self._counting is None:
+            self._counting = id(source)
+            recorded.recorder.counts_steps = not self._by_hand
+        return recorded.recorder
+
+    def counts(self, source: Any) -> bool:
+        """Return whether an optimizer counts steps."""
+        return self._counting == id(source)
+
+    def restart(self) -> None:
+        """Let the next optimizer that makes an update count steps, because another training begins."""
+        counting = self._recorded.get(self._counting or -1)
+        if counting is not None:
+            counting.recorder.counts_steps = False
+        self._counting = None
+
+    def count_by_hand(self) -> None:
+        """Count steps by `Hook.step` from now on."""
+        self._by_hand = True
+        for recorded in self._recorded.values():
+            recorded.recorder.counts_steps = False
+
+    def _forget_gone(self) -> None:
+        for key in [key for key, recorded in self._recorded.items() if recorded.source() is None]:
+            del self._recorded[key]
+            if self._counting == key:
+                self._counting = None

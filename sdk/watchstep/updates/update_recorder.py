@@ -1,0 +1,322 @@
+"""Recording of updates: the gate, statistics of weights and gradients, losses and hyperparameters of each step.
+
+An adapter of a framework observes an update, often after the program has dispatched the next one, and passes it on here, on the training
+thread. A step of the run is one update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from watchstep.capture.config import placed
+from watchstep.capture.given.arrays import save_array
+from watchstep.capture.steps.own_work import own_work
+from watchstep.capture.steps.record import Group
+from watchstep.capture.steps.session import Session
+from watchstep.errors import ConfigError
+from watchstep.format import tensors
+from watchstep.format.tensors import Placement, TensorInfo
+from watchstep.stopping import OnNonfinite
+from watchstep.updates.tensor_values import TensorValues
+
+NONFINITE_APPLIED = "gradients:nonfinite_applied"
+"""Metric: 1 at a step whose update applied NaN or infinite gradients, 0 at one that did not."""
+
+_SLICES = 8
+_REPEAT_INTERVAL = 1000
+"""Number of steps after which an unchanged hyperparameter is recorded again, for readers of a window of steps."""
+
+_MAX_HYPERPARAMETERS = 64
+_STEPS_UNTIL_REPORT = 3
+
+Role = Literal["weight", "gradient"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update, as the adapter has observed it.
+
+    Attributes:
+        gradients: gradients as the optimizer received them, unscaled; None if they were not observed.
+        weights: weights before the update; None if they were not observed.
+        losses: losses of the update by name, in mode train.
+        metrics: numbers by name, such as the scale of the loss.
+        hyperparameters: numbers by name, such as ``learning_rate``. They are recorded when they change.
+        is_skipped: whether the framework left the update out because its gradients overflowed.
+        is_bad: whether the device has found NaN or infinity in the gradients; None if that was not checked there.
+    """
+
+    gradients: TensorValues | None = None
+    weights: TensorValues | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    hyperparameters: Mapping[str, float] = field(default_factory=dict)
+    is_skipped: bool = False
+    is_bad: bool | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors of one role with the same collections, which are due together.
+
+    Attributes:
+        collections: names of the collections.
+        rows: indices of the parameters.
+    """
+
+    collections: tuple[str, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass
+class _Described:
+    """The tensors of one role.
+
+    Attributes:
+        infos: description of each parameter's tensor.
+        parts: those with collections.
+        groups: groups of measured tensors, by their indices.
+    """
+
+    infos: tuple[TensorInfo, ...]
+    parts: tuple[_Part, ...]
+    groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+
+
+class UpdateRecorder:
+    """Records the updates of one set of parameters. Used on the training thread."""
+
+    def __init__(
+        self,
+        session: Session,
+        parameters: Sequence[TensorInfo],
+        *,
+        places: Sequence[Placement] = (),
+        on_nonfinite: OnNonfinite | None = None,
+        counts_steps: bool = True,
+    ) -> None:
+        """Start without updates.
+
+        Args:
+            session: the recording.
+            parameters: description of each parameter, with the role ``weight`` or ``bias``. Collections are assigned here.
+            places: which part of a sharded parameter each one is; by default whole.
+            on_nonfinite: the gate policy; by default updates are only recorded.
+            counts_steps: whether each update is a step of the run. Set it to False once the program calls `Hook.step`.
+
+        Raises:
+            ConfigError: the gate policy leaves updates out, which a program with a compiled step cannot do from outside.
+        """
+        policy = on_nonfinite or OnNonfinite()
+        if policy.action == "skip":
+            raise ConfigError(
+                f"on_nonfinite={str(policy)!r} for a compiled step",
+                'use on_nonfinite="stop", or let the program select its previous state (see the guide of the framework)',
+            )
+        self.counts_steps = counts_steps
+        self._session = session
+        self._recorder = session.recorder
+        self._schedule = session.schedule
+        self._policy = policy
+        self._places = tuple(places) or (Placement(),) * len(parameters)
+        self._described: dict[Role, _Described] = {
+            "weight": self._describe(parameters),
+            "gradient": self._describe(
+                [replace(info, name=f"{info.name}:gradient", role="gradient") for info in parameters]
+            ),
+        }
+        self._turn = 0
+        self._steps = 0
+        self._applied_nonfinite = False
+        self._hyperparameters: dict[str, tuple[int, float]] = {}
+        self._records_metrics = tensors.METRICS in session.config.chosen
+        self._schedule.measure_floor(own_work)
+
+    def _describe(self, infos: Sequence[TensorInfo]) -> _Described:
+        session = self._session
+        described: list[TensorInfo] = []
+        parts: dict[tuple[str, ...], list[int]] = {}
+        for row, info in enumerate(infos):
+            built_in = {"weight": tensors.WEIGHTS, "bias": tensors.BIASES}.get(info.role, tensors.GRADIENTS)
+            chosen = placed(info, (built_in,), session.config.chosen, (info.module_type,))
+            session.used_collections.update(chosen.collections)
+            described.append(chosen)
+            if chosen.collections:
+                parts.setdefault(chosen.collections, []).append(row)
+        return _Described(tuple(described), tuple(_Part(names, tuple(rows)) for names, rows in parts.items()))
+
+    @property
+    def step(self) -> int:
+        """The step that the next recorded update belongs to."""
+        return self._recorder.last_finished + 1
+
+    def due(self) -> frozenset[Role]:
+        """Return the roles with tensors that are due at the next update, as statistics or in full.
+
+        An adapter may leave out the transfer of the others. NaN and infinity are found in gradients that it passes, due or not.
+        """
+        step, schedule, capture = self.step, self._schedule, self._session.full_tensors
+        saves = capture.active and capture.any_due(step)
+        if not saves and not schedule.any_due(self._session.used_collections, step):
+            return frozenset()
+        return frozenset(
+            role
+            for role, described in self._described.items()
+            if any(
+                schedule.due(part.collections, step) is not None
+                or (saves and capture.due(part.collections, step) is not None)
+                for part in described.parts
+            )
+        )
+
+    def add_losses(self, losses: Mapping[str, float]) -> None:
+        """Record losses of the current step, such as those of a micro-batch. The next update is of the same step."""
+        self._recorder.begin()
+        for name, value in losses.items():
+            self._recorder.scalar(name, value, derived=True)
+
+    def record(self, update: Update) -> None:
+        """Record an update, and end its step.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in, by the service, a guard, or the gate policy.
+        """
+        own_work.enter()
+        try:
+            self._record(update)
+        finally:
+            own_work.leave()
+
+    def _record(self, update: Update) -> None:
+        self._recorder.begin()
+        is_nonfinite = False
+        try:
+            is_nonfinite = self._measure(update)
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            self._session.health.fault("update", error)
+        if is_nonfinite and not update.is_skipped and self._policy.action == "stop":
+            self._recorder.stop("the gradients of an update contain NaN or infinity", "gate policy")
+        self._recorder.about_to_update()
+        if self.counts_steps:
+            self._recorder.finish()
+            self._report_empty_collections()
+
+    def _measure(self, update: Update) -> bool:
+        """Measure what is due. Returns whether the gradients contain NaN or infinity."""
+        step = self._recorder.step
+        self._record_numbers(update, step)
+        is_nonfinite = self._gate(update, step)
+        self._schedule.check_floor()
+        is_any_due = self._schedule.any_due(self._session.used_collections, step)
+        for role, values in _values_of(update):
+            if values.is_measured:
+                self._add_measured(role, values)
+            elif is_any_due:
+                self._measure_role(role, values, step)
+        if self._session.full_tensors.active and self._session.full_tensors.any_due(step):
+            for role, values in _values_of(update):
+                self._save(role, values, step)
+        return is_nonfinite
+
+    def _gate(self, update: Update, step: int) -> bool:
+        """Check losses and gradients. Returns whether the gradients contain NaN or infinity."""
+        if not self._session.config.gate:
+            return False
+        is_nonfinite = bool(update.is_bad)
+        if update.gradients is not None and update.is_bad is None:
+            slices = 1 if self._policy.action == "stop" or self._recorder.guarding is not None else _SLICES
+            self._turn = (self._turn + 1) % slices
+            is_nonfinite = update.gradients.has_nonfinite(self._turn, slices)
+        has_bad_loss = not all(map(math.isfinite, update.losses.values()))
+        if (is_nonfinite and not update.is_skipped) or has_bad_loss:
+            self._schedule.demand(step)
+            self._session.bundles.bad(step, is_late=True)
+            if self._session.snapshots.bad(step):
+                self._session.full_tensors.protect(step)
+        applies = is_nonfinite and not update.is_skipped
+        if (applies or self._applied_nonfinite) and self._records_metrics:
+            self._recorder.scalar(NONFINITE_APPLIED, float(applies))
+        if self._applied_nonfinite and not applies:
+            self._schedule.demand(step)  # so that recorded gradients show that they are finite again
+        self._applied_nonfinite = applies
+        return is_nonfinite
+
+    def _record_numbers(self, update: Update, step: int) -> None:
+        if self._schedule.due((tensors.LOSSES,), step) is not None:
+            for name, value in update.losses.items():
+                self._recorder.scalar(name, value, derived=True)
+        if not self._records_metrics:
+            return
+        for name, value in update.metrics.items():
+            self._recorder.scalar(name, value)
+        for name, value in update.hyperparameters.items():
+            since, last = self._hyperparameters.get(name, (-_REPEAT_INTERVAL, math.nan))
+            if (value != last or step >= since + _REPEAT_INTERVAL) and (
+                name in self._hyperparameters or len(self._hyperparameters) < _MAX_HYPERPARAMETERS
+            ):
+                self._hyperparameters[name] = (step, value)
+                self._recorder.scalar(f"optimizer:{name}/0", value)
+
+    def _measure_role(self, role: Role, values: TensorValues, step: int) -> None:
+        described = self._described[role]
+        for part in described.parts:
+            charged = self._schedule.due(part.collections, step)
+            if charged is None:
+                continue
+            since = self._schedule.now()
+            rows, measurement = values.measure(part.rows)
+            if rows:
+                self._recorder.add(self._group(described, tuple(rows)), measurement)
+            self._schedule.spent(charged, since)
+
+    def _add_measured(self, role: Role, values: TensorValues) -> None:
+        """Add what a device has measured, of the collections that are recorded at all."""
+        described = self._described[role]
+        for part in described.parts:
+            if any(self._schedule.records(name, "train") for name in part.collections):
+                rows, measurement = values.measure(part.rows)
+                self._recorder.add(self._group(described, tuple(rows)), measurement)
+
+    def _group(self, described: _Described, rows: tuple[int, ...]) -> Group:
+        group = described.groups.get(rows)
+        if group is None:
+            group = Group(
+                tuple(described.infos[row] for row in rows), tuple(self._places[row] for row in rows)
+            )
+            if len(described.groups) < len(described.parts) + _SLICES:
+                described.groups[rows] = group
+        return group
+
+    def _save(self, role: Role, values: TensorValues, step: int) -> None:
+        """Save the full tensors that are due. Those of which only figures exist are left out, and named in health."""
+        described, capture = self._described[role], self._session.full_tensors
+        since = self._schedule.now()
+        for part in described.parts:
+            collection = capture.due(part.collections, step)
+            if collection is None:
+                continue
+            for row in part.rows:
+                array = values.array(row)
+                if array is not None:
+                    save_array(capture, collection, step, "train", described.infos[row], array)
+                else:
+                    capture.unsupported(collection, described.infos[row].name, "are not in host memory")
+        self._schedule.report_extra(since)
+
+    def _report_empty_collections(self) -> None:
+        self._steps += 1
+        if self._steps == _STEPS_UNTIL_REPORT and (empty := self._session.empty_collections()):
+            self._session.health.note(
+                "collections", f"nothing belongs to: {', '.join(empty)}; see their selectors"
+            )
+
+
+def _values_of(update: Update) -> list[tuple[Role, TensorValues]]:
+    roles: list[tuple[Role, TensorValues | None]] = [
+        ("weight", update.weights),
+        ("gradient", update.gradients),
+    ]
+    return [(role, values) for role, values in roles if values is not None]

@@ -1,0 +1,353 @@
+"""Recording of JAX programs: what is recorded, and that the programs compute what they compute without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tests.frameworks.jax import programs
+from watchstep import CaptureConfig, Hook, StopTraining, open_run
+from watchstep.jax import Recording, observed
+
+ROOT = Path(__file__).parents[3]
+EVERYTHING = CaptureConfig(overhead_budget=None)
+
+
+@pytest.fixture(scope="module")
+def plain_losses() -> dict[str, list[str]]:
+    """Losses of all programs in a process without Watchstep."""
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.frameworks.jax.programs"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    losses: dict[str, list[str]] = json.loads(child.stdout.splitlines()[-1])
+    return losses
+
+
+def recorded(store: Path, run: Any, **options: Any) -> tuple[Any, dict[str, Any], Any]:
+    """Run a program with a recording; returns its result, the hook's health, and the run."""
+    figures = options.pop("figures", None)
+    hook = Hook(store, run="r", config=EVERYTHING, **options)
+    Recording(hook, figures=figures)
+    try:
+        result = run()
+    finally:
+        hook.close()
+    assert not hook.health["faults"]
+    return result, hook.health, open_run(store / "default" / "r")
+
+
+def values(run: Any, name: str, column: str) -> list[float]:
+    """A column of a tensor's statistics, by step."""
+    found: list[float] = run.tensor(name).statistics().column(column).to_pylist()
+    return found
+
+
+def described(run: Any, name: str) -> Any:
+    """The description of a tensor."""
+    return next(info for info in run.catalogue if info.name == name)
+
+
+ROUNDS_OTHERWISE = {"with_nnx"}
+"""XLA computes the gradient of a layer with one output in the update of its weight, unless the gradient is an output, too."""
+
+ON_DEVICE = ("plain", "accumulated", "with_nnx", "without_jit")
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [*((name, "host") for name in programs.PROGRAMS), *((name, "device") for name in ON_DEVICE)],
+)
+def test_a_recorded_program_computes_the_same_losses(
+    name: str, figures: str, plain_losses: dict[str, list[str]], tmp_path: Path
+) -> None:
+    losses, _, _ = recorded(tmp_path, programs.PROGRAMS[name], figures=figures)
+    if name in ROUNDS_OTHERWISE:
+        numbers, plain = (list(map(float.fromhex, texts)) for texts in (losses, plain_losses[name]))
+        assert numbers == pytest.approx(plain, rel=1e-6)
+    else:
+        assert losses == plain_losses[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "scanned_steps", "scanned_layers", "with_nnx", "with_linen", "with_equinox"],
+)
+def test_each_update_is_a_step_with_its_own_loss(name: str, tmp_path: Path) -> None:
+    losses, _, run = recorded(tmp_path, programs.PROGRAMS[name])
+    assert run.tensor("loss").steps() == list(range(programs.STEPS))
+    means = values(run, "loss", "mean")
+    assert [float(np.float32(mean)).hex() for mean in means] == losses
+
+
+@pytest.mark.parametrize("figures", ["host", "device"])
+def test_gradients_and_weights_are_those_of_the_step(figures: str, tmp_path: Path) -> None:
+    _, _, run = recorded(tmp_path, programs.plain, figures=figures)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    params = programs.dense()
+    state = optimizer.init(params)
+    for step, batch in enumerate(programs.batches()):
+        gradients = jax.grad(programs.loss_of)(params, batch)
+        for name, leaf in (
+            ("dense_1.kernel", params["dense_1"]["kernel"]),
+            ("dense_1.kernel:gradient", gradients["dense_1"]["kernel"]),
+        ):
+            place = run.tensor(name).steps().index(step)
+            assert values(run, name, "square_sum")[place] == pytest.approx(float((leaf**2).sum()), rel=1e-4)
+            assert values(run, name, "max")[place] == pytest.approx(float(leaf.max()), rel=1e-5)
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+
+
+def test_names_and_roles_are_those_of_the_author(tmp_path: Path) -> None:
+    _, _, run = recorded(tmp_path, programs.with_nnx)
+    names = run.tensors()
+    assert {"first.kernel", "first.bias", "second.kernel:gradient"} <= set(names)
+    assert described(run, "first.bias").role == "bias"
+    assert described(run, "second.kernel").order > described(run, "first.kernel").order
+
+
+def test_layers_of_a_stack_have_rows_of_their_own(tmp_path: Path) -> None:
+    _, _, run = recorded(tmp_path, programs.scanned_layers)
+    names = set(run.tensors())
+    assert {f"layers.{layer}.kernel:gradient" for layer in range(5)} <= names
+    assert "layers.kernel" not in names
+    assert described(run, "layers.3.kernel").shape == (4, 4)
+    assert described(run, "layers.3.kernel").order > described(run, "layers.2.kernel").order
+    first = jax.random.normal(jax.random.key(1), (5, 4, 4)) * 0.5
+    recorded_max = [values(run, f"layers.{layer}.kernel", "max")[0] for layer in range(5)]
+    assert recorded_max == pytest.approx([float(first[layer].max()) for layer in range(5)], rel=1e-6)
+
+
+def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+    losses, _, run = recorded(tmp_path, programs.accumulated)
+    assert run.tensor("loss").steps() == [0, 1]
+    numbers = [float.fromhex(loss) for loss in losses]
+    assert values(run, "loss", "mean") == pytest.approx(
+        [sum(numbers[:3]) / 3, sum(numbers[3:]) / 3], rel=1e-6
+    )
+    assert values(run, "loss", "count") == [3, 3]
+    assert values(run, "optimizer:learning_rate/0", "mean")[0] == pytest.approx(1e-2)
+    params = programs.dense()
+    gradients = [jax.grad(programs.loss_of)(params, batch) for batch in programs.batches()[:3]]
+    mean = sum(gradient["dense_2"]["kernel"] for gradient in gradients) / 3
+    assert values(run, "dense_2.kernel:gradient", "square_sum")[0] == pytest.approx(
+        float((mean**2).sum()), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["population", "parallel", "exported"])
+def test_health_says_what_is_not_observed(name: str, tmp_path: Path) -> None:
+    _, health, run = recorded(tmp_path, programs.PROGRAMS[name])
+    assert "not observed" in health["notes"]["jax"]
+    assert run.tensors() == []
+
+
+def test_nothing_is_compiled_again(tmp_path: Path) -> None:
+    optimizer = optax.adam(1e-2)
+    traces = 0
+
+    def run() -> int:
+        params = programs.dense()
+        state = optimizer.init(params)
+
+        @jax.jit
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            nonlocal traces
+            traces += 1
+            loss, gradients = jax.value_and_grad(programs.loss_of)(params, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        for batch in programs.batches(200):
+            params, state, _ = step(params, state, batch)
+        size: int = step._cache_size()
+        return size
+
+    optimizer = observed(optimizer)
+    size, _, _ = recorded(tmp_path, run)
+    assert (size, traces) == (1, 1)
+
+
+@pytest.mark.parametrize("figures", ["host", "device"])
+def test_nan_is_found_at_its_step_and_stops(figures: str, tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r", on_nonfinite="stop")
+    Recording(hook, figures=figures)  # type: ignore[arg-type]
+    with pytest.raises(StopTraining) as stopped, hook:
+        programs.plain(steps=12, poison=7)
+    assert stopped.value.step == 7
+    run = open_run(tmp_path / "default" / "r")
+    series = run.tensor("dense_0.kernel:gradient")
+    assert series.steps()[-1] == 7
+    assert values(run, "dense_0.kernel:gradient", "nan")[-1] > 0
+    assert values(run, "loss", "nan")[-1] == 1
+    assert values(run, "gradients:nonfinite_applied", "mean") == [1.0]
+
+
+def test_a_scan_is_stopped_at_the_step_of_its_nan(tmp_path: Path) -> None:
+    def run() -> None:
+        optimizer = optax.adam(1e-2)
+        params = programs.dense()
+
+        @jax.jit
+        def steps(carry: Any, batches: Any) -> Any:
+            def body(carry: Any, batch: Any) -> Any:
+                params, state = carry
+                gradients = jax.grad(programs.loss_of)(params, batch)
+                updates, state = optimizer.update(gradients, state, params)
+                return (optax.apply_updates(params, updates), state), None
+
+            return jax.lax.scan(body, carry, batches)[0]
+
+        carry = (params, optimizer.init(params))
+        batches = programs.batches(50)
+        batches[23, 0, 0] = np.nan
+        for part in np.split(batches, 10):
+            carry = steps(carry, part)
+
+    hook = Hook(tmp_path, run="r", on_nonfinite="stop")
+    Recording(hook)
+    with pytest.raises(StopTraining) as stopped, hook:
+        run()
+    assert stopped.value.step == 23
+    assert open_run(tmp_path / "default" / "r").tensor("dense_0.kernel:gradient").steps()[-1] == 23
+
+
+def test_entries_of_the_compilation_cache_are_written(tmp_path: Path) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    try:
+        jax.clear_caches()
+        for figures in ("host", "device"):
+            recorded(tmp_path / figures, programs.plain, figures=figures)
+        names = [path.name for path in (tmp_path / "cache").iterdir()]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    assert len([name for name in names if name.startswith("jit_step") and name.endswith("-cache")]) == 2
+
+
+def test_skipped_updates_are_told_apart(tmp_path: Path) -> None:
+    def run() -> None:
+        optimizer = optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=3)
+        params = programs.dense()
+        state = optimizer.init(params)
+
+        @jax.jit
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            gradients = jax.grad(programs.loss_of)(params, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        batches = programs.batches(5)
+        batches[2, 0, 0] = np.nan
+        for batch in batches:
+            params, state = step(params, state, batch)
+
+    _, _, run_ = recorded(tmp_path, run, on_nonfinite="stop")
+    series = run_.tensor("dense_0.kernel:gradient")
+    assert series.steps() == list(range(5))
+    assert [count > 0 for count in values(run_, "dense_0.kernel:gradient", "nan")] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert "gradients:nonfinite_applied" not in run_.tensors()
+
+
+def test_a_compiled_function_behaves_as_that_of_jax(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r")
+    Recording(hook)
+
+    class Model:
+        @jax.jit
+        def scaled(self: Any, factor: Any) -> Any:
+            """Scale."""
+            return factor * 2.0
+
+    jax.tree_util.register_static(Model)
+    double = jax.jit(lambda number, times=1: number * 2 * times, static_argnames="times")
+    assert float(Model().scaled(3.0)) == 6.0
+    assert Model.scaled.__doc__ == "Scale."
+    assert float(double(3.0, times=2)) == 12.0
+    assert float(jax.jit(lambda number: double(number) + 1)(3.0)) == 7.0
+    assert float(jax.grad(double)(3.0)) == 2.0
+    assert double.lower(3.0).compile()(3.0) == 6.0
+    assert jax.vmap(double)(jnp.ones(3)).shape == (3,)
+    assert double.eval_shape(3.0).shape == ()
+    hook.close()
+
+
+def test_an_unmodified_program_is_recorded(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.frameworks.jax import programs\n"
+        "print(programs.with_nnx()[-1])\n",
+        encoding="utf-8",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "watchstep.command",
+        "run",
+        "--store",
+        str(tmp_path / "store"),
+        "--run",
+        "r",
+    ]
+    plain = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    child = subprocess.run(
+        [*command, "--", sys.executable, program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert child.stdout == plain.stdout
+    run = open_run(tmp_path / "store" / "default" / "r")
+    assert run.tensor("loss").steps() == list(range(programs.STEPS))
+    assert "second.kernel:gradient" in run.tensors()
+
+
+def test_numbers_of_the_program_belong_to_the_step_after_which_they_are_logged(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r", config=EVERYTHING)
+    Recording(hook)
+    optimizer = optax.sgd(0.1)
+    params = programs.dense()
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(programs.loss_of)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for number, batch in enumerate(programs.batches()):
+        params, state, loss = step(params, state, batch)
+        hook.log(loss=loss, number=jnp.float32(number))
+    hook.close()
+    run = open_run(tmp_path / "default" / "r")
+    assert run.tensor("number").steps() == list(range(programs.STEPS))
+    assert values(run, "number", "mean") == list(range(programs.STEPS))
+    assert run.tensor("loss").steps() == list(range(programs.STEPS))
+    assert not described(run, "loss").derived

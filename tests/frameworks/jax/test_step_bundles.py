@@ -1,0 +1,212 @@
+"""Bundles of JAX steps: arguments of every kind return as they were, and ``watchstep replay`` names the first bad operation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from watchstep.errors import ConfigError, FormatError, WatchstepError  # noqa: E402
+from watchstep.format.bundle import bundle_keys, open_bundle, open_bundle_file  # noqa: E402
+from watchstep.format.layout import BundleKey  # noqa: E402
+from watchstep.jax.replay.step_arguments import JaxStep, load_arguments, save_bundle  # noqa: E402
+from watchstep.jax.step_replay import replay_jax_step  # noqa: E402
+from watchstep.store.store import Store  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+
+
+def arguments_of(seed: int) -> tuple[Any, ...]:
+    generator = np.random.default_rng(seed)
+    state = {
+        "kernel": jnp.asarray(generator.normal(size=(3, 2)), jnp.bfloat16),
+        "narrow": jnp.asarray(generator.normal(size=4), "float8_e4m3fn"),
+        "complex": jnp.asarray(generator.normal(size=2) + 1j),
+        "mask": jnp.asarray(generator.normal(size=5) > 0),
+        "empty": jnp.zeros((0, 3)),
+    }
+    key = jax.random.key(seed)
+    return state, [generator.integers(9, size=3), seed, seed + 0.5], (key, jax.random.PRNGKey(seed)), "text"
+
+
+def same(recorded: Any, other: Any) -> None:
+    flat, structure = jax.tree_util.tree_flatten(recorded)
+    expected, expected_structure = jax.tree_util.tree_flatten(other)
+    assert structure == expected_structure
+    for value, wanted in zip(flat, expected, strict=True):
+        assert type(value) is type(wanted)
+        if hasattr(wanted, "dtype"):
+            assert value.dtype == wanted.dtype
+            is_key = jax.dtypes.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+            a, b = map(jax.random.key_data, (value, wanted)) if is_key else (value, wanted)
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        else:
+            assert value == wanted
+
+
+def test_arguments_return_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    save_bundle(path, *arguments_of(1), step=7, scale=2.0, reference=jax.new_ref(jnp.arange(3.0)))
+    bundle = open_bundle_file(path)
+    assert (bundle.document.step, bundle.document.lost) == (7, ())
+    template = {"scale": 1.0, "reference": jax.new_ref(jnp.zeros(3))}
+    arguments, keywords = load_arguments(bundle, JaxStep(print, arguments_of(2), template))
+    same(arguments, arguments_of(1))
+    assert keywords["scale"] == 2.0
+    assert (np.asarray(keywords["reference"][...]) == np.arange(3)).all()
+    assert [each.name for each in tmp_path.iterdir()] == ["step.safetensors"]
+
+
+def test_a_bundle_of_a_run_is_chosen_by_its_step(tmp_path: Path) -> None:
+    run = tmp_path / "runs/default/toy"
+    for step in (3, 5):
+        path = run / BundleKey("a1", 0, step, "program").path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_bundle(path, jnp.full(3, step), step=step)
+    (key, _) = bundle_keys(Store.open(run))
+    assert key.step == 3
+    bundle = open_bundle(Store.open(run), key.path)
+    assert load_arguments(bundle, JaxStep(print, (jnp.zeros(3, int),)))[0][0][0] == 3
+
+
+def test_a_bundle_of_another_step_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    save_bundle(path, {"a": jnp.ones(3)}, 2**70)
+    bundle = open_bundle_file(path)
+    for arguments, message in (
+        (({"a": jnp.ones(4)}, 1), r"arguments\[0\].a is F32 \(3,\), the program's is float32 \(4,\)"),
+        (({"a": jnp.ones(3, jnp.int32)}, 1), r"the program's is int32"),
+        (({"b": jnp.ones(3)}, 1), r"the program's step has no arguments\[0\].a"),
+        (({"a": jnp.ones(3)}, 1), r"has no arguments\[1\]: it does not fit into 64 bits"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_arguments(bundle, JaxStep(print, arguments))
+    with pytest.raises(ConfigError, match="does not end in"):
+        save_bundle(tmp_path / "step.npz", 1)
+
+
+def test_damaged_bundles_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    save_bundle(path, {"a": jnp.ones(3)})
+    content = path.read_bytes()
+    step = JaxStep(lambda tree: tree["a"], ({"a": jnp.zeros(3)},))
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        damaged = bytearray(content)
+        for place in generator.integers(len(damaged), size=3):
+            damaged[place] = generator.integers(256)
+        path.write_bytes(damaged[: generator.integers(len(damaged)) if generator.random() < 0.3 else None])
+        try:
+            load_arguments(open_bundle_file(path), step)
+        except WatchstepError:
+            continue
+    path.write_bytes(content.replace(b'"leaves":[{', b'"leaves":{"a"'))
+    with pytest.raises(FormatError):
+        load_arguments(open_bundle_file(path), step)
+
+
+def test_a_healthy_step_has_no_bad_operation(tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    save_bundle(path, jnp.ones(3))
+    replay = replay_jax_step(open_bundle_file(path), JaxStep(jax.jit(jnp.sin), (jnp.zeros(3),)))
+    assert not replay.fails
+    assert "all results are finite" in str(replay)
+
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+from jax import lax
+from watchstep.jax.replay.step_arguments import JaxStep, save_bundle
+
+
+def layer(x, weights):
+    return jnp.exp(x @ weights) - 1, None
+
+
+def loss(params, x):
+    return lax.scan(layer, x, params["layers"])[0].mean()
+
+
+@jax.jit
+def step(params, x):
+    value, gradients = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, params, gradients), value
+
+
+def build():
+    return {"layers": jnp.zeros((4, 3, 3))}, jnp.ones((2, 3))
+
+
+def replay():
+    return JaxStep(step, build())
+
+
+if __name__ == "__main__":
+    params, x = build()
+    params["layers"] = params["layers"].at[:].set(jnp.eye(3) * 0.1).at[2].set(1e4)
+    save_bundle("bad.safetensors", params, x, step=12)
+"""
+
+
+def test_the_command_names_the_operation(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+
+    def execute(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert execute("train.py").returncode == 0
+    replay = ("-m", "watchstep.command", "replay", "bad.safetensors", "--program", "train.py")
+    done = execute(*replay, "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    operation = data["first_bad"]["operation"]
+    assert (data["step"], operation["primitive"], operation["path"]) == (12, "exp", "scan[2]/exp")
+    assert (
+        operation["line"]["line"]
+        == PROGRAM.splitlines().index("    return jnp.exp(x @ weights) - 1, None") + 1
+    )
+    done = execute(*replay, "--precision", "fp64")
+    assert done.returncode == 2
+    assert "does not apply to a bundle of a JAX step" in done.stderr
+
+
+def test_the_examples_of_the_guide_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guides/jax-replay.md").read_text(encoding="utf-8")
+    first, bundled = re.findall(r"^```\{ \.python \.no-run \}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    printed = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "first.py").write_text(first)
+    (tmp_path / "train.py").write_text(bundled)
+    replay = ("-m", "watchstep.command", "replay", "bad.safetensors", "--program", "train.py")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    for arguments, expected in ((("first.py",), printed[0]), (("train.py",), ""), (replay, printed[1])):
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        shown = done.stdout.replace(f"{tmp_path.resolve()}/", "").replace("first.py", "train.py")
+        assert shown == expected
