@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
+from watchstep.hook_arguments import ON_NONFINITE
 from watchstep.jax import compiled_steps, optimizers, traced_updates
 from watchstep.jax.compiled_steps import CompiledStep
 from watchstep.jax.traced_updates import StepOutputs, TracedUpdate
@@ -26,7 +28,7 @@ class FirstUpdate:
         if recording is not None:
             recording.about_to_dispatch(function, arguments)
 
-    def dispatched(self, function: CompiledStep, updates: StepOutputs) -> None:
+    def dispatched(self, function: CompiledStep, updates: StepOutputs, arguments: Any, result: Any) -> None:
         """Do nothing: the recording observes the call that started it itself."""
 
     def _inner(self, update: TracedUpdate, loss: Any) -> None:
@@ -60,6 +62,8 @@ def after_jax() -> None:
     """Observe compiled functions from now on; called when the program has imported JAX."""
     compiled_steps.install()
     optimizers.install_losses()
+    # The first step is traced before there is a hook.
+    traced_updates.withhold_nonfinite(os.environ.get(ON_NONFINITE, "record") != "record")
     FirstUpdate()
 
 

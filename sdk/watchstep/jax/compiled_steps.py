@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -38,8 +38,8 @@ class StepObserver(Protocol):
         """
         ...
 
-    def dispatched(self, function: CompiledStep, updates: StepOutputs) -> None:
-        """A function with updates was called. Its outputs may still be computed. Never raises."""
+    def dispatched(self, function: CompiledStep, updates: StepOutputs, arguments: Any, result: Any) -> None:
+        """A function with updates was called. Its outputs may still be computed, and its arguments donated. Never raises."""
         ...
 
 
@@ -66,17 +66,25 @@ class CompiledStep:
         has_updates: whether its trace contains an update.
     """
 
-    def __init__(self, function: Callable[..., Any], plain: Any, recording: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        plain: Any,
+        recording: Any,
+        static_argnums: int | Sequence[int] = (),
+    ) -> None:
         """Wrap a function.
 
         Args:
             function: the program's function.
             plain: its compiled form.
             recording: the compiled form that also returns extra outputs.
+            static_argnums: positions of arguments that are constants.
         """
         functools.update_wrapper(self, function)
         self._plain = plain
         self._recording = recording
+        self.static_argnums = static_argnums
         self.layouts: set[UpdateLayout] = set()
         self.stacked: dict[UpdateLayout, tuple[bool, ...]] = {}
         self.has_updates = False
@@ -95,7 +103,7 @@ class CompiledStep:
         if updates:
             self._take(updates, arguments, keywords)
             for observer in tuple(_observers):
-                observer.dispatched(self, updates)
+                observer.dispatched(self, updates, (arguments, keywords), result)
         return result
 
     def _prepare(self, arguments: Any, keywords: Any) -> None:
@@ -165,7 +173,10 @@ def _recording_jit(jit: Callable[..., Any]) -> Callable[..., Any]:
         plain = jit(*arguments, **options)
         try:
             (function,) = arguments
-            return CompiledStep(function, plain, _recording_form(jit, function, options))
+            static = options.get("static_argnums")
+            return CompiledStep(
+                function, plain, _recording_form(jit, function, options), () if static is None else static
+            )
         except Exception as error:  # noqa: BLE001 - never into the program
             report("jit", error)
             return plain

@@ -9,6 +9,7 @@ from typing import Any
 
 from watchstep.format.tensors import TensorInfo
 from watchstep.jax.stacked_layers import MAX_LAYERS
+from watchstep.updates.parameter_names import kind_of
 
 _BIAS_LEAVES = frozenset({"bias", "b", "beta"})
 _DIGITS = re.compile(r"(\d+)")
@@ -58,6 +59,7 @@ def describe(
 
     Returns:
         Descriptions without collections, in the same order. ``order`` is the rank of the module among the modules, by name.
+        ``module_type`` is the name of the module without its number, which is its class if Flax linen has named it.
     """
     words = [path_words(path) or ("parameter",) for path in paths[:_MAX_PARAMETERS]]
     modules = sorted({names[:-1] for names in words}, key=_natural)
@@ -68,6 +70,7 @@ def describe(
             collections=(),
             role="bias" if names[-1] in _BIAS_LEAVES or names[-1].endswith("_bias") else "weight",
             module=".".join(names[:-1]),
+            module_type=kind_of(names[:-1]),
             order=orders[names[:-1]],
             shape=tuple(shape),
             dtype=dtype,

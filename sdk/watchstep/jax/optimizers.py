@@ -13,7 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from watchstep.jax.traced_updates import TracedUpdate, note_loss, note_update, optimizer_call, report
+from watchstep.jax.traced_updates import (
+    TracedUpdate,
+    note_loss,
+    note_update,
+    optimizer_call,
+    report,
+    withholds_nonfinite,
+)
 
 _MARK = "_watchstep_observed"
 
@@ -71,20 +78,26 @@ def _observing(update: Callable[..., Any], *, is_method: bool = False) -> Callab
     def call(*arguments: Any, **keywords: Any) -> Any:
         with optimizer_call() as is_outermost:
             result = update(*arguments, **keywords)
-        if is_outermost:
-            try:
-                owner = arguments[0] if is_method else None
-                note_update(_described(owner, arguments[first:], keywords, result))
-            except Exception as error:  # noqa: BLE001 - as above
-                report("update", error)
+        if not is_outermost:
+            return result
+        try:
+            owner = arguments[0] if is_method else None
+            given = dict(zip(("updates", "state", "params"), arguments[first:], strict=False)) | keywords
+            traced = _described(owner, given, result)
+            if withholds_nonfinite() and traced.skipped is None:
+                from watchstep.jax.update_guard import withheld_if_nonfinite
+
+                traced, result = withheld_if_nonfinite(traced, given["state"], result)
+            note_update(traced)
+        except Exception as error:  # noqa: BLE001 - as above
+            report("update", error)
         return result
 
     setattr(call, _MARK, True)
     return call
 
 
-def _described(owner: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> TracedUpdate:
-    given = dict(zip(("updates", "state", "params"), arguments, strict=False)) | keywords
+def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate:
     gradients, state, parameters = given["updates"], given["state"], given.get("params")
     updates, after = result
     emitted, skipped = None, None
@@ -111,14 +124,17 @@ def _accumulated(owner: Any, gradients: Any, state: Any) -> Any:
 
 
 def _hyperparameters(state: Any) -> dict[str, Any]:
-    """Return the numbers that `optax.inject_hyperparams` keeps in its state."""
-    values = getattr(state, "hyperparams", None)
-    inner = getattr(state, "inner_opt_state", None)
-    if values is None and inner is not None:
-        values = getattr(inner, "hyperparams", None)
-    if not isinstance(values, dict):
-        return {}
-    return {name: value for name, value in values.items() if jnp.ndim(value) == 0}
+    """Return the numbers that `optax.inject_hyperparams` keeps in the state, also within a chain; of several with one name, the first."""
+    found: dict[str, Any] = {}
+    for part in jax.tree_util.tree_leaves(state, is_leaf=_has_hyperparameters):
+        if _has_hyperparameters(part):
+            numbers = {name: value for name, value in part.hyperparams.items() if jnp.ndim(value) == 0}
+            found = {**numbers, **found}
+    return found
+
+
+def _has_hyperparameters(part: Any) -> bool:
+    return isinstance(getattr(part, "hyperparams", None), dict)
 
 
 def _noting_losses(value_and_grad: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,13 +17,13 @@ import numpy as np
 
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
-from watchstep.errors import ConfigError
 from watchstep.hook import Hook
 from watchstep.jax import compiled_steps, optimizers, traced_updates
 from watchstep.jax.compiled_steps import CompiledStep
 from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
 from watchstep.jax.names import describe, layer_descriptions
 from watchstep.jax.ring_reader import RingReader
+from watchstep.jax.step_bundles import StepBundles
 from watchstep.jax.step_ring import is_available
 from watchstep.jax.traced_updates import (
     InnerUpdates,
@@ -34,6 +34,7 @@ from watchstep.jax.traced_updates import (
 )
 from watchstep.kernels.measurement import Measurement
 from watchstep.stopping import OnNonfinite, StopTraining
+from watchstep.updates.program_updates import SCALE, scaler_metrics
 from watchstep.updates.tensor_values import TensorValues
 from watchstep.updates.update_recorder import Update, UpdateRecorder
 
@@ -108,13 +109,15 @@ class _Model:
 class UpdateReader:
     """Reads the extra outputs of compiled steps, and passes them to the recorder. Used on the training thread."""
 
-    def __init__(self, session: Session, on_nonfinite: OnNonfinite) -> None:
+    def __init__(self, session: Session, on_nonfinite: OnNonfinite, bundles: StepBundles) -> None:
         """Start without updates.
 
         Args:
             session: the recording.
             on_nonfinite: the gate policy.
+            bundles: writes bundles of steps.
         """
+        self._bundles = bundles
         self._session = session
         self._on_nonfinite = on_nonfinite
         self._models: dict[tuple[Any, ...], _Model] = {}
@@ -133,6 +136,7 @@ class UpdateReader:
             ring.wait()
         own_work.enter()
         try:
+            self._bundles.about_to_call(arguments)
             for model in models:
                 self._settle(model)
             for ring in rings:
@@ -141,6 +145,7 @@ class UpdateReader:
                 self._session.recorder.begin()  # what the program logs from now on belongs to the next step
             for layout in function.layouts:
                 self._measure_weights(function, layout, arguments)
+            self._bundles.write_requested(self._session.recorder.step, function, arguments)
         except StopTraining:
             raise
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
@@ -148,7 +153,7 @@ class UpdateReader:
         finally:
             own_work.leave()
 
-    def dispatched(self, function: CompiledStep, updates: StepOutputs) -> None:
+    def dispatched(self, function: CompiledStep, updates: StepOutputs, arguments: Any, result: Any) -> None:
         """Keep the extra outputs of a call until the next one."""
         if self._closed:
             return
@@ -161,6 +166,7 @@ class UpdateReader:
                     model := self._model_of(update.layout, function.stacked.get(update.layout))
                 ) is not None:
                     model.pending = update
+            self._bundles.called(function, arguments, result)
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
 
@@ -232,8 +238,14 @@ class UpdateReader:
             infos = describe(layout.paths, layout.shapes, layout.dtypes)
             infos, layers = layer_descriptions(infos, stacked or (False,) * len(infos))
             recorder = UpdateRecorder(
-                self._session, infos, on_nonfinite=self._on_nonfinite, counts_steps=not self._models
+                self._session,
+                infos,
+                on_nonfinite=self._on_nonfinite,
+                counts_steps=not self._models,
+                withholds=True,
             )
+            if self._bundles.can_bundle_bad_steps and not self._models:
+                recorder.bundle_bad_step = self._bundles.write_bad
             model = self._models[key] = _Model(
                 recorder, HostLayout.of(layout.shapes, layout.dtypes, layers), layers
             )
@@ -274,13 +286,17 @@ class UpdateReader:
             name: float(np.asarray(value))
             for name, value in zip(outputs.layout.hyperparameters, outputs.hyperparameters, strict=True)
         }
+        scale = hyperparameters.pop(SCALE, None)
+        is_skipped = outputs.skipped is not None and bool(outputs.skipped)
         model.recorder.record(
             Update(
                 gradients=JaxArrays(outputs.gradients, model.layout, model.layers),
                 weights=weights,
                 losses=losses,
+                metrics=scaler_metrics(scale, is_skipped=is_skipped),
                 hyperparameters=hyperparameters,
-                is_skipped=outputs.skipped is not None and bool(outputs.skipped),
+                is_skipped=is_skipped,
+                is_withheld=outputs.withheld is not None and bool(outputs.withheld),
             )
         )
 
@@ -313,22 +329,21 @@ class Recording:
             hook: an open hook. The recording ends when it is closed.
             figures: where gradients are measured. ``"host"``: they are outputs of the compiled step, and measured in host memory.
                 ``"device"``: the step measures them itself. Default: in host memory if JAX computes there.
-
-        Raises:
-            ConfigError: the hook's gate policy skips updates, which is not possible from outside of a compiled step.
         """
         policy = hook._on_nonfinite  # noqa: SLF001 - part of the hook's own package
-        if policy.action == "skip":
-            raise ConfigError(
-                f"on_nonfinite={str(policy)!r} with JAX",
-                'use on_nonfinite="stop", or optax.apply_if_finite in the program',
-            )
         install()
+        traced_updates.withhold_nonfinite(policy.action != "record")
         traced_updates.measure_on_device(
             figures == "device" or (figures is None and jax.default_backend() != "cpu")
         )
         session = hook._session  # noqa: SLF001 - as above
-        self._reader = UpdateReader(session, policy)
+        bundles = StepBundles(
+            session,
+            hook._identity,  # noqa: SLF001 - as above
+            hook.run_url,
+            withholds=policy.action != "record",
+        )
+        self._reader = UpdateReader(session, policy, bundles)
         self._health = session.health
         compiled_steps.observe(self._reader)
         traced_updates.observers_of_inner.append(self.inner_update)

@@ -48,15 +48,16 @@ class RingReader:
         )
         self._pending: deque[RingSnapshot] = deque()
         self._steps = 0
+        self._withholds = False
 
     def trace(self, update: TracedUpdate, outputs: UpdateOutputs) -> None:
         """Add the recording of an update to the program that is being traced. Never raises."""
         leaves, structure = jax.tree_util.tree_flatten(update.parameters)
         has_weights = structure == jax.tree_util.tree_structure(update.gradients)
         weights = leaves if has_weights and len(leaves) == len(outputs.gradients) else ()
-        self._ring.record(
-            outputs.gradients, weights, outputs.loss, emitted=outputs.emitted, skipped=outputs.skipped
-        )
+        self._withholds = outputs.withheld is not None
+        skipped = outputs.withheld if self._withholds else outputs.skipped
+        self._ring.record(outputs.gradients, weights, outputs.loss, emitted=outputs.emitted, skipped=skipped)
 
     def dispatched(self) -> None:
         """Start to copy what a dispatch has recorded."""
@@ -97,7 +98,8 @@ class RingReader:
                     gradients=step.gradients,
                     weights=step.weights,
                     losses={} if step.loss is None else {"loss": step.loss},
-                    is_skipped=step.is_skipped,
+                    is_skipped=step.is_skipped and not self._withholds,
+                    is_withheld=step.is_skipped and self._withholds,
                     is_bad=step.is_bad,
                 )
             )

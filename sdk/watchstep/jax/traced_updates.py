@@ -59,6 +59,7 @@ class UpdateOutputs:
         hyperparameters: value of each hyperparameter, of shape ().
         emitted: whether the optimizer made an update, bool of shape (); None if it makes one at each call.
         skipped: whether the optimizer left the update out, bool of shape (); None if it never does.
+        withheld: whether the update was left out as the gate policy requests, bool of shape (); None without such a policy.
     """
 
     layout: UpdateLayout
@@ -67,6 +68,7 @@ class UpdateOutputs:
     hyperparameters: tuple[Any, ...]
     emitted: Any
     skipped: Any
+    withheld: Any
 
 
 def _flatten(outputs: UpdateOutputs) -> tuple[tuple[Any, ...], UpdateLayout]:
@@ -76,6 +78,7 @@ def _flatten(outputs: UpdateOutputs) -> tuple[tuple[Any, ...], UpdateLayout]:
         outputs.hyperparameters,
         outputs.emitted,
         outputs.skipped,
+        outputs.withheld,
     ), outputs.layout
 
 
@@ -102,7 +105,7 @@ class TracedUpdate:
         gradients: the pytree of gradients.
         parameters: the pytree of parameters; None if the program did not pass it.
         hyperparameters: numbers by name.
-        emitted, skipped: as in `UpdateOutputs`.
+        emitted, skipped, withheld: as in `UpdateOutputs`.
     """
 
     gradients: Any
@@ -110,6 +113,7 @@ class TracedUpdate:
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     emitted: Any = None
     skipped: Any = None
+    withheld: Any = None
 
 
 class TraceCollector:
@@ -188,6 +192,7 @@ def outputs_of(update: TracedUpdate, loss: Any, places: Mapping[int, int]) -> Up
         tuple(value for _, value in hyperparameters),
         update.emitted,
         update.skipped,
+        update.withheld,
     )
 
 
@@ -267,12 +272,28 @@ def note_loss(loss: Any) -> None:
 
 
 class _Device:
-    """Whether steps measure their updates themselves, instead of returning gradients."""
+    """What steps do themselves.
+
+    Attributes:
+        measures: they measure their updates, instead of returning gradients.
+        withholds: they leave out updates by gradients with NaN or infinity.
+    """
 
     measures = False
+    withholds = False
 
 
 _device = _Device()
+
+
+def withhold_nonfinite(is_chosen: bool) -> None:
+    """Choose whether steps that are traced from now on leave out updates by gradients with NaN or infinity."""
+    _device.withholds = is_chosen
+
+
+def withholds_nonfinite() -> bool:
+    """Return whether steps that are traced now leave out such updates."""
+    return _device.withholds
 
 
 def measure_on_device(is_chosen: bool) -> None:

@@ -28,3 +28,15 @@ def parameter_words(paths: Sequence[str]) -> list[tuple[str, ...]]:
 def role_of(words: Sequence[str]) -> str:
     """Return the role of a parameter, by the words of its name."""
     return "bias" if words[-1] in _BIASES or words[-1].endswith("_bias") else "weight"
+
+
+def kind_of(module: Sequence[str]) -> str:
+    """Return a name for the class of a module that is not known: the last word of its name that is not a number, without digits at the end.
+
+    It is never empty. Rules recognize by it that the recorder has observed the updates of the tensor.
+
+    Args:
+        module: the words of the module's name; none for the outermost one.
+    """
+    words = [stem for word in module if (stem := word.rstrip("0123456789_"))]
+    return words[-1] if words else "parameters"

@@ -7,7 +7,7 @@ thread. A step of the run is one update.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -24,6 +24,9 @@ from watchstep.updates.tensor_values import TensorValues
 
 NONFINITE_APPLIED = "gradients:nonfinite_applied"
 """Metric: 1 at a step whose update applied NaN or infinite gradients, 0 at one that did not."""
+
+WITHHELD = "updates:skipped"
+"""Metric: 1 at a step with an update that the gate policy left out."""
 
 _SLICES = 8
 _REPEAT_INTERVAL = 1000
@@ -46,6 +49,7 @@ class Update:
         metrics: numbers by name, such as the scale of the loss.
         hyperparameters: numbers by name, such as ``learning_rate``. They are recorded when they change.
         is_skipped: whether the framework left the update out because its gradients overflowed.
+        is_withheld: whether the program left the update out as the gate policy requests.
         is_bad: whether the device has found NaN or infinity in the gradients; None if that was not checked there.
     """
 
@@ -55,6 +59,7 @@ class Update:
     metrics: Mapping[str, float] = field(default_factory=dict)
     hyperparameters: Mapping[str, float] = field(default_factory=dict)
     is_skipped: bool = False
+    is_withheld: bool = False
     is_bad: bool | None = None
 
 
@@ -97,6 +102,7 @@ class UpdateRecorder:
         places: Sequence[Placement] = (),
         on_nonfinite: OnNonfinite | None = None,
         counts_steps: bool = True,
+        withholds: bool = False,
     ) -> None:
         """Start without updates.
 
@@ -106,12 +112,13 @@ class UpdateRecorder:
             places: which part of a sharded parameter each one is; by default whole.
             on_nonfinite: the gate policy; by default updates are only recorded.
             counts_steps: whether each update is a step of the run. Set it to False once the program calls `Hook.step`.
+            withholds: whether the adapter makes the program leave out updates by non-finite gradients.
 
         Raises:
-            ConfigError: the gate policy leaves updates out, which a program with a compiled step cannot do from outside.
+            ConfigError: the gate policy leaves updates out, and the adapter cannot make the program do so.
         """
         policy = on_nonfinite or OnNonfinite()
-        if policy.action == "skip":
+        if policy.action == "skip" and not withholds:
             raise ConfigError(
                 f"on_nonfinite={str(policy)!r} for a compiled step",
                 'use on_nonfinite="stop", or let the program select its previous state (see the guide of the framework)',
@@ -128,9 +135,12 @@ class UpdateRecorder:
                 [replace(info, name=f"{info.name}:gradient", role="gradient") for info in parameters]
             ),
         }
+        self.bundle_bad_step: Callable[[int], None] | None = None
+        """Bundles the step with NaN or infinity that is being recorded; None if its inputs are gone."""
         self._turn = 0
         self._steps = 0
         self._applied_nonfinite = False
+        self._in_a_row = 0
         self._hyperparameters: dict[str, tuple[int, float]] = {}
         self._records_metrics = tensors.METRICS in session.config.chosen
         self._schedule.measure_floor(own_work)
@@ -197,12 +207,26 @@ class UpdateRecorder:
             is_nonfinite = self._measure(update)
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._session.health.fault("update", error)
-        if is_nonfinite and not update.is_skipped and self._policy.action == "stop":
-            self._recorder.stop("the gradients of an update contain NaN or infinity", "gate policy")
+        self._apply_policy(update, is_nonfinite=is_nonfinite)
         self._recorder.about_to_update()
         if self.counts_steps:
             self._recorder.finish()
             self._report_empty_collections()
+
+    def _apply_policy(self, update: Update, *, is_nonfinite: bool) -> None:
+        """Count an update that was left out, and stop if the policy requests it. Those that the framework leaves out itself are its own."""
+        if not is_nonfinite or update.is_skipped:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        step = self._recorder.step
+        if update.is_withheld and self._policy.action == "skip":
+            self._session.health.count("skipped_updates")
+            if self._records_metrics:
+                self._recorder.scalar(WITHHELD, 1.0)
+        if self._policy.stops_at(self._in_a_row):
+            skipped = f", after {self._in_a_row - 1} skipped updates" if self._in_a_row > 1 else ""
+            self._recorder.stop(f"the gradients of step {step} are not finite{skipped}", "gate policy")
 
     def _measure(self, update: Update) -> bool:
         """Measure what is due. Returns whether the gradients contain NaN or infinity."""
@@ -233,11 +257,13 @@ class UpdateRecorder:
         has_bad_loss = not all(map(math.isfinite, update.losses.values()))
         if (is_nonfinite and not update.is_skipped) or has_bad_loss:
             self._schedule.demand(step)
-            self._session.bundles.bad(step, is_late=True)
+            self._session.bundles.bad(step, is_late=self.bundle_bad_step is None)
+            if self.bundle_bad_step is not None and self._session.bundles.is_pending:
+                self.bundle_bad_step(step)
             if self._session.snapshots.bad(step):
                 self._session.full_tensors.protect(step)
-        applies = is_nonfinite and not update.is_skipped
-        if (applies or self._applied_nonfinite) and self._records_metrics:
+        applies = is_nonfinite and not update.is_skipped and not update.is_withheld
+        if (is_nonfinite or self._applied_nonfinite) and self._records_metrics:
             self._recorder.scalar(NONFINITE_APPLIED, float(applies))
         if self._applied_nonfinite and not applies:
             self._schedule.demand(step)  # so that recorded gradients show that they are finite again

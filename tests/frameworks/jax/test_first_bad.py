@@ -697,7 +697,7 @@ def test_a_fault_is_named_in_its_iteration(names: list[str], bad: int, seed: int
 
 
 def test_a_step_of_flax_and_optax() -> None:
-    linen = pytest.importorskip("flax.linen")
+    linen: Any = pytest.importorskip("flax.linen")
     optax = pytest.importorskip("optax")
 
     class Network(linen.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -197,7 +199,7 @@ def test_nan_is_found_at_its_step_and_stops(figures: str, tmp_path: Path) -> Non
     assert series.steps()[-1] == 7
     assert values(run, "dense_0.kernel:gradient", "nan")[-1] > 0
     assert values(run, "loss", "nan")[-1] == 1
-    assert values(run, "gradients:nonfinite_applied", "mean") == [1.0]
+    assert "gradients:nonfinite_applied" not in run.tensors()
 
 
 def test_a_scan_is_stopped_at_the_step_of_its_nan(tmp_path: Path) -> None:
@@ -271,7 +273,75 @@ def test_skipped_updates_are_told_apart(tmp_path: Path) -> None:
         False,
         False,
     ]
-    assert "gradients:nonfinite_applied" not in run_.tensors()
+    assert values(run_, "gradients:nonfinite_applied", "mean") == [0.0]
+
+
+@pytest.mark.parametrize("figures", ["host", "device"])
+def test_updates_by_nan_are_left_out_if_the_policy_says_so(figures: str, tmp_path: Path) -> None:
+    losses, health, run = recorded(
+        tmp_path, lambda: programs.plain(steps=12, poison=4), on_nonfinite="skip", figures=figures
+    )
+    numbers = list(map(float.fromhex, losses))
+    assert [step for step, number in enumerate(numbers) if math.isnan(number)] == [4]
+    assert values(run, "updates:skipped", "mean") == [1.0]
+    assert run.tensor("updates:skipped").steps() == [4]
+    assert health["counts"]["skipped_updates"] == 1
+    weights = run.tensor("dense_1.kernel").steps()
+    sums = dict(zip(weights, values(run, "dense_1.kernel", "square_sum"), strict=True))
+    if figures == "host":
+        assert sums[4] == sums[5] != sums[6]
+
+
+def test_the_policy_stops_after_skips_in_a_row(tmp_path: Path) -> None:
+    def run() -> None:
+        optimizer = optax.sgd(0.1)
+        params = programs.dense()
+        state = optimizer.init(params)
+
+        @jax.jit
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            gradients = jax.grad(programs.loss_of)(params, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        data = programs.batches(12)
+        data[[2, 5, 6, 7], 0, 0] = np.nan
+        for batch in data:
+            params, state = step(params, state, batch)
+
+    hook = Hook(tmp_path, run="r", on_nonfinite="skip:2")
+    Recording(hook)
+    with pytest.raises(StopTraining) as stopped, hook:
+        run()
+    assert stopped.value.step == 7
+    assert "after 2 skipped updates" in stopped.value.request.reason
+
+
+def test_the_state_of_a_stopped_program_is_the_one_before_the_update(tmp_path: Path) -> None:
+    state_of: list[Any] = []
+
+    def run() -> None:
+        optimizer = optax.adam(0.1)
+        params = programs.dense()
+        state_of[:] = [params, optimizer.init(params)]
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            gradients = jax.grad(programs.loss_of)(params, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        data = programs.batches(12)
+        data[7, 0, 0] = np.nan
+        for batch in data:
+            state_of[:] = step(*state_of, batch)
+
+    hook = Hook(tmp_path, run="r", on_nonfinite="stop")
+    Recording(hook)
+    with pytest.raises(StopTraining), hook:
+        run()
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree_util.tree_leaves(state_of))
+    assert int(state_of[1][0].count) == 7
 
 
 def test_a_compiled_function_behaves_as_that_of_jax(tmp_path: Path) -> None:

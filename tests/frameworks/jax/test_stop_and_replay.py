@@ -1,0 +1,115 @@
+"""An unmodified program whose scanned layer overflows is stopped, and a replay of its run names iteration, operation and line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax")
+
+from watchstep import open_run
+
+PROGRAM = """
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+optimizer = optax.adam(1e-2)
+
+
+def layer(x, inputs):
+    weights, scale = inputs
+    hidden = x @ weights
+    return hidden / scale, None
+
+
+def loss(weights, x, scales):
+    x, _ = jax.lax.scan(layer, x, (weights, scales))
+    return (x**2).mean()
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def step(weights, state, x, scales):
+    value, gradients = jax.value_and_grad(loss)(weights, x, scales)
+    updates, state = optimizer.update(gradients, state, weights)
+    return optax.apply_updates(weights, updates), state, value
+
+
+def build():
+    weights = jnp.stack([jnp.eye(4)] * 6)
+    return weights, optimizer.init(weights), np.ones((8, 4), np.float32), np.ones(6, np.float32)
+
+
+def replay():
+    from watchstep.jax import JaxStep
+
+    return JaxStep(step, build())
+
+
+if __name__ == "__main__":
+    weights, state, x, scales = build()
+    for number in range(20):
+        given = scales.copy()
+        if number == 7:
+            given[2] = 0.0
+        weights, state, value = step(weights, state, x * (1 + number), given)
+    print(float(value))
+"""
+
+
+def watchstep(folder: Path, *arguments: str, **environment: str) -> Any:
+    return subprocess.run(
+        [sys.executable, "-m", "watchstep.command", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "JAX_PLATFORMS": "cpu",
+            **environment,
+        },
+    )
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_bad_step_is_bundled_before_its_state_is_gone(policy: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    run = (
+        "run",
+        "--store",
+        "store",
+        "--run",
+        "r",
+        "--on-nonfinite",
+        policy,
+        "--",
+        sys.executable,
+        "train.py",
+    )
+    done = watchstep(tmp_path, *run)
+    assert done.returncode == (86 if policy == "stop" else 0), done.stderr
+    recorded = open_run(tmp_path / "store" / "default" / "r")
+    assert recorded.state() == ("stopped" if policy == "stop" else "completed")
+    assert recorded.tensor("loss").steps()[-1] == (7 if policy == "stop" else 19)
+
+    replay = watchstep(
+        tmp_path, "replay", "store/default/r", "--step", "7", "--program", "train.py", "--json"
+    )
+    assert replay.returncode == 0, replay.stderr
+    text = watchstep(tmp_path, "replay", "store/default/r", "--step", "7", "--program", "train.py").stdout
+    assert "scan[2]/div" in text
+    line = PROGRAM.splitlines().index("    return hidden / scale, None") + 1
+    assert f"train.py:{line} in layer" in text
+    assert "return hidden / scale, None" in text
+    assert "scan[2]/div" in json.dumps(json.loads(replay.stdout))
