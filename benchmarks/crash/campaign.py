@@ -38,7 +38,7 @@ _SETTINGS = {
     "GRACE_SECONDS": "0.4",
     "RETRY_SECONDS": "0.2",
     "GAP_SECONDS": "36000",  # nothing here is lost on the store, and what is late there must not be given up
-    "SEAL_SECONDS": "36000",
+    "ALLOWED_LATENESS_SECONDS": "36000",
     "SILENT_SECONDS": "36000",
     "LOCAL_JOBS": "true",
     "ALLOWED_ADDRESSES": "loopback",

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from benchmarks.crash.ground import CountedJob, Ground
 from benchmarks.crash.recorders import Training
-from benchmarks.crash.trainings import Calm, found_of
+from benchmarks.crash.trainings import Calm, found_of, progress_of
 from tests.services.recording import PROJECT
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
@@ -111,7 +111,10 @@ def judge(
     found = found_of(database, books.run.id, training.attempt)
     verdict.alerts += len(expected.alerts)
     if found != expected:
-        verdict.add("alerts that differ from a calm evaluation", f"{name}: {found}, not {expected}")
+        verdict.add(
+            "alerts that differ from a calm evaluation",
+            f"{name}: {found.difference(expected)}; {progress_of(database, books.run.id, training.attempt)}",
+        )
     events = [event for event in books.events if event["data"].get("attempt") == training.attempt]
     kinds = Counter(event["type"].removeprefix("io.watchstep.") for event in events)
     firing = len(expected.alerts)

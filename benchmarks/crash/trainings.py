@@ -17,7 +17,14 @@ from watchstep.format.documents import OnStop
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig, StopAction, WebhookAction
 from watchstep_services.db.engine import open_database
-from watchstep_services.db.models import AlertRow, FindingRow
+from watchstep_services.db.models import (
+    AlertRow,
+    FindingRow,
+    RuleConfigRow,
+    RuleStateRow,
+    Segment,
+    WatermarkRow,
+)
 from watchstep_services.db.schema import upgrade
 
 Told = Literal["announced", "some", "never"]
@@ -97,6 +104,13 @@ class Found:
     alerts: dict[str, tuple[str, int, str]]
     findings: tuple[str, ...]
 
+    def difference(self, expected: Found) -> str:
+        """How this differs from what was expected, in words."""
+        lacks, more = set(expected.findings) - set(self.findings), set(self.findings) - set(expected.findings)
+        alerts = "" if self.alerts == expected.alerts else f"alerts {self.alerts}, not {expected.alerts}; "
+        counts = f"{len(self.findings)} findings, not {len(expected.findings)}"
+        return f"{alerts}{counts}; lacks {sorted(lacks)[:20]}, has beyond them {sorted(more)[:20]}"
+
 
 @dataclass
 class Calm:
@@ -148,6 +162,22 @@ def found_of(database: Any, run_id: int, attempt: str) -> Found:
         {row.name: (row.phase, row.since_step, _plain(row.finding)) for row in alerts},
         tuple(f"{name}: {finding}" for name, finding in findings),
     )
+
+
+def progress_of(database: Any, run_id: int, attempt: str) -> str:
+    """What the database says of how an attempt was read and judged, to explain a difference."""
+    with database.read() as session:
+        segments = session.execute(select(Segment).filter_by(run_id=run_id, attempt=attempt)).scalars().all()
+        watermarks = session.execute(select(WatermarkRow).filter_by(run_id=run_id, attempt=attempt)).scalars()
+        states = session.execute(
+            select(RuleStateRow)
+            .join(RuleConfigRow, RuleConfigRow.id == RuleStateRow.config_id)
+            .where(RuleConfigRow.run_id == run_id, RuleStateRow.attempt == attempt)
+        ).scalars()
+        read = sorted((row.writer, row.seq, row.state, row.position) for row in segments)
+        passed = [(row.tick, row.step, row.cause) for row in watermarks]
+        health = [(row.config_id, row.findings, row.reported_health) for row in states]
+    return f"segments {read}, watermarks {passed}, rules {health}"
 
 
 def _plain(finding: dict[str, Any] | None) -> str:

@@ -227,7 +227,8 @@ class JudgingLimits:
     """Limits of the evaluation of many rule configs.
 
     Attributes:
-        seconds: time limit. Rule configs that have not been evaluated when it is exceeded keep their state, with an error.
+        seconds: limit of the processor time of the thread. Rule configs that have not been evaluated when it is exceeded keep their state,
+            with an error. A process that was suspended, or waits for a processor, evaluates late and leaves out nothing.
         findings: limit of the findings that are kept of each rule config, the first; the others are counted.
         check_running: is called before each rule config; an exception that it raises ends the evaluation.
     """
@@ -235,16 +236,16 @@ class JudgingLimits:
     seconds: float = math.inf
     findings: int = sys.maxsize
     check_running: Callable[[], None] = _always
-    _began: float = field(default_factory=time.monotonic)
+    _began: float = field(default_factory=time.thread_time)
 
     def is_over(self) -> bool:
-        """Whether the time limit is exceeded."""
-        return time.monotonic() - self._began > self.seconds
+        """Whether the time limit is exceeded. Called on the thread that created this object."""
+        return time.thread_time() - self._began > self.seconds
 
     def error(self) -> RuleError:
         """The error of a rule config that was not evaluated."""
         return RuleError(
-            f"the evaluation took more than {self.seconds:g} s before this rule",
+            f"the evaluation took more than {self.seconds:g} s of processor time before this rule",
             "record fewer tensors or less often, or use fewer rules for this run",
         )
 

@@ -24,7 +24,7 @@ STATE_CHARACTERS = 32 * 1024 * 1024
 """Limit of the rule states of one attempt together, as JSON. They are stored in one transaction."""
 
 JUDGING_SECONDS = 30.0
-"""Limit of the time in which the rules of one evaluation begin. Rules that a recorder requested are evaluated last."""
+"""Limit of the processor time in which the rules of one evaluation begin. Rules that a recorder requested are evaluated last."""
 
 FINDINGS_KEPT = 1000
 """Limit of stored findings of one rule config on one attempt; the rest are counted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.sdk.format.blocks import Row, block_of, gradient
@@ -43,3 +45,13 @@ def test_an_exception_of_the_check_ends_the_evaluation() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         judge_set([(CONFIGS[0], RuleMemory())], inputs(3), JudgingLimits(check_running=ending))
+
+
+def test_time_in_which_the_process_was_suspended_leaves_out_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(moments))
+    monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+    verdicts = judge_set(
+        [(config, RuleMemory()) for config in CONFIGS], inputs(3), JudgingLimits(seconds=30.0)
+    )
+    assert all(verdict.memory.health is not RuleHealth.ERROR for verdict in verdicts)
