@@ -9,7 +9,7 @@ SUITE := $(BIN)/python -m tests.suite
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo page test test-web test-slow test-laws test-faults test-frameworks test-life lint bench bench-service docs client wheel lock clean
+.PHONY: demo page test test-web test-slow test-laws test-faults test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -96,6 +96,11 @@ bench: $(STAMP)
 # How fast the service is and what it costs: ten minutes, on a quiet machine.
 bench-service: $(STAMP)
 	$(BIN)/python -m benchmarks.service $(BENCH_ARGS)
+
+# What recording costs trainings with JAX, Keras and TensorFlow: half an hour, on a quiet machine. TensorBoard is installed for it alone.
+bench-frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-frameworks.txt
+	$(FRAMEWORKS)/bin/python -m benchmarks.frameworks $(BENCH_ARGS)
 
 # The documentation site, into build/docs, with warnings as errors. Its tools have an environment of their own.
 DOCS := build/docs-env

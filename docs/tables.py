@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from pydantic_core import PydanticUndefined
 
 from docs.default_sources import SOURCES
+from docs.framework_support import FRAMEWORKS, FrameworkSupport, Judged
 from watchstep.capture.document import document as capture_document
 from watchstep.format.system_figures import FIGURES
 from watchstep.wrapper.audit.audit_command import parser as audit_parser
@@ -159,6 +160,45 @@ def limits() -> str:
             yield [f"`{config.rule}`", "<br>".join(RULES[config.rule].cannot_distinguish)]
 
     return _table(["rule", "cannot distinguish"], rows())
+
+
+_WORDS: dict[Judged, str] = {"yes": "yes", "with data": "with data", "no": "no"}
+
+
+def frameworks() -> str:
+    """What the adapter of each framework provides."""
+    lines: dict[str, Callable[[FrameworkSupport], str]] = {
+        "record with": lambda framework: framework.adapter,
+        "without a change, by `watchstep run`": lambda _: "yes",
+        "a step is": lambda framework: framework.step,
+        "probes": lambda framework: framework.probes,
+        "hyperparameters": lambda framework: framework.hyperparameters,
+        "full tensors": lambda framework: framework.saved,
+        '`on_nonfinite="stop"` stops': lambda framework: framework.nonfinite_stop or "no",
+        "a guard stops": lambda framework: framework.guard,
+        '`on_nonfinite="skip"`': lambda framework: framework.nonfinite_skip,
+        "a stop by the service": lambda _: "yes",
+    }
+    rows = ([title, *map(cell, FRAMEWORKS)] for title, cell in lines.items())
+    return _table(["", *(framework.name for framework in FRAMEWORKS)], rows)
+
+
+def framework_collections() -> str:
+    """The collections that each framework has."""
+    names = dict.fromkeys(
+        name for framework in FRAMEWORKS for name in (*framework.collections, *framework.on_data)
+    )
+    rows = ([f"`{name}`", *(_WORDS[framework.records(name)] for framework in FRAMEWORKS)] for name in names)
+    return _table(["collection", *(framework.name for framework in FRAMEWORKS)], rows)
+
+
+def framework_rules() -> str:
+    """The default rules that have something to judge in each framework."""
+    rows = (
+        [f"`{config.name}`", *(_WORDS[framework.judges(config)] for framework in FRAMEWORKS)]
+        for config in DEFAULT_RULES
+    )
+    return _table(["rule", *(framework.name for framework in FRAMEWORKS)], rows)
 
 
 def sagemaker() -> str:
@@ -320,6 +360,7 @@ def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.Type
 TABLES: dict[str, Callable[[], str]] = {
     "rules": rules, "sagemaker": sagemaker, "defaults": defaults, "limits": limits, "settings": settings, "variables": variables, "commands": commands,
     "routes": routes, "problems": problems, "system": system, "metrics": metrics, "sql_functions": sql_functions, "receivers": receivers, "message_fields": message_fields,
+    "frameworks": frameworks, "framework_collections": framework_collections, "framework_rules": framework_rules,
 }  # fmt: skip
 
 

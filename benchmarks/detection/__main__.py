@@ -1,12 +1,14 @@
-"""Detection: ``python -m benchmarks.detection [--set own difficult mid_run] [--part tune|held_out] [--only NAME …] [--quick]``.
+"""Detection: ``python -m benchmarks.detection [--set own difficult mid_run frameworks] [--part tune|held_out] [--only NAME …] [--quick]``.
 
-Three sets of the project's own programs are trained with the shipped default capture and judged by the default rules:
+Four sets of the project's own programs are trained with the shipped default capture and judged by the default rules:
 
 - ``own``: published faults, their mended twins and longer healthy trainings, once a seed;
 - ``difficult``: healthy programs that are difficult to judge. Each measures its own quality, as a witness that it is healthy.
-- ``mid_run``: faults that begin in the middle of a run, at a known step, each beside its sound twin.
+- ``mid_run``: faults that begin in the middle of a run, at a known step, each beside its sound twin;
+- ``frameworks``: programs of JAX, Keras, TensorFlow, XGBoost and LightGBM, healthy and with a fault. They run in ``build/frameworks-env``
+  (``make build/frameworks-env/.installed``), and are left out with a remark if it does not exist.
 
-Each set has a part ``tune`` and a part ``held_out``. The figures with targets are those of ``held_out``. Of the sets
+Each set but ``frameworks`` has a part ``tune`` and a part ``held_out``. The figures with targets are those of ``held_out``. Of the sets
 ``difficult`` and ``mid_run`` each alarm of the part ``tune`` is printed with rule, step, severity and whether it stops;
 of ``held_out`` only totals are, and nobody looks further; a program that is not as it claims is named. While tuning::
 
@@ -30,6 +32,8 @@ from pathlib import Path
 
 from benchmarks.detection.detecting import detect, programs_of
 from benchmarks.detection.figures import add_figures, add_own
+from benchmarks.detection.other_frameworks.program import PROGRAMS as FRAMEWORK_PROGRAMS
+from benchmarks.detection.other_frameworks.run import run_frameworks
 from benchmarks.detection.own import Part, part_of
 from benchmarks.detection.programs import Program
 from benchmarks.detection.run_witnessed import KINDS, Chosen, Ran, run_witnessed
@@ -43,8 +47,10 @@ from watchstep_rules.config.rule_config import StopAction
 STEP_SECONDS = 0.001
 SLOW_STEP_SECONDS = 0.02
 OWN_SEEDS = (0, 1, 2)
+FRAMEWORK_SEEDS = (0, 1)
 QUICK_STEPS = 300
 QUICK_FRACTION = 0.1
+SETS = ("own", *KINDS, "frameworks")
 STOPPING = {
     config.rule
     for config in DEFAULT_RULES
@@ -62,7 +68,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--set",
         nargs="+",
-        choices=("own", *KINDS),
+        choices=SETS,
         dest="sets",
         help="these sets of programs only; all where it is left out",
     )
@@ -183,11 +189,20 @@ def run_sets(given: argparse.Namespace, figures: Figures) -> None:
     Raises:
         SystemExit: a program of ``--only`` is in no set.
     """
-    sets = tuple(given.sets or ("own", *KINDS))
-    if unknown := set(given.only or ()) - set(programs_of(None)) - set(witnessed_programs()):
+    sets = tuple(given.sets or SETS)
+    names = {*programs_of(None), *witnessed_programs(), *FRAMEWORK_PROGRAMS}
+    if unknown := set(given.only or ()) - names:
         raise SystemExit(f"--only: no program is named {', '.join(sorted(unknown))}")
     report = run_own(given, figures) if "own" in sets else {}
     report |= run_others(given, figures, sets, report)
+    if "frameworks" in sets:
+        run_frameworks(
+            figures,
+            given.seeds or (FRAMEWORK_SEEDS[:1] if given.quick else FRAMEWORK_SEEDS),
+            only=given.only,
+            processes=given.processes or len(os.sched_getaffinity(0)),
+            done=progress,
+        )
     if given.out:
         given.out.write_text(json.dumps(report))
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.detection.recording import FixedClock
+from benchmarks.detection.fixed_clock import FixedClock
 from benchmarks.detection.witnessed import Quality, Training, Witnessed, witnessed_programs
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep_rules.backtest.backtest import backtest_run

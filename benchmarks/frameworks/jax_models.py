@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,8 @@ class JaxModel:
 
 def _normal(random: np.random.Generator, *shape: int) -> NDArray[np.float32]:
     fan_in = int(np.prod(shape[:-1]))
-    return (random.standard_normal(shape) / np.sqrt(fan_in)).astype(np.float32)
+    scaled: NDArray[np.float32] = (random.standard_normal(shape) / np.sqrt(fan_in)).astype(np.float32)
+    return scaled
 
 
 def _cross_entropy(logits: Any, labels: Any) -> Any:
@@ -66,7 +68,7 @@ def _mlp_parameters() -> Parameters:
             "kernel": jnp.asarray(_normal(random, before, after)),
             "bias": jnp.zeros(after),
         }
-        for number, (before, after) in enumerate(zip(_SIZES[:-1], _SIZES[1:], strict=True))
+        for number, (before, after) in enumerate(itertools.pairwise(_SIZES))
     }
 
 
@@ -80,7 +82,7 @@ def _mlp_loss(parameters: Parameters, batch: Any) -> Any:
     return _cross_entropy(hidden, labels)
 
 
-_CHANNELS = (3, 16, 32, 64)
+_CHANNELS = (3, 32, 64, 96)
 
 
 def _cnn_parameters() -> Parameters:
@@ -90,7 +92,7 @@ def _cnn_parameters() -> Parameters:
             "kernel": jnp.asarray(_normal(random, 3, 3, before, after)),
             "bias": jnp.zeros(after),
         }
-        for number, (before, after) in enumerate(zip(_CHANNELS[:-1], _CHANNELS[1:], strict=True))
+        for number, (before, after) in enumerate(itertools.pairwise(_CHANNELS))
     }
     parameters["head"] = {"kernel": jnp.asarray(_normal(random, _CHANNELS[-1], 10)), "bias": jnp.zeros(10)}
     return parameters

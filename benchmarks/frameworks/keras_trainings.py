@@ -20,10 +20,10 @@ class KerasTraining:
 
     def __init__(self, variant: str, folder: Path) -> None:
         if keras.backend.backend() == "tensorflow":
-            import tensorflow
+            import tensorflow as tf
 
-            tensorflow.config.threading.set_intra_op_parallelism_threads(1)
-            tensorflow.config.threading.set_inter_op_parallelism_threads(1)
+            tf.config.threading.set_intra_op_parallelism_threads(1)
+            tf.config.threading.set_inter_op_parallelism_threads(1)
         self._recorder = open_recorder(variant, folder)
         self._callbacks: list[Any] = []
         if self._recorder is not None:

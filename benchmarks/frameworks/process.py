@@ -62,6 +62,8 @@ def run(connection: Connection, workload: str, variant: str, folder: str, core: 
     try:
         _serve(connection, training)
         outcome = _outcome(training)
+    except EOFError:
+        return  # the parent was ended
     except Exception:  # noqa: BLE001 - as above
         outcome = Outcome(fault=traceback.format_exc(limit=-3))
     connection.send(outcome)

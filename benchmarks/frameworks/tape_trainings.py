@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class TapeTraining:
             Recording(self._recorder.hook)
         random = np.random.default_rng(1)
         self._variables: list[Any] = []
-        for number, (before, after) in enumerate(zip(_SIZES[:-1], _SIZES[1:], strict=True)):
+        for number, (before, after) in enumerate(itertools.pairwise(_SIZES)):
             kernel = (random.standard_normal((before, after)) / np.sqrt(before)).astype(np.float32)
             self._variables.append(tf.Variable(kernel, name=f"dense_{number}/kernel"))
             self._variables.append(tf.Variable(tf.zeros(after), name=f"dense_{number}/bias"))

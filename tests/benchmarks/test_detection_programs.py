@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks.detection.detecting import judged
+from benchmarks.detection.fixed_clock import EnoughStepsError, FixedClock
 from benchmarks.detection.healthy import PROGRAMS as HEALTHY
 from benchmarks.detection.oracle import SEEDS
 from benchmarks.detection.own import TUNE, part_of, programs
 from benchmarks.detection.published import PROGRAMS as PUBLISHED
 from benchmarks.detection.published.pairs import FIXED, MEASURED, measured
-from benchmarks.detection.recording import EnoughStepsError, FixedClock, record
+from benchmarks.detection.recording import record
 from benchmarks.detection.scoring import SYMPTOMS
 from benchmarks.detection.witness import Witness
 from watchstep import open_run

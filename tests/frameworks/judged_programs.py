@@ -1,4 +1,4 @@
-"""Healthy and faulty trainings of each framework, recorded: ``python judged_programs.py FRAMEWORK STORE``.
+"""Healthy and faulty trainings of each framework, recorded: ``python judged_programs.py FRAMEWORK STORE RESULTS``.
 
 The training is the same for all frameworks with layers: a network of dense layers, updates by the gradient clipped to a norm, one batch per
 step. Each fault is planted at a known step.
@@ -6,6 +6,7 @@ step. Each fault is planted at a known step.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep import CaptureConfig, Hook
+from watchstep import CaptureConfig, Hook, StopTraining
 from watchstep.capture.config import Cadence, Collection
+from watchstep_rules import Guard
 
 STEPS, BATCH, FEATURES = 80, 16, 8
 FAULT = 50
@@ -145,6 +147,7 @@ def train_jax(task: Task, hook: Hook) -> None:
 
     for x, y in task.batches():
         params, state, _ = step(params, state, x, y)
+        hook.record(labels=y[:, 0].astype(np.int32))
 
 
 def train_keras(task: Task, hook: Hook) -> None:
@@ -204,6 +207,7 @@ def train_tensorflow(task: Task, hook: Hook) -> None:
             variable.assign_sub(rate * gradient)
 
     for x, y in task.batches():
+        hook.record(labels=y[:, 0].astype(np.int32))
         step(tf.constant(x), tf.constant(y))
 
 
@@ -314,17 +318,35 @@ def capture() -> CaptureConfig:
     )
 
 
-def main(framework: str, store: Path) -> None:
-    """Record all trainings of a framework."""
+def main(framework: str, store: Path) -> dict[str, Any]:
+    """Record all trainings of a framework; returns by training the faults of the recorder, and the step at which it was stopped."""
     train, kinds = PROGRAMS[framework]
+    results: dict[str, Any] = {}
     for kind in kinds:
         with Hook(store, run=kind, config=capture()) as hook:
             train(kind, hook)
-        assert not hook.health["faults"], hook.health["faults"]
+        results[kind] = {"faults": hook.health["faults"], "stopped": None}
+    for kind in ("gate", "guard") if has_layers(framework) else ():
+        hook = Hook(store, run=kind, config=capture(), on_nonfinite="stop" if kind == "gate" else "record")
+        if kind == "guard":
+            Guard().attach(hook)
+        try:
+            train("nan", hook)
+            stopped = None
+        except StopTraining as stop:
+            stopped = stop.step
+        hook.close()
+        results[kind] = {"faults": hook.health["faults"], "stopped": stopped}
+    return results
+
+
+def has_layers(framework: str) -> bool:
+    """Return whether a framework trains networks of layers."""
+    return PROGRAMS[framework][1] == _LAYER_KINDS
 
 
 if __name__ == "__main__":
-    _, framework, backend = ("", *sys.argv[1].split("-"), "")[:3]
+    _, _, backend = sys.argv[1].partition("-")
     if backend:
         os.environ["KERAS_BACKEND"] = backend
-    main(sys.argv[1], Path(sys.argv[2]))
+    Path(sys.argv[3]).write_text(json.dumps(main(sys.argv[1], Path(sys.argv[2]))))

@@ -31,6 +31,9 @@ class FirstUpdate:
     def dispatched(self, function: CompiledStep, updates: StepOutputs, arguments: Any, result: Any) -> None:
         """Do nothing: the recording observes the call that started it itself."""
 
+    def dispatch_failed(self, function: CompiledStep) -> None:
+        """Do nothing: there is no ring yet."""
+
     def _inner(self, update: TracedUpdate, loss: Any) -> None:
         recording = self._start()
         if recording is not None:

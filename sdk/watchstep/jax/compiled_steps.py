@@ -6,21 +6,29 @@ outputs, and compiles to the same program. A call inside another trace is the pr
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import types
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
 from watchstep.jax.stacked_layers import stacked_arguments
+from watchstep.jax.step_ring import check_rings
 from watchstep.jax.traced_updates import (
+    InnerUpdates,
     StepOutputs,
     UpdateLayout,
     UpdateOutputs,
     collecting,
+    is_collecting,
     is_top_level,
+    probing,
+    recording_form,
     report,
 )
 
@@ -42,6 +50,10 @@ class StepObserver(Protocol):
         """A function with updates was called. Its outputs may still be computed, and its arguments donated. Never raises."""
         ...
 
+    def dispatch_failed(self, function: CompiledStep) -> None:
+        """A call of a function with updates inside of it raised. Never raises."""
+        ...
+
 
 _observers: list[StepObserver] = []
 
@@ -57,79 +69,160 @@ def forget(observer: StepObserver) -> None:
         _observers.remove(observer)
 
 
+dispatching = threading.RLock()
+"""Excludes other threads while a function with updates inside of it is called, or what it has recorded is read: both replace the same memory."""
+
+
 class CompiledStep:
     """A compiled function of the program: called as the one of `jax.jit`, whose attributes it has.
 
     Attributes:
-        layouts: layouts of the updates of its calls so far that are outputs.
-        stacked: for each layout, which of its parameters are stacks of layers.
-        has_updates: whether its trace contains an update.
+        has_updates: whether a trace of it contains an update.
+        inner_layouts: layouts of its updates that rings record.
+        static_argnums: positions of arguments that are constants.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        plain: Any,
-        recording: Any,
-        static_argnums: int | Sequence[int] = (),
+        self, plain: Any, recording: Any, inner: Any, static_argnums: int | Sequence[int] = ()
     ) -> None:
         """Wrap a function.
 
         Args:
-            function: the program's function.
             plain: its compiled form.
             recording: the compiled form that also returns extra outputs.
+            inner: the compiled form that is called inside of recording forms. It is equal to ``plain``, but traced nowhere else.
             static_argnums: positions of arguments that are constants.
         """
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, plain)
+        self.__wrapped__ = plain.__wrapped__  # the program's function, as that of JAX
         self._plain = plain
         self._recording = recording
+        self._inner = inner
         self.static_argnums = static_argnums
-        self.layouts: set[UpdateLayout] = set()
-        self.stacked: dict[UpdateLayout, tuple[bool, ...]] = {}
         self.has_updates = False
+        self.inner_layouts: list[UpdateLayout] = []
         self._is_prepared = False
+        self._is_disabled = False
+        self._contains_update: bool | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function."""
         if not is_top_level():
+            return self._called_inside(arguments, keywords)
+        if self._is_disabled or _is_being_debugged():
             return self._plain(*arguments, **keywords)
-        if not self._is_prepared:
-            self._prepare(arguments, keywords)
-        if self.has_updates:
-            for observer in tuple(_observers):
-                observer.about_to_dispatch(self, (arguments, keywords))
-        result, updates = self._recording(*arguments, **keywords)
+        with recording_form():
+            if not self._is_prepared:
+                self._is_prepared = True
+                self.layouts_of(arguments, keywords)
+            if not self.has_updates:
+                return self._called(arguments, keywords)
+        for observer in tuple(_observers):
+            observer.about_to_dispatch(self, (arguments, keywords))
+        if self._is_disabled:
+            return self._plain(*arguments, **keywords)
+        with recording_form():
+            return self._called(arguments, keywords)
+
+    def disable(self) -> None:
+        """Call only the program's own form from now on."""
+        self._is_disabled = True
+
+    @property
+    def has_inner_updates(self) -> bool:
+        """Whether a trace of it contains an update that a ring records."""
+        return bool(self.inner_layouts)
+
+    def _called_inside(self, arguments: Any, keywords: Any) -> Any:
+        """Call the function inside of a trace.
+
+        JAX traces a compiled function once, for all places that call it. One with an update is called as it was written instead, so that
+        a ring that records it in a scan is not part of it in a ``vmap``.
+        """
+        if not is_collecting():
+            return self._plain(*arguments, **keywords)
+        if self._updates_inside(arguments, keywords):
+            return self.__wrapped__(*arguments, **keywords)
+        return self._inner(*arguments, **keywords)
+
+    def _updates_inside(self, arguments: Any, keywords: Any) -> bool:
+        """Return whether the function contains an update. Found at the first call; the trace is that of the call."""
+        if self._contains_update is None:
+            try:
+                with probing() as probe:
+                    self._inner.trace(*arguments, **keywords)
+                self._contains_update = probe.found_update
+            except Exception:  # noqa: BLE001 - the call raises it
+                return False
+        return self._contains_update
+
+    def _called(self, arguments: Any, keywords: Any) -> Any:
+        """Call the recording form, and pass its updates on."""
+        if not self.has_inner_updates:
+            result, updates = self._recording(*arguments, **keywords)
+        elif not _rings_are_of_this_thread():
+            return self._plain(*arguments, **keywords)
+        else:
+            with dispatching:
+                # Programs may still write to rings of recordings that have ended.
+                if not check_rings():
+                    self.disable()
+                    return self._plain(*arguments, **keywords)
+                try:
+                    result, updates = self._recording(*arguments, **keywords)
+                except BaseException:
+                    check_rings()
+                    for observer in tuple(_observers):
+                        observer.dispatch_failed(self)
+                    raise
         if updates:
-            self._take(updates, arguments, keywords)
+            self._note(updates)
             for observer in tuple(_observers):
                 observer.dispatched(self, updates, (arguments, keywords), result)
         return result
 
-    def _prepare(self, arguments: Any, keywords: Any) -> None:
-        """Trace the function, as its first call does, and find its updates before the call donates its arguments."""
-        self._is_prepared = True
-        try:
-            _, updates = self._recording.trace(*arguments, **keywords).out_info
-        except Exception:  # noqa: BLE001 - the call raises it, or does not trace
-            return
-        if updates:
-            self._take(updates, arguments, keywords)
+    def layouts_of(self, arguments: Any, keywords: Any) -> list[CalledUpdate]:
+        """Return the updates that a call with these arguments makes, in their order. It is traced as the call does, once.
 
-    def _take(self, updates: StepOutputs, arguments: Any, keywords: Any) -> None:
-        """Note the layouts of updates."""
-        self.has_updates = True
-        layouts = {update.layout for update in updates if isinstance(update, UpdateOutputs)}
-        if layouts <= self.layouts:
-            return
+        Args:
+            arguments: positional arguments of the call.
+            keywords: its keyword arguments.
+        """
         try:
-            stacked = stacked_arguments(self._recording, arguments, keywords)
+            with recording_form():
+                traced = self._recording.trace(*arguments, **keywords)
+            _, updates = traced.out_info
+        except Exception:  # noqa: BLE001 - the call raises it, or does not trace
+            return []
+        self._note(updates)
+        layouts = [update.layout for update in updates if isinstance(update, UpdateOutputs)]
+        if not layouts:
+            return []
+        known = self._stacked(layouts, traced, arguments, keywords)
+        return [CalledUpdate(layout, known[layout]) for layout in layouts]
+
+    def _stacked(
+        self, layouts: list[UpdateLayout], traced: Any, arguments: Any, keywords: Any
+    ) -> dict[UpdateLayout, tuple[bool, ...]]:
+        """Return which parameters of each layout are stacks of layers. Found once for each trace."""
+        if all(layout in _stacks for layout in layouts):
+            return {layout: _stacks[layout] for layout in layouts}
+        try:
+            stacked = stacked_arguments(traced, arguments, keywords)
         except Exception as error:  # noqa: BLE001 - never into the program
             report("stacked layers", error)
             stacked = frozenset()
-        for layout in layouts - self.layouts:
-            self.stacked[layout] = tuple(place is not None and place in stacked for place in layout.inputs)
-        self.layouts |= layouts
+        for layout in layouts:
+            _stacks[layout] = tuple(place is not None and place in stacked for place in layout.inputs)
+        return {layout: _stacks[layout] for layout in layouts}
+
+    def _note(self, updates: StepOutputs) -> None:
+        self.has_updates = self.has_updates or bool(updates)
+        for update in updates:
+            if isinstance(update, InnerUpdates):
+                self.inner_layouts += [
+                    layout for layout in update.layouts if layout not in self.inner_layouts
+                ]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -139,11 +232,18 @@ class CompiledStep:
             raise AttributeError(name)
         return getattr(self._plain, name)
 
+    def __copy__(self) -> CompiledStep:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
         return self
 
     def __reduce__(self) -> Any:
-        return self._plain.__reduce__()
+        # A callable that is read where Watchstep is not installed. The compiled function is pickled as JAX defines it.
+        return copy.copy, (self._plain,)
+
+    def __repr__(self) -> str:
+        return repr(self._plain)
 
     def _cache_size(self) -> int:
         return int(self._recording._cache_size())  # noqa: SLF001 - the attribute that programs read
@@ -152,6 +252,50 @@ class CompiledStep:
         """Remove all compiled programs."""
         self._plain.clear_cache()
         self._recording.clear_cache()
+
+
+_stacks: MutableMapping[UpdateLayout, tuple[bool, ...]] = weakref.WeakKeyDictionary()
+"""Which parameters of a layout are stacks of layers."""
+
+
+@dataclass(frozen=True)
+class CalledUpdate:
+    """An update that a call makes.
+
+    Attributes:
+        layout: what is fixed about it.
+        stacked: which of its parameters are stacks of layers.
+    """
+
+    layout: UpdateLayout
+    stacked: tuple[bool, ...]
+
+
+def stacked_of(layout: UpdateLayout) -> tuple[bool, ...] | None:
+    """Return which parameters of a layout are stacks of layers; None if that is unknown."""
+    return _stacks.get(layout)
+
+
+class _RingThread:
+    """The thread whose calls rings record. Those of other threads are the program's own: several threads would replace the same memory."""
+
+    thread: threading.Thread | None = None
+
+
+def _rings_are_of_this_thread() -> bool:
+    here = threading.current_thread()
+    with dispatching:
+        if _RingThread.thread is None or not _RingThread.thread.is_alive():
+            _RingThread.thread = here
+        return _RingThread.thread is here
+
+
+def _is_being_debugged() -> bool:
+    """Return whether JAX checks the outputs of compiled functions, which extra outputs must not change, or looks for references to traces."""
+    config = jax.config
+    return bool(
+        config.jax_debug_nans or config.jax_debug_infs or getattr(config, "jax_check_tracer_leaks", False)
+    )
 
 
 _install_lock = threading.Lock()
@@ -175,7 +319,10 @@ def _recording_jit(jit: Callable[..., Any]) -> Callable[..., Any]:
             (function,) = arguments
             static = options.get("static_argnums")
             return CompiledStep(
-                function, plain, _recording_form(jit, function, options), () if static is None else static
+                plain,
+                _recording_form(jit, function, options),
+                _inner_form(jit, function, options),
+                () if static is None else static,
             )
         except Exception as error:  # noqa: BLE001 - never into the program
             report("jit", error)
@@ -183,6 +330,16 @@ def _recording_jit(jit: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(compile_step, _MARK, True)
     return compile_step
+
+
+def _inner_form(jit: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Compile a function once more, as another function for JAX's caches."""
+
+    @functools.wraps(function)
+    def inner(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    return jit(inner, **options)
 
 
 def _recording_form(jit: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:

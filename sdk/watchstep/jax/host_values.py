@@ -19,6 +19,8 @@ from watchstep.kernels.measurement import Measurement, Merged
 from watchstep.kernels.native_kernel import KINDS, MemoryRange, MemoryRanges
 from watchstep.updates.tensor_values import HostArrays
 
+_KIND_OF: dict[str, int] = {str(name): number for name, number in KINDS.items()}
+
 _WIDTHS: dict[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -58,6 +60,11 @@ class HostLayout:
 
     def ranges(self, arrays: Sequence[Any]) -> MemoryRanges | None:
         """Return the memory of arrays that are computed; None if one is missing or is not on one device of the host."""
+        if not all(
+            getattr(array, "size", -1) == size and _KIND_OF.get(array.dtype.name) == kind
+            for array, size, kind in zip(arrays, self.sizes, self.kinds, strict=True)
+        ):
+            return None  # memory is never read by the description of another array
         try:
             return MemoryRanges([array.unsafe_buffer_pointer() for array in arrays], self.sizes, self.kinds)
         except (AttributeError, RuntimeError, ValueError):

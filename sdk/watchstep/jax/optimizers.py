@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 from watchstep.jax.traced_updates import (
     TracedUpdate,
+    is_observed,
     note_loss,
+    note_not_observed,
     note_update,
     optimizer_call,
     report,
@@ -35,7 +37,7 @@ def install() -> None:
         kind.__new__ = _observing_new(kind.__new__)
         multi = getattr(optax, "MultiSteps", None)
         if multi is not None:
-            multi.update = _observing(multi.update, is_method=True)
+            multi.update = _observing_method(multi.update)
     install_losses()
 
 
@@ -54,7 +56,7 @@ def observed(optimizer: Any) -> Any:
     """
     if hasattr(optimizer.update, _MARK):
         return optimizer
-    return optimizer._replace(update=_observing(optimizer.update))
+    return optimizer._replace(update=ObservedTransformation(optimizer.update))
 
 
 def _observing_new(new: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +65,7 @@ def _observing_new(new: Callable[..., Any]) -> Callable[..., Any]:
         created = new(kind, *arguments, **keywords)
         try:
             if callable(created.update) and not hasattr(created.update, _MARK):
-                return tuple.__new__(kind, (created.init, _observing(created.update)))
+                return tuple.__new__(kind, (created.init, ObservedTransformation(created.update)))
         except Exception as error:  # noqa: BLE001 - never into the program
             report("optimizer", error)
         return created
@@ -71,30 +73,59 @@ def _observing_new(new: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _observing(update: Callable[..., Any], *, is_method: bool = False) -> Callable[..., Any]:
-    first = int(is_method)
+class ObservedTransformation:
+    """The update function of an optimizer, observed. Equal to that of an optimizer with an equal function, as programs compare optimizers."""
 
+    def __init__(self, update: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, update)
+        self._update = update
+        setattr(self, _MARK, True)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Update, and note it."""
+        return _observed_call(self._update, None, arguments, keywords)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObservedTransformation) and bool(other._update == self._update)
+
+    def __hash__(self) -> int:
+        return hash(self._update)
+
+    def __reduce__(self) -> Any:
+        # A callable that is read where Watchstep is not installed.
+        return functools.partial, (self._update,)
+
+
+def _observing_method(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        with optimizer_call() as is_outermost:
-            result = update(*arguments, **keywords)
-        if not is_outermost:
-            return result
-        try:
-            owner = arguments[0] if is_method else None
-            given = dict(zip(("updates", "state", "params"), arguments[first:], strict=False)) | keywords
-            traced = _described(owner, given, result)
-            if withholds_nonfinite() and traced.skipped is None:
-                from watchstep.jax.update_guard import withheld_if_nonfinite
-
-                traced, result = withheld_if_nonfinite(traced, given["state"], result)
-            note_update(traced)
-        except Exception as error:  # noqa: BLE001 - as above
-            report("update", error)
-        return result
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return _observed_call(functools.partial(update, self), self, arguments, keywords)
 
     setattr(call, _MARK, True)
     return call
+
+
+def _observed_call(
+    update: Callable[..., Any], owner: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    with optimizer_call() as is_outermost:
+        result = update(*arguments, **keywords)
+    if not is_outermost:
+        return result
+    if not (is_observed() or withholds_nonfinite()):
+        note_not_observed()
+        return result
+    try:
+        given = dict(zip(("updates", "state", "params"), arguments, strict=False)) | keywords
+        traced = _described(owner, given, result)
+        if withholds_nonfinite() and traced.skipped is None:
+            from watchstep.jax.update_guard import withheld_if_nonfinite
+
+            traced, result = withheld_if_nonfinite(traced, given["state"], result)
+        note_update(traced)
+    except Exception as error:  # noqa: BLE001 - never into the program
+        report("update", error)
+    return result
 
 
 def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate:
@@ -110,7 +141,14 @@ def _described(owner: Any, given: dict[str, Any], result: Any) -> TracedUpdate:
         leaves = jax.tree_util.tree_leaves(updates)
         is_zero = jnp.all(leaves[0] == 0) if leaves else jnp.array(True)
         skipped = jnp.logical_not(after.last_finite) & is_zero
-    return TracedUpdate(gradients, parameters, _hyperparameters(after), emitted=emitted, skipped=skipped)
+    return TracedUpdate(
+        gradients,
+        parameters,
+        _hyperparameters(after),
+        emitted=emitted,
+        skipped=skipped,
+        passed=given["updates"],
+    )
 
 
 def _accumulated(owner: Any, gradients: Any, state: Any) -> Any:
@@ -147,7 +185,7 @@ def _noting_losses(value_and_grad: Callable[..., Any]) -> Callable[..., Any]:
         def call(*values: Any, **named: Any) -> Any:
             result = differentiate(*values, **named)
             try:
-                note_loss(result[0][0] if has_aux else result[0])
+                note_loss(result[0][0] if has_aux else result[0], result[1])
             except Exception as error:  # noqa: BLE001 - as above
                 report("loss", error)
             return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -19,14 +20,13 @@ from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.hook import Hook
 from watchstep.jax import compiled_steps, optimizers, traced_updates
-from watchstep.jax.compiled_steps import CompiledStep
+from watchstep.jax.compiled_steps import CompiledStep, dispatching, stacked_of
 from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
-from watchstep.jax.names import describe, layer_descriptions
+from watchstep.jax.names import describe, layer_descriptions, prefixed
 from watchstep.jax.ring_reader import RingReader
 from watchstep.jax.step_bundles import StepBundles
 from watchstep.jax.step_ring import is_available
 from watchstep.jax.traced_updates import (
-    InnerUpdates,
     StepOutputs,
     TracedUpdate,
     UpdateLayout,
@@ -39,6 +39,9 @@ from watchstep.updates.tensor_values import TensorValues
 from watchstep.updates.update_recorder import Update, UpdateRecorder
 
 _MAX_RECORDERS = 8
+_CALLS_UNTIL_OTHER = 20
+"""Number of calls without an update of the model that counts steps, after which another one does: the program trains another model now. A
+critic is updated a few times for each update of its generator."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +94,27 @@ class _Model:
 
     Attributes:
         recorder: records its updates.
-        layout: sizes and kinds of the parameters.
+        layout: sizes and kinds of the gradients.
         layers: number of layers of each parameter; 1 for one that is not a stack.
-        pending: extra outputs of its last update, which are not read yet.
-        weights: weights before that update, if they were due.
         ring: reads its updates inside of scans; None if there are none.
     """
 
     recorder: UpdateRecorder
     layout: HostLayout | None
     layers: tuple[int, ...]
-    pending: UpdateOutputs | None = None
-    weights: _Premeasured | None = None
     ring: RingReader | None = None
+
+
+@dataclass(frozen=True)
+class _PendingUpdate:
+    """The extra outputs of one update of a call, which are not read yet, and the weights before it, if they were due."""
+
+    model: _Model
+    outputs: UpdateOutputs
+    weights: _Premeasured | None
+
+
+_ModelKey = tuple[Any, ...]
 
 
 class UpdateReader:
@@ -120,31 +131,31 @@ class UpdateReader:
         self._bundles = bundles
         self._session = session
         self._on_nonfinite = on_nonfinite
-        self._models: dict[tuple[Any, ...], _Model] = {}
+        self._models: dict[_ModelKey, _Model] = {}
+        self._functions: weakref.WeakSet[CompiledStep] = weakref.WeakSet()
+        self._weights: dict[int, _Premeasured] = {}
+        self._pending: list[list[_PendingUpdate]] = []
+        self._counting: _Model | None = None
+        self._others = 0
+        self._by_hand = False
         self._closed = False
         self._process = os.getpid()
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
-        """Record the last update of a function's models, and measure weights that are due before they are donated."""
+        """Record the updates of the last call, and measure weights that are due before they are donated."""
         if self._closed:
             return
-        models = [model for layout in function.layouts if (model := self._models.get(_key(layout)))]
-        rings = self._rings()
-        # The next step depends on these outputs. Waiting for them is the program's time, not the recorder's.
-        jax.block_until_ready([model.pending for model in models])
-        for ring in rings:
-            ring.wait()
+        self._wait(self._rings())
         own_work.enter()
         try:
             self._bundles.about_to_call(arguments)
-            for model in models:
-                self._settle(model)
-            for ring in rings:
-                ring.read()
-            if function.layouts:
+            self._settle()
+            self._read_rings()
+            if function.has_inner_updates:
+                self._prepare_rings(function)
+            if not function.has_inner_updates:
                 self._session.recorder.begin()  # what the program logs from now on belongs to the next step
-            for layout in function.layouts:
-                self._measure_weights(function, layout, arguments)
+            self._measure_weights(function, arguments)
             self._bundles.write_requested(self._session.recorder.step, function, arguments)
         except StopTraining:
             raise
@@ -153,22 +164,64 @@ class UpdateReader:
         finally:
             own_work.leave()
 
+    def _read_rings(self, *, at_end: bool = False) -> None:
+        """Record what rings have recorded and has arrived."""
+        for model in self._models.values():
+            if model.ring is not None and (at_end or model.ring.is_waiting):
+                self._count_steps([model])
+                with dispatching:
+                    model.ring.read(at_end=at_end)
+
+    def _prepare_rings(self, function: CompiledStep) -> None:
+        """Make the rings of a function usable, those of an earlier recording of this process included."""
+        for layout in function.inner_layouts:
+            model = self._model_of(layout)
+            if model is None:
+                continue
+            if model.ring is None:
+                model.ring = RingReader(self._session, model.recorder, _key(layout))
+            with dispatching:
+                is_usable = model.ring.check()
+            if not is_usable:
+                function.disable()
+                self._session.health.note("jax", "a step is not observed any more after a call of it failed")
+
+    def _wait(self, rings: Sequence[RingReader]) -> None:
+        """Wait for the last call. The next one depends on it: waiting is the program's time, not the recorder's."""
+        try:
+            jax.block_until_ready([update.outputs for call in self._pending for update in call])
+            for ring in rings:
+                ring.wait()
+        except Exception as error:  # noqa: BLE001 - it is the program's own, and raised where that reads its results
+            self._pending = []
+            self._session.health.fault("jax", error)
+
     def dispatched(self, function: CompiledStep, updates: StepOutputs, arguments: Any, result: Any) -> None:
         """Keep the extra outputs of a call until the next one."""
         if self._closed:
             return
         try:
-            for update in updates:
-                if isinstance(update, InnerUpdates):
-                    for ring in self._rings():
-                        ring.dispatched()
-                elif (
-                    model := self._model_of(update.layout, function.stacked.get(update.layout))
-                ) is not None:
-                    model.pending = update
+            outputs = [update for update in updates if isinstance(update, UpdateOutputs)]
+            call: list[_PendingUpdate] = []
+            weights, self._weights = self._weights, {}
+            for update, rank in zip(outputs, _ranks([update.layout for update in outputs]), strict=True):
+                model = self._model_of(update.layout, stacked_of(update.layout), rank)
+                if model is not None:
+                    call.append(_PendingUpdate(model, update, weights.pop(id(model), None)))
+            if call:
+                self._pending.append(call)
+            if function.has_inner_updates:
+                for ring in self._rings():
+                    ring.dispatched()
             self._bundles.called(function, arguments, result)
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
+
+    def dispatch_failed(self, function: CompiledStep) -> None:
+        """Repair what a call that raised has left of rings. Never raises."""
+        for ring in self._rings():
+            if not ring.repair():
+                function.disable()
 
     def eager(self, update: TracedUpdate, loss: Any) -> None:
         """Record an update that the program makes without a compiled step.
@@ -182,6 +235,7 @@ class UpdateReader:
             return
         leaves = jax.tree_util.tree_leaves(update.parameters)
         weights = JaxArrays(tuple(leaves)) if len(leaves) == len(outputs.gradients) else None
+        self._count_steps([model])
         self._record(model, outputs, weights)
 
     def trace(self, update: TracedUpdate, loss: Any) -> None:
@@ -192,13 +246,13 @@ class UpdateReader:
             if model is None:
                 return
             if model.ring is None:
-                if not is_available():
+                if not (is_available() and traced_updates.has_recording_form()):
                     self._session.health.note(
                         "jax",
-                        f"jax {jax.__version__} has no jax.new_ref: updates inside of a scan are not observed",
+                        f"updates inside of a scan are not observed with jax {jax.__version__}; use jax 0.10",
                     )
                     return
-                model.ring = RingReader(self._session, model.recorder)
+                model.ring = RingReader(self._session, model.recorder, _key(outputs.layout))
             model.ring.trace(update, outputs)
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
@@ -207,29 +261,37 @@ class UpdateReader:
         return [model.ring for model in self._models.values() if model.ring is not None]
 
     def close(self) -> None:
-        """Record the last update. A stop that is due is not raised: the program has ended."""
+        """Record the last updates. A stop that is due is not raised: the program has ended."""
         if self._closed:
             return
         self._closed = True
         try:
             # In a forked child the runtime of JAX has no threads, and would be waited for forever.
-            for model in self._models.values() if os.getpid() == self._process else ():
-                self._settle(model)
-                if model.ring is not None:
-                    model.ring.read(at_end=True)
+            if os.getpid() == self._process:
+                self._settle()
+                self._read_rings(at_end=True)
         except StopTraining:
             pass
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
         self._models.clear()
+        self._pending = []
 
     def count_by_hand(self) -> None:
-        """Count steps by `Hook.step` from now on."""
-        for model in self._models.values():
-            model.recorder.counts_steps = False
+        """Record the updates so far, whose step `Hook.step` ends, and count steps by it from now on.
 
-    def _model_of(self, layout: UpdateLayout, stacked: Sequence[bool] | None = None) -> _Model | None:
-        key = _key(layout)
+        Raises:
+            StopTraining: a guard or the gate policy requests it.
+        """
+        self._by_hand = True
+        self._wait(self._rings())
+        self._settle()
+        self._read_rings()
+
+    def _model_of(
+        self, layout: UpdateLayout, stacked: Sequence[bool] | None = None, rank: int = 0
+    ) -> _Model | None:
+        key = (*_key(layout), rank)
         model = self._models.get(key)
         if model is None:
             if len(self._models) >= _MAX_RECORDERS:
@@ -237,11 +299,14 @@ class UpdateReader:
                 return None
             infos = describe(layout.paths, layout.shapes, layout.dtypes)
             infos, layers = layer_descriptions(infos, stacked or (False,) * len(infos))
+            names = {info.name for other in self._models.values() for info in other.recorder.parameters}
+            if names & {info.name for info in infos}:
+                infos = prefixed(infos, f"model_{len(self._models) + 1}")
             recorder = UpdateRecorder(
                 self._session,
                 infos,
                 on_nonfinite=self._on_nonfinite,
-                counts_steps=not self._models,
+                counts_steps=False,
                 withholds=True,
             )
             if self._bundles.can_bundle_bad_steps and not self._models:
@@ -251,34 +316,61 @@ class UpdateReader:
             )
         return model
 
-    def _measure_weights(self, function: CompiledStep, layout: UpdateLayout, arguments: Any) -> None:
+    def _count_steps(self, models: Sequence[_Model]) -> None:
+        """Choose the model whose updates are steps: the first one, until it makes none in many calls."""
+        if self._counting is None:
+            self._counting = models[0]
+        if any(model is self._counting for model in models):
+            self._others = 0
+        else:
+            self._others += 1
+            if self._others > _CALLS_UNTIL_OTHER:
+                self._counting, self._others = models[0], 0
+        for model in self._models.values():
+            model.recorder.counts_steps = model is self._counting and not self._by_hand
+
+    def _measure_weights(self, function: CompiledStep, arguments: Any) -> None:
         """Measure the weights among a step's arguments, if they are due."""
-        model = self._model_of(layout, function.stacked.get(layout))
-        if model is None:
+        self._weights = {}
+        if function in self._functions and not any(
+            "weight" in model.recorder.due() for model in self._models.values()
+        ):
             return
-        model.weights = None
-        if None in layout.inputs or "weight" not in model.recorder.due():
-            return
+        self._functions.add(function)
+        called = function.layouts_of(*arguments)
         leaves = jax.tree_util.tree_leaves(arguments)
-        chosen = tuple(leaves[place] for place in layout.inputs if place is not None)
-        if not all(isinstance(leaf, jax.Array) and is_on_host(leaf) for leaf in chosen):
+        for update, rank in zip(called, _ranks([update.layout for update in called]), strict=True):
+            model = self._model_of(update.layout, update.stacked, rank)
+            places = [place for place in update.layout.inputs if place is not None]
+            if model is None or len(places) < len(update.layout.inputs) or id(model) in self._weights:
+                continue
+            chosen = tuple(leaves[place] for place in places if place < len(leaves))
+            if "weight" in model.recorder.due() and len(chosen) == len(places):
+                self._premeasure(model, chosen)
+
+    def _premeasure(self, model: _Model, arrays: tuple[Any, ...]) -> None:
+        if not all(isinstance(array, jax.Array) and is_on_host(array) for array in arrays):
             return
-        jax.block_until_ready(chosen)
-        values = JaxArrays(chosen, model.layout, model.layers)
+        jax.block_until_ready(arrays)
+        shapes, dtypes = [array.shape for array in arrays], [array.dtype.name for array in arrays]
+        values = JaxArrays(arrays, HostLayout.of(shapes, dtypes, model.layers), model.layers)
         rows, measurement = values.measure(range(sum(model.layers)))
         saves = self._session.full_tensors.active and self._session.full_tensors.any_due(model.recorder.step)
-        arrays = {row: values.array(row) for row in rows} if saves else {}
-        model.weights = _Premeasured(tuple(rows), measurement, arrays)
+        copies = {row: values.array(row) for row in rows} if saves else {}
+        self._weights[id(model)] = _Premeasured(tuple(rows), measurement, copies)
 
-    def _settle(self, model: _Model) -> None:
-        """Wait for the last update of a model, and record it."""
-        outputs, model.pending = model.pending, None
-        if outputs is not None:
-            weights, model.weights = model.weights, None
-            self._record(model, outputs, weights)
+    def _settle(self) -> None:
+        """Record the updates of the calls so far. Those that are no steps come first, and belong to the step that the others end."""
+        pending, self._pending = self._pending, []
+        for call in pending:
+            self._count_steps([update.model for update in call])
+            for update in sorted(call, key=lambda update: update.model.recorder.counts_steps):
+                self._record(update.model, update.outputs, update.weights)
 
     def _record(self, model: _Model, outputs: UpdateOutputs, weights: TensorValues | None) -> None:
         losses = {"loss": float(np.asarray(outputs.loss))} if outputs.loss is not None else {}
+        if model is not self._counting and losses:
+            losses = {f"loss_{1 + list(self._models.values()).index(model)}": losses["loss"]}
         if outputs.emitted is not None and not bool(outputs.emitted):
             model.recorder.add_losses(losses)
             return
@@ -288,6 +380,7 @@ class UpdateReader:
         }
         scale = hyperparameters.pop(SCALE, None)
         is_skipped = outputs.skipped is not None and bool(outputs.skipped)
+        withheld = None if outputs.withheld is None else bool(outputs.withheld)
         model.recorder.record(
             Update(
                 gradients=JaxArrays(outputs.gradients, model.layout, model.layers),
@@ -296,14 +389,33 @@ class UpdateReader:
                 metrics=scaler_metrics(scale, is_skipped=is_skipped),
                 hyperparameters=hyperparameters,
                 is_skipped=is_skipped,
-                is_withheld=outputs.withheld is not None and bool(outputs.withheld),
+                is_withheld=bool(withheld),
+                is_bad=withheld,  # the step has checked all gradients, if it withholds updates
             )
         )
 
 
-def _key(layout: UpdateLayout) -> tuple[Any, ...]:
-    """Return what distinguishes the parameters of one optimizer from those of another."""
-    return layout.paths, layout.shapes
+def _key(layout: UpdateLayout) -> _ModelKey:
+    """Return what distinguishes the parameters of one optimizer from those of others with another structure."""
+    return layout.paths, layout.shapes, layout.dtypes
+
+
+def _ranks(layouts: Sequence[UpdateLayout]) -> list[int]:
+    """Return which of the parameter sets of equal structure each update of a call is of.
+
+    An update of parameters that are no arguments of the call is of the set that was updated last: the program makes several in one call.
+    """
+    sets: dict[Any, list[Any]] = {}
+    ranks: list[int] = []
+    for layout in layouts:
+        known = sets.setdefault(_key(layout), [])
+        if None in layout.inputs:
+            ranks.append(max(0, len(known) - 1))
+            continue
+        if layout.inputs not in known:
+            known.append(layout.inputs)
+        ranks.append(known.index(layout.inputs))
+    return ranks
 
 
 class Recording:
@@ -333,9 +445,7 @@ class Recording:
         policy = hook._on_nonfinite  # noqa: SLF001 - part of the hook's own package
         install()
         traced_updates.withhold_nonfinite(policy.action != "record")
-        traced_updates.measure_on_device(
-            figures == "device" or (figures is None and jax.default_backend() != "cpu")
-        )
+        traced_updates.measure_on_device(None if figures is None else figures == "device")
         session = hook._session  # noqa: SLF001 - as above
         bundles = StepBundles(
             session,
@@ -348,7 +458,11 @@ class Recording:
         compiled_steps.observe(self._reader)
         traced_updates.observers_of_inner.append(self.inner_update)
         traced_updates.faults.append(session.health.fault)
+        traced_updates.not_observed.append(self._note)
         hook.attach_updates(self._reader.count_by_hand, self.close)
+
+    def _note(self, what: str) -> None:
+        self._health.note("jax", what)
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
         """Measure the weights before the first update of a program."""
@@ -367,6 +481,8 @@ class Recording:
         compiled_steps.forget(self._reader)
         if self.inner_update in traced_updates.observers_of_inner:
             traced_updates.observers_of_inner.remove(self.inner_update)
+        if self._note in traced_updates.not_observed:
+            traced_updates.not_observed.remove(self._note)
         if self._health.fault in traced_updates.faults:
             traced_updates.faults.remove(self._health.fault)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable, Hashable
 
 import jax
 
@@ -31,23 +33,25 @@ def row_cadence(session: Session) -> int:
 class RingReader:
     """Records the updates of one optimizer that its program makes inside of scans. Used on the training thread."""
 
-    def __init__(self, session: Session, recorder: UpdateRecorder) -> None:
+    def __init__(self, session: Session, recorder: UpdateRecorder, key: Hashable = None) -> None:
         """Start without updates.
+
+        Programs that an earlier recording of this process has traced are observed from the next dispatch on.
 
         Args:
             session: the recording.
             recorder: records the optimizer's updates.
+            key: what identifies the optimizer's parameters in this process.
         """
         self._session = session
         self._recorder = recorder
         self._cadence = row_cadence(session)
         first = min(self._cadence, _DENSE_EVERY)
         slots = _ROW_SLOTS if self._cadence > 1 else _ALL_ROW_SLOTS
-        self._ring = StepRing(
-            every=first, row_slots=slots, note=lambda reason: session.health.note("jax", reason)
-        )
+        self._ring = StepRing.shared(key, self, every=first, row_slots=slots, note=_note_of(session))
         self._pending: deque[RingSnapshot] = deque()
         self._steps = 0
+        """Updates that were recorded or missed: the number of the next one in the ring."""
         self._withholds = False
 
     def trace(self, update: TracedUpdate, outputs: UpdateOutputs) -> None:
@@ -59,6 +63,11 @@ class RingReader:
         skipped = outputs.withheld if self._withholds else outputs.skipped
         self._ring.record(outputs.gradients, weights, outputs.loss, emitted=outputs.emitted, skipped=skipped)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a dispatch has not been read yet."""
+        return bool(self._pending)
+
     def dispatched(self) -> None:
         """Start to copy what a dispatch has recorded."""
         if self._steps >= _DENSE_STEPS:
@@ -68,23 +77,40 @@ class RingReader:
             self._pending.append(snapshot)
 
     def wait(self) -> None:
-        """Wait for the dispatch before the last one, so that a fault is found within two dispatches."""
+        """Wait for the dispatch before the last one, so that a fault is found within two dispatches. Never raises: a failed dispatch is the program's."""
         if len(self._pending) >= _MAX_PENDING:
-            jax.block_until_ready((self._pending[0].ledger, self._pending[0].rows))
+            self._pending[0].wait()
+
+    def check(self) -> bool:
+        """Make the ring usable by the next dispatch. Never raises, and does not wait.
+
+        Returns:
+            Whether it is usable. Otherwise programs that use it must not be dispatched.
+        """
+        return self._ring.check()
+
+    def repair(self) -> bool:
+        """Replace memory that a failed dispatch has deleted. Never raises; returns what `check` does."""
+        return self._ring.repair()
 
     def read(self, *, at_end: bool = False) -> None:
         """Record the updates that have arrived.
 
         Args:
-            at_end: wait for all of them.
+            at_end: wait for all of them, and leave the ring to a later recording.
 
         Raises:
             StopTraining: a stop is due and the program opted in.
         """
         while self._pending and (at_end or self._pending[0].is_ready):
             self._record(self._pending.popleft())
-        if at_end and (snapshot := self._ring.snapshot(with_rows=True)) is not None:
-            self._record(snapshot)
+        if not at_end:
+            return
+        try:
+            if (snapshot := self._ring.snapshot(with_rows=True)) is not None:
+                self._record(snapshot)
+        finally:
+            self._ring.release()
 
     def _record(self, snapshot: RingSnapshot) -> None:
         missed = self._ring.missed_steps
@@ -92,7 +118,8 @@ class RingReader:
         if self._ring.missed_steps > missed:
             self._session.health.count("missed_steps", self._ring.missed_steps - missed)
         for step in steps:
-            self._steps += 1
+            self._recorder.skip(step.number - self._steps)
+            self._steps = step.number + 1
             self._recorder.record(
                 Update(
                     gradients=step.gradients,
@@ -103,3 +130,15 @@ class RingReader:
                     is_bad=step.is_bad,
                 )
             )
+
+
+def _note_of(session: Session) -> Callable[[str], None]:
+    """Return a function that notes a reason in the session's health. A ring may outlive the session, and does not keep it."""
+    reference = weakref.ref(session)
+
+    def note(reason: str) -> None:
+        living = reference()
+        if living is not None:
+            living.health.note("jax", reason)
+
+    return note

@@ -13,24 +13,45 @@ import jax
 MAX_LAYERS = 1024
 
 
-def stacked_arguments(compiled: Any, arguments: Any, keywords: Any) -> frozenset[int]:
+def stacked_arguments(traced: Any, arguments: Any, keywords: Any) -> frozenset[int]:
     """Return which leaves of a step's arguments are scanned over their first dimension.
 
     Args:
-        compiled: the step, as `jax.jit` returns it, after a call with these arguments. Its trace is cached.
+        traced: the trace of the step for these arguments, as its ``trace`` method returns it.
         arguments: positional arguments of the call. They may have been donated.
         keywords: keyword arguments of the call.
 
     Returns:
         Indices among the leaves of ``(arguments, keywords)``; empty if the leaves cannot be matched to the inputs of the trace.
     """
-    jaxpr = compiled.trace(*arguments, **keywords).jaxpr.jaxpr
+    jaxpr = traced.jaxpr.jaxpr
+    inputs = jax.tree_util.tree_leaves(traced.args_info)
     leaves = jax.tree_util.tree_leaves((arguments, keywords))
-    arrays = [place for place, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
-    if len(arrays) != len(jaxpr.invars):
+    places = _places(leaves, inputs)
+    if len(inputs) != len(jaxpr.invars) or places is None:
         return frozenset()
-    places = dict(zip(map(id, jaxpr.invars), arrays, strict=True))
-    return frozenset(places[identity] for identity in _scanned(jaxpr) if identity in places)
+    by_variable = dict(zip(map(id, jaxpr.invars), places, strict=True))
+    return frozenset(by_variable[identity] for identity in _scanned(jaxpr) if identity in by_variable)
+
+
+def _places(leaves: list[Any], inputs: list[Any]) -> list[int] | None:
+    """Return the index of the leaf of each input: constants are leaves that are no input. None if they cannot be matched."""
+    if len(leaves) == len(inputs):
+        return list(range(len(leaves)))
+    places: list[int] = []
+    remaining = iter(enumerate(leaves))
+    for info in inputs:
+        place = next((place for place, leaf in remaining if _is_like(leaf, info)), None)
+        if place is None:
+            return None
+        places.append(place)
+    return places
+
+
+def _is_like(leaf: Any, info: Any) -> bool:
+    """Return whether a leaf may be an input of this shape and dtype."""
+    shape = getattr(leaf, "shape", ()) if not isinstance(leaf, type) else None
+    return shape == tuple(info.shape)
 
 
 def _scanned(jaxpr: Any) -> Iterator[int]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from watchstep.jax.names import Path
 
-_MAX_UPDATES = 8
+_MAX_UPDATES = 64
 _MAX_HYPERPARAMETERS = 16
 
 
@@ -87,11 +87,20 @@ jax.tree_util.register_pytree_node(
 )
 
 
+@dataclass(frozen=True)
 class InnerUpdates:
-    """Marks the outputs of a step with updates of an inner trace, which a ring in device memory records. A pytree node without leaves."""
+    """Marks the outputs of a step with updates of an inner trace, which rings in device memory record. A pytree node without leaves.
+
+    Attributes:
+        layouts: what is fixed about each of these updates.
+    """
+
+    layouts: tuple[UpdateLayout, ...]
 
 
-jax.tree_util.register_pytree_node(InnerUpdates, lambda _: ((), None), lambda _, __: InnerUpdates())
+jax.tree_util.register_pytree_node(
+    InnerUpdates, lambda inner: ((), inner.layouts), lambda layouts, _: InnerUpdates(layouts)
+)
 
 StepOutputs = tuple[UpdateOutputs | InnerUpdates, ...]
 """The extra outputs of a step."""
@@ -106,6 +115,7 @@ class TracedUpdate:
         parameters: the pytree of parameters; None if the program did not pass it.
         hyperparameters: numbers by name.
         emitted, skipped, withheld: as in `UpdateOutputs`.
+        passed: the gradients that the program passed, if ``gradients`` are accumulated ones.
     """
 
     gradients: Any
@@ -114,50 +124,89 @@ class TracedUpdate:
     emitted: Any = None
     skipped: Any = None
     withheld: Any = None
+    passed: Any = None
+
+    @property
+    def gradients_of_program(self) -> Any:
+        """The gradients that the program passed."""
+        return self.gradients if self.passed is None else self.passed
+
+
+@dataclass(frozen=True, eq=False)
+class _Loss:
+    """A loss that was differentiated.
+
+    Attributes:
+        value: the loss.
+        trace: the trace.
+        gradients: ids of the leaves of its gradients.
+        leaves: these leaves, so that their ids stay theirs while the trace goes on.
+    """
+
+    value: Any
+    trace: Any
+    gradients: frozenset[int]
+    leaves: tuple[Any, ...]
 
 
 class TraceCollector:
-    """Keeps the updates and losses of one trace."""
+    """Keeps the updates and losses of one trace of a recording form, and of the traces inside it."""
 
     def __init__(self) -> None:
         self._trace = trace_state()
         self._updates: list[tuple[TracedUpdate, Any]] = []
-        self._loss: Any = None
-        self._has_inner = False
+        self._losses: list[_Loss] = []
+        self._inner: list[UpdateLayout] = []
 
     @property
     def is_current(self) -> bool:
         """Whether code runs in the trace that this object was created in."""
         return bool(trace_state() == self._trace)
 
-    def note_loss(self, loss: Any) -> None:
-        """Keep a loss for the next update."""
-        self._loss = loss
+    def note_loss(self, loss: Any, gradients: Any) -> None:
+        """Keep a loss for the update by its gradients."""
+        leaves = tuple(jax.tree_util.tree_leaves(gradients))
+        self._losses.append(_Loss(loss, trace_state(), frozenset(map(id, leaves)), leaves))
 
     def divide_loss(self, scale: Any) -> None:
-        """Divide the loss for the next update by a number."""
-        if self._loss is not None:
-            self._loss = self._loss / scale
+        """Divide the newest loss by a number."""
+        if self._losses:
+            self._losses[-1] = replace(self._losses[-1], value=self._losses[-1].value / scale)
+
+    def take_loss(self, gradients: Any) -> Any:
+        """Return the loss of some gradients; None if it is unknown.
+
+        Programs transform gradients before an update. Then the only loss of this trace that no other update has is that of the gradients.
+        """
+        here = trace_state()
+        losses = [loss for loss in self._losses if loss.trace == here]
+        ids = frozenset(map(id, jax.tree_util.tree_leaves(gradients)))
+        found = next((loss for loss in losses if loss.gradients & ids), None)
+        if found is None and len(losses) == 1:
+            found = losses[0]
+        if found is None:
+            return None
+        self._losses.remove(found)
+        return found.value
 
     def note_update(self, update: TracedUpdate) -> bool:
-        """Keep an update. Returns False for one more than the limit."""
+        """Keep an update of this trace. Returns False for one more than the limit."""
         if len(self._updates) >= _MAX_UPDATES:
             return False
-        self._updates.append((update, self._loss))
-        self._loss = None
+        self._updates.append((update, self.take_loss(update.gradients_of_program)))
         return True
 
-    def note_inner(self) -> None:
+    def note_inner(self, update: TracedUpdate) -> None:
         """Note an update of an inner trace."""
-        self._has_inner = True
+        self._inner.append(outputs_of(update, None, {}).layout)
 
     def outputs(self, arguments: Any) -> StepOutputs:
-        """Return the extra outputs of the step.
+        """Return the extra outputs of the step, in the order of the updates.
 
         Args:
             arguments: pytree of the arguments of the traced function.
         """
-        inner: StepOutputs = (InnerUpdates(),) if self._has_inner else ()
+        inner: StepOutputs = (InnerUpdates(tuple(self._inner)),) if self._inner else ()
         if not self._updates:
             return inner
         places = {id(leaf): place for place, leaf in enumerate(jax.tree_util.tree_leaves(arguments))}
@@ -203,20 +252,25 @@ def _parameters(parameters: Any, structure: Any, count: int) -> Sequence[Any]:
 
 
 class _Stack(threading.local):
-    """The collectors of the traces in progress in this thread, and the depth of calls of optimizers."""
+    """The collectors of the traces in progress in this thread, the depth of calls of optimizers, and the newest loss outside of traces."""
 
     def __init__(self) -> None:
         self.collectors: list[TraceCollector] = []
         self.depth = 0
+        self.eager_loss: Any = None
+        self.probe: TraceProbe | None = None
 
 
 _stack = _Stack()
 
 Inner = Callable[[TracedUpdate, Any], None]
-"""Receives an update of an inner trace, and the loss before it."""
+"""Receives an update of an inner trace, and its loss."""
 
 observers_of_inner: list[Inner] = []
 """Called for updates that no collector can return: at trace time, or outside of all traces at each update. They raise nothing at trace time."""
+
+not_observed: list[Callable[[str], None]] = []
+"""Called at trace time with what is not observed."""
 
 faults: list[Callable[[str, Exception], None]] = []
 """Called with the recorder's own failures at trace time, which never reach the program."""
@@ -241,6 +295,21 @@ def is_top_level() -> bool:
     return bool(trace_state() == _top_level)
 
 
+_recording_form = jax.make_user_context(default_value=False) if hasattr(jax, "make_user_context") else None
+"""Whether a trace is one of a recording form. It is part of the keys of JAX's caches: what is traced here, such as the body of a scan,
+is never used in a trace of the program's own."""
+
+
+def has_recording_form() -> bool:
+    """Return whether this version of JAX can keep traces of recording forms apart."""
+    return _recording_form is not None
+
+
+def recording_form() -> AbstractContextManager[Any]:
+    """Enclose traces and calls of a recording form."""
+    return nullcontext() if _recording_form is None else _recording_form(True)
+
+
 @contextmanager
 def collecting() -> Iterator[TraceCollector]:
     """Collect the updates of the current trace."""
@@ -250,6 +319,32 @@ def collecting() -> Iterator[TraceCollector]:
         yield collector
     finally:
         _stack.collectors.remove(collector)
+
+
+class TraceProbe:
+    """Whether an update was traced.
+
+    Attributes:
+        found_update: whether one was.
+    """
+
+    found_update = False
+
+
+@contextmanager
+def probing() -> Iterator[TraceProbe]:
+    """Trace without recording, and find whether there is an update."""
+    probe, before = TraceProbe(), _stack.probe
+    _stack.probe = probe
+    try:
+        yield probe
+    finally:
+        _stack.probe = before
+
+
+def is_collecting() -> bool:
+    """Return whether a recording form is being traced in this thread."""
+    return bool(_stack.collectors) and _stack.probe is None
 
 
 @contextmanager
@@ -262,24 +357,36 @@ def optimizer_call() -> Iterator[bool]:
         _stack.depth -= 1
 
 
-def note_loss(loss: Any) -> None:
-    """Note a loss that the program differentiates."""
-    collector = _stack.collectors[-1] if _stack.collectors else None
-    if collector is not None and collector.is_current and not _device.measures:
-        collector.note_loss(loss)
-    else:
-        _inner.loss, _inner.trace = loss, trace_state()
+def is_observed() -> bool:
+    """Return whether an update here is recorded: in a trace of a recording form, or outside of traces."""
+    return bool(observers_of_inner) and (bool(_stack.collectors) or is_top_level())
+
+
+def note_not_observed() -> None:
+    """Report an update in a trace of the program's own, which has no extra outputs."""
+    for listener in tuple(not_observed):
+        listener("an update under pmap, in an export or in a step compiled ahead of time is not observed")
+
+
+def note_loss(loss: Any, gradients: Any) -> None:
+    """Note a loss that the program has differentiated, and its gradients."""
+    if _stack.probe is not None:
+        return
+    if _stack.collectors:
+        _stack.collectors[-1].note_loss(loss, gradients)
+    elif is_top_level():
+        _stack.eager_loss = loss
 
 
 class _Device:
     """What steps do themselves.
 
     Attributes:
-        measures: they measure their updates, instead of returning gradients.
+        measures: they measure their updates, instead of returning gradients; None if that depends on where JAX computes.
         withholds: they leave out updates by gradients with NaN or infinity.
     """
 
-    measures = False
+    measures: bool | None = None
     withholds = False
 
 
@@ -296,39 +403,45 @@ def withholds_nonfinite() -> bool:
     return _device.withholds
 
 
-def measure_on_device(is_chosen: bool) -> None:
-    """Choose whether steps that are traced from now on measure their updates themselves, instead of returning gradients."""
+def measure_on_device(is_chosen: bool | None) -> None:
+    """Choose whether steps that are traced from now on measure their updates themselves, instead of returning gradients. None: on accelerators."""
     _device.measures = is_chosen
+
+
+def _measures_on_device() -> bool:
+    # Asked for at the first update: the question starts JAX's backend, which a program configures before.
+    return jax.default_backend() != "cpu" if _device.measures is None else _device.measures
 
 
 def divide_loss(scale: Any) -> None:
     """Divide the loss that was noted last by the scale that the program has multiplied it by."""
-    collector = _stack.collectors[-1] if _stack.collectors else None
-    if collector is not None and collector.is_current:
-        collector.divide_loss(scale)
-    elif _inner.loss is not None:
-        _inner.loss = _inner.loss / scale
-
-
-class _InnerLoss(threading.local):
-    """The last loss of a trace without a collector, and that trace: an update of another one has nothing to do with it."""
-
-    loss: Any = None
-    trace: Any = None
-
-
-_inner = _InnerLoss()
+    if _stack.collectors:
+        _stack.collectors[-1].divide_loss(scale)
+    elif _stack.eager_loss is not None:
+        _stack.eager_loss = _stack.eager_loss / scale
 
 
 def note_update(update: TracedUpdate) -> None:
-    """Note an update."""
-    collector = _stack.collectors[-1] if _stack.collectors else None
-    if collector is not None and collector.is_current and not _device.measures:
-        collector.note_update(update)
+    """Note an update. One in a trace that is not of a recording form, such as an export, leaves no mark there."""
+    if _stack.probe is not None:
+        _stack.probe.found_update = True
         return
-    loss = _inner.loss if _inner.trace == trace_state() else None
-    _inner.loss = _inner.trace = None
-    if collector is not None:
-        collector.note_inner()
+    collector = _stack.collectors[-1] if _stack.collectors else None
+    loss: Any = None
+    if collector is None:
+        if not is_top_level():
+            note_not_observed()
+            return
+        loss, _stack.eager_loss = _stack.eager_loss, None
+    elif collector.is_current and not _measures_on_device():
+        if not collector.note_update(update):
+            report(
+                "update",
+                RuntimeError(f"more than {_MAX_UPDATES} updates in one step: the others are not recorded"),
+            )
+        return
+    else:
+        loss = collector.take_loss(update.gradients_of_program)
+        collector.note_inner(update)
     for observer in tuple(observers_of_inner):
         observer(update, loss)

@@ -13,8 +13,8 @@ from watchstep.jax import compiled_steps, optimizers, recording, traced_updates
 from watchstep.jax.traced_updates import TracedUpdate
 from watchstep.keras.optimizer_calls import OptimizerCall
 from watchstep.updates.parameter_names import parameter_words
+from watchstep.updates.program_updates import SCALE, check_policy
 
-LOSS_SCALE = "loss_scale"
 _TRAINER = "keras.src.backend.jax.trainer"
 
 
@@ -37,6 +37,7 @@ def record_with(hook: Hook) -> None:
     Raises:
         ConfigError: the hook's gate policy is not possible.
     """
+    check_policy(hook._on_nonfinite)  # noqa: SLF001 - part of the hook's own package
     recording.Recording(hook)
 
 
@@ -52,7 +53,7 @@ def note(call: OptimizerCall) -> None:
     skipped = None
     if call.scale is not None:
         gradients = [gradient / call.scale for gradient in gradients]
-        hyperparameters[LOSS_SCALE] = call.scale
+        hyperparameters[SCALE] = call.scale
         traced_updates.divide_loss(call.scale)
         skipped = ~jax.numpy.asarray(call.is_finite)
     traced_updates.note_update(

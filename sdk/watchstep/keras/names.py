@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from watchstep.format.tensors import TensorInfo
-from watchstep.updates.parameter_names import parameter_words, role_of
+from watchstep.updates.parameter_names import kind_of, parameter_words, role_of
 
 _MAX_PARAMETERS = 100_000
 
@@ -33,7 +33,7 @@ def describe(variables: Sequence[Any], trainer: Any = None) -> tuple[TensorInfo,
             collections=(),
             role=role_of(names),
             module=".".join(names[:-1]),
-            module_type=types.get(id(variable), ""),
+            module_type=types.get(id(variable)) or kind_of(names[:-1]),
             order=orders[names[:-1]],
             shape=tuple(int(size) for size in variable.shape),
             dtype=str(getattr(variable.dtype, "name", variable.dtype)),

@@ -10,6 +10,7 @@ alternatives are in decision 179.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -276,8 +277,17 @@ def _part(value: Any, turn: Any) -> Any:
     if elements is None or elements <= _WHOLE_ELEMENTS:
         return value
     size = -(-elements // SLICES)
-    begin = tf.minimum(turn * size, elements - size)
-    return tf.slice(tf.reshape(value, (elements,)), tf.reshape(begin, (1,)), (size,))
+    flat = tf.reshape(value, (elements,))
+    # XLA compiles a slice anew for each beginning that is a variable.
+    branches = [
+        functools.partial(_slice_of, flat, min(number * size, elements - size), size)
+        for number in range(SLICES)
+    ]
+    return tf.switch_case(tf.reshape(tf.cast(turn, tf.int32), ()), branches)
+
+
+def _slice_of(flat: Any, begin: int, size: int) -> Any:
+    return flat[begin : begin + size]
 
 
 def _scalar(value: Any) -> Any:

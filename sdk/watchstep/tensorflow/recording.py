@@ -16,7 +16,7 @@ from watchstep.hook import Hook
 from watchstep.tensorflow import tape_calls
 from watchstep.tensorflow.graph_updates import GraphUpdates, ObservedUpdate
 from watchstep.tensorflow.tape_calls import TapeGradients
-from watchstep.updates.parameter_names import parameter_words, role_of
+from watchstep.updates.parameter_names import kind_of, parameter_words, role_of
 from watchstep.updates.program_updates import ProgramUpdates
 
 _MAX_SOURCES = 16
@@ -150,6 +150,7 @@ def _describe(variables: Sequence[Any]) -> tuple[TensorInfo, ...]:
             collections=(),
             role=role_of(names),
             module=".".join(names[:-1]),
+            module_type=kind_of(names[:-1]),
             order=orders[names[:-1]],
             shape=tuple(int(size) for size in variable.shape),
             dtype=str(getattr(variable.dtype, "name", variable.dtype)),

@@ -25,6 +25,19 @@ def scaler_metrics(scale: float | None, *, is_skipped: bool) -> Mapping[str, flo
     return {SCALE: scale, SKIPPED: 1.0} if is_skipped else {SCALE: scale}
 
 
+def check_policy(on_nonfinite: OnNonfinite) -> None:
+    """Check that the gate policy is possible with Keras and TensorFlow.
+
+    Raises:
+        ConfigError: the policy leaves updates out, which is not possible from outside of a compiled step.
+    """
+    if on_nonfinite.action == "skip":
+        raise ConfigError(
+            f"on_nonfinite={str(on_nonfinite)!r} with Keras or TensorFlow",
+            'use on_nonfinite="stop", or keras.optimizers.LossScaleOptimizer, which leaves out updates that overflow',
+        )
+
+
 @dataclass
 class _Recorded:
     """One optimizer.
@@ -55,11 +68,7 @@ class ProgramUpdates:
         Raises:
             ConfigError: the policy leaves updates out, which is not possible from outside of a compiled step.
         """
-        if on_nonfinite.action == "skip":
-            raise ConfigError(
-                f"on_nonfinite={str(on_nonfinite)!r} with Keras or TensorFlow",
-                'use on_nonfinite="stop", or keras.optimizers.LossScaleOptimizer, which leaves out updates that overflow',
-            )
+        check_policy(on_nonfinite)
         self.session = session
         self.on_nonfinite = on_nonfinite
         self._recorded: dict[int, _Recorded] = {}

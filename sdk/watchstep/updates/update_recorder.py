@@ -124,6 +124,7 @@ class UpdateRecorder:
                 'use on_nonfinite="stop", or let the program select its previous state (see the guide of the framework)',
             )
         self.counts_steps = counts_steps
+        self.parameters = tuple(parameters)
         self._session = session
         self._recorder = session.recorder
         self._schedule = session.schedule
@@ -157,6 +158,16 @@ class UpdateRecorder:
             if chosen.collections:
                 parts.setdefault(chosen.collections, []).append(row)
         return _Described(tuple(described), tuple(_Part(names, tuple(rows)) for names, rows in parts.items()))
+
+    def skip(self, count: int) -> None:
+        """Let steps pass of which nothing is known.
+
+        Raises:
+            StopTraining: a guard requests it, after evaluating the last step.
+        """
+        if self.counts_steps and count > 0:
+            self._recorder.begin()
+            self._recorder.step += count
 
     @property
     def step(self) -> int:

@@ -1,4 +1,4 @@
-"""A step over four devices of one process, recorded by a ring without and with a sharding. Run as a script; it prints what was read."""
+"""Steps over several devices of one process, recorded by a ring without and with a sharding. Run as a script; it prints what was read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,50 @@ def recorded(sharding: NamedSharding | None) -> list[Any]:
     weight = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, PartitionSpec("x")))
     bias = jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec()))
     for _ in range(4):
+        ring.check()
         weight, bias = step(weight, bias)
     steps = ring.read(ring.snapshot())
     with_rows = [item.number for item in steps if item.gradients is not None]
     return [[item.number for item in steps], with_rows, step._cache_size()]
 
 
-print(json.dumps([recorded(None), recorded(NamedSharding(mesh, PartitionSpec()))]))  # noqa: T201 - its output
+def moved() -> list[Any]:
+    """One compiled step on one device, on meshes, and on other devices; then a step of its own for each."""
+    ring = StepRing(every=0)
+    small = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[2:])
+    places: list[Any] = [
+        None,
+        NamedSharding(mesh, PartitionSpec("x")),
+        None,
+        jax.devices()[2],
+        NamedSharding(small, PartitionSpec("x")),
+        jax.devices()[0],
+        NamedSharding(mesh, PartitionSpec("x")),
+    ]
+
+    def compiled() -> Any:
+        def update(weight: Any) -> Any:
+            ring.record([weight], [weight], weight.sum())
+            return weight * 0.5
+
+        return jax.jit(update, donate_argnums=0)
+
+    shared = compiled()
+    devices: list[Any] = []
+    losses: list[Any] = []
+    for step in (shared, None):
+        for place in places:
+            weight = jnp.ones((8, 4)) if place is None else jax.device_put(jnp.ones((8, 4)), place)
+            program = compiled() if step is None else step
+            for _ in range(2):
+                ring.check()
+                weight = program(weight)
+            devices.append((len(weight.devices()), weight.committed))
+            losses.extend(item.loss for item in ring.read(ring.snapshot()))
+    return [
+        devices == [(1, False), (4, True), (1, False), (1, True), (2, True), (1, True), (4, True)] * 2,
+        losses,
+    ]
+
+
+print(json.dumps([recorded(None), recorded(NamedSharding(mesh, PartitionSpec())), moved()]))  # noqa: T201 - its output

@@ -23,6 +23,8 @@ import optax
 from tests.frameworks.jax import programs
 from watchstep import CaptureConfig, Hook, StopTraining, open_run
 from watchstep.jax import Recording, observed
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.config.rule_config import RuleConfig
 
 ROOT = Path(__file__).parents[3]
 EVERYTHING = CaptureConfig(overhead_budget=None)
@@ -199,7 +201,7 @@ def test_nan_is_found_at_its_step_and_stops(figures: str, tmp_path: Path) -> Non
     assert series.steps()[-1] == 7
     assert values(run, "dense_0.kernel:gradient", "nan")[-1] > 0
     assert values(run, "loss", "nan")[-1] == 1
-    assert "gradients:nonfinite_applied" not in run.tensors()
+    assert values(run, "gradients:nonfinite_applied", "mean") == [0.0]
 
 
 def test_a_scan_is_stopped_at_the_step_of_its_nan(tmp_path: Path) -> None:
@@ -274,6 +276,8 @@ def test_skipped_updates_are_told_apart(tmp_path: Path) -> None:
         False,
     ]
     assert values(run_, "gradients:nonfinite_applied", "mean") == [0.0]
+    (outcome,) = backtest(run_.rows(), [RuleConfig(rule="nan_or_inf")])
+    assert not outcome.found
 
 
 @pytest.mark.parametrize("figures", ["host", "device"])

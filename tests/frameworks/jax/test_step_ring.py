@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ from jax import lax  # noqa: E402
 
 from tests.frameworks.jax.rows import assert_same_rows, native_rows  # noqa: E402
 from watchstep.errors import ConfigError  # noqa: E402
-from watchstep.jax.step_ring import RingStep, StepRing, is_available  # noqa: E402
+from watchstep.jax.ring_reader import RingReader  # noqa: E402
+from watchstep.jax.step_ring import RingStep, StepRing, check_rings, is_available, unread_keys  # noqa: E402
+from watchstep.jax.traced_updates import TracedUpdate, outputs_of  # noqa: E402
 
 if not is_available():
     pytest.skip("this JAX has no jax.new_ref", allow_module_level=True)
@@ -183,7 +187,7 @@ def test_large_rows_arrive_with_the_next_snapshot(monkeypatch: pytest.MonkeyPatc
     state, _ = program(state, batches(10, bad=4))
     first = ring.snapshot()
     assert first is not None
-    assert first.rows is None
+    assert not first.has_rows
     assert ring.read(first) == []
     assert ring.has_pending_bad
     second = ring.snapshot()
@@ -194,13 +198,13 @@ def test_large_rows_arrive_with_the_next_snapshot(monkeypatch: pytest.MonkeyPatc
     assert not ring.has_pending_bad
     third, last = ring.snapshot(), ring.snapshot(with_rows=True)
     assert third is not None
-    assert third.rows is None
+    assert not third.has_rows
     assert last is not None
-    assert last.rows is not None
+    assert last.has_rows
 
 
 def test_overwritten_steps_are_counted() -> None:
-    ring = StepRing(every=4, slots=8, row_slots=1, note=unreachable)
+    ring = StepRing(every=4, slots=8, max_slots=8, row_slots=1, note=unreachable)
     _, steps = run(ring, scanned(ring.record), batches(20), 20)
     assert [step.number for step in steps] == list(range(12, 20))
     assert ring.missed_steps == 12
@@ -292,7 +296,7 @@ def test_a_program_over_several_devices_runs(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[[0, 1, 2, 3], [0, 2], 1]] * 2
+    assert json.loads(done.stdout) == [[[0, 1, 2, 3], [0, 2], 1]] * 2 + [[True, [32, 16] * 14]]
 
 
 @pytest.mark.parametrize("transformation", ["vmap", "vmap of jit", "pmap", "shard_map", "export"])
@@ -371,6 +375,232 @@ def test_entries_of_the_persistent_cache_are_written(tmp_path: Path) -> None:
             jax.config.update(name, value)
         compilation_cache.reset_cache()
     assert any("recorded_program" in path.name for path in tmp_path.iterdir())
+
+
+def failing(ring: StepRing, calls: list[int]) -> Any:
+    """A program of three updates whose callback raises in calls of numbers below 0."""
+
+    def load(number: Any) -> Any:
+        if number < 0:
+            raise ValueError("a sample that cannot be read")
+        return np.float32(number)
+
+    def program(weight: Any, number: Any) -> Any:
+        calls.append(1)
+
+        def body(weight: Any, _: Any) -> tuple[Any, Any]:
+            sample = jax.pure_callback(load, jax.ShapeDtypeStruct((), jnp.float32), number)
+            ring.record([weight * sample], [weight], weight.sum())
+            return weight + sample, None
+
+        return lax.scan(body, weight, None, length=3)[0]
+
+    return jax.jit(program, donate_argnums=0)
+
+
+class Owner:
+    """Reads a ring."""
+
+
+def incrementing(ring: StepRing) -> Any:
+    """A program of one update."""
+
+    def program(weight: Any) -> Any:
+        ring.record([weight])
+        return weight + 1
+
+    return jax.jit(program)
+
+
+def test_a_failed_dispatch_breaks_no_later_one(caplog: pytest.LogCaptureFixture) -> None:
+    notes: list[str] = []
+    traces: list[int] = []
+    ring = StepRing(every=3, note=notes.append)
+    program, steps, snapshot = failing(ring, traces), [], None
+    for number in (1, 2, -1, -1, 3, -1, 4):
+        try:
+            assert ring.check()
+            result = program(jnp.ones(2), number)
+            assert result.tolist() == [1 + 3 * number] * 2
+            snapshot = ring.snapshot()
+        except jax.errors.JaxRuntimeError:
+            assert ring.repair()
+            assert number < 0
+            continue
+        steps.extend(ring.read(snapshot))
+    assert "has been deleted" not in caplog.text
+    assert [step.number for step in steps] == list(range(12))
+    assert [step.loss for step in steps[-3:]] == [2, 10, 18]
+    assert [step.number for step in steps if step.gradients is not None] == [0, 3, 6, 9]
+    assert (ring.missed_steps, notes, len(traces)) == (0, [], 1)
+
+
+def test_a_snapshot_from_before_a_failed_dispatch_is_read_after_it() -> None:
+    ring = StepRing(every=0, note=unreachable)
+    program = failing(ring, [])
+    program(jnp.ones(2), 1)
+    before = ring.snapshot()
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(program(jnp.ones(2), -1))
+    assert ring.repair()
+    program(jnp.ones(2), 2)
+    after = ring.snapshot()
+    assert [step.number for step in (*ring.read(before), *ring.read(after))] == list(range(6))
+
+
+def test_deleted_memory_is_replaced_and_waiting_for_it_does_not_raise() -> None:
+    ring = StepRing(every=1, note=unreachable)
+    program = incrementing(ring)
+    program(jnp.ones(2))
+    snapshot = ring.snapshot()
+    assert snapshot is not None
+    for array in snapshot.arrays:
+        array.delete()
+    snapshot.wait()
+    assert snapshot.is_ready
+    assert ring.read(snapshot) == []
+    for ref in ring._storages[0].refs:
+        ref._refs._buf.delete()
+    assert check_rings()
+    program(jnp.ones(2))
+    assert [step.number for step in ring.read(ring.snapshot())] == [0]
+
+
+def test_without_access_to_the_memory_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("watchstep.jax.step_ring._buffer_of", lambda _: None)
+    notes: list[str] = []
+    ring = StepRing(note=notes.append)
+    assert incrementing(ring)(jnp.ones(2)).tolist() == [2, 2]
+    assert len(notes) == 1
+    assert "has other Refs" in notes[0]
+    assert not ring.is_traced
+
+
+def test_a_nan_among_overwritten_steps_is_found() -> None:
+    ring = StepRing(every=0, slots=8, max_slots=8, note=unreachable)
+    data = np.zeros((60, 2), np.float32)
+    data[[5, 6, 45, 46]] = np.nan
+
+    def body(weight: Any, values: Any) -> tuple[Any, None]:
+        ring.record([values], loss=values.sum())
+        return weight, None
+
+    program = jax.jit(lambda values: lax.scan(body, 0.0, values)[0])
+    for expected in ([(5, True), (12, False)], [(25 + 20, True), (52, False)]):
+        part = data[:20] if expected[0][0] == 5 else data[20:]
+        program(jnp.asarray(part))
+        steps = ring.read(ring.snapshot())
+        assert [(step.number, step.is_bad) for step in steps[:2]] == expected
+        assert not any(step.is_bad for step in steps[1:])
+        assert steps[0].loss is None
+        # Rows of the first bad update of a streak outlast its own entry.
+        assert steps[0].gradients is not None
+        ring.read(ring.snapshot())
+        ring.snapshot()
+    assert ring.missed_steps == 12 + 32
+
+
+def test_slots_grow_with_the_length_of_a_scan() -> None:
+    ring = StepRing(every=0, note=unreachable)
+
+    def body(weight: Any, _: Any) -> tuple[Any, None]:
+        ring.record([weight])
+        return weight + 1, None
+
+    def nested(weight: Any, _: Any) -> tuple[Any, None]:
+        return lax.scan(body, weight, None, length=100)[0], None
+
+    jax.jit(lambda weight: lax.scan(nested, weight, None, length=10)[0])(jnp.zeros(1))
+    assert [step.number for step in ring.read(ring.snapshot())] == list(range(1000))
+    assert ring.missed_steps == 0
+
+
+def test_a_later_owner_continues_with_the_programs_of_an_earlier_one() -> None:
+    def take(owner: object) -> StepRing:
+        return StepRing.shared(("a model",), owner, every=2, row_slots=4, note=unreachable)
+
+    first, second, third = Owner(), Owner(), Owner()
+    traces: list[int] = []
+    ring = take(first)
+    program = failing(ring, traces)
+    program(jnp.ones(2), 1)
+    assert len(ring.read(ring.snapshot())) == 3
+    other = take(second)
+    assert other is not ring
+    program(jnp.ones(2), 1)  # not read by its owner
+    assert ("a model",) not in unread_keys()
+    ring.release()
+    assert ("a model",) in unread_keys()
+    again = take(third)
+    assert again is ring
+    assert again.is_traced
+    assert again.check()
+    program(jnp.ones(2), 2)
+    steps = again.read(again.snapshot())
+    assert [(step.number, step.loss) for step in steps] == [(0, 2), (1, 6), (2, 10)]
+    assert [step.number for step in steps if step.gradients is not None] == [0, 2]
+    assert len(traces) == 1
+
+
+def test_a_ring_without_programs_and_owner_is_collected() -> None:
+    owner = Owner()
+    ring = StepRing.shared(("collected",), owner, every=1, row_slots=1, note=unreachable)
+    program, reference = incrementing(ring), weakref.ref(ring)
+    program(jnp.ones(2))
+    del ring
+    gc.collect()
+    assert reference() is not None
+    del program
+    jax.clear_caches()
+    gc.collect()
+    assert reference() is None
+
+
+def looping(reader: RingReader) -> Any:
+    """A program that makes as many updates as its argument has rows, whose number is not fixed."""
+
+    def program(values: Any, count: Any) -> Any:
+        def body(index: Any, weight: Any) -> Any:
+            gradient = [values[index]]
+            update = TracedUpdate(gradient, None)
+            reader.trace(update, outputs_of(update, values[index].sum(), {}))
+            return weight + 1
+
+        return lax.fori_loop(0, count, body, 0)
+
+    return jax.jit(program)
+
+
+def test_steps_are_numbered_across_overwritten_ones_and_recordings(tmp_path: Path) -> None:
+    """The second recording has no trace of its own."""
+    from watchstep import Hook, open_run
+    from watchstep.format.tensors import TensorInfo
+    from watchstep.updates.update_recorder import UpdateRecorder
+
+    data, program = np.ones((900, 2), np.float32), None
+    data[610, 0] = np.inf
+    for name, parts in (("first", [(0, 10), (10, 900), (0, 3)]), ("second", [(0, 10), (0, 3)])):
+        with Hook(tmp_path, run=name) as hook:
+            session = hook._session
+            info = TensorInfo("w", (), "weight", shape=(2,), dtype="float32")
+            reader = RingReader(session, UpdateRecorder(session, [info]), key=("two hooks",))
+            program = program or looping(reader)
+            for first, last in parts:
+                reader.wait()
+                reader.read()
+                assert reader.check()
+                program(jnp.asarray(np.resize(data[first:last], (900, 2))), last - first)
+                reader.dispatched()
+            reader.read(at_end=True)
+        run = open_run(tmp_path / "default" / name)
+        losses = run.tensor("loss").steps()
+        if name == "first":
+            # 890 updates in one dispatch, of which 256 are in the ring.
+            assert losses == [*range(10), *range(900 - 256, 903)]
+            applied = run.tensor("gradients:nonfinite_applied")
+            assert applied.steps()[0] == 610
+        else:
+            assert losses == list(range(13))
 
 
 def test_wrong_arguments_raise() -> None:

@@ -105,7 +105,8 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
       step are bad and weights are not, the finding names the input.
     - A loss that the program logs itself counts as infinite only after it was finite, because many programs start with
       ``best_loss = inf``. In an evaluation it also counts as NaN only after it was finite: the mean over an empty slice is NaN.
-    - A step that a gradient scaler skips for overflow records no gradients, so mixed precision does not make the rule fire.
+    - A step that a gradient scaler skips for overflow records no gradients in PyTorch, and with ``whole_steps`` its gradients do not count in
+      other frameworks, so mixed precision does not make the rule fire.
     - If the record shows that no update applied the values, the message states it with the step.
     """
 
@@ -165,6 +166,8 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
             bad += np.where(masked | still_at_its_start, 0, statistics.pos_inf + statistics.neg_inf)
         ignored, metrics = _unsteady(block, state.metrics, whole_steps=params.whole_steps)
         bad[ignored | rows_where(block, _is_output_of_watched_model)] = 0
+        if params.whole_steps:
+            bad[rows_where(block, has_role, "gradient") & _is_skipped(block)] = 0
         state = NonFiniteValuesState(finite=finite, metrics=metrics)
         hit = bad > params.max_elements
         if params.whole_steps:
@@ -308,6 +311,15 @@ def _not_yet_finite(block: Block, finite: tuple[str, ...]) -> tuple[NDArray[np.b
     return waiting, (*finite, *names)
 
 
+def _is_skipped(block: Block) -> NDArray[np.bool_]:
+    """Rows of steps that a gradient scaler skips, bool of shape (n,), if all rows of a step are known."""
+    skipped = rows_where(block, is_metric, SKIPPED)
+    if not skipped.any():
+        return np.zeros(len(block), np.bool_)
+    step_of = sort_key(block.step, block.worker)
+    return np.isin(step_of, step_of[skipped])
+
+
 def _unsteady(
     block: Block, before: dict[str, int], *, whole_steps: bool
 ) -> tuple[NDArray[np.bool_], dict[str, int]]:
@@ -316,10 +328,8 @@ def _unsteady(
     If all rows of a step are known, steps that a gradient scaler skips are left out: the norm of an overflowed gradient is not finite.
     """
     metrics = rows_where(block, has_role, "metric")
-    skipped = rows_where(block, is_metric, SKIPPED)
-    if whole_steps and skipped.any():
-        step_of = sort_key(block.step, block.worker)
-        metrics = metrics & ~np.isin(step_of, step_of[skipped])
+    if whole_steps:
+        metrics = metrics & ~_is_skipped(block)
     rows = np.flatnonzero(metrics)
     is_bad = nonfinite(block)[rows] > 0
     ignored, counts = rows_where(block, has_role, "metric"), dict(before)

@@ -199,3 +199,24 @@ def test_a_rule_narrowed_to_gradients_reports_it_too() -> None:
     rows = [Row(3, INPUT, [NAN]), Row(3, DENSE, [NAN]), Row(3, gradient("0"), [NAN])]
     (finding,) = all_at_once(config, block_of(rows)).findings
     assert (finding.tensor, finding.upstream) == ("0.weight:gradient", (INPUT.name,))
+
+
+def test_gradients_of_a_step_that_a_scaler_skips_do_not_count() -> None:
+    skipped = TensorInfo("gradient_scaler:skipped", ("metrics",), "metric", dtype="float64")
+    rows = block_of(
+        [
+            Row(0, gradient("a"), [NAN]),
+            Row(0, skipped, [1.0]),
+            Row(0, LOSS, [1.0]),
+            Row(1, gradient("a"), [NAN]),
+        ]
+    )
+    for whole_steps, steps in ((True, [1]), (False, [0, 1])):
+        _, findings = NonFiniteValues().evaluate(
+            NonFiniteValuesParams(whole_steps=whole_steps),
+            NonFiniteValuesState(),
+            Block.empty(),
+            rows.ordered(),
+            0,
+        )
+        assert [finding.step for finding in findings] == steps

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.detection.recording import FixedClock
+from benchmarks.detection.fixed_clock import FixedClock
 from tests.sdk.training import Training, recorded
 from watchstep import Bounds, CaptureConfig, Hook, Run, SystemSampling, open_run
 from watchstep.capture.system.sampler import Samples, Waiting
