@@ -198,8 +198,8 @@ class CompiledStep:
         layouts = [update.layout for update in updates if isinstance(update, UpdateOutputs)]
         if not layouts:
             return []
-        known = self._stacked(layouts, traced, arguments, keywords)
-        return [CalledUpdate(layout, known[layout]) for layout in layouts]
+        stacked = self._stacked(layouts, traced, arguments, keywords)
+        return [CalledUpdate(layout, stacked[layout]) for layout in layouts]
 
     def _stacked(
         self, layouts: list[UpdateLayout], traced: Any, arguments: Any, keywords: Any

@@ -117,6 +117,8 @@ def _observed_call(
         return result
     try:
         given = dict(zip(("updates", "state", "params"), arguments, strict=False)) | keywords
+        if not {"updates", "state"} <= given.keys():
+            return result  # a function of the program's own that is no optimizer's
         traced = _described(owner, given, result)
         if withholds_nonfinite() and traced.skipped is None:
             from watchstep.jax.update_guard import withheld_if_nonfinite

@@ -408,13 +408,13 @@ def _ranks(layouts: Sequence[UpdateLayout]) -> list[int]:
     sets: dict[Any, list[Any]] = {}
     ranks: list[int] = []
     for layout in layouts:
-        known = sets.setdefault(_key(layout), [])
+        places = sets.setdefault(_key(layout), [])
         if None in layout.inputs:
-            ranks.append(max(0, len(known) - 1))
+            ranks.append(max(0, len(places) - 1))
             continue
-        if layout.inputs not in known:
-            known.append(layout.inputs)
-        ranks.append(known.index(layout.inputs))
+        if layout.inputs not in places:
+            places.append(layout.inputs)
+        ranks.append(places.index(layout.inputs))
     return ranks
 
 
@@ -479,6 +479,7 @@ class Recording:
         """Record the last update, and stop observing."""
         self._reader.close()
         compiled_steps.forget(self._reader)
+        traced_updates.withhold_nonfinite(False)
         if self.inner_update in traced_updates.observers_of_inner:
             traced_updates.observers_of_inner.remove(self.inner_update)
         if self._note in traced_updates.not_observed:

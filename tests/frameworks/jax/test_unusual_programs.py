@@ -1,0 +1,327 @@
+"""Programs that use JAX in unusual ways run as without a recording, and what is recorded of them is theirs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from watchstep import CaptureConfig, Hook, open_run
+from watchstep.jax import Recording
+
+BATCH = np.ones((2, 3), np.float32)
+
+
+def loss_of(weight: Any, batch: Any) -> Any:
+    return jnp.mean((batch @ weight) ** 2)
+
+
+def stepping(optimizer: Any) -> Any:
+    """A training step of one weight."""
+
+    def step(weight: Any, state: Any, batch: Any) -> Any:
+        loss, gradient = jax.value_and_grad(loss_of)(weight, batch)
+        updates, state = optimizer.update(gradient, state, weight)
+        return optax.apply_updates(weight, updates), state, loss
+
+    return step
+
+
+@pytest.fixture
+def hook(tmp_path: Path) -> Iterator[Hook]:
+    hook = Hook(tmp_path, run="r", config=CaptureConfig(overhead_budget=None))
+    Recording(hook)
+    yield hook
+    hook.close()
+    assert not hook.health["faults"]
+
+
+def closed(hook: Hook) -> Any:
+    """The run of a hook that is closed now."""
+    hook.close()
+    return open_run(hook.run_url)
+
+
+def values(run: Any, name: str, column: str = "mean") -> list[float]:
+    found: list[float] = run.tensor(name).statistics().column(column).to_pylist()
+    return found
+
+
+def test_gradients_and_weights_may_have_other_dtypes(hook: Hook) -> None:
+    optimizer = optax.sgd(0.1)
+    weights = {"small": jnp.ones(3, jnp.bfloat16), "large": jnp.full(2**20, 2, jnp.bfloat16)}
+    state = optimizer.init(weights)
+
+    @jax.jit
+    def step(weights: Any, state: Any) -> Any:
+        gradients = jax.tree.map(lambda weight: weight.astype(jnp.float32), weights)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    for _ in range(3):
+        weights, state = step(weights, state)
+    run = closed(hook)
+    assert values(run, "large", "max")[0] == values(run, "large:gradient", "max")[0] == 2.0
+
+
+def test_one_structure_in_two_dtypes_is_two_models(hook: Hook) -> None:
+    optimizer = optax.sgd(0.1)
+    step = jax.jit(stepping(optimizer))
+    for dtype in (jnp.bfloat16, jnp.float32):
+        weight = jnp.ones(3, dtype)
+        state = optimizer.init(weight)
+        for _ in range(3):
+            weight, state, _ = step(weight, state, BATCH.astype(dtype))
+    run = closed(hook)
+    assert all(
+        0 < value <= 18 for name in run.tensors() if name.endswith(":gradient") for value in values(run, name)
+    )
+
+
+def test_two_parameter_sets_in_one_step_are_told_apart(hook: Hook) -> None:
+    optimizer = optax.sgd(0.1)
+    first, second = jnp.ones(3), jnp.full(3, 10.0)
+    states = optimizer.init(first), optimizer.init(second)
+
+    @jax.jit
+    def step(first: Any, second: Any, states: Any) -> Any:
+        loss_a, gradient_a = jax.value_and_grad(loss_of)(first, BATCH)
+        loss_b, gradient_b = jax.value_and_grad(loss_of)(second, BATCH)
+        update_a, state_a = optimizer.update(gradient_a, states[0], first)
+        update_b, state_b = optimizer.update(gradient_b, states[1], second)
+        return first + update_a, second + update_b, (state_a, state_b), loss_a, loss_b
+
+    losses = []
+    for _ in range(4):
+        first, second, states, *both = step(first, second, states)
+        losses.append([float(loss) for loss in both])
+    run = closed(hook)
+    assert values(run, "parameter:gradient")[0] == pytest.approx(6.0)
+    assert values(run, "model_2.parameter:gradient")[0] == pytest.approx(60.0)
+    assert run.tensor("model_2.parameter:gradient").steps() == [0, 1, 2, 3]
+    assert values(run, "loss") == pytest.approx([a for a, _ in losses])
+    assert values(run, "loss_2") == pytest.approx([b for _, b in losses])
+
+
+def test_several_updates_in_one_call_are_steps(hook: Hook) -> None:
+    optimizer = optax.sgd(0.1)
+    one = stepping(optimizer)
+
+    @jax.jit
+    def steps(weight: Any, state: Any) -> Any:
+        for _ in range(5):
+            weight, state, _ = one(weight, state, BATCH)
+        return weight, state
+
+    weight = jnp.ones(3)
+    state = optimizer.init(weight)
+    for _ in range(2):
+        weight, state = steps(weight, state)
+    run = closed(hook)
+    assert run.tensor("parameter:gradient").steps() == list(range(10))
+    assert values(run, "loss") == sorted(values(run, "loss"), reverse=True)
+
+
+def test_a_compiled_helper_is_used_in_a_scan_and_under_vmap(hook: Hook) -> None:
+    optimizer = optax.sgd(0.1)
+    helper = jax.jit(stepping(optimizer))
+    weight = jnp.ones(3)
+    state = optimizer.init(weight)
+
+    @jax.jit
+    def epoch(weight: Any, state: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            weight, state, loss = helper(*carry, BATCH)
+            return (weight, state), loss
+
+        return jax.lax.scan(body, (weight, state), None, length=4)
+
+    (weight, state), _ = epoch(weight, state)
+    population = jnp.stack([weight, 2 * weight])
+    trained, _, losses = jax.jit(jax.vmap(helper, in_axes=(0, None, None)))(population, state, BATCH)
+    assert trained.shape == (2, 3)
+    assert losses.shape == (2,)
+    jax.export.export(jax.jit(lambda weight: helper(weight, state, BATCH)[0]))(weight)
+    run = closed(hook)
+    assert run.tensor("loss").steps() == [0, 1, 2, 3]
+
+
+def test_a_call_that_raises_does_not_end_the_training(hook: Hook) -> None:
+    optimizer = optax.sgd(0.1)
+    fails = [True]
+
+    def check(number: Any) -> Any:
+        if fails[0] and int(number) == 2:
+            fails[0] = False
+            raise RuntimeError("planted")
+        return np.float32(0)
+
+    @jax.jit
+    def epoch(weight: Any, state: Any) -> Any:
+        def body(carry: Any, number: Any) -> Any:
+            weight, state, loss = stepping(optimizer)(*carry, BATCH)
+            return (
+                weight + jax.pure_callback(check, jax.ShapeDtypeStruct((), np.float32), number),
+                state,
+            ), loss
+
+        return jax.lax.scan(body, (weight, state), jnp.arange(4))
+
+    weight = jnp.ones(3)
+    state = optimizer.init(weight)
+    raised = 0
+    for _ in range(4):
+        try:
+            (after, state_after), losses = epoch(weight, state)
+            losses.block_until_ready()
+        except RuntimeError:
+            raised += 1
+        else:
+            weight, state = after, state_after
+    assert raised == 1
+    assert closed(hook).tensor("loss").steps()[-1] >= 11
+
+
+def test_steps_may_be_counted_by_hand(hook: Hook) -> None:
+    optimizer = optax.sgd(0.1)
+    step = jax.jit(stepping(optimizer))
+    weight = jnp.ones(3)
+    state = optimizer.init(weight)
+    losses = []
+    for _ in range(4):
+        weight, state, loss = step(weight, state, BATCH)
+        losses.append(float(loss))
+        hook.step()
+    run = closed(hook)
+    assert run.tensor("loss").steps() == [0, 1, 2, 3]
+    assert values(run, "loss") == pytest.approx(losses)
+
+
+def test_a_later_hook_records_functions_that_an_earlier_one_has_traced(tmp_path: Path) -> None:
+    found = []
+    optimizer = optax.sgd(0.1)
+    one = stepping(optimizer)
+
+    def epoch(weight: Any, state: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            weight, state, loss = one(*carry, BATCH)
+            return (weight, state), loss
+
+        return jax.lax.scan(body, (weight, state), None, length=4)
+
+    compiled: Any = None
+    for name in ("a", "b"):
+        hook = Hook(tmp_path, run=name, config=CaptureConfig(overhead_budget=None))
+        Recording(hook)
+        compiled = compiled or jax.jit(epoch)
+        weight = jnp.ones(3)
+        state = optimizer.init(weight)
+        for _ in range(2):
+            (weight, state), _ = compiled(weight, state)
+        hook.close()
+        found.append(values(open_run(hook.run_url), "loss"))
+    assert found[0] == found[1]
+    assert len(found[0]) == 8
+
+
+def test_several_threads_train(hook: Hook) -> None:
+    optimizer = optax.sgd(0.01)
+    one = stepping(optimizer)
+
+    @jax.jit
+    def epoch(weight: Any, state: Any) -> Any:
+        return jax.lax.scan(lambda carry, _: (one(*carry, BATCH)[:2], 0.0), (weight, state), None, length=4)[
+            0
+        ]
+
+    results: dict[int, list[float]] = {}
+
+    def train(number: int) -> None:
+        weight = jnp.full(3, 1.0 + number)
+        state = optimizer.init(weight)
+        for _ in range(20):
+            weight, state = epoch(weight, state)
+        results[number] = weight.tolist()
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [0, 1, 2]
+    assert results[2][0] == pytest.approx(3 * results[0][0], rel=1e-5)
+
+
+def test_checks_of_jax_see_the_program_alone(hook: Hook) -> None:
+    optimizer = optax.chain(optax.zero_nans(), optax.sgd(0.1))
+    step = jax.jit(stepping(optimizer))
+    weight = jnp.ones(3)
+    with jax.debug_nans(True):
+        bad = jax.jit(lambda weight, state: optimizer.update(weight * jnp.float32(0), state)[0])
+        assert np.isfinite(bad(weight, optimizer.init(weight))).all()
+    with jax.checking_leaks():
+        losses, _ = jax.jit(jax.vmap(jax.value_and_grad(loss_of), (None, 0)))(
+            weight, jnp.stack([BATCH, BATCH])
+        )
+        assert losses.shape == (2,)
+    lowered = jax.jit(stepping(optax.sgd(0.1))).lower(weight, optax.sgd(0.1).init(weight), BATCH)
+    assert len(lowered.compile()(weight, optax.sgd(0.1).init(weight), BATCH)) == 3
+    assert step.__wrapped__.__name__ == "step"
+
+
+def module_level(number: Any) -> Any:
+    return number * 2
+
+
+def test_functions_and_optimizers_are_copied_and_compared(hook: Hook) -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, state
+
+    init = optax.sgd(0.1).init
+    assert optax.GradientTransformation(init, update) == optax.GradientTransformation(init, update)
+    assert hash(optax.GradientTransformation(init, update)) == hash(
+        optax.GradientTransformation(init, update)
+    )
+    compiled = jax.jit(module_level)
+    assert copy.copy(compiled)(2) == copy.deepcopy(compiled)(2) == 4
+    assert compiled.__name__ == "module_level"
+    optimizer = optax.GradientTransformation(module_level, module_level)
+    assert pickle.loads(pickle.dumps(optimizer)).update(3) == 6
+
+
+def test_a_recording_does_not_start_the_backend(tmp_path: Path) -> None:
+    program = (
+        "import jax, watchstep\n"
+        "from watchstep.jax import Recording\n"
+        f"hook = watchstep.Hook({str(tmp_path)!r}, run='r'); Recording(hook)\n"
+        "jax.config.update('jax_num_cpu_devices', 2)\n"
+        "assert jax.device_count() == 2\n"
+        "hook.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_another_model_counts_steps_once_the_first_is_trained(hook: Hook) -> None:
+    for size in (3, 4):
+        optimizer = optax.sgd(0.01)
+        step = jax.jit(stepping(optimizer))
+        weight, batch = jnp.ones(size), np.ones((2, size), np.float32)
+        state = optimizer.init(weight)
+        for _ in range(60):
+            weight, state, _ = step(weight, state, batch)
+    run = closed(hook)
+    assert run.steps()[-1] > 90
