@@ -127,9 +127,9 @@ class CopiedHook:
     def log(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    bundle = batch = include_in_bundles = record = samples = step = snapshot = guard_with = begin_pass = (
-        checkpoint_saved
-    ) = close = log
+    attach_updates = bundle = batch = include_in_bundles = record = samples = step = snapshot = guard_with = (
+        begin_pass
+    ) = checkpoint_saved = close = log
 
     def protected_checkpoints(self) -> frozenset[str]:
         """Return no paths."""

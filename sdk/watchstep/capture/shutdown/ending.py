@@ -20,6 +20,7 @@ import _sitebuiltins
 import atexit
 import dis
 import functools
+import gc
 import logging
 import os
 import signal
@@ -320,10 +321,24 @@ class ExitStatus:
 
 def _outermost() -> FrameType | None:
     """Return the main thread's outermost frame, which ends with the program."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented, for debuggers
+    frame = _frame_of(threading.main_thread())
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    """Return the current frame of a thread; None if it has none."""
+    if thread is threading.current_thread():
+        return sys._getframe()  # noqa: SLF001 - documented, for such uses
+    # Python before 3.12 waits for itself forever if a garbage collection begins within `sys._current_frames` (CPython issue 106883).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - documented, for debuggers
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _is_left_by_exception(frame: FrameType) -> bool:
