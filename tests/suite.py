@@ -10,7 +10,8 @@ A suite has a budget of processor time (user and system, of pytest and of all pr
 little on a shared machine. A suite that exceeds it fails. `WATCHSTEP_SUITE_BUDGET` replaces the budget, in seconds; 0 is no limit.
 
 With `--retry`, up to a dozen failed tests in up to six files run once more, alone: real servers and processes can fail for time on
-a shared machine. Tests that pass then are listed as flaky, and the suite passes.
+a shared machine. Tests that pass then are listed as flaky, and the suite passes. After a crash of a worker process nothing runs
+once more: a process of a program that is trained crashes the same way.
 """
 
 from __future__ import annotations
@@ -83,12 +84,14 @@ class Case:
         name: as pytest takes it for an argument.
         cpu_seconds: processor time of the test's process and of the children that it waited for.
         reason: the first line of its failure; None where it passed or was skipped.
+        has_crashed: whether the process crashed that ran it.
     """
 
     name: str
     seconds: float
     cpu_seconds: float | None
     reason: str | None
+    has_crashed: bool = False
 
     @property
     def file(self) -> str:
@@ -104,12 +107,17 @@ def read_report(path: Path) -> list[Case]:
 def _case(element: ET.Element) -> Case:
     properties = {each.get("name"): each.get("value") for each in element.iter("property")}
     failure = next((each for each in element if each.tag in {"failure", "error"}), None)
+    text = "" if failure is None else failure.text or ""
+    has_crashed = text.startswith("worker ") and "crashed while running" in text
     cpu = properties.get("cpu_seconds")
     return Case(
         properties.get("nodeid") or f"{element.get('classname', '')}::{element.get('name', '')}",
         float(element.get("time", "0")),
         None if cpu is None else float(cpu),
-        None if failure is None else _first_line(failure.get("message") or failure.text or "failed"),
+        None
+        if failure is None
+        else _first_line(text if has_crashed else failure.get("message") or text or "failed"),
+        has_crashed,
     )
 
 
@@ -177,7 +185,8 @@ def run(name: str, suite: Suite, reports: Path, extra: list[str], *, retry: bool
 
 def _few(failed: list[Case]) -> bool:
     files = {case.file for case in failed}
-    return 0 < len(failed) <= RETRIED_TESTS and len(files) <= RETRIED_FILES
+    is_crash = any(case.has_crashed for case in failed)
+    return 0 < len(failed) <= RETRIED_TESTS and len(files) <= RETRIED_FILES and not is_crash
 
 
 def _pytest(suite: Suite, arguments: list[str], report: Path) -> tuple[int, list[Case]]:

@@ -14,7 +14,7 @@ from benchmarks.crash.trainings import KINDS
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(900)  # on a machine that does much else, everything starts slowly, again and again
+@pytest.mark.timeout(540)  # on a machine that does much else, everything starts slowly, again and again
 def test_a_service_that_is_killed_again_and_again_loses_nothing() -> None:
     wanted = Wanted(
         kills=12, seconds=12.0, at_once=len(KINDS), processes=2, lying=6, lease=3.0, patience=600.0

@@ -81,6 +81,28 @@ def test_a_suite_that_exceeds_its_budget_fails(
     assert "exceeded its budget" in suite.summary("small", result)[-1]
 
 
+def test_a_crash_of_a_worker_fails_the_test_in_it_and_all_others_run(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler\n",
+        encoding="utf-8",
+    )
+    for name in ("first", "second", "third"):
+        (tmp_path / f"test_{name}.py").write_text(
+            "import os, pytest\n"
+            "@pytest.mark.parametrize('n', range(6))\n"
+            "def test_number(n):\n"
+            f"    if n == 3 and '{name}' == 'second':\n"
+            "        os._exit(3)\n",
+            encoding="utf-8",
+        )
+    crashing = Suite((str(tmp_path), "-p", "no:cacheprovider"), workers=2)
+    result = suite.run("crashing", crashing, tmp_path, [], retry=True)
+    assert (result.code, len(result.cases), result.flaky) == (1, 18, [])
+    failed = [case for case in result.cases if case.reason is not None]
+    assert [case.name for case in failed] == ["test_second::test_number[3]"]
+    assert failed[0].has_crashed
+
+
 def test_the_slowest_tests_come_first() -> None:
     cases = [Case(f"tests/test_a.py::test_{number}", float(number), None, None) for number in range(30)]
     lines = suite.slowest(cases)
