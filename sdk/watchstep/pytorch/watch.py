@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from watchstep.capture.steps.metric_names import NONFINITE_APPLIED
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
@@ -57,8 +58,6 @@ _STEPS_UNTIL_REPORT = (
     3  # number of finished steps after which tensors without rows are reported as not observed
 )
 _MAX_PASSES = 500  # number of backward passes without an update after which a warning is reported
-NONFINITE_APPLIED = "gradients:nonfinite_applied"
-"""Metric: 1 at a step with an update by a non-finite gradient; 0 if the optimizer ignored that gradient."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +232,8 @@ class Watch:
     @observes("stale gradients")
     def backward_begins(self) -> None:
         """Handle the start of a backward pass, which adds to gradients."""
+        if not self._passes.owns_backward():
+            return  # PyTorch may replace the gradients meanwhile, without Python's lock: to read them here could crash the process
         self._stale.backward_begins()
 
     @observes("loss")

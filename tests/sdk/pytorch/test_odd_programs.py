@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -200,6 +201,46 @@ def test_trainings_in_two_threads_do_not_hear_each_other(tmp_path: Path) -> None
         assert run.tensors("losses") == ["loss"]
         assert run.tensor("loss").statistics()["mean"].to_pylist() == training.losses
         assert run.steps() == list(range(20))
+
+
+class SpiedParameter(nn.Parameter):
+    """Remembers which threads read its gradient in Python."""
+
+    readers: ClassVar[set[int]] = set()
+
+    @property
+    def grad(self) -> Tensor | None:
+        self.readers.add(threading.get_ident())
+        gradient: Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        vars(torch._C.TensorBase)["grad"].__set__(self, gradient)
+
+
+def test_a_backward_pass_of_another_thread_reads_no_gradient(tmp_path: Path) -> None:
+    # PyTorch replaces gradients without the interpreter's lock. To read one meanwhile crashed processes.
+    hook, model = Hook(tmp_path, config=EVERY_STEP), nn.Linear(8, 2)
+    model.weight, model.bias = SpiedParameter(model.weight), SpiedParameter(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook.watch(model, optimizer)
+
+    def train_another() -> None:
+        SpiedParameter.readers.clear()
+        nn.Linear(8, 2)(X).sum().backward()
+        assert SpiedParameter.readers == set()
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(train_another).result()
+        optimizer.step()
+        assert SpiedParameter.readers == {threading.get_ident()}
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(train_another).result()
+    assert recorded(hook).tensor("weight:gradient").statistics()["count"].to_pylist() == [16, 16, 16]
 
 
 class Unreadable(nn.ReLU):
