@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.kernels import native_kernel
-from watchstep.kernels.measurement import Measurement, Merged
+from watchstep.kernels.measurement import Measurement, Merged, Reordered
 from watchstep.kernels.native_kernel import KINDS, MemoryRange, MemoryRanges
 from watchstep.updates.tensor_values import HostArrays
 
@@ -52,9 +52,9 @@ class HostLayout:
         cls, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], layers: tuple[int, ...]
     ) -> HostLayout | None:
         """Return the layout of arrays; None if the compiled kernel cannot read one of them."""
-        if native_kernel.load() is None or not all(dtype in KINDS for dtype in dtypes):
+        if native_kernel.load() is None or not all(dtype in _KIND_OF for dtype in dtypes):
             return None
-        kinds = [number for dtype in dtypes for kind, number in KINDS.items() if kind == dtype]
+        kinds = [_KIND_OF[dtype] for dtype in dtypes]
         widths = [_WIDTHS[dtype] for dtype in dtypes]
         return cls([math.prod(shape) for shape in shapes], kinds, widths, layers)
 
@@ -112,7 +112,7 @@ class JaxArrays:
         if len(shards) == len(existing):
             return existing, measurement
         return existing, Merged(
-            [_Row(measurement, place) for place in range(len(shards))], owners, len(existing)
+            [Reordered((measurement,), (place,)) for place in range(len(shards))], owners, len(existing)
         )
 
     @property
@@ -161,21 +161,6 @@ class JaxArrays:
         return shards, owners
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One row of a completed measurement."""
-
-    measurement: Measurement
-    place: int
-
-    @property
-    def nonfinite(self) -> bool | None:
-        return bool(self.collect().nonfinite.any())
-
-    def collect(self) -> Any:
-        return self.measurement.collect().take(np.array([self.place], np.intp))
-
-
 def is_on_host(array: Any) -> bool:
     """Return whether an array of JAX is in host memory."""
     return all(device.platform == "cpu" for device in array.devices())
@@ -209,7 +194,7 @@ def _measured(arrays: Sequence[Any]) -> Measurement:
 
 def _memory_of(array: Any) -> MemoryRange | None:
     """Return the memory of an array on one device; None if the compiled kernel cannot read it. Waits for its computation."""
-    kind = KINDS.get(array.dtype.name)
+    kind = _KIND_OF.get(array.dtype.name)
     if kind is None or not array.size:
         return None
     jax.block_until_ready(array)

@@ -9,9 +9,8 @@ from typing import Any
 
 from watchstep.format.tensors import TensorInfo
 from watchstep.jax.stacked_layers import MAX_LAYERS
-from watchstep.updates.parameter_names import kind_of
+from watchstep.updates.parameter_names import kind_of, role_of
 
-_BIAS_LEAVES = frozenset({"bias", "b", "beta"})
 _DIGITS = re.compile(r"(\d+)")
 _MAX_PARAMETERS = 100_000
 
@@ -68,7 +67,7 @@ def describe(
         TensorInfo(
             name=".".join(names),
             collections=(),
-            role="bias" if names[-1] in _BIAS_LEAVES or names[-1].endswith("_bias") else "weight",
+            role=role_of(names),
             module=".".join(names[:-1]),
             module_type=kind_of(names[:-1]),
             order=orders[names[:-1]],

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import numpy as np
 
+from watchstep.capture.steps.metric_names import SCALE
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
 from watchstep.hook import Hook
@@ -32,9 +33,9 @@ from watchstep.jax.traced_updates import (
     UpdateLayout,
     UpdateOutputs,
 )
-from watchstep.kernels.measurement import Measurement
+from watchstep.kernels.measurement import Measurement, Reordered
 from watchstep.stopping import OnNonfinite, StopTraining
-from watchstep.updates.program_updates import SCALE, scaler_metrics
+from watchstep.updates.program_updates import scaler_metrics
 from watchstep.updates.tensor_values import TensorValues
 from watchstep.updates.update_recorder import Update, UpdateRecorder
 
@@ -64,28 +65,13 @@ class _Premeasured:
             return list(self.rows), self.measurement
         places = {row: place for place, row in enumerate(self.rows)}
         chosen = [row for row in rows if row in places]
-        return chosen, _Chosen(self.measurement, tuple(places[row] for row in chosen))
+        return chosen, Reordered((self.measurement,), tuple(places[row] for row in chosen))
 
     def has_nonfinite(self, turn: int, slices: int) -> bool:  # noqa: ARG002 - weights are not checked
         return False
 
     def array(self, row: int) -> Any:
         return self.arrays.get(row)
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """Some rows of a measurement."""
-
-    measurement: Measurement
-    places: tuple[int, ...]
-
-    @property
-    def nonfinite(self) -> bool | None:
-        return self.measurement.nonfinite
-
-    def collect(self) -> Any:
-        return self.measurement.collect().take(np.array(self.places, np.intp))
 
 
 @dataclass
@@ -156,7 +142,8 @@ class UpdateReader:
             if not function.has_inner_updates:
                 self._session.recorder.begin()  # what the program logs from now on belongs to the next step
             self._measure_weights(function, arguments)
-            self._bundles.write_requested(self._session.recorder.step, function, arguments)
+            if not function.has_inner_updates:  # else a call has several steps
+                self._bundles.write_requested(self._session.recorder.step, function, arguments)
         except StopTraining:
             raise
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
@@ -169,6 +156,7 @@ class UpdateReader:
         for model in self._models.values():
             if model.ring is not None and (at_end or model.ring.is_waiting):
                 self._count_steps([model])
+                model.recorder.bundle_bad_step = None
                 with dispatching:
                     model.ring.read(at_end=at_end)
 
@@ -236,6 +224,7 @@ class UpdateReader:
         leaves = jax.tree_util.tree_leaves(update.parameters)
         weights = JaxArrays(tuple(leaves)) if len(leaves) == len(outputs.gradients) else None
         self._count_steps([model])
+        model.recorder.bundle_bad_step = None
         self._record(model, outputs, weights)
 
     def trace(self, update: TracedUpdate, loss: Any) -> None:
@@ -309,8 +298,6 @@ class UpdateReader:
                 counts_steps=False,
                 withholds=True,
             )
-            if self._bundles.can_bundle_bad_steps and not self._models:
-                recorder.bundle_bad_step = self._bundles.write_bad
             model = self._models[key] = _Model(
                 recorder, HostLayout.of(layout.shapes, layout.dtypes, layers), layers
             )
@@ -364,6 +351,9 @@ class UpdateReader:
         pending, self._pending = self._pending, []
         for call in pending:
             self._count_steps([update.model for update in call])
+            # The arguments of a call are those of a step if it makes one update.
+            can_bundle = self._bundles.can_bundle_bad_steps and len(call) == 1
+            call[0].model.recorder.bundle_bad_step = self._bundles.write_bad if can_bundle else None
             for update in sorted(call, key=lambda update: update.model.recorder.counts_steps):
                 self._record(update.model, update.outputs, update.weights)
 

@@ -653,13 +653,6 @@ class StepRing:
         return MeasuredRows(batch.take(places[:border])), weights
 
 
-def unread_keys() -> list[Hashable]:
-    """Return the keys of rings that programs of this process may write to, and that nobody reads: those of recordings that have ended."""
-    with _rings_lock:
-        rings = tuple(_rings)
-    return [ring.key for ring in rings if ring.key is not None and ring.is_traced and not ring.is_owned]
-
-
 def check_rings() -> bool:
     """Make all rings of the process usable by the next dispatch, as `StepRing.check`, also those that nobody reads any more."""
     with _rings_lock:

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import keras
 
+from watchstep.capture.steps.metric_names import SCALE
 from watchstep.hook import Hook
 from watchstep.jax import compiled_steps, optimizers, recording, traced_updates
 from watchstep.jax.traced_updates import TracedUpdate
 from watchstep.keras.optimizer_calls import OptimizerCall
 from watchstep.updates.parameter_names import parameter_words
-from watchstep.updates.program_updates import SCALE, check_policy
+from watchstep.updates.program_updates import check_policy
 
 _TRAINER = "keras.src.backend.jax.trainer"
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from watchstep.format.tensors import TensorInfo
-from watchstep.updates.parameter_names import kind_of, parameter_words, role_of
+from watchstep.updates.parameter_names import describe_variables
 
 _MAX_PARAMETERS = 100_000
 
@@ -22,29 +22,7 @@ def describe(variables: Sequence[Any], trainer: Any = None) -> tuple[TensorInfo,
         trainer: the model that they belong to, if it is known; by default it is searched for.
     """
     chosen = list(variables)[:_MAX_PARAMETERS]
-    words = parameter_words([_path(variable) for variable in chosen])
-    types = _layer_types(chosen, trainer)
-    orders: dict[tuple[str, ...], int] = {}
-    for names in words:
-        orders.setdefault(names[:-1], len(orders))
-    return tuple(
-        TensorInfo(
-            name=".".join(names),
-            collections=(),
-            role=role_of(names),
-            module=".".join(names[:-1]),
-            module_type=types.get(id(variable)) or kind_of(names[:-1]),
-            order=orders[names[:-1]],
-            shape=tuple(int(size) for size in variable.shape),
-            dtype=str(getattr(variable.dtype, "name", variable.dtype)),
-        )
-        for names, variable in zip(words, chosen, strict=True)
-    )
-
-
-def _path(variable: Any) -> str:
-    """Return the path of a variable of Keras, or the name of one of TensorFlow, which ends with ``:0``."""
-    return str(getattr(variable, "path", None) or getattr(variable, "name", "")).partition(":")[0]
+    return describe_variables(chosen, _layer_types(chosen, trainer))
 
 
 def _layer_types(variables: Sequence[Any], trainer: Any) -> dict[int, str]:

@@ -11,12 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from watchstep.format.tensors import TensorInfo
 from watchstep.hook import Hook
 from watchstep.tensorflow import tape_calls
 from watchstep.tensorflow.graph_updates import GraphUpdates, ObservedUpdate
 from watchstep.tensorflow.tape_calls import TapeGradients
-from watchstep.updates.parameter_names import kind_of, parameter_words, role_of
+from watchstep.updates.parameter_names import describe_variables
 from watchstep.updates.program_updates import ProgramUpdates
 
 _MAX_SOURCES = 16
@@ -77,7 +76,7 @@ class TapeUpdates:
                     for variable in result.variables
                 ),
                 gradients=result.gradients,
-                describe=lambda: _describe(result.variables),
+                describe=lambda: describe_variables(result.variables),
                 loss=result.target,
             )
         )
@@ -133,27 +132,3 @@ def _has_keras_optimizers() -> bool:
     if keras is None or kind is None or keras.backend.backend() != "tensorflow":
         return False
     return any(issubclass(type(candidate), kind) for candidate in gc.get_objects())
-
-
-def _describe(variables: Sequence[Any]) -> tuple[TensorInfo, ...]:
-    """Describe variables by their names, such as ``dense/kernel:0``."""
-    paths = [
-        str(getattr(variable, "path", None) or variable.name).partition(":")[0] for variable in variables
-    ]
-    words = parameter_words(paths)
-    orders: dict[tuple[str, ...], int] = {}
-    for names in words:
-        orders.setdefault(names[:-1], len(orders))
-    return tuple(
-        TensorInfo(
-            name=".".join(names),
-            collections=(),
-            role=role_of(names),
-            module=".".join(names[:-1]),
-            module_type=kind_of(names[:-1]),
-            order=orders[names[:-1]],
-            shape=tuple(int(size) for size in variable.shape),
-            dtype=str(getattr(variable.dtype, "name", variable.dtype)),
-        )
-        for names, variable in zip(words, variables, strict=True)
-    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from watchstep.format.tensors import TensorInfo
 
 _BIASES = frozenset({"bias", "beta", "b"})
 
@@ -40,3 +43,35 @@ def kind_of(module: Sequence[str]) -> str:
     """
     words = [stem for word in module if (stem := word.rstrip("0123456789_"))]
     return words[-1] if words else "parameters"
+
+
+def describe_variables(
+    variables: Sequence[Any], types: Mapping[int, str] | None = None
+) -> tuple[TensorInfo, ...]:
+    """Describe variables of Keras or TensorFlow, without collections.
+
+    Args:
+        variables: the variables. Those of Keras have a path; names of TensorFlow's end with ``:0``.
+        types: class of the layer of each, by the variable's id, if it is known.
+    """
+    paths = [
+        str(getattr(variable, "path", None) or getattr(variable, "name", "")).partition(":")[0]
+        for variable in variables
+    ]
+    words = parameter_words(paths)
+    orders: dict[tuple[str, ...], int] = {}
+    for names in words:
+        orders.setdefault(names[:-1], len(orders))
+    return tuple(
+        TensorInfo(
+            name=".".join(names),
+            collections=(),
+            role=role_of(names),
+            module=".".join(names[:-1]),
+            module_type=(types or {}).get(id(variable)) or kind_of(names[:-1]),
+            order=orders[names[:-1]],
+            shape=tuple(int(size) for size in variable.shape),
+            dtype=str(getattr(variable.dtype, "name", variable.dtype)),
+        )
+        for names, variable in zip(words, variables, strict=True)
+    )

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from watchstep.capture.steps.metric_names import SCALE, SKIPPED
 from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format.tensors import TensorInfo
 from watchstep.stopping import OnNonfinite
 from watchstep.updates.update_recorder import UpdateRecorder
 
-SCALE = "gradient_scaler:scale"
-SKIPPED = "gradient_scaler:skipped"
 _MAX_RECORDERS = 8
 
 

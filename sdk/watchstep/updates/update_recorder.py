@@ -13,6 +13,7 @@ from typing import Literal
 
 from watchstep.capture.config import placed
 from watchstep.capture.given.arrays import save_array
+from watchstep.capture.steps.metric_names import NONFINITE_APPLIED, WITHHELD
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.record import Group
 from watchstep.capture.steps.session import Session
@@ -21,12 +22,6 @@ from watchstep.format import tensors
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.stopping import OnNonfinite
 from watchstep.updates.tensor_values import TensorValues
-
-NONFINITE_APPLIED = "gradients:nonfinite_applied"
-"""Metric: 1 at a step whose update applied NaN or infinite gradients, 0 at one that did not."""
-
-WITHHELD = "updates:skipped"
-"""Metric: 1 at a step with an update that the gate policy left out."""
 
 _SLICES = 8
 _REPEAT_INTERVAL = 1000

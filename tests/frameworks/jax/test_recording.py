@@ -425,3 +425,38 @@ def test_numbers_of_the_program_belong_to_the_step_after_which_they_are_logged(t
     assert values(run, "number", "mean") == list(range(programs.STEPS))
     assert run.tensor("loss").steps() == list(range(programs.STEPS))
     assert not described(run, "loss").derived
+
+
+def test_a_batch_with_nan_is_left_out_of_an_accumulation(tmp_path: Path) -> None:
+    def run() -> Any:
+        optimizer = optax.MultiSteps(optax.sgd(0.1), 2)
+        params = programs.dense()
+        state = optimizer.init(params)
+
+        @jax.jit
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            gradients = jax.grad(programs.loss_of)(params, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        data = programs.batches(7)
+        data[3, 0, 0] = np.nan
+        for batch in data:
+            params, state = step(params, state, batch)
+        return params, int(state.gradient_step)
+
+    (params, updates), health, recorded_run = recorded(tmp_path, run, on_nonfinite="skip")
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree_util.tree_leaves(params))
+    assert updates == 3  # of six finite batches
+    assert health["counts"]["skipped_updates"] == 1
+    assert len(recorded_run.tensor("dense_0.kernel:gradient").steps()) == 4
+
+
+@pytest.mark.parametrize("name", ["plain", "scanned_steps"])
+def test_a_requested_bundle_is_of_a_call_with_one_step(name: str, tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r", config=EVERYTHING)
+    Recording(hook)
+    hook.bundle()
+    programs.PROGRAMS[name]()
+    hook.close()
+    assert hook.health["counts"].get("bundles", 0) == (1 if name == "plain" else 0)

@@ -25,7 +25,7 @@ from jax import lax  # noqa: E402
 from tests.frameworks.jax.rows import assert_same_rows, native_rows  # noqa: E402
 from watchstep.errors import ConfigError  # noqa: E402
 from watchstep.jax.ring_reader import RingReader  # noqa: E402
-from watchstep.jax.step_ring import RingStep, StepRing, check_rings, is_available, unread_keys  # noqa: E402
+from watchstep.jax.step_ring import RingStep, StepRing, check_rings, is_available  # noqa: E402
 from watchstep.jax.traced_updates import TracedUpdate, outputs_of  # noqa: E402
 
 if not is_available():
@@ -528,9 +528,7 @@ def test_a_later_owner_continues_with_the_programs_of_an_earlier_one() -> None:
     other = take(second)
     assert other is not ring
     program(jnp.ones(2), 1)  # not read by its owner
-    assert ("a model",) not in unread_keys()
     ring.release()
-    assert ("a model",) in unread_keys()
     again = take(third)
     assert again is ring
     assert again.is_traced

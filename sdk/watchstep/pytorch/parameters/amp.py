@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from watchstep.capture.steps.metric_names import SCALE, SKIPPED
 from watchstep.capture.steps.record import Condition
 from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
@@ -181,8 +182,6 @@ def _has_powers_of_two(scaler: Any) -> bool:
     return all(map(is_power_of_two, numbers))
 
 
-SCALE = "gradient_scaler:scale"
-SKIPPED = "gradient_scaler:skipped"
 _DEVICE_INTERVAL = 100
 
 

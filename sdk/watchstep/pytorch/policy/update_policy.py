@@ -19,6 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks  # has no public n
 from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.health import RecorderHealth
+from watchstep.capture.steps.metric_names import WITHHELD
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.recorder import Recorder
 from watchstep.pytorch import device_kernel
@@ -28,9 +29,6 @@ from watchstep.pytorch.policy.host_votes import HostVotes
 from watchstep.pytorch.policy.watched_optimizers import WatchedOptimizers
 from watchstep.pytorch.running_statistics import RunningStatistics
 from watchstep.stopping import OnNonfinite
-
-SKIPPED = "updates:skipped"
-"""Metric: 1 at a step with an update that the gate policy skipped."""
 
 _CLOSED, _FINITE, _NONFINITE = 0, 1, 2
 
@@ -164,7 +162,7 @@ class UpdatePolicy:
             return False
         if not is_repeated:
             self._health.count("skipped_updates")
-            self._recorder.scalar(SKIPPED, 1.0)
+            self._recorder.scalar(WITHHELD, 1.0)
         return True
 
     def _obstacle(self, optimizer: Optimizer, decision: _Decision, *, is_possible: bool) -> str:

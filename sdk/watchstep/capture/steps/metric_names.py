@@ -1,0 +1,15 @@
+"""Names of metrics that adapters of frameworks record and rules read."""
+
+from __future__ import annotations
+
+NONFINITE_APPLIED = "gradients:nonfinite_applied"
+"""1 at a step whose update applied NaN or infinite gradients, 0 at one that did not."""
+
+WITHHELD = "updates:skipped"
+"""1 at a step with an update that the gate policy left out."""
+
+SCALE = "gradient_scaler:scale"
+"""The scale of the loss under a gradient scaler."""
+
+SKIPPED = "gradient_scaler:skipped"
+"""1 at a step whose update the gradient scaler skipped."""
