@@ -9,8 +9,9 @@ from collections.abc import Callable, Hashable
 import jax
 
 from watchstep.capture.steps.session import Session
-from watchstep.jax.step_ring import RingSnapshot, StepRing
+from watchstep.jax.step_ring import RingSnapshot, RingStep, StepRing
 from watchstep.jax.traced_updates import TracedUpdate, UpdateOutputs
+from watchstep.stopping import StopTraining
 from watchstep.updates.update_recorder import Update, UpdateRecorder
 
 _EVERY = 100
@@ -117,19 +118,30 @@ class RingReader:
         steps = self._ring.read(snapshot)
         if self._ring.missed_steps > missed:
             self._session.health.count("missed_steps", self._ring.missed_steps - missed)
+        stop: StopTraining | None = None
         for step in steps:
-            self._recorder.skip(step.number - self._steps)
-            self._steps = step.number + 1
-            self._recorder.record(
-                Update(
-                    gradients=step.gradients,
-                    weights=step.weights,
-                    losses={} if step.loss is None else {"loss": step.loss},
-                    is_skipped=step.is_skipped and not self._withholds,
-                    is_withheld=step.is_skipped and self._withholds,
-                    is_bad=step.is_bad,
-                )
+            try:
+                self._record_step(step)
+            except StopTraining as error:
+                stop = stop or error  # the program has made this update and the later ones
+                self._recorder.end_step()
+        if stop is not None:
+            raise stop
+
+    def _record_step(self, step: RingStep) -> None:
+        skipped = step.number - self._steps
+        self._steps = step.number + 1
+        self._recorder.skip(skipped)
+        self._recorder.record(
+            Update(
+                gradients=step.gradients,
+                weights=step.weights,
+                losses={} if step.loss is None else {"loss": step.loss},
+                is_skipped=step.is_skipped and not self._withholds,
+                is_withheld=step.is_skipped and self._withholds,
+                is_bad=step.is_bad,
             )
+        )
 
 
 def _note_of(session: Session) -> Callable[[str], None]:

@@ -164,6 +164,11 @@ class UpdateRecorder:
             self._recorder.begin()
             self._recorder.step += count
 
+    def end_step(self) -> None:
+        """End the step of an update that the program has made, although recording it raised `StopTraining`."""
+        if self.counts_steps and not self._recorder.finished:
+            self._recorder.finish()
+
     @property
     def step(self) -> int:
         """The step that the next recorded update belongs to."""
@@ -237,8 +242,8 @@ class UpdateRecorder:
     def _measure(self, update: Update) -> bool:
         """Measure what is due. Returns whether the gradients contain NaN or infinity."""
         step = self._recorder.step
+        is_nonfinite = self._gate(update, step)  # first, because it demands a record of a bad step
         self._record_numbers(update, step)
-        is_nonfinite = self._gate(update, step)
         self._schedule.check_floor()
         is_any_due = self._schedule.any_due(self._session.used_collections, step)
         for role, values in _values_of(update):
