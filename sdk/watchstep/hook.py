@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -464,6 +465,11 @@ class Hook:
         """
         if self._ending.ended:
             return
+        if "torch" not in sys.modules:
+            raise ConfigError(
+                f"watch({type(model).__name__}): this program does not use PyTorch",
+                "give a torch.nn.Module; the guides of JAX, Keras and boosting state how their programs are recorded",
+            )
         from watchstep.pytorch.loaders.loader_samples import LoaderSamples
         from watchstep.pytorch.losses import SummedLosses
         from watchstep.pytorch.watch import Watch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 HEAVY = {
     "torch",
@@ -52,3 +53,18 @@ def test_what_is_offered_is_there() -> None:
     assert loaded_after(
         "import watchstep\nassert all(getattr(watchstep, name) for name in watchstep.__all__)"
     )
+
+
+def test_a_model_of_another_framework_is_refused_without_pytorch(tmp_path: Path) -> None:
+    loaded = loaded_after(
+        "import watchstep, watchstep.errors\n"
+        f"hook = watchstep.Hook({str(tmp_path)!r})\n"
+        "try:\n"
+        "    hook.watch(object())\n"
+        "except watchstep.errors.ConfigError as error:\n"
+        "    assert 'does not use PyTorch' in str(error)\n"
+        "else:\n"
+        "    raise AssertionError\n"
+        "hook.close()"
+    )
+    assert "torch" not in loaded
