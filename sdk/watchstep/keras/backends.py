@@ -7,7 +7,9 @@ of eager code, are read directly.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import keras
@@ -20,6 +22,9 @@ from watchstep.keras.optimizer_calls import OptimizerCall
 from watchstep.stopping import StopTraining
 from watchstep.updates.program_updates import ProgramUpdates, scaler_metrics
 
+_MAX_TRAINERS = 7
+"""Trainers, besides the newest one, whose losses wait for an update."""
+
 
 class OpensUpdates(Protocol):
     """Starts a recording."""
@@ -29,16 +34,52 @@ class OpensUpdates(Protocol):
         ...
 
 
-class _LastLoss(threading.local):
-    """The last loss of a training batch in this thread."""
+@dataclass(frozen=True)
+class _BatchLoss:
+    """The loss of a training batch that no update has taken.
 
-    trainer: Any = None
-    loss: Any = None
+    Attributes:
+        trainer: weak reference to the model that computed it.
+        loss: the loss.
+    """
 
-    def take(self) -> Any:
-        """Return the loss, once."""
-        loss, self.loss = self.loss, None
-        return loss
+    trainer: weakref.ref[Any]
+    loss: Any
+
+
+class _Losses(threading.local):
+    """What this thread computes.
+
+    Attributes:
+        pending: losses of training batches that no update has taken; one for each trainer, in order.
+        computed: number of losses since ``fit`` began.
+        updates: number of updates since then.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[_BatchLoss] = []
+        self.computed = self.updates = 0
+
+    def add(self, trainer: Any, loss: Any) -> None:
+        """Add the loss of a batch."""
+        self.computed += 1
+        others = [entry for entry in self.pending if entry.trainer() not in (trainer, None)]
+        self.pending = [*others[-_MAX_TRAINERS:], _BatchLoss(weakref.ref(trainer), loss)]
+
+    def take(self, optimizer: Any) -> tuple[Any, Any]:
+        """Return the trainer and the loss of an optimizer's update, once; None for what is unknown.
+
+        It is the loss of the trainer with this optimizer, or the only one if its trainer was compiled with an optimizer that is not used.
+        """
+        self.updates += 1
+        trained = [(entry.trainer(), entry) for entry in self.pending]
+        own = [pair for pair in trained if getattr(pair[0], "optimizer", None) is optimizer]
+        chosen = own or (trained if len(trained) == 1 else [])
+        if not chosen:
+            return None, None
+        trainer, taken = chosen[0]
+        self.pending = [entry for entry in self.pending if entry is not taken]
+        return trainer, taken.loss
 
 
 class KerasUpdates:
@@ -46,7 +87,7 @@ class KerasUpdates:
 
     def __init__(self) -> None:
         """Start without updates."""
-        self._last = _LastLoss()
+        self._losses = _Losses()
 
     def start(self) -> None:
         """Start the recording now, instead of at the first update.
@@ -80,7 +121,8 @@ class KerasUpdates:
         """
         own_work.enter()
         try:
-            self.update(call, self._last.take(), self._last.trainer)
+            trainer, loss = self._losses.take(call.optimizer)
+            self.update(call, loss, trainer)
         except StopTraining:
             raise
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
@@ -89,8 +131,13 @@ class KerasUpdates:
             own_work.leave()
 
     def computed(self, trainer: Any, loss: Any) -> None:
-        """Keep the loss for the update that follows."""
-        self._last.trainer, self._last.loss = trainer, loss
+        """Keep the loss for the update that follows, unless nothing differentiates it."""
+        if self.is_training(loss):
+            self._losses.add(trainer, loss)
+
+    def is_training(self, loss: Any) -> bool:  # noqa: ARG002 - of the interface
+        """Return whether a loss that was just computed can be that of an update."""
+        return True
 
     def evaluated(self, results: Mapping[str, float]) -> None:
         """Record the results of an evaluation, in mode eval."""
@@ -105,12 +152,19 @@ class KerasUpdates:
 
     def begins(self, trainer: Any) -> None:  # noqa: ARG002 - of the interface
         """Let the optimizer of this training count steps."""
+        self._losses.computed = self._losses.updates = 0
         self.restart()
 
-    def ends(self, trainer: Any) -> None:  # noqa: ARG002 - as above
-        """Record the last update, and release the model."""
+    def ends(self, trainer: Any) -> None:
+        """Record the last update, and report it if there was none of the optimizer's."""
         self.settle()
-        self._last.trainer = self._last.loss = None
+        losses, session = self._losses, self.session()
+        losses.pending.clear()
+        if losses.computed and not losses.updates and session is not None:
+            name = type(getattr(trainer, "optimizer", None)).__name__
+            session.health.note(
+                "keras", f"updates of {name} are not observed: it applies gradients by code of its own"
+            )
 
     def report(self, where: str, error: Exception) -> None:
         """Count a fault."""
@@ -140,6 +194,12 @@ class TensorFlowUpdates(KerasUpdates):
         updates = self._graphs.updates
         return None if updates is None else updates.session
 
+    def is_training(self, loss: Any) -> bool:  # noqa: ARG002 - of the interface
+        """Return whether a tape records."""
+        from watchstep.tensorflow import tape_calls
+
+        return tape_calls.is_recording()
+
     def restart(self) -> None:
         """Let the next optimizer count steps."""
         if self._graphs.updates is not None:
@@ -147,16 +207,18 @@ class TensorFlowUpdates(KerasUpdates):
 
     def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:
         """Record an update, or add its operations to the graph."""
-        import tensorflow as tf
-
         from watchstep.tensorflow import tape_calls
         from watchstep.tensorflow.graph_updates import ObservedUpdate
 
-        target = tape_calls.take_target()
-        if loss is None and target is not None:
-            loss = _unscaled(target, call)
-        if loss is not None and not tf.executing_eagerly() and not _belongs_to(tf, loss):
+        targets = tape_calls.take_targets(call.variables)
+        if loss is not None and not tape_calls.belongs_here(loss):
             loss = None
+        if loss is None and len(targets) == 1:
+            loss = _unscaled(targets[0], call)
+        if loss is None and len(targets) > 1:
+            self._graphs.note(
+                "updates by gradients of several losses have no loss: it is unknown which one is that of the batch"
+            )
         is_scalar = loss is not None and loss.shape.rank == 0
         self._graphs.add(
             ObservedUpdate(
@@ -182,16 +244,6 @@ def _unscaled(target: Any, call: OptimizerCall) -> Any:
     return target if scale is None else keras.ops.divide(target, keras.ops.cast(scale, target.dtype))
 
 
-def _belongs_to(tf: Any, tensor: Any) -> bool:
-    """Return whether a symbolic tensor belongs to the graph that is being built, or to one that encloses it."""
-    graph, own = tf.compat.v1.get_default_graph(), getattr(tensor, "graph", None)
-    while graph is not None:
-        if graph is own:
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
-
-
 class TorchUpdates(KerasUpdates):
     """Records updates on PyTorch."""
 
@@ -209,6 +261,17 @@ class TorchUpdates(KerasUpdates):
         """Return the recording."""
         return None if self._updates is None else self._updates.session
 
+    def begins(self, trainer: Any) -> None:
+        """Let the optimizer of this training count steps, and report a compiled step."""
+        super().begins(trainer)
+        session = self.session()
+        if getattr(trainer, "jit_compile", False) and session is not None:
+            session.health.note("keras", "updates with jit_compile=True are not observed on PyTorch")
+
+    def is_training(self, loss: Any) -> bool:
+        """Return whether the loss has a graph of gradients."""
+        return bool(getattr(loss, "requires_grad", False))
+
     def restart(self) -> None:
         """Let the next optimizer count steps."""
         if self._updates is not None:
@@ -216,16 +279,16 @@ class TorchUpdates(KerasUpdates):
 
     def update(self, call: OptimizerCall, loss: Any, trainer: Any) -> None:
         """Record an update before it is made."""
-        from watchstep.keras.torch_values import TorchTensors, is_compiling, number_of
+        from watchstep.keras.torch_values import TorchTensors, number_of
         from watchstep.updates.update_recorder import Update
 
-        if is_compiling():
-            return
         self.start()
         updates = self._updates
         recorder = None
         if updates is not None:
-            recorder = updates.recorder_of(call.optimizer, lambda: describe(call.variables, trainer))
+            recorder = updates.recorder_of(
+                call.optimizer, call.variables, lambda: describe(call.variables, trainer)
+            )
         if recorder is None:
             return
         scale = None if call.scale is None else number_of(call.scale)

@@ -69,6 +69,22 @@ class KerasObserver(Protocol):
 _observers: list[KerasObserver] = []
 
 
+def _never() -> bool:
+    return False
+
+
+def _compiling() -> Callable[[], bool]:
+    """Return the function that tells whether `torch.compile` traces the current code, which it replaces by a constant."""
+    if keras.backend.backend() != "torch":
+        return _never
+    import torch
+
+    return torch.compiler.is_compiling
+
+
+_is_compiling: Callable[[], bool] = _compiling()
+
+
 class _Depth(threading.local):
     """Calls in progress in this thread."""
 
@@ -144,6 +160,8 @@ def _observing(
 
 def _applying(method: Callable[..., Any]) -> Callable[..., Any]:
     def apply_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> Any:
+        if _is_compiling():
+            return method(optimizer, grads, trainable_variables)
         with _observing(lambda: OptimizerCall(optimizer, tuple(grads), tuple(trainable_variables))):
             return method(optimizer, grads, trainable_variables)
 
@@ -152,6 +170,8 @@ def _applying(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _scaling_apply(method: Callable[..., Any]) -> Callable[..., Any]:
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if _is_compiling():
+            return method(optimizer, grads, trainable_variables)
         with _observing(lambda: _scaled_call(optimizer, grads, trainable_variables)):
             return method(optimizer, grads, trainable_variables)
 
@@ -197,6 +217,8 @@ def _scaled_call(optimizer: Any, grads: Any, variables: Any) -> OptimizerCall | 
 def _computing(method: Callable[..., Any]) -> Callable[..., Any]:
     def compute_loss(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
         loss = method(trainer, *arguments, **keywords)
+        if _is_compiling():
+            return loss
         if _observers and (arguments[4] if len(arguments) > 4 else keywords.get("training", True)):
             for observer in tuple(_observers):
                 observer.computed(trainer, loss)

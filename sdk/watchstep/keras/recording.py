@@ -65,7 +65,8 @@ class KerasRecording:
 class KerasCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Records the training of a Keras model with a hook: its updates, losses and evaluations.
 
-    It has no method for batches, which would make Keras wait for each batch.
+    It has no method for batches, which would make Keras wait for each batch. A copy is the same recording, so that estimators with
+    callbacks can be cloned. In another process, or read from a file, it records nothing.
 
     Example::
 
@@ -94,3 +95,17 @@ class KerasCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if model not in self._traced:
             self._traced.add(model)
             model.train_function = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KerasCallback:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return keras.callbacks.Callback, ()
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - Keras' interface
+        """Note the beginning of ``fit``, which Python may have looked up before this object was created."""
+        self._recording.updates.begins(self.model)
+
+    def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002 - as above
+        """Note the end of ``fit``."""
+        self._recording.updates.ends(self.model)

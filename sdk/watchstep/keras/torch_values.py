@@ -18,11 +18,6 @@ from watchstep.updates.tensor_values import HostArrays
 _kernel = TorchKernel()
 
 
-def is_compiling() -> bool:
-    """Return whether the current code is being traced by `torch.compile`."""
-    return bool(torch.compiler.is_compiling())
-
-
 def number_of(value: Any) -> float:
     """Return a tensor of one element, or a number, as a number. Waits for a device."""
     return float(value.detach()) if isinstance(value, Tensor) else float(value)

@@ -1,6 +1,9 @@
 """Calls of the program's compiled functions: before and after each outermost call of a `tf.function`.
 
 `install` changes the class of these functions. A call inside of another function's trace is part of that one.
+
+A program that saves a function as a SavedModel gets a trace of it without the recorder's operations: TensorFlow refuses to save functions
+that use variables of no saved object.
 """
 
 from __future__ import annotations
@@ -8,12 +11,14 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 _MARK = "_watchstep_calls"
+_VARIABLES = "_watchstep_variables"
+_CLONE = "_watchstep_clone"
 
 
 class CallObserver(Protocol):
@@ -36,10 +41,25 @@ _observers: list[CallObserver] = []
 
 
 class _CurrentCall(threading.local):
+    """Functions of this thread.
+
+    Attributes:
+        function: the outermost one that is being called.
+        traced: the outermost one that is being traced without a call.
+        is_clean: whether it is being traced without operations of the recorder.
+    """
+
     function: Any = None
+    traced: Any = None
+    is_clean = False
 
 
 _current = _CurrentCall()
+_own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Variables of the recorder, by the ids of their handles."""
+
+_in_progress: dict[int, Any] = {}
+"""Functions that are being called, by the id of the thread."""
 
 
 def observe(observer: CallObserver) -> None:
@@ -55,8 +75,34 @@ def forget(observer: CallObserver) -> None:
 
 
 def current_function() -> Any:
-    """Return the outermost function that this thread is calling; None outside of functions."""
-    return _current.function
+    """Return the outermost function that this thread is calling; None outside of functions.
+
+    A thread that calls none may be one of a `tf.distribute.MirroredStrategy`, which traces the steps of its replicas in threads: the result
+    is then the function that another thread is calling, if that is only one.
+    """
+    if _current.function is not None:
+        return _current.function
+    functions = list(_in_progress.values())
+    return functions[0] if len(functions) == 1 else None
+
+
+def traced_function() -> Any:
+    """Return the outermost function that this thread traces without calling it, by ``get_concrete_function``; None outside of those."""
+    return _current.traced
+
+
+def is_clean() -> bool:
+    """Return whether this thread traces a function that the program may save: nothing may be added to it."""
+    return _current.is_clean
+
+
+def add_own(variables: Sequence[Any]) -> None:
+    """Add variables of the recorder that the graph that is being built writes. They exist as long as that graph, or one that encloses it."""
+    _own.update({id(variable.handle): variable for variable in variables})
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        setattr(graph, _VARIABLES, [*getattr(graph, _VARIABLES, ()), *variables])
+        graph = getattr(graph, "outer_graph", None)
 
 
 class FunctionSet:
@@ -80,23 +126,58 @@ def install() -> None:
     if not hasattr(kind, _MARK):
         setattr(kind, _MARK, True)
         kind.__call__ = _observed(kind.__call__)
+        kind._get_concrete_function_garbage_collected = _tracing(  # noqa: SLF001 - the public method and SavedModel call it
+            kind._get_concrete_function_garbage_collected  # noqa: SLF001 - as above
+        )
 
 
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def observed_call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _current.is_clean:
+            return call(_clone_of(function), *arguments, **keywords)
         if not _observers or _current.function is not None or not tf.executing_eagerly():
             return call(function, *arguments, **keywords)
         observers = tuple(_observers)
         for observer in observers:
             observer.before_call(function)
-        _current.function = function
+        thread = threading.get_ident()
+        _current.function = _in_progress[thread] = function
         try:
             result = call(function, *arguments, **keywords)
         finally:
             _current.function = None
+            _in_progress.pop(thread, None)
         for observer in observers:
             observer.after_call(function)
         return result
 
     return observed_call
+
+
+def _tracing(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def observed_trace(function: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _current.function is not None or _current.traced is not None or _current.is_clean:
+            return trace(function, *arguments, **keywords)
+        _current.traced = function
+        try:
+            concrete = trace(function, *arguments, **keywords)
+        finally:
+            _current.traced = None
+        if not any(id(capture) in _own for capture in concrete.captured_inputs):
+            return concrete
+        _current.is_clean = True
+        try:
+            return trace(_clone_of(function), *arguments, **keywords)
+        finally:
+            _current.is_clean = False
+
+    return observed_trace
+
+
+def _clone_of(function: Any) -> Any:
+    """Return a function of the same Python code, with traces of its own."""
+    if not hasattr(function, _CLONE):
+        setattr(function, _CLONE, function._clone(None))  # noqa: SLF001 - TensorFlow itself copies functions by it
+    return getattr(function, _CLONE)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from watchstep.tensorflow import function_calls
 from watchstep.tensorflow.host_tensors import ScaledArrays, host_array, host_values
 from watchstep.updates.tensor_values import HostArrays, TensorValues
 
@@ -167,6 +168,15 @@ class GraphSink:
         slot = tf.math.floormod(number, SLOTS)
         self._ring.scatter_nd_update(tf.reshape(slot, (1, 1)), tf.expand_dims(tf.stack(row), 0))
         self._count.assign_add(1, read_value=False)
+        function_calls.add_own(
+            [
+                self._ring,
+                self._count,
+                self._requested,
+                self._has_bad,
+                *(copy for copy in self._copies if copy is not None),
+            ]
+        )
 
     def request(self, *, is_due: bool) -> None:
         """Request the gradients of the next update, for the next call."""

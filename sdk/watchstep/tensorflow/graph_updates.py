@@ -107,13 +107,18 @@ class GraphUpdates:
         if self._updates is not None:
             self._updates.session.health.fault(where, error)
 
+    def count(self, name: str) -> None:
+        """Count what is not observed."""
+        if self._updates is not None:
+            self._updates.session.health.count(name)
+
     def add(self, update: ObservedUpdate) -> None:
         """Record an update of eager code, or add its operations to the graph that is being traced.
 
         Raises:
             StopTraining: the update is one of eager code, and a stop is due and the program opted in.
         """
-        if self._closed:
+        if self._closed or function_calls.is_clean():
             return
         own_work.enter()
         try:
@@ -177,7 +182,9 @@ class GraphUpdates:
 
     def _record_eager(self, update: ObservedUpdate) -> None:
         updates = self._opened()
-        recorder = None if updates is None else updates.recorder_of(update.source, update.describe)
+        recorder = (
+            None if updates is None else updates.recorder_of(update.source, update.variables, update.describe)
+        )
         if recorder is None:
             return
         scale = None if update.scale is None else float(update.scale)
@@ -201,11 +208,17 @@ class GraphUpdates:
 
     def _add_to_graph(self, update: ObservedUpdate) -> None:
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
-            self._note("updates of several replicas in one process are not observed")
+            self.note("updates of several replicas in one process are not observed")
             return
-        function = function_calls.current_function()
+        traced = function_calls.traced_function()
+        if traced is not None:
+            self.note(
+                "a function that is traced without a call, as by get_concrete_function or in a data set, is observed where the program calls it"
+            )
+        function = traced or function_calls.current_function()
         if function is None:
-            self._note("a function that was traced without being called is observed once it is called")
+            self.note("gradients in a graph that is not that of a tf.function are not observed")
+            return
         graph = self._graphs.get(id(update.source))
         if graph is None or graph.source() is not update.source or not graph.sink.fits(update.gradients):
             self._graphs = {key: other for key, other in self._graphs.items() if other.source() is not None}
@@ -224,8 +237,7 @@ class GraphUpdates:
             scale=update.scale,
             learning_rate=update.learning_rate,
         )
-        if function is not None:
-            graph.functions.add(function)
+        graph.functions.add(function)
 
     def _checks_all(self) -> bool:
         """Return whether each update is checked completely, because it may stop the training."""
@@ -234,7 +246,8 @@ class GraphUpdates:
             return False
         return updates.on_nonfinite.action == "stop" or updates.session.recorder.guarding is not None
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Report in health what is not observed."""
         updates = self._opened()
         if updates is not None:
             updates.session.health.note("tensorflow", text)
@@ -251,7 +264,7 @@ class GraphUpdates:
         updates, source = self._opened(), graph.source()
         if updates is None or source is None:
             return None
-        return updates.recorder_of(source, graph.describe)
+        return updates.recorder_of(source, graph.variables, graph.describe)
 
     def _record_graphs(self, graphs: Sequence[_Graph]) -> None:
         """Record the updates of one call: those of the optimizer that counts steps last, since they end the step."""

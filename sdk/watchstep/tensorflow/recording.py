@@ -61,11 +61,16 @@ class TapeUpdates:
         if self._has_optimizers is None:
             self._has_optimizers = _has_keras_optimizers()
         if self._has_optimizers:
+            if self._graphs.updates is not None:
+                self._graphs.note(
+                    "gradients of tapes are not recorded: the program has a Keras optimizer, whose updates watchstep.keras records"
+                )
             return
         key = tuple(map(id, result.variables))
         source = self._sets.get(key)
         if source is None:
             if len(self._sets) >= _MAX_SOURCES:
+                self._graphs.count("unobserved_optimizers")
                 return
             source = self._sets[key] = _VariableSet(result.variables)
         self._graphs.add(

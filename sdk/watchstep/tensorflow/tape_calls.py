@@ -1,7 +1,7 @@
 """Observation of gradient tapes: what the outermost tape of a thread differentiates, with respect to what.
 
 `install` changes methods of `tf.GradientTape`, once in a process. A gradient that is computed while another tape records is part of
-that one's target, as a penalty on gradients is.
+that one's target, as a penalty on gradients is. Rows of a Jacobian, and gradients of single examples in `tf.vectorized_map`, are no updates.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 _MARK = "_watchstep_observed"
+_MAX_TARGETS = 16
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,32 @@ class TapeObserver(Protocol):
 _observers: list[TapeObserver] = []
 
 
+@dataclass(frozen=True)
+class _Target:
+    """What an outermost tape has differentiated.
+
+    Attributes:
+        variables: ids of the sources.
+        target: tensor of shape ().
+    """
+
+    variables: frozenset[int]
+    target: Any
+
+
 class _Thread(threading.local):
     """Tapes of this thread.
 
     Attributes:
         recording: ids of those that record.
-        target: the last target of an outermost tape.
+        targets: targets of outermost tapes that no update has taken.
+        parts: number of calls in progress whose gradients are only parts of a result.
     """
 
     def __init__(self) -> None:
         self.recording: list[int] = []
-        self.target: Any = None
+        self.parts = 0
+        self.targets: list[_Target] = []
 
 
 _thread = _Thread()
@@ -75,10 +91,50 @@ def forget(observer: TapeObserver) -> None:
         _observers.remove(observer)
 
 
-def take_target() -> Any:
-    """Return the last target of an outermost tape, once; None if there is none, or it was not a number."""
-    target, _thread.target = _thread.target, None
-    return target
+def is_recording() -> bool:
+    """Return whether a tape of this thread records."""
+    return bool(_thread.recording)
+
+
+def take_targets(variables: Sequence[Any]) -> list[Any]:
+    """Return, once, what outermost tapes of this thread have differentiated with respect to variables, in the graph that is being built.
+
+    Args:
+        variables: variables of TensorFlow or of Keras. Sources of another tape may be a part of them.
+    """
+    wanted = _identities(variables)
+    matching = [entry for entry in _thread.targets if entry.variables & wanted]
+    _thread.targets = [entry for entry in _thread.targets if not entry.variables & wanted]
+    return list({id(entry.target): entry.target for entry in matching if belongs_here(entry.target)}.values())
+
+
+def belongs_here(tensor: Any) -> bool:
+    """Return whether a tensor is an eager one in eager code, or belongs to the graph that is being built or to one that encloses it."""
+    own = getattr(tensor, "graph", None)
+    if tf.executing_eagerly():
+        return own is None
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if graph is own:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def _add_target(made: TapeGradients) -> None:
+    """Add a target, and drop those of other graphs, which no update can use any more."""
+    usable = [entry for entry in _thread.targets if belongs_here(entry.target)][1 - _MAX_TARGETS :]
+    if made.target is not None:
+        usable.append(_Target(_identities(made.variables), made.target))
+    _thread.targets = usable
+
+
+def _identities(variables: Sequence[Any]) -> frozenset[int]:
+    """Return the ids of TensorFlow's variables, also for those of Keras that contain them."""
+    return frozenset(
+        id(variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable))
+        for variable in variables
+    )
 
 
 @functools.cache
@@ -90,6 +146,9 @@ def install() -> None:
         kind.__enter__ = _entering(kind.__enter__)
         kind.__exit__ = _leaving(kind.__exit__)
         kind.gradient = _differentiating(kind.gradient)
+        kind.jacobian = _ignoring(kind.jacobian)
+        kind.batch_jacobian = _ignoring(kind.batch_jacobian)
+        tf.vectorized_map = _ignoring(tf.vectorized_map)
 
 
 def _entering(enter: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,14 +171,26 @@ def _leaving(leave: Callable[..., Any]) -> Callable[..., Any]:
     return observed_exit
 
 
+def _ignoring(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def ignoring(*arguments: Any, **keywords: Any) -> Any:
+        _thread.parts += 1
+        try:
+            return method(*arguments, **keywords)
+        finally:
+            _thread.parts -= 1
+
+    return ignoring
+
+
 def _differentiating(gradient: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(gradient)
     def observed_gradient(tape: Any, target: Any, sources: Any, *arguments: Any, **keywords: Any) -> Any:
         result = gradient(tape, target, sources, *arguments, **keywords)
-        if not any(entered != id(tape) for entered in _thread.recording):
+        if not _thread.parts and not any(entered != id(tape) for entered in _thread.recording):
             made = _made(target, sources, result)
             if made is not None:
-                _thread.target = made.target
+                _add_target(made)
                 for observer in tuple(_observers):
                     observer.differentiated(made)
         return result

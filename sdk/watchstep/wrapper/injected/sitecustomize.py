@@ -64,8 +64,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     def _attach_after(self, name: str, spec: "importlib.machinery.ModuleSpec | None") -> None:
         """Make a framework's loader attach after it has loaded the framework."""
-        if spec is None or spec.loader is None:
-            return
+        if spec is None or spec.loader is None or spec.submodule_search_locations is None:
+            return  # frameworks are packages: a single file is a module of the program's own
         load = spec.loader.exec_module
 
         def load_and_attach(module: "ModuleType") -> None:

@@ -1,0 +1,202 @@
+"""Programs with several models, losses or optimizers, plain and recorded: ``python unusual_programs.py STORE RESULTS``."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+
+import watchstep
+from watchstep import CaptureConfig
+from watchstep.keras import Recording
+
+BACKEND = keras.backend.backend()
+EVERY_STEP = CaptureConfig(overhead_budget=None, system=None)
+BATCHES, BATCH = 4, 16
+Wrap = Callable[[], list[Any]]
+
+
+def data() -> list[tuple[Any, Any]]:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((BATCHES, BATCH, 6)).astype("float32")
+    y = random.integers(0, 3, (BATCHES, BATCH)).astype("int32")
+    return [(x[number], y[number]) for number in range(BATCHES)]
+
+
+def all_data() -> tuple[Any, Any]:
+    return np.concatenate([x for x, _ in data()]), np.concatenate([y for _, y in data()])
+
+
+def classifier(optimizer: Any = None, **options: Any) -> Any:
+    hidden = keras.layers.Dense(8, activation="relu", name="hidden")
+    model = keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(3, name="out")])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer or keras.optimizers.Adam(0.01), loss=loss, **options)
+    return model
+
+
+def fitted(model: Any, record: Wrap) -> Any:
+    """Python looks ``fit`` up before it makes the callback."""
+    x, y = all_data()
+    return model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=record()).history["loss"]
+
+
+def bits(*models: Any) -> str:
+    return "".join(np.asarray(weight).tobytes().hex() for model in models for weight in model.get_weights())
+
+
+def adversarial(record: Wrap) -> Any:
+    """Both tapes are differentiated before the first update, as in TensorFlow's tutorial."""
+    import tensorflow as tf
+
+    generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, name="generated")])
+    discriminator = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, name="judged")])
+    first, second = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)
+    first.build(generator.trainable_variables)
+    second.build(discriminator.trainable_variables)
+    entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+    record()
+
+    @tf.function
+    def step(real: Any) -> Any:
+        noise = tf.ones((BATCH, 4)) * tf.reduce_mean(real)
+        with tf.GradientTape() as generating, tf.GradientTape() as discriminating:
+            made, judged = discriminator(generator(noise)), discriminator(real)
+            generated = entropy(tf.ones_like(made), made)
+            discriminated = entropy(tf.ones_like(judged), judged) + entropy(tf.zeros_like(made), made)
+        own = generating.gradient(generated, generator.trainable_variables)
+        other = discriminating.gradient(discriminated, discriminator.trainable_variables)
+        first.apply_gradients(zip(own, generator.trainable_variables, strict=True))
+        second.apply_gradients(zip(other, discriminator.trainable_variables, strict=True))
+        return generated, discriminated
+
+    losses = [[float(value) for value in step(x)] for x, _ in data()]
+    return losses, bits(generator, discriminator)
+
+
+def alternating(record: Wrap) -> Any:
+    """Two models with layers of the same names."""
+    models = [classifier(keras.optimizers.SGD(0.1)), classifier(keras.optimizers.SGD(0.2))]
+    record()
+    losses = [[float(model.train_on_batch(x, y)) for model in models] for x, y in data()]
+    return losses, bits(*models)
+
+
+def evaluating(record: Wrap) -> Any:
+    """Between updates, the program computes losses that nothing differentiates."""
+    model = classifier(run_eagerly=True)
+    compute = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    record()
+    losses = []
+    for x, y in data():
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                value = compute(y, model(x, training=True))
+            model.optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+            losses.append(float(value))
+        else:
+            import torch
+
+            losses.append(float(model.train_on_batch(x, y)))
+        labels = keras.ops.convert_to_tensor(y)
+        if BACKEND == "torch":
+            with torch.no_grad():
+                model.compute_loss(x, labels, model(x) * 100)
+        else:
+            model.compute_loss(x, labels, model(x) * 100)
+    return losses, bits(model)
+
+
+def several_losses(record: Wrap) -> Any:
+    """Gradients of two losses are added for one update."""
+    import tensorflow as tf
+
+    model = classifier()
+    compute = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    variables = model.trainable_variables
+    record()
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            predicted = model(x, training=True)
+            value, size = compute(y, predicted), tf.reduce_mean(predicted**2)
+        first, second = tape.gradient(value, variables), tape.gradient(size, variables)
+        del tape
+        model.optimizer.apply([a + b for a, b in zip(first, second, strict=True)], variables)
+        return value
+
+    return [float(step(tf.constant(x), tf.constant(y))) for x, y in data()], bits(model)
+
+
+def one_replica(record: Wrap) -> Any:
+    import tensorflow as tf
+
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = classifier()
+    return fitted(model, record), bits(model)
+
+
+class OwnUpdates(keras.optimizers.SGD):
+    """An optimizer that updates variables without a method of its base class."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        chosen = self._trainable_variables if trainable_variables is None else trainable_variables
+        for gradient, variable in zip(grads, chosen, strict=True):
+            variable.assign(variable - 0.1 * gradient)
+
+
+def own_updates(record: Wrap) -> Any:
+    model = classifier(OwnUpdates(0.1))
+    return fitted(model, record), bits(model)
+
+
+def copied(record: Wrap) -> Any:
+    """The callback is copied and pickled, as those of estimators are."""
+    model = classifier()
+
+    def callbacks() -> list[Any]:
+        made = record()
+        return [*copy.deepcopy(made), *pickle.loads(pickle.dumps(made))]
+
+    return fitted(model, callbacks), bits(model)
+
+
+KINDS: dict[str, tuple[Callable[[Wrap], Any], ...]] = {
+    "tensorflow": (own_updates, copied, adversarial, alternating, evaluating, several_losses, one_replica),
+    "torch": (own_updates, copied, alternating, evaluating),
+}
+
+
+def main(store: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for program in KINDS[BACKEND]:
+        kind = program.__name__
+        keras.utils.set_random_seed(0)
+        with watchstep.Hook(store, run=kind, config=EVERY_STEP) as hook:
+            recorded = program(lambda: [Recording(hook)])
+        keras.utils.set_random_seed(0)
+        plain = program(list)
+        results[kind] = {
+            "equal": plain == recorded,
+            "faults": hook.health["faults"],
+            "notes": hook.health["notes"],
+            "losses": recorded[0],
+        }
+    return results
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(Path(sys.argv[1]))))
