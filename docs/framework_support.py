@@ -13,7 +13,7 @@ from watchstep.format import tensors
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig
 
-Judged = Literal["yes", "with data", "no"]
+Judged = Literal["yes", "opt-in", "with data", "no"]
 Roles = Mapping[str, tuple[str, ...]]
 """The roles of the tensors in a collection, by the collection's name."""
 
@@ -36,6 +36,7 @@ class FrameworkSupport:
         step: what a step is.
         collections: collections that every recording of a network, or of trees, has.
         on_data: collections of programs that pass data to the adapter.
+        on_choice: collections of programs that choose to record them.
         own_inputs: those of `OWN_INPUTS` that exist.
         probes: probes, as text.
         hyperparameters: which hyperparameters are recorded.
@@ -50,6 +51,7 @@ class FrameworkSupport:
     step: str
     collections: Roles
     on_data: Roles = field(default_factory=dict)
+    on_choice: Roles = field(default_factory=dict)
     own_inputs: tuple[str, ...] = ()
     probes: str = "none"
     hyperparameters: str = ""
@@ -62,6 +64,8 @@ class FrameworkSupport:
         """Return whether tensors of a collection are recorded."""
         if collection in self.collections:
             return "yes"
+        if collection in self.on_choice:
+            return "opt-in"
         return "with data" if collection in self.on_data else "no"
 
     def judges(self, config: RuleConfig) -> Judged:
@@ -71,6 +75,8 @@ class FrameworkSupport:
             return "no"
         if any(_is_judged(config, info) for info in _examples(self.collections)):
             return "yes"
+        if any(_is_judged(config, info) for info in _examples(self.on_choice)):
+            return "opt-in"
         return "with data" if any(_is_judged(config, info) for info in _examples(self.on_data)) else "no"
 
 
@@ -141,6 +147,8 @@ FRAMEWORKS: tuple[FrameworkSupport, ...] = (
         step="an update of optax",
         collections={**_NETWORK, **_METRICS},
         on_data=_LABELS,
+        on_choice={tensors.ACTIVATIONS: ("output",)},
+        probes="`channels` of activations",
         hyperparameters="of `optax.inject_hyperparams`",
         saved=f"{_SAVED}, on a CPU",
         nonfinite_stop=_BEFORE,

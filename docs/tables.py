@@ -162,7 +162,7 @@ def limits() -> str:
     return _table(["rule", "cannot distinguish"], rows())
 
 
-_WORDS: dict[Judged, str] = {"yes": "yes", "with data": "with data", "no": "no"}
+_WORDS: dict[Judged, str] = {"yes": "yes", "opt-in": "opt-in", "with data": "with data", "no": "no"}
 
 
 def frameworks() -> str:

@@ -186,7 +186,7 @@ def _hint(pattern: str) -> str:
 
 
 _orders_of: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
-_WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN")
+_WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN", "Dense", "EinsumDense")
 
 
 def is_weighted(info: TensorInfo) -> bool:

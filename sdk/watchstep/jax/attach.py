@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from typing import Any
 
+from watchstep.capture.document.files import inline_from_environment
+from watchstep.format import tensors
 from watchstep.hook_arguments import ON_NONFINITE
-from watchstep.jax import compiled_steps, optimizers, traced_updates
+from watchstep.jax import compiled_steps, modules, optimizers, traced_updates
 from watchstep.jax.compiled_steps import CompiledStep
 from watchstep.jax.traced_updates import StepOutputs, TracedUpdate
 
@@ -54,7 +57,7 @@ class FirstUpdate:
         try:
             from watchstep.jax.recording import Recording
 
-            return Recording(hook)
+            return Recording(hook, activations=modules.observes_modules())
         except Exception as error:  # noqa: BLE001 - as above
             hook._health.fault("attach", error)  # noqa: SLF001 - part of the hook's own package
             _log.error("watchstep: not recording: %s", error)
@@ -67,7 +70,18 @@ def after_jax() -> None:
     optimizers.install_losses()
     # The first step is traced before there is a hook.
     traced_updates.withhold_nonfinite(os.environ.get(ON_NONFINITE, "record") != "record")
+    modules.observe_modules(_names_activations())
     FirstUpdate()
+
+
+def _names_activations() -> bool:
+    """Return whether the capture document names the collection of activations. Never raises: an invalid document is reported by the hook."""
+    try:
+        text = inline_from_environment()
+        collections = json.loads(text).get("collections") if text else None
+        return bool((collections or {}).get(tensors.ACTIVATIONS))
+    except Exception:  # noqa: BLE001 - as above
+        return False
 
 
 def after_optax() -> None:

@@ -17,6 +17,9 @@ from typing import Any, Protocol
 
 import jax
 
+from watchstep.jax.activation_ring import activation_ring
+from watchstep.jax.argument_shardings import ArgumentShardings, argument_shardings
+from watchstep.jax.modules import ObservedStep, observes_modules
 from watchstep.jax.stacked_layers import stacked_arguments
 from watchstep.jax.step_ring import check_rings
 from watchstep.jax.traced_updates import (
@@ -27,6 +30,7 @@ from watchstep.jax.traced_updates import (
     collecting,
     is_collecting,
     is_top_level,
+    not_observed,
     probing,
     recording_form,
     report,
@@ -80,27 +84,35 @@ class CompiledStep:
         has_updates: whether a trace of it contains an update.
         inner_layouts: layouts of its updates that rings record.
         static_argnums: positions of arguments that are constants.
+        observed: what is observed of its modules.
     """
 
     def __init__(
-        self, plain: Any, recording: Any, inner: Any, static_argnums: int | Sequence[int] = ()
+        self,
+        plain: Any,
+        make_recording: Callable[[ObservedStep], Any],
+        inner: Any,
+        static_argnums: int | Sequence[int] = (),
     ) -> None:
         """Wrap a function.
 
         Args:
             plain: its compiled form.
-            recording: the compiled form that also returns extra outputs.
+            make_recording: makes the compiled form that also returns extra outputs.
             inner: the compiled form that is called inside of recording forms. It is equal to ``plain``, but traced nowhere else.
             static_argnums: positions of arguments that are constants.
         """
         functools.update_wrapper(self, plain)
         self.__wrapped__ = plain.__wrapped__  # the program's function, as that of JAX
         self._plain = plain
-        self._recording = recording
+        self.observed = ObservedStep()
+        self._make_recording = make_recording
+        self._recording = make_recording(self.observed)
         self._inner = inner
         self.static_argnums = static_argnums
         self.has_updates = False
         self.inner_layouts: list[UpdateLayout] = []
+        self._shardings: ArgumentShardings | None = None
         self._is_prepared = False
         self._is_disabled = False
         self._contains_update: bool | None = None
@@ -111,18 +123,31 @@ class CompiledStep:
             return self._called_inside(arguments, keywords)
         if self._is_disabled or _is_being_debugged():
             return self._plain(*arguments, **keywords)
-        with recording_form():
+        if not self._is_prepared or self.has_inner_updates:
+            # Rings measure where the parameters are. Any other trace does not depend on it, and stays the one of the first call.
+            self._shardings = argument_shardings((arguments, keywords), self._shardings)
+        with recording_form(self._shardings):
             if not self._is_prepared:
                 self._is_prepared = True
-                self.layouts_of(arguments, keywords)
+                self._prepare(arguments, keywords)
             if not self.has_updates:
                 return self._called(arguments, keywords)
         for observer in tuple(_observers):
             observer.about_to_dispatch(self, (arguments, keywords))
         if self._is_disabled:
             return self._plain(*arguments, **keywords)
-        with recording_form():
+        with recording_form(self._shardings):
             return self._called(arguments, keywords)
+
+    def _prepare(self, arguments: Any, keywords: Any) -> None:
+        """Find the updates of the function. Its modules are observed if it has one, and JAX can transform what they write."""
+        self.layouts_of(arguments, keywords)
+        if not self.has_updates and self.observed.is_open:
+            is_traced_anew = self.observed.has_rows
+            self.observed.close()
+            if is_traced_anew:
+                self._recording = self._make_recording(self.observed)
+                self.layouts_of(arguments, keywords)
 
     def disable(self) -> None:
         """Call only the program's own form from now on."""
@@ -159,7 +184,7 @@ class CompiledStep:
     def _called(self, arguments: Any, keywords: Any) -> Any:
         """Call the recording form, and pass its updates on."""
         if not self.has_inner_updates:
-            result, updates = self._recording(*arguments, **keywords)
+            result, updates = self._called_with_modules(arguments, keywords)
         elif not _rings_are_of_this_thread():
             return self._plain(*arguments, **keywords)
         else:
@@ -169,7 +194,7 @@ class CompiledStep:
                     self.disable()
                     return self._plain(*arguments, **keywords)
                 try:
-                    result, updates = self._recording(*arguments, **keywords)
+                    result, updates = self._called_with_modules(arguments, keywords)
                 except BaseException:
                     check_rings()
                     for observer in tuple(_observers):
@@ -181,6 +206,33 @@ class CompiledStep:
                 observer.dispatched(self, updates, (arguments, keywords), result)
         return result
 
+    def _called_with_modules(self, arguments: Any, keywords: Any) -> Any:
+        """Call the recording form. If its modules write rows that JAX cannot transform, they are not observed any more."""
+        if not self.observed.is_open or not (observes_modules() or self.observed.has_rows):
+            return self._recording(*arguments, **keywords)
+        with dispatching:
+            if self.observed.has_rows and not activation_ring.check():
+                self._unobserve("their memory cannot be used")
+                return self._recording(*arguments, **keywords)
+            try:
+                called = self._recording(*arguments, **keywords)
+            except Exception as error:
+                activation_ring.check()
+                if not self.observed.is_unproven or _has_deleted((arguments, keywords)):
+                    raise
+                self._unobserve(f"{type(error).__name__}: {error}")
+            else:
+                self.observed.is_unproven = False
+                return called
+        return self._recording(*arguments, **keywords)
+
+    def _unobserve(self, reason: str) -> None:
+        """Observe the modules no more."""
+        for listener in tuple(not_observed):
+            listener(f"activations of a step are not observed: {reason.splitlines()[0][:200]}")
+        self.observed.close()
+        self._recording = self._make_recording(self.observed)
+
     def layouts_of(self, arguments: Any, keywords: Any) -> list[CalledUpdate]:
         """Return the updates that a call with these arguments makes, in their order. It is traced as the call does, once.
 
@@ -189,11 +241,14 @@ class CompiledStep:
             keywords: its keyword arguments.
         """
         try:
-            with recording_form():
+            with recording_form(self._shardings):
                 traced = self._recording.trace(*arguments, **keywords)
             _, updates = traced.out_info
-        except Exception:  # noqa: BLE001 - the call raises it, or does not trace
-            return []
+        except Exception as error:  # noqa: BLE001 - the call raises it, or does not trace
+            if not self.observed.has_rows:
+                return []
+            self._unobserve(f"{type(error).__name__}: {error}")
+            return self.layouts_of(arguments, keywords)
         self._note(updates)
         layouts = [update.layout for update in updates if isinstance(update, UpdateOutputs)]
         if not layouts:
@@ -298,6 +353,12 @@ def _is_being_debugged() -> bool:
     )
 
 
+def _has_deleted(arguments: Any) -> bool:
+    """Return whether a call has donated some of its arguments."""
+    leaves = jax.tree_util.tree_leaves(arguments)
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+
+
 _install_lock = threading.Lock()
 
 
@@ -320,7 +381,7 @@ def _recording_jit(jit: Callable[..., Any]) -> Callable[..., Any]:
             static = options.get("static_argnums")
             return CompiledStep(
                 plain,
-                _recording_form(jit, function, options),
+                functools.partial(_recording_form, jit, function, options),
                 _inner_form(jit, function, options),
                 () if static is None else static,
             )
@@ -342,18 +403,21 @@ def _inner_form(jit: Callable[..., Any], function: Callable[..., Any], options: 
     return jit(inner, **options)
 
 
-def _recording_form(jit: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _recording_form(
+    jit: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any], observed: ObservedStep
+) -> Any:
     """Compile a function that returns its result and its extra outputs."""
 
     @functools.wraps(function)
     def step(*arguments: Any, **keywords: Any) -> tuple[Any, StepOutputs]:
-        with collecting() as collector:
+        with collecting() as collector, observed.tracing():
             result = function(*arguments, **keywords)
         try:
-            return result, collector.outputs((arguments, keywords))
+            outputs = collector.outputs((arguments, keywords))
         except Exception as error:  # noqa: BLE001 - as above
             report("outputs", error)
             return result, ()
+        return result, outputs
 
     if "out_shardings" in options:
         # None leaves the sharding of the extra outputs to the compiler.

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.format.tensors import Placement, Stage
+from watchstep.jax.process_shards import distinct_devices, own_shards
 from watchstep.kernels import native_kernel
 from watchstep.kernels.measurement import Measurement, Merged, Reordered
 from watchstep.kernels.native_kernel import KINDS, MemoryRange, MemoryRanges
@@ -61,10 +63,10 @@ class HostLayout:
     def ranges(self, arrays: Sequence[Any]) -> MemoryRanges | None:
         """Return the memory of arrays that are computed; None if one is missing or is not on one device of the host."""
         if not all(
-            getattr(array, "size", -1) == size and _KIND_OF.get(array.dtype.name) == kind
+            getattr(array, "size", -1) == size and _KIND_OF.get(array.dtype.name) == kind and is_single(array)
             for array, size, kind in zip(arrays, self.sizes, self.kinds, strict=True)
         ):
-            return None  # memory is never read by the description of another array
+            return None  # memory is never read by the description of another array, nor that of one shard as the whole array
         try:
             return MemoryRanges([array.unsafe_buffer_pointer() for array in arrays], self.sizes, self.kinds)
         except (AttributeError, RuntimeError, ValueError):
@@ -88,7 +90,7 @@ class JaxArrays:
     """Arrays of JAX whose elements are in host memory, and computed.
 
     Attributes:
-        arrays: array of each parameter. Those of several devices of this process are measured shard by shard.
+        arrays: array of each parameter. Of those of several devices, this process measures the shards that are its own.
         layout: their sizes and kinds, if the compiled kernel can read all of them.
         layers: number of layers of each, 1 for one that is not a stack; empty if none is.
     """
@@ -104,31 +106,63 @@ class JaxArrays:
         memory = self.layout.layer_ranges(self.arrays) if self.layout is not None else None
         if native is not None and memory is not None:
             return list(rows), native.measure([memory[row] for row in rows])
-        if self.is_stacked:
-            return self.split().measure(rows)
-        existing = [row for row in rows if self.arrays[row] is not None]
-        shards, owners = self._shards(existing)
-        measurement = _measured(shards)
-        if len(shards) == len(existing):
+        sources = self._sources()
+        existing: list[int] = []
+        parts: list[_Part] = []
+        owners: list[int] = []
+        for row in rows:
+            own = self._parts(*sources[row])
+            if own:
+                parts.extend(own)
+                owners.extend([len(existing)] * len(own))
+                existing.append(row)
+        measurement = _measured(parts)
+        if len(parts) == len(existing):
             return existing, measurement
         return existing, Merged(
-            [Reordered((measurement,), (place,)) for place in range(len(shards))], owners, len(existing)
+            [Reordered((measurement,), (place,)) for place in range(len(parts))], owners, len(existing)
         )
 
-    @property
-    def is_stacked(self) -> bool:
-        """Whether an array is a stack of layers."""
-        return any(count > 1 for count in self.layers)
+    def places(self, stage: Stage = "local") -> tuple[Placement, ...]:
+        """Return which part of each row this process measures; empty if it measures all of them as a whole.
 
-    def split(self) -> JaxArrays:
-        """Return the layers as arrays of their own."""
-        return JaxArrays(
-            tuple(
-                array if count == 1 else array[layer]
-                for array, count in zip(self.arrays, self.layers, strict=True)
-                for layer in range(count)
-            )
-        )
+        Args:
+            stage: the stage of arrays that are divided among processes, or equal on them.
+        """
+        if jax.process_count() == 1:
+            return ()
+        divided = [isinstance(array, jax.Array) and not array.is_fully_addressable for array in self.arrays]
+        if not any(divided):
+            return ()
+        places: list[Placement] = []
+        for place, layer in self._sources():
+            array = self.arrays[place]
+            found = None
+            if divided[place]:
+                found = own_shards(array.sharding, array.shape, self._is_stack(place)).places[layer]
+            places.append(Placement() if found is None else replace(found, stage=stage))
+        return tuple(places)
+
+    def _sources(self) -> list[tuple[int, int]]:
+        """Return the array of each row, and the layer in it."""
+        counts = self.layers or (1,) * len(self.arrays)
+        return [(place, layer) for place, count in enumerate(counts) for layer in range(count)]
+
+    def _is_stack(self, place: int) -> bool:
+        return bool(self.layers) and self.layers[place] > 1
+
+    def _parts(self, place: int, layer: int) -> list[_Part]:
+        """Return the parts of a layer that this process measures."""
+        array, is_stack = self.arrays[place], self._is_stack(place)
+        if array is None:
+            return []
+        if is_single(array):
+            return [_Part(array, layer if is_stack else None)]
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        return [
+            _Part(data[shard.device], layer - shard.first_layer if is_stack else None)
+            for shard in own_shards(array.sharding, array.shape, is_stack).of_layer(layer)
+        ]
 
     def has_nonfinite(self, turn: int, slices: int) -> bool:
         """Return whether an element is NaN or infinite."""
@@ -136,29 +170,56 @@ class JaxArrays:
         memory = self.layout.ranges(self.arrays) if self.layout is not None else None
         if native is not None and memory is not None:
             return native.any_nonfinite(memory, turn, slices)
-        shards, _ = self._shards([row for row, array in enumerate(self.arrays) if array is not None])
-        ranges = [_memory_of(shard) for shard in shards]
+        # Shards that another process measures, too: a bad element is found by each process that has it.
+        arrays = [array for array in self.arrays if array is not None]
+        shards = [
+            _Part(shard)
+            for array in arrays
+            for shard in ([array] if is_single(array) else _distinct_shards(array))
+        ]
+        ranges = [shard.memory() for shard in shards]
         if native is None or not all(ranges):
-            return HostArrays(tuple(np.asarray(shard) for shard in shards)).has_nonfinite(turn, slices)
+            return HostArrays(tuple(shard.array() for shard in shards)).has_nonfinite(turn, slices)
         return native.has_nonfinite([part for part in ranges if part], turn, slices)
 
     def array(self, row: int) -> NDArray[Any] | None:
         """Return a copy of an array; None for one that other processes hold in part."""
-        if self.is_stacked:
-            return self.split().array(row)
-        array = self.arrays[row]
-        return np.array(array) if array is not None and array.is_fully_addressable else None
+        place, layer = self._sources()[row]
+        array = self.arrays[place]
+        if array is None or not array.is_fully_addressable:
+            return None
+        return np.array(array[layer] if self._is_stack(place) else array)
 
-    def _shards(self, rows: Sequence[int]) -> tuple[list[Any], list[int]]:
-        """Return the distinct parts of some arrays that are in this process, and the index of the array of each."""
-        shards: list[Any] = []
-        owners: list[int] = []
-        for place, row in enumerate(rows):
-            array = self.arrays[row]
-            parts = [array] if is_single(array) else _distinct_shards(array)
-            shards.extend(parts)
-            owners.extend([place] * len(parts))
-        return shards, owners
+
+@dataclass(frozen=True)
+class _Part:
+    """A layer of an array that is on one device.
+
+    Attributes:
+        data: the array.
+        layer: index of its first dimension; None for the whole array.
+    """
+
+    data: Any
+    layer: int | None = None
+
+    def memory(self) -> MemoryRange | None:
+        """Return its memory; None if the compiled kernel cannot read it. Waits for its computation."""
+        name = self.data.dtype.name
+        kind = _KIND_OF.get(name)
+        if kind is None or not self.data.size:
+            return None
+        jax.block_until_ready(self.data)
+        address, size = self.data.unsafe_buffer_pointer(), self.data.size
+        if self.layer is None:
+            return MemoryRange(address, size, kind)
+        size //= self.data.shape[0]
+        return MemoryRange(address + self.layer * size * _WIDTHS[name], size, kind)
+
+    def array(self) -> NDArray[Any]:
+        """Return it as an array of NumPy. Waits for its computation."""
+        whole = np.asarray(self.data)
+        return whole if self.layer is None else whole[self.layer]
 
 
 def is_on_host(array: Any) -> bool:
@@ -168,34 +229,19 @@ def is_on_host(array: Any) -> bool:
 
 def is_single(array: Any) -> bool:
     """Return whether an array is on one device."""
-    return len(array.devices()) == 1
+    return bool(array.sharding.num_devices == 1)
 
 
 def _distinct_shards(array: Any) -> list[Any]:
-    """Return the shards of this process, without replicas."""
-    seen: dict[Any, Any] = {}
-    for shard in array.addressable_shards:
-        seen.setdefault(_index_key(shard.index), shard.data)
-    return list(seen.values())
+    """Return the shards on devices of this process, without replicas."""
+    devices = distinct_devices(array.sharding, array.shape)
+    return [shard.data for shard in array.addressable_shards if shard.device in devices]
 
 
-def _index_key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
-    return tuple((part.start, part.stop) for part in index)
-
-
-def _measured(arrays: Sequence[Any]) -> Measurement:
+def _measured(parts: Sequence[_Part]) -> Measurement:
     native = native_kernel.load()
-    ranges = [_memory_of(array) for array in arrays]
+    ranges = [part.memory() for part in parts]
     if native is not None and all(ranges):
         return native.measure([memory for memory in ranges if memory])
-    _, measurement = HostArrays(tuple(np.asarray(array) for array in arrays)).measure(range(len(arrays)))
+    _, measurement = HostArrays(tuple(part.array() for part in parts)).measure(range(len(parts)))
     return measurement
-
-
-def _memory_of(array: Any) -> MemoryRange | None:
-    """Return the memory of an array on one device; None if the compiled kernel cannot read it. Waits for its computation."""
-    kind = _KIND_OF.get(array.dtype.name)
-    if kind is None or not array.size:
-        return None
-    jax.block_until_ready(array)
-    return MemoryRange(array.unsafe_buffer_pointer(), array.size, kind)

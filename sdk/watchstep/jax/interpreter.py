@@ -418,6 +418,10 @@ class _Interpreter:
         first_carry = first_body + parameters["body_nconsts"]
         condition_constants, body_constants = inputs[:first_body], inputs[first_body:first_carry]
         initial = carry = inputs[first_carry:]
+        if condition.out_avals[
+            0
+        ].shape:  # of a vmap: JAX repeats the body until no element continues, and selects
+            return self._whole(equation, inputs, scope)
         number = 0
         while True:
             inner = scope.iteration("while", number)

@@ -19,14 +19,19 @@ import numpy as np
 from watchstep.capture.steps.metric_names import SCALE
 from watchstep.capture.steps.own_work import own_work
 from watchstep.capture.steps.session import Session
+from watchstep.format import tensors
+from watchstep.format.tensors import Placement
 from watchstep.hook import Hook
-from watchstep.jax import compiled_steps, optimizers, traced_updates
+from watchstep.jax import compiled_steps, modules, optimizers, traced_updates
+from watchstep.jax.activation_reader import ActivationReader
+from watchstep.jax.activation_ring import ActivationSnapshot, activation_ring
 from watchstep.jax.compiled_steps import CompiledStep, dispatching, stacked_of
 from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
 from watchstep.jax.names import describe, layer_descriptions, prefixed
+from watchstep.jax.ref_memory import is_available
 from watchstep.jax.ring_reader import RingReader
+from watchstep.jax.ring_steps import surroundings
 from watchstep.jax.step_bundles import StepBundles
-from watchstep.jax.step_ring import is_available
 from watchstep.jax.traced_updates import (
     StepOutputs,
     TracedUpdate,
@@ -52,11 +57,13 @@ class _Premeasured:
     Attributes:
         rows: indices of the measured parameters.
         measurement: their statistics.
+        places: which part of each parameter was measured; empty for whole ones.
         arrays: copies of those that are saved in full.
     """
 
     rows: tuple[int, ...]
     measurement: Measurement
+    places: tuple[Placement, ...] = ()
     arrays: dict[int, Any] = field(default_factory=dict)
     is_measured: ClassVar[bool] = False
 
@@ -93,11 +100,19 @@ class _Model:
 
 @dataclass(frozen=True)
 class _PendingUpdate:
-    """The extra outputs of one update of a call, which are not read yet, and the weights before it, if they were due."""
+    """The extra outputs of one update of a call, which are not read yet.
+
+    Attributes:
+        model: the parameters.
+        outputs: the extra outputs.
+        weights: the weights before it, if they were due.
+        activations: rows that the call has written, if they were due.
+    """
 
     model: _Model
     outputs: UpdateOutputs
     weights: _Premeasured | None
+    activations: ActivationSnapshot | None = None
 
 
 _ModelKey = tuple[Any, ...]
@@ -106,14 +121,18 @@ _ModelKey = tuple[Any, ...]
 class UpdateReader:
     """Reads the extra outputs of compiled steps, and passes them to the recorder. Used on the training thread."""
 
-    def __init__(self, session: Session, on_nonfinite: OnNonfinite, bundles: StepBundles) -> None:
+    def __init__(
+        self, session: Session, on_nonfinite: OnNonfinite, bundles: StepBundles, ranks: int = 1
+    ) -> None:
         """Start without updates.
 
         Args:
             session: the recording.
             on_nonfinite: the gate policy.
             bundles: writes bundles of steps.
+            ranks: number of ranks of the run.
         """
+        self._ranks = ranks
         self._bundles = bundles
         self._session = session
         self._on_nonfinite = on_nonfinite
@@ -124,8 +143,13 @@ class UpdateReader:
         self._counting: _Model | None = None
         self._others = 0
         self._by_hand = False
+        self._activations: ActivationReader | None = None
         self._closed = False
         self._process = os.getpid()
+
+    def observe_activations(self) -> None:
+        """Record what modules write."""
+        self._activations = ActivationReader(self._session)
 
     def about_to_dispatch(self, function: CompiledStep, arguments: Any) -> None:
         """Record the updates of the last call, and measure weights that are due before they are donated."""
@@ -141,6 +165,9 @@ class UpdateReader:
                 self._prepare_rings(function)
             if not function.has_inner_updates:
                 self._session.recorder.begin()  # what the program logs from now on belongs to the next step
+            if self._activations is not None and function.observed.has_rows:
+                step = self._session.recorder.last_finished + 1
+                self._activations.about_to_dispatch(step, has_inner_updates=function.has_inner_updates)
             self._measure_weights(function, arguments)
             if not function.has_inner_updates:  # else a call has several steps
                 self._bundles.write_requested(self._session.recorder.step, function, arguments)
@@ -157,8 +184,16 @@ class UpdateReader:
             if model.ring is not None and (at_end or model.ring.is_waiting):
                 self._count_steps([model])
                 model.recorder.bundle_bad_step = None
+                self._read_activations_of(model)
                 with dispatching:
                     model.ring.read(at_end=at_end)
+
+    def _read_activations_of(self, model: _Model) -> None:
+        """Let the ring of the first optimizer record the activations of its updates."""
+        model.recorder.record_activations = None
+        if self._activations is not None and model is next(iter(self._models.values())):
+            self._activations.begin_ring(self._session.recorder.last_finished + 1)
+            model.recorder.record_activations = self._activations.record_inner
 
     def _prepare_rings(self, function: CompiledStep) -> None:
         """Make the rings of a function usable, those of an earlier recording of this process included."""
@@ -191,11 +226,14 @@ class UpdateReader:
         try:
             outputs = [update for update in updates if isinstance(update, UpdateOutputs)]
             call: list[_PendingUpdate] = []
+            activations = None
+            if self._activations is not None and function.observed.has_rows:
+                activations = self._activations.dispatched(has_inner_updates=function.has_inner_updates)
             weights, self._weights = self._weights, {}
             for update, rank in zip(outputs, _ranks([update.layout for update in outputs]), strict=True):
                 model = self._model_of(update.layout, stacked_of(update.layout), rank)
                 if model is not None:
-                    call.append(_PendingUpdate(model, update, weights.pop(id(model), None)))
+                    call.append(_PendingUpdate(model, update, weights.pop(id(model), None), activations))
             if call:
                 self._pending.append(call)
             if function.has_inner_updates:
@@ -224,8 +262,8 @@ class UpdateReader:
         leaves = jax.tree_util.tree_leaves(update.parameters)
         weights = JaxArrays(tuple(leaves)) if len(leaves) == len(outputs.gradients) else None
         self._count_steps([model])
-        model.recorder.bundle_bad_step = None
-        self._record(model, outputs, weights)
+        model.recorder.bundle_bad_step = model.recorder.record_activations = None
+        self._record(model, outputs, weights, () if weights is None else weights.places())
 
     def trace(self, update: TracedUpdate, loss: Any) -> None:
         """Let a program that is being traced record an update in device memory. Never raises."""
@@ -243,8 +281,20 @@ class UpdateReader:
                     return
                 model.ring = RingReader(self._session, model.recorder, _key(outputs.layout))
             model.ring.trace(update, outputs)
+            shardings = traced_updates.shardings_of(outputs.layout) or ()
+            self._check_ranks(is_divided=any(not place.is_fully_addressable for place in shardings))
+            self._trace_activations(model, update)
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
+
+    def _trace_activations(self, model: _Model, update: TracedUpdate) -> None:
+        """Let a program that is being traced count the updates of the first optimizer, which are those of activations."""
+        obstacle, _ = surroundings()
+        if obstacle is None and activation_ring.is_traced and model is next(iter(self._models.values())):
+            try:
+                activation_ring.count_inner(update.emitted)
+            except ValueError as reason:
+                self._session.health.note("jax", str(reason))
 
     def _rings(self) -> list[RingReader]:
         return [model.ring for model in self._models.values() if model.ring is not None]
@@ -263,6 +313,8 @@ class UpdateReader:
             pass
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
+        if self._activations is not None:
+            self._activations.close()
         self._models.clear()
         self._pending = []
 
@@ -344,7 +396,7 @@ class UpdateReader:
         rows, measurement = values.measure(range(sum(model.layers)))
         saves = self._session.full_tensors.active and self._session.full_tensors.any_due(model.recorder.step)
         copies = {row: values.array(row) for row in rows} if saves else {}
-        self._weights[id(model)] = _Premeasured(tuple(rows), measurement, copies)
+        self._weights[id(model)] = _Premeasured(tuple(rows), measurement, values.places(), copies)
 
     def _settle(self) -> None:
         """Record the updates of the calls so far. Those that are no steps come first, and belong to the step that the others end."""
@@ -354,10 +406,22 @@ class UpdateReader:
             # The arguments of a call are those of a step if it makes one update.
             can_bundle = self._bundles.can_bundle_bad_steps and len(call) == 1
             call[0].model.recorder.bundle_bad_step = self._bundles.write_bad if can_bundle else None
-            for update in sorted(call, key=lambda update: update.model.recorder.counts_steps):
-                self._record(update.model, update.outputs, update.weights)
+            ordered = sorted(call, key=lambda update: update.model.recorder.counts_steps)
+            for update in ordered:
+                update.model.recorder.record_activations = None
+                if self._activations is not None and update is ordered[-1]:
+                    self._activations.of_call(update.activations)
+                    update.model.recorder.record_activations = self._activations.record_call
+                places = () if update.weights is None else update.weights.places
+                self._record(update.model, update.outputs, update.weights, places)
 
-    def _record(self, model: _Model, outputs: UpdateOutputs, weights: TensorValues | None) -> None:
+    def _record(
+        self,
+        model: _Model,
+        outputs: UpdateOutputs,
+        weights: TensorValues | None,
+        weight_places: Sequence[Placement],
+    ) -> None:
         losses = {"loss": float(np.asarray(outputs.loss))} if outputs.loss is not None else {}
         if model is not self._counting and losses:
             losses = {f"loss_{1 + list(self._models.values()).index(model)}": losses["loss"]}
@@ -371,9 +435,12 @@ class UpdateReader:
         scale = hyperparameters.pop(SCALE, None)
         is_skipped = outputs.skipped is not None and bool(outputs.skipped)
         withheld = None if outputs.withheld is None else bool(outputs.withheld)
+        gradients = JaxArrays(outputs.gradients, model.layout, model.layers)
+        gradient_places = gradients.places("reduced")
+        self._check_ranks(is_divided=bool(gradient_places))
         model.recorder.record(
             Update(
-                gradients=JaxArrays(outputs.gradients, model.layout, model.layers),
+                gradients=gradients,
                 weights=weights,
                 losses=losses,
                 metrics=scaler_metrics(scale, is_skipped=is_skipped),
@@ -381,8 +448,18 @@ class UpdateReader:
                 is_skipped=is_skipped,
                 is_withheld=bool(withheld),
                 is_bad=withheld,  # the step has checked all gradients, if it withholds updates
+                places={"weight": weight_places, "gradient": gradient_places},
             )
         )
+
+    def _check_ranks(self, *, is_divided: bool) -> None:
+        """Note in health if the processes that arrays are divided among are not the ranks of the run."""
+        processes, ranks = jax.process_count(), self._ranks
+        if is_divided and ranks != processes:
+            self._session.health.note(
+                "jax",
+                f"arrays are divided among {processes} processes, and the run has {ranks} ranks: set RANK and WORLD_SIZE",
+            )
 
 
 def _key(layout: UpdateLayout) -> _ModelKey:
@@ -424,13 +501,17 @@ class Recording:
         hook.close()
     """
 
-    def __init__(self, hook: Hook, *, figures: Literal["host", "device"] | None = None) -> None:
+    def __init__(
+        self, hook: Hook, *, figures: Literal["host", "device"] | None = None, activations: bool = False
+    ) -> None:
         """Record with a hook.
 
         Args:
             hook: an open hook. The recording ends when it is closed.
             figures: where gradients are measured. ``"host"``: they are outputs of the compiled step, and measured in host memory.
                 ``"device"``: the step measures them itself. Default: in host memory if JAX computes there.
+            activations: whether outputs of modules of Flax NNX, Flax linen and Equinox are recorded, in steps that are traced afterwards.
+                The hook's configuration has the collection ``activations`` unless it is left out.
         """
         policy = hook._on_nonfinite  # noqa: SLF001 - part of the hook's own package
         install()
@@ -443,8 +524,17 @@ class Recording:
             hook.run_url,
             withholds=policy.action != "record",
         )
-        self._reader = UpdateReader(session, policy, bundles)
+        self._reader = UpdateReader(
+            session,
+            policy,
+            bundles,
+            hook._identity.world_size,  # noqa: SLF001 - as above
+        )
         self._health = session.health
+        observes = activations and tensors.ACTIVATIONS in session.config.chosen
+        modules.observe_modules(observes)
+        if observes:
+            self._reader.observe_activations()
         compiled_steps.observe(self._reader)
         traced_updates.observers_of_inner.append(self.inner_update)
         traced_updates.faults.append(session.health.fault)
@@ -470,6 +560,7 @@ class Recording:
         self._reader.close()
         compiled_steps.forget(self._reader)
         traced_updates.withhold_nonfinite(False)
+        modules.observe_modules(False)
         if self.inner_update in traced_updates.observers_of_inner:
             traced_updates.observers_of_inner.remove(self.inner_update)
         if self._note in traced_updates.not_observed:

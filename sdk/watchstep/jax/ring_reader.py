@@ -9,8 +9,9 @@ from collections.abc import Callable, Hashable
 import jax
 
 from watchstep.capture.steps.session import Session
-from watchstep.jax.step_ring import RingSnapshot, RingStep, StepRing
-from watchstep.jax.traced_updates import TracedUpdate, UpdateOutputs
+from watchstep.jax.ring_snapshots import RingSnapshot, RingStep
+from watchstep.jax.step_ring import StepRing
+from watchstep.jax.traced_updates import TracedUpdate, UpdateOutputs, shardings_of
 from watchstep.stopping import StopTraining
 from watchstep.updates.update_recorder import Update, UpdateRecorder
 
@@ -47,7 +48,8 @@ class RingReader:
         self._session = session
         self._recorder = recorder
         self._cadence = row_cadence(session)
-        first = min(self._cadence, _DENSE_EVERY)
+        # Several processes choose the same updates, although they read at different times.
+        first = min(self._cadence, _DENSE_EVERY) if jax.process_count() == 1 else self._cadence
         slots = _ROW_SLOTS if self._cadence > 1 else _ALL_ROW_SLOTS
         self._ring = StepRing.shared(key, self, every=first, row_slots=slots, note=_note_of(session))
         self._pending: deque[RingSnapshot] = deque()
@@ -62,7 +64,14 @@ class RingReader:
         weights = leaves if has_weights and len(leaves) == len(outputs.gradients) else ()
         self._withholds = outputs.withheld is not None
         skipped = outputs.withheld if self._withholds else outputs.skipped
-        self._ring.record(outputs.gradients, weights, outputs.loss, emitted=outputs.emitted, skipped=skipped)
+        self._ring.record(
+            outputs.gradients,
+            weights,
+            outputs.loss,
+            emitted=outputs.emitted,
+            skipped=skipped,
+            shardings=shardings_of(outputs.layout),
+        )
 
     @property
     def is_waiting(self) -> bool:
@@ -103,7 +112,7 @@ class RingReader:
         Raises:
             StopTraining: a stop is due and the program opted in.
         """
-        while self._pending and (at_end or self._pending[0].is_ready):
+        while self._pending and (at_end or self._is_due):
             self._record(self._pending.popleft())
         if not at_end:
             return
@@ -112,6 +121,13 @@ class RingReader:
                 self._record(snapshot)
         finally:
             self._ring.release()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the oldest dispatch is read. Several processes read the same ones between two dispatches, so that a stop ends all of them at the same call."""
+        if jax.process_count() > 1:
+            return len(self._pending) >= _MAX_PENDING
+        return self._pending[0].is_ready
 
     def _record(self, snapshot: RingSnapshot) -> None:
         missed = self._ring.missed_steps
@@ -140,6 +156,7 @@ class RingReader:
                 is_skipped=step.is_skipped and not self._withholds,
                 is_withheld=step.is_skipped and self._withholds,
                 is_bad=step.is_bad,
+                places=step.places,
             )
         )
 

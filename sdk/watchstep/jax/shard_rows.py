@@ -8,7 +8,7 @@ devices, the first device's rows are returned.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from watchstep.errors import ConfigError
-from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.statistics import StatisticsBatch, merge_rows
 from watchstep.format.tensors import Placement
 from watchstep.jax.device_rows import RowWords, finite, measure, statistics
+from watchstep.jax.process_shards import own_shards
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,18 @@ def shard_statistics(shard_words: ShardWords) -> ShardStatistics:
     Args:
         shard_words: The result of `measure_shards`, after the program has returned it.
     """
-    shards = [tensor.shards() for tensor in shard_words.tensors]
-    first = np.cumsum([0, *(tensor.rows for tensor in shard_words.tensors)])
+    return _statistics_by_device(_by_device(shard_words.words), shard_words.tensors)
+
+
+def _statistics_by_device(
+    by_device: Iterable[tuple[Any, RowWords]], tensors: Sequence[ShardedTensor]
+) -> ShardStatistics:
+    shards = [tensor.shards() for tensor in tensors]
+    first = np.cumsum([0, *(tensor.rows for tensor in tensors)])
     batches: list[StatisticsBatch] = []
     rows: list[int] = []
     placements: list[Placement] = []
-    for device, words in _by_device(shard_words.words):
+    for device, words in by_device:
         places: list[int] = []
         local = 0
         for tensor, count in enumerate(words.layout.tensor_rows):
@@ -156,6 +163,34 @@ def shard_statistics(shard_words: ShardWords) -> ShardStatistics:
             local += count
         batches.append(statistics(words).take(np.array(places, np.intp)))
     return ShardStatistics(StatisticsBatch.concatenate(batches), np.array(rows, np.intp), tuple(placements))
+
+
+def own_rows(
+    words: Iterable[tuple[Any, RowWords]], tensors: Sequence[ShardedTensor]
+) -> tuple[np.ndarray[Any, np.dtype[np.intp]], StatisticsBatch]:
+    """Return the rows of what this process measures of arrays: those of its own shards, merged.
+
+    Args:
+        words: Each device of this process, and the words of its shards.
+        tensors: The measured arrays.
+
+    Returns:
+        The rows of the whole arrays that they are parts of, ascending; and the statistics of each.
+    """
+    shards = _statistics_by_device(words, tensors)
+    rows, owners = np.unique(shards.rows, return_inverse=True)
+    if len(rows) == len(shards.rows):
+        return rows, shards.statistics.take(np.argsort(shards.rows))
+    return rows, merge_rows(shards.statistics, owners, len(rows))
+
+
+def own_places(tensors: Sequence[ShardedTensor]) -> tuple[Placement, ...]:
+    """Return which part of each row of arrays this process measures, in the order of `own_rows`; the whole of those that it does not measure."""
+    return tuple(
+        place or Placement()
+        for tensor in tensors
+        for place in own_shards(tensor.sharding, tensor.shape, tensor.is_stacked).places
+    )
 
 
 def _by_device(words: RowWords) -> Iterator[tuple[Any, RowWords]]:

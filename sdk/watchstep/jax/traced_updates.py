@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
+from jax.sharding import NamedSharding
 
+from watchstep.jax.argument_shardings import ArgumentShardings
 from watchstep.jax.names import Path
 
 _MAX_UPDATES = 64
@@ -305,9 +307,19 @@ def has_recording_form() -> bool:
     return _recording_form is not None
 
 
-def recording_form() -> AbstractContextManager[Any]:
-    """Enclose traces and calls of a recording form."""
-    return nullcontext() if _recording_form is None else _recording_form(True)
+def recording_form(shardings: ArgumentShardings | None = None) -> AbstractContextManager[Any]:
+    """Enclose traces and calls of a recording form.
+
+    Args:
+        shardings: how the arguments of the call are distributed; None if the trace does not depend on it.
+    """
+    return nullcontext() if _recording_form is None else _recording_form(shardings or True)
+
+
+def shardings_of(layout: UpdateLayout) -> tuple[NamedSharding, ...] | None:
+    """Return how the parameters of an update of the trace in progress are distributed; None if that is unknown, or they are on one device."""
+    form = None if _recording_form is None else _recording_form.value
+    return form.of_parameters(layout.shapes) if isinstance(form, ArgumentShardings) else None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from watchstep.format.tensors import TensorInfo
@@ -74,4 +75,16 @@ def describe_variables(
             dtype=str(getattr(variable.dtype, "name", variable.dtype)),
         )
         for names, variable in zip(words, variables, strict=True)
+    )
+
+
+def prefixed(infos: Sequence[TensorInfo], prefix: str) -> tuple[TensorInfo, ...]:
+    """Return descriptions with a prefix before their names and modules."""
+    return tuple(
+        replace(
+            info,
+            name=f"{prefix}.{info.name}",
+            module=f"{prefix}.{info.module}" if info.module else prefix,
+        )
+        for info in infos
     )

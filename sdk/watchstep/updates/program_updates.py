@@ -12,6 +12,7 @@ from watchstep.capture.steps.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format.tensors import TensorInfo
 from watchstep.stopping import OnNonfinite
+from watchstep.updates.parameter_names import prefixed
 from watchstep.updates.update_recorder import UpdateRecorder
 
 _MAX_RECORDERS = 8
@@ -44,10 +45,14 @@ class _Recorded:
     Attributes:
         source: weak reference to the object that identifies it.
         recorder: records its updates.
+        variables: ids of its variables.
+        is_current: whether it has made an update since the training began.
     """
 
     source: weakref.ref[Any]
     recorder: UpdateRecorder
+    variables: frozenset[int]
+    is_current: bool = True
 
 
 class ProgramUpdates:
@@ -55,6 +60,9 @@ class ProgramUpdates:
 
     The first optimizer that makes an update counts steps. Updates of others belong to the step that is in progress. Once its object is
     gone, or `restart` is called, the next optimizer that makes an update counts steps.
+
+    Losses and metrics of the others have a number in their names: ``loss_2``. Where two optimizers of one training have different variables
+    of the same names, those of the second one begin with ``model_2``.
     """
 
     def __init__(self, session: Session, on_nonfinite: OnNonfinite) -> None:
@@ -74,11 +82,14 @@ class ProgramUpdates:
         self._counting: int | None = None
         self._by_hand = False
 
-    def recorder_of(self, source: Any, describe: Callable[[], Sequence[TensorInfo]]) -> UpdateRecorder | None:
+    def recorder_of(
+        self, source: Any, variables: Sequence[Any], describe: Callable[[], Sequence[TensorInfo]]
+    ) -> UpdateRecorder | None:
         """Return the recorder of an optimizer.
 
         Args:
             source: identifies the optimizer; weakly referenced.
+            variables: the variables that it updates.
             describe: returns the descriptions of its parameters. Called at its first update.
 
         Returns:
@@ -90,14 +101,37 @@ class ProgramUpdates:
             if len(self._recorded) >= _MAX_RECORDERS:
                 self.session.health.count("unobserved_optimizers")
                 return None
+            identities = frozenset(map(id, variables))
             recorder = UpdateRecorder(
-                self.session, describe(), on_nonfinite=self.on_nonfinite, counts_steps=False
+                self.session,
+                self._distinct(describe(), identities),
+                on_nonfinite=self.on_nonfinite,
+                counts_steps=False,
             )
-            recorded = self._recorded[id(source)] = _Recorded(weakref.ref(source), recorder)
+            recorded = self._recorded[id(source)] = _Recorded(weakref.ref(source), recorder, identities)
+        recorded.is_current = True
         if self._counting is None:
             self._counting = id(source)
             recorded.recorder.counts_steps = not self._by_hand
+            recorded.recorder.number = 1
+        elif recorded.recorder.number == 1 and not self.counts(source):
+            used = {other.recorder.number for other in self._recorded.values()}
+            recorded.recorder.number = min(set(range(2, _MAX_RECORDERS + 2)) - used)
         return recorded.recorder
+
+    def _distinct(self, infos: Sequence[TensorInfo], identities: frozenset[int]) -> Sequence[TensorInfo]:
+        """Return descriptions with names that no other variables of this training have."""
+        names = {
+            info.name
+            for other in self._recorded.values()
+            if other.is_current and not other.variables & identities
+            for info in other.recorder.parameters
+        }
+        chosen, number = infos, 1
+        while names & {info.name for info in chosen}:
+            number += 1
+            chosen = prefixed(infos, f"model_{number}")
+        return chosen
 
     def counts(self, source: Any) -> bool:
         """Return whether an optimizer counts steps."""
@@ -109,6 +143,8 @@ class ProgramUpdates:
         if counting is not None:
             counting.recorder.counts_steps = False
         self._counting = None
+        for recorded in self._recorded.values():
+            recorded.is_current = False
 
     def count_by_hand(self) -> None:
         """Count steps by `Hook.step` from now on."""

@@ -102,14 +102,20 @@ class MeasuredRows:
     """Figures that a device has computed.
 
     Attributes:
-        statistics: one row for each parameter.
+        statistics: one row for each parameter that was measured.
+        parameters: indices of these parameters, ascending; None if all were measured.
     """
 
     statistics: StatisticsBatch
+    parameters: tuple[int, ...] | None = None
     is_measured: ClassVar[bool] = True
 
     def measure(self, rows: Sequence[int]) -> tuple[list[int], Measurement]:
         """Return the rows of some tensors."""
+        if self.parameters is not None:
+            places = {row: place for place, row in enumerate(self.parameters)}
+            rows = [row for row in rows if row in places]
+            return rows, Completed(self.statistics.take(np.array([places[row] for row in rows], np.intp)))
         return list(rows), Completed(self.statistics.take(np.array(rows, np.intp)))
 
     def has_nonfinite(self, turn: int, slices: int) -> bool:  # noqa: ARG002 - all elements are counted

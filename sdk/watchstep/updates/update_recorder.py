@@ -46,6 +46,7 @@ class Update:
         is_skipped: whether the framework left the update out because its gradients overflowed.
         is_withheld: whether the program left the update out as the gate policy requests.
         is_bad: whether the device has found NaN or infinity in the gradients; None if that was not checked there.
+        places: for each role, which part of each parameter's tensor was measured; those of the recorder for a role that is missing or empty.
     """
 
     gradients: TensorValues | None = None
@@ -56,6 +57,7 @@ class Update:
     is_skipped: bool = False
     is_withheld: bool = False
     is_bad: bool | None = None
+    places: Mapping[Role, Sequence[Placement]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,12 @@ class _Described:
     Attributes:
         infos: description of each parameter's tensor.
         parts: those with collections.
-        groups: groups of measured tensors, by their indices.
+        groups: groups of measured tensors, by their indices and places.
     """
 
     infos: tuple[TensorInfo, ...]
     parts: tuple[_Part, ...]
-    groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    groups: dict[tuple[tuple[int, ...], tuple[Placement, ...]], Group] = field(default_factory=dict)
 
 
 class UpdateRecorder:
@@ -119,6 +121,8 @@ class UpdateRecorder:
                 'use on_nonfinite="stop", or let the program select its previous state (see the guide of the framework)',
             )
         self.counts_steps = counts_steps
+        self.number = 1
+        """Number of the optimizer in its program. From 2 on it is part of the names of its losses and metrics: ``loss_2``, ``optimizer_2:…``."""
         self.parameters = tuple(parameters)
         self._session = session
         self._recorder = session.recorder
@@ -133,6 +137,8 @@ class UpdateRecorder:
         }
         self.bundle_bad_step: Callable[[int], None] | None = None
         """Bundles the step with NaN or infinity that is being recorded; None if its inputs are gone."""
+        self.record_activations: Callable[[int], None] | None = None
+        """Records the activations of the update that is being recorded, at its step."""
         self._turn = 0
         self._steps = 0
         self._applied_nonfinite = False
@@ -197,7 +203,7 @@ class UpdateRecorder:
         """Record losses of the current step, such as those of a micro-batch. The next update is of the same step."""
         self._recorder.begin()
         for name, value in losses.items():
-            self._recorder.scalar(name, value, derived=True)
+            self._recorder.scalar(self._numbered(name), value, derived=True)
 
     def record(self, update: Update) -> None:
         """Record an update, and end its step.
@@ -244,13 +250,15 @@ class UpdateRecorder:
         step = self._recorder.step
         is_nonfinite = self._gate(update, step)  # first, because it demands a record of a bad step
         self._record_numbers(update, step)
+        if self.record_activations is not None:
+            self.record_activations(step)
         self._schedule.check_floor()
         is_any_due = self._schedule.any_due(self._session.used_collections, step)
         for role, values in _values_of(update):
             if values.is_measured:
-                self._add_measured(role, values)
+                self._add_measured(role, values, update)
             elif is_any_due:
-                self._measure_role(role, values, step)
+                self._measure_role(role, values, update)
         if self._session.full_tensors.active and self._session.full_tensors.any_due(step):
             for role, values in _values_of(update):
                 self._save(role, values, step)
@@ -284,47 +292,59 @@ class UpdateRecorder:
     def _record_numbers(self, update: Update, step: int) -> None:
         if self._schedule.due((tensors.LOSSES,), step) is not None:
             for name, value in update.losses.items():
-                self._recorder.scalar(name, value, derived=True)
+                self._recorder.scalar(self._numbered(name), value, derived=True)
         if not self._records_metrics:
             return
         for name, value in update.metrics.items():
-            self._recorder.scalar(name, value)
-        for name, value in update.hyperparameters.items():
+            self._recorder.scalar(self._numbered(name), value)
+        for hyperparameter, value in update.hyperparameters.items():
+            name = self._numbered(f"optimizer:{hyperparameter}/0")
             since, last = self._hyperparameters.get(name, (-_REPEAT_INTERVAL, math.nan))
             if (value != last or step >= since + _REPEAT_INTERVAL) and (
                 name in self._hyperparameters or len(self._hyperparameters) < _MAX_HYPERPARAMETERS
             ):
                 self._hyperparameters[name] = (step, value)
-                self._recorder.scalar(f"optimizer:{name}/0", value)
+                self._recorder.scalar(name, value)
 
-    def _measure_role(self, role: Role, values: TensorValues, step: int) -> None:
+    def _numbered(self, name: str) -> str:
+        """Return the name of a row of this optimizer."""
+        if self.number == 1:
+            return name
+        prefix, colon, rest = name.partition(":")
+        return f"{prefix}_{self.number}{colon}{rest}"
+
+    def _measure_role(self, role: Role, values: TensorValues, update: Update) -> None:
         described = self._described[role]
         for part in described.parts:
-            charged = self._schedule.due(part.collections, step)
+            charged = self._schedule.due(part.collections, self._recorder.step)
             if charged is None:
                 continue
             since = self._schedule.now()
             rows, measurement = values.measure(part.rows)
             if rows:
-                self._recorder.add(self._group(described, tuple(rows)), measurement)
+                self._recorder.add(self._group(role, tuple(rows), update), measurement)
             self._schedule.spent(charged, since)
 
-    def _add_measured(self, role: Role, values: TensorValues) -> None:
+    def _add_measured(self, role: Role, values: TensorValues, update: Update) -> None:
         """Add what a device has measured, of the collections that are recorded at all."""
         described = self._described[role]
         for part in described.parts:
             if any(self._schedule.records(name, "train") for name in part.collections):
                 rows, measurement = values.measure(part.rows)
-                self._recorder.add(self._group(described, tuple(rows)), measurement)
+                if rows:
+                    self._recorder.add(self._group(role, tuple(rows), update), measurement)
 
-    def _group(self, described: _Described, rows: tuple[int, ...]) -> Group:
-        group = described.groups.get(rows)
+    def _group(self, role: Role, rows: tuple[int, ...], update: Update) -> Group:
+        described, of_update = self._described[role], update.places.get(role)
+        places = tuple(of_update[row] for row in rows) if of_update else ()
+        group = described.groups.get((rows, places))
         if group is None:
             group = Group(
-                tuple(described.infos[row] for row in rows), tuple(self._places[row] for row in rows)
+                tuple(described.infos[row] for row in rows),
+                places or tuple(self._places[row] for row in rows),
             )
             if len(described.groups) < len(described.parts) + _SLICES:
-                described.groups[rows] = group
+                described.groups[rows, places] = group
         return group
 
     def _save(self, role: Role, values: TensorValues, step: int) -> None:

@@ -157,6 +157,16 @@ def test_a_fault_in_a_while_loop() -> None:
     assert operation_of(first).iterations[0].loop == "while"
 
 
+def test_a_while_loop_of_a_batch_is_evaluated_as_a_whole() -> None:
+    def powers(values: Any) -> Any:
+        return jax.vmap(lambda value: lax.while_loop(lambda x: x < 10, lambda x: x * 2, value))(values)
+
+    values = jnp.arange(1.0, 5.0)
+    evaluation = evaluate_step(powers, values)
+    assert evaluation.first_bad is None
+    assert evaluation.results.tolist() == powers(values).tolist()
+
+
 def branch(flag: Any, x: Any) -> Any:
     def logarithm(x: Any) -> Any:
         return jnp.log(x)

@@ -18,7 +18,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "jax.md"
 EXAMPLES = re.findall(r"```\{ \.python \.no-run \}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_an_example_runs(tmp_path: Path, number: int) -> None:
     program = tmp_path / "train.py"
     program.write_text(EXAMPLES[number])
@@ -37,4 +37,4 @@ def test_an_example_runs(tmp_path: Path, number: int) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3

@@ -24,8 +24,10 @@ from jax import lax  # noqa: E402
 
 from tests.frameworks.jax.rows import assert_same_rows, native_rows  # noqa: E402
 from watchstep.errors import ConfigError  # noqa: E402
+from watchstep.jax.ref_memory import is_available  # noqa: E402
 from watchstep.jax.ring_reader import RingReader  # noqa: E402
-from watchstep.jax.step_ring import RingStep, StepRing, check_rings, is_available  # noqa: E402
+from watchstep.jax.ring_snapshots import RingStep  # noqa: E402
+from watchstep.jax.step_ring import StepRing, check_rings  # noqa: E402
 from watchstep.jax.traced_updates import TracedUpdate, outputs_of  # noqa: E402
 
 if not is_available():
@@ -467,7 +469,7 @@ def test_deleted_memory_is_replaced_and_waiting_for_it_does_not_raise() -> None:
 
 
 def test_without_access_to_the_memory_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("watchstep.jax.step_ring._buffer_of", lambda _: None)
+    monkeypatch.setattr("watchstep.jax.step_ring.buffer_of", lambda _: None)
     notes: list[str] = []
     ring = StepRing(note=notes.append)
     assert incrementing(ring)(jnp.ones(2)).tolist() == [2, 2]
