@@ -12,6 +12,7 @@ from watchstep.format import tensors
 from watchstep.hook_arguments import ON_NONFINITE
 from watchstep.jax import compiled_steps, modules, optimizers, traced_updates
 from watchstep.jax.compiled_steps import CompiledStep
+from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
 from watchstep.jax.traced_updates import StepOutputs, TracedUpdate
 
 _log = logging.getLogger("watchstep")
@@ -22,6 +23,8 @@ class FirstUpdate:
 
     def __init__(self) -> None:
         self._waiting = True
+        # The first step is traced before there is a hook.
+        request_settings(self, StepSettings(os.environ.get(ON_NONFINITE, "record") != "record"))
         compiled_steps.observe(self)
         traced_updates.observers_of_inner.append(self._inner)
 
@@ -53,6 +56,7 @@ class FirstUpdate:
 
         hook = start_hook()
         if hook is None:
+            withdraw_settings(self)
             return None
         try:
             from watchstep.jax.recording import Recording
@@ -62,14 +66,14 @@ class FirstUpdate:
             hook._health.fault("attach", error)  # noqa: SLF001 - part of the hook's own package
             _log.error("watchstep: not recording: %s", error)
             return None
+        finally:
+            withdraw_settings(self)  # the recording has requested its own
 
 
 def after_jax() -> None:
     """Observe compiled functions from now on; called when the program has imported JAX."""
     compiled_steps.install()
     optimizers.install_losses()
-    # The first step is traced before there is a hook.
-    traced_updates.withhold_nonfinite(os.environ.get(ON_NONFINITE, "record") != "record")
     modules.observe_modules(_names_activations())
     FirstUpdate()
 

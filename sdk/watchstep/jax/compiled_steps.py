@@ -11,26 +11,31 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
 from watchstep.jax.activation_ring import activation_ring
-from watchstep.jax.argument_shardings import ArgumentShardings, argument_shardings
+from watchstep.jax.argument_shardings import argument_shardings
+from watchstep.jax.function_forms import FunctionForms
+from watchstep.jax.inner_calls import StaticArguments, call_inline
 from watchstep.jax.modules import ObservedStep, observes_modules
 from watchstep.jax.stacked_layers import stacked_arguments
 from watchstep.jax.step_ring import check_rings
+from watchstep.jax.step_settings import effective_settings
 from watchstep.jax.traced_updates import (
     InnerUpdates,
+    RecordingForm,
     StepOutputs,
     UpdateLayout,
     UpdateOutputs,
-    collecting,
     is_collecting,
+    is_probing,
     is_top_level,
     not_observed,
+    note_update_of_inner,
     probing,
     recording_form,
     report,
@@ -90,32 +95,38 @@ class CompiledStep:
     def __init__(
         self,
         plain: Any,
-        make_recording: Callable[[ObservedStep], Any],
-        inner: Any,
-        static_argnums: int | Sequence[int] = (),
+        forms: FunctionForms,
+        jit: Callable[..., Any],
+        options: Mapping[str, Any],
     ) -> None:
         """Wrap a function.
 
         Args:
             plain: its compiled form.
-            make_recording: makes the compiled form that also returns extra outputs.
-            inner: the compiled form that is called inside of recording forms. It is equal to ``plain``, but traced nowhere else.
-            static_argnums: positions of arguments that are constants.
+            forms: the functions that are compiled instead of it.
+            jit: compiles them.
+            options: the options that the program compiles it with.
         """
         functools.update_wrapper(self, plain)
         self.__wrapped__ = plain.__wrapped__  # the program's function, as that of JAX
         self._plain = plain
-        self.observed = ObservedStep()
-        self._make_recording = make_recording
-        self._recording = make_recording(self.observed)
-        self._inner = inner
-        self.static_argnums = static_argnums
+        self._forms = forms
+        self._compiled = functools.partial(_compiled_recording, jit, dict(options))
+        self._recording = self._compiled(forms.recording)
+        self._inner = jit(forms.inner, **options)
+        self._static = StaticArguments.of(self.__wrapped__, options)
+        static = options.get("static_argnums")
+        self.static_argnums: int | Sequence[int] = () if static is None else static
         self.has_updates = False
         self.inner_layouts: list[UpdateLayout] = []
-        self._shardings: ArgumentShardings | None = None
-        self._is_prepared = False
+        self._form: RecordingForm | None = None
         self._is_disabled = False
-        self._contains_update: bool | None = None
+        self._contains_update: dict[Hashable, bool] = {}
+
+    @property
+    def observed(self) -> ObservedStep:
+        """What is observed of the modules of the function."""
+        return self._forms.observed
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function."""
@@ -123,31 +134,62 @@ class CompiledStep:
             return self._called_inside(arguments, keywords)
         if self._is_disabled or _is_being_debugged():
             return self._plain(*arguments, **keywords)
-        if not self._is_prepared or self.has_inner_updates:
-            # Rings measure where the parameters are. Any other trace does not depend on it, and stays the one of the first call.
-            self._shardings = argument_shardings((arguments, keywords), self._shardings)
-        with recording_form(self._shardings):
-            if not self._is_prepared:
-                self._is_prepared = True
-                self._prepare(arguments, keywords)
-            if not self.has_updates:
+        form = self._form_of(arguments, keywords)
+        if self._form is None or form.settings is not self._form.settings:
+            self._form = form
+            error = self._prepare(arguments, keywords)
+            if error is not None:
+                return self._called_unobserved(error, arguments, keywords)
+        self._form = form
+        if not self.has_updates:
+            with recording_form(form):
                 return self._called(arguments, keywords)
         for observer in tuple(_observers):
             observer.about_to_dispatch(self, (arguments, keywords))
         if self._is_disabled:
             return self._plain(*arguments, **keywords)
-        with recording_form(self._shardings):
+        with recording_form(form):
             return self._called(arguments, keywords)
 
-    def _prepare(self, arguments: Any, keywords: Any) -> None:
-        """Find the updates of the function. Its modules are observed if it has one, and JAX can transform what they write."""
-        self.layouts_of(arguments, keywords)
-        if not self.has_updates and self.observed.is_open:
-            is_traced_anew = self.observed.has_rows
-            self.observed.close()
-            if is_traced_anew:
-                self._recording = self._make_recording(self.observed)
-                self.layouts_of(arguments, keywords)
+    def _form_of(self, arguments: Any, keywords: Any) -> RecordingForm:
+        """Return what the trace for a call depends on."""
+        settings, last = effective_settings(), self._form
+        shardings = None if last is None else last.shardings
+        if last is None or self.has_inner_updates:
+            # Rings measure where the parameters are. Any other trace does not depend on it, and stays the one of the first call.
+            shardings = argument_shardings((arguments, keywords), shardings)
+        if last is not None and last.settings is settings and last.shardings is shardings:
+            return last
+        return RecordingForm(self._forms.number, settings, shardings)
+
+    def _prepare(self, arguments: Any, keywords: Any) -> Exception | None:
+        """Find the updates of the function. Its modules are observed if it has one, and JAX can transform what they write.
+
+        Returns:
+            The error of the trace, which may be the program's own; None if there is none.
+        """
+        self.has_updates, self.inner_layouts = False, []
+        try:
+            self._trace(arguments, keywords)
+            if not self.has_updates and self.observed.is_open:
+                is_traced_anew = self.observed.has_rows
+                self.observed.close()
+                if is_traced_anew:
+                    self._recording = self._compiled(self._forms.renew())
+                    self._trace(arguments, keywords)
+        except Exception as error:  # noqa: BLE001 - the call without a recording raises it, if it is the program's
+            return error
+        return None
+
+    def _called_unobserved(self, error: Exception, arguments: Any, keywords: Any) -> Any:
+        """Call the program's own form after the recording form could not be traced. If it raises, the error was the program's."""
+        self._form = None
+        result = self._plain(*arguments, **keywords)
+        self.disable()
+        reason = (str(error).splitlines() or [""])[0][:200]
+        for listener in tuple(not_observed):
+            listener(f"a step is not observed: {type(error).__name__}: {reason}")
+        return result
 
     def disable(self) -> None:
         """Call only the program's own form from now on."""
@@ -164,22 +206,27 @@ class CompiledStep:
         JAX traces a compiled function once, for all places that call it. One with an update is called as it was written instead, so that
         a ring that records it in a scan is not part of it in a ``vmap``.
         """
+        if is_probing():
+            if self._updates_inside(arguments, keywords):
+                note_update_of_inner()
+            return self._inner(*arguments, **keywords)
         if not is_collecting():
             return self._plain(*arguments, **keywords)
         if self._updates_inside(arguments, keywords):
-            return self.__wrapped__(*arguments, **keywords)
+            return call_inline(self.__wrapped__, self._static, arguments, keywords)
         return self._inner(*arguments, **keywords)
 
     def _updates_inside(self, arguments: Any, keywords: Any) -> bool:
-        """Return whether the function contains an update. Found at the first call; the trace is that of the call."""
-        if self._contains_update is None:
-            try:
+        """Return whether the function contains an update. Found at the first call with its constants; the trace is that of the call."""
+        try:
+            constants = self._static.values(arguments, keywords)
+            if constants not in self._contains_update:
                 with probing() as probe:
                     self._inner.trace(*arguments, **keywords)
-                self._contains_update = probe.found_update
-            except Exception:  # noqa: BLE001 - the call raises it
-                return False
-        return self._contains_update
+                self._contains_update[constants] = probe.found_update
+        except Exception:  # noqa: BLE001 - the call raises it
+            return False
+        return self._contains_update[constants]
 
     def _called(self, arguments: Any, keywords: Any) -> Any:
         """Call the recording form, and pass its updates on."""
@@ -231,7 +278,7 @@ class CompiledStep:
         for listener in tuple(not_observed):
             listener(f"activations of a step are not observed: {reason.splitlines()[0][:200]}")
         self.observed.close()
-        self._recording = self._make_recording(self.observed)
+        self._recording = self._compiled(self._forms.renew())
 
     def layouts_of(self, arguments: Any, keywords: Any) -> list[CalledUpdate]:
         """Return the updates that a call with these arguments makes, in their order. It is traced as the call does, once.
@@ -241,20 +288,28 @@ class CompiledStep:
             keywords: its keyword arguments.
         """
         try:
-            with recording_form(self._shardings):
-                traced = self._recording.trace(*arguments, **keywords)
-            _, updates = traced.out_info
-        except Exception as error:  # noqa: BLE001 - the call raises it, or does not trace
-            if not self.observed.has_rows:
-                return []
-            self._unobserve(f"{type(error).__name__}: {error}")
-            return self.layouts_of(arguments, keywords)
-        self._note(updates)
+            updates, traced = self._trace(arguments, keywords)
+        except Exception:  # noqa: BLE001 - the call raises it, or does not trace
+            return []
         layouts = [update.layout for update in updates if isinstance(update, UpdateOutputs)]
         if not layouts:
             return []
         stacked = self._stacked(layouts, traced, arguments, keywords)
         return [CalledUpdate(layout, stacked[layout]) for layout in layouts]
+
+    def _trace(self, arguments: Any, keywords: Any) -> tuple[StepOutputs, Any]:
+        """Trace the recording form, once for each kind of arguments. Returns its updates and the trace."""
+        try:
+            with recording_form(self._form or RecordingForm(self._forms.number)):
+                traced = self._recording.trace(*arguments, **keywords)
+        except Exception as error:
+            if not self.observed.has_rows:
+                raise
+            self._unobserve(f"{type(error).__name__}: {error}")
+            return self._trace(arguments, keywords)
+        _, updates = traced.out_info
+        self._note(updates)
+        return updates, traced
 
     def _stacked(
         self, layouts: list[UpdateLayout], traced: Any, arguments: Any, keywords: Any
@@ -378,13 +433,7 @@ def _recording_jit(jit: Callable[..., Any]) -> Callable[..., Any]:
         plain = jit(*arguments, **options)
         try:
             (function,) = arguments
-            static = options.get("static_argnums")
-            return CompiledStep(
-                plain,
-                functools.partial(_recording_form, jit, function, options),
-                _inner_form(jit, function, options),
-                () if static is None else static,
-            )
+            return CompiledStep(plain, FunctionForms.of(function), jit, options)
         except Exception as error:  # noqa: BLE001 - never into the program
             report("jit", error)
             return plain
@@ -393,33 +442,10 @@ def _recording_jit(jit: Callable[..., Any]) -> Callable[..., Any]:
     return compile_step
 
 
-def _inner_form(jit: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """Compile a function once more, as another function for JAX's caches."""
-
-    @functools.wraps(function)
-    def inner(*arguments: Any, **keywords: Any) -> Any:
-        return function(*arguments, **keywords)
-
-    return jit(inner, **options)
-
-
-def _recording_form(
-    jit: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any], observed: ObservedStep
+def _compiled_recording(
+    jit: Callable[..., Any], options: dict[str, Any], function: Callable[..., Any]
 ) -> Any:
-    """Compile a function that returns its result and its extra outputs."""
-
-    @functools.wraps(function)
-    def step(*arguments: Any, **keywords: Any) -> tuple[Any, StepOutputs]:
-        with collecting() as collector, observed.tracing():
-            result = function(*arguments, **keywords)
-        try:
-            outputs = collector.outputs((arguments, keywords))
-        except Exception as error:  # noqa: BLE001 - as above
-            report("outputs", error)
-            return result, ()
-        return result, outputs
-
     if "out_shardings" in options:
         # None leaves the sharding of the extra outputs to the compiler.
         options = {**options, "out_shardings": (options["out_shardings"], None)}
-    return jit(step, **options)
+    return jit(function, **options)

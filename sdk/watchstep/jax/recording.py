@@ -32,6 +32,7 @@ from watchstep.jax.ref_memory import is_available
 from watchstep.jax.ring_reader import RingReader
 from watchstep.jax.ring_steps import surroundings
 from watchstep.jax.step_bundles import StepBundles
+from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
 from watchstep.jax.traced_updates import (
     StepOutputs,
     TracedUpdate,
@@ -182,11 +183,10 @@ class UpdateReader:
         """Record what rings have recorded and has arrived."""
         for model in self._models.values():
             if model.ring is not None and (at_end or model.ring.is_waiting):
-                self._count_steps([model])
                 model.recorder.bundle_bad_step = None
                 self._read_activations_of(model)
                 with dispatching:
-                    model.ring.read(at_end=at_end)
+                    model.ring.read(functools.partial(self._count_steps, [model]), at_end=at_end)
 
     def _read_activations_of(self, model: _Model) -> None:
         """Let the ring of the first optimizer record the activations of its updates."""
@@ -226,6 +226,7 @@ class UpdateReader:
         try:
             outputs = [update for update in updates if isinstance(update, UpdateOutputs)]
             call: list[_PendingUpdate] = []
+            rings: list[RingReader] = []
             activations = None
             if self._activations is not None and function.observed.has_rows:
                 activations = self._activations.dispatched(has_inner_updates=function.has_inner_updates)
@@ -236,9 +237,12 @@ class UpdateReader:
                     call.append(_PendingUpdate(model, update, weights.pop(id(model), None), activations))
             if call:
                 self._pending.append(call)
-            if function.has_inner_updates:
-                for ring in self._rings():
-                    ring.dispatched()
+            for layout in function.inner_layouts:
+                ring_model = self._models.get((*_key(layout), 0))
+                if ring_model is not None and ring_model.ring is not None and ring_model.ring not in rings:
+                    rings.append(ring_model.ring)
+            for ring in rings:
+                ring.dispatched()
             self._bundles.called(function, arguments, result)
         except Exception as error:  # noqa: BLE001 - as above
             self._session.health.fault("jax", error)
@@ -255,6 +259,9 @@ class UpdateReader:
         Raises:
             StopTraining: a stop is due and the program opted in.
         """
+        if self._pending:  # of a compiled step before this update
+            self._wait(())
+            self._settle()
         outputs = traced_updates.outputs_of(update, loss, {})
         model = None if self._closed else self._model_of(outputs.layout)
         if model is None:
@@ -515,8 +522,8 @@ class Recording:
         """
         policy = hook._on_nonfinite  # noqa: SLF001 - part of the hook's own package
         install()
-        traced_updates.withhold_nonfinite(policy.action != "record")
-        traced_updates.measure_on_device(None if figures is None else figures == "device")
+        measures = None if figures is None else figures == "device"
+        request_settings(self, StepSettings(policy.action != "record", measures))
         session = hook._session  # noqa: SLF001 - as above
         bundles = StepBundles(
             session,
@@ -559,7 +566,7 @@ class Recording:
         """Record the last update, and stop observing."""
         self._reader.close()
         compiled_steps.forget(self._reader)
-        traced_updates.withhold_nonfinite(False)
+        withdraw_settings(self)
         modules.observe_modules(False)
         if self.inner_update in traced_updates.observers_of_inner:
             traced_updates.observers_of_inner.remove(self.inner_update)

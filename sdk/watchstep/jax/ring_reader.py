@@ -103,22 +103,23 @@ class RingReader:
         """Replace memory that a failed dispatch has deleted. Never raises; returns what `check` does."""
         return self._ring.repair()
 
-    def read(self, *, at_end: bool = False) -> None:
+    def read(self, about_to_record: Callable[[], None], *, at_end: bool = False) -> None:
         """Record the updates that have arrived.
 
         Args:
+            about_to_record: called before the updates of a dispatch, if it has made any.
             at_end: wait for all of them, and leave the ring to a later recording.
 
         Raises:
             StopTraining: a stop is due and the program opted in.
         """
         while self._pending and (at_end or self._is_due):
-            self._record(self._pending.popleft())
+            self._record(self._pending.popleft(), about_to_record)
         if not at_end:
             return
         try:
             if (snapshot := self._ring.snapshot(with_rows=True)) is not None:
-                self._record(snapshot)
+                self._record(snapshot, about_to_record)
         finally:
             self._ring.release()
 
@@ -129,11 +130,13 @@ class RingReader:
             return len(self._pending) >= _MAX_PENDING
         return self._pending[0].is_ready
 
-    def _record(self, snapshot: RingSnapshot) -> None:
+    def _record(self, snapshot: RingSnapshot, about_to_record: Callable[[], None]) -> None:
         missed = self._ring.missed_steps
         steps = self._ring.read(snapshot)
         if self._ring.missed_steps > missed:
             self._session.health.count("missed_steps", self._ring.missed_steps - missed)
+        if steps:
+            about_to_record()
         stop: StopTraining | None = None
         for step in steps:
             try:

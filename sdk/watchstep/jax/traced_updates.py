@@ -6,6 +6,7 @@ trace that it was created in. Those of an inner trace, such as the body of a sca
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from watchstep.jax.argument_shardings import ArgumentShardings
 from watchstep.jax.names import Path
+from watchstep.jax.step_settings import StepSettings, effective_settings
 
 _MAX_UPDATES = 64
 _MAX_HYPERPARAMETERS = 16
@@ -142,13 +144,40 @@ class _Loss:
         value: the loss.
         trace: the trace.
         gradients: ids of the leaves of its gradients.
-        leaves: these leaves, so that their ids stay theirs while the trace goes on.
+        elements: number of elements of its gradients.
+        leaves: these leaves, so that their ids stay theirs while the trace goes on; empty outside of traces, where they would take memory.
     """
 
     value: Any
     trace: Any
     gradients: frozenset[int]
+    elements: int
     leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any, gradients: Any) -> _Loss:
+        """Return the loss that the program has differentiated in the current trace."""
+        leaves = tuple(jax.tree_util.tree_leaves(gradients))
+        return cls(value, trace_state(), frozenset(map(id, leaves)), _elements(leaves), leaves)
+
+
+def _elements(leaves: Sequence[Any]) -> int:
+    return sum(math.prod(getattr(leaf, "shape", ())) for leaf in leaves)
+
+
+def _loss_of(losses: Sequence[_Loss], gradients: Any) -> _Loss | None:
+    """Return the loss of some gradients; None if it is unknown.
+
+    Programs transform gradients before an update. Then a loss is theirs if it is the only one with gradients of as many elements.
+    """
+    leaves = jax.tree_util.tree_leaves(gradients)
+    ids = frozenset(map(id, leaves))
+    found = next((loss for loss in losses if loss.gradients & ids), None)
+    if found is not None:
+        return found
+    elements = _elements(leaves)
+    alike = [loss for loss in losses if loss.elements == elements]
+    return alike[0] if len(alike) == 1 else None
 
 
 class TraceCollector:
@@ -167,8 +196,7 @@ class TraceCollector:
 
     def note_loss(self, loss: Any, gradients: Any) -> None:
         """Keep a loss for the update by its gradients."""
-        leaves = tuple(jax.tree_util.tree_leaves(gradients))
-        self._losses.append(_Loss(loss, trace_state(), frozenset(map(id, leaves)), leaves))
+        self._losses.append(_Loss.of(loss, gradients))
 
     def divide_loss(self, scale: Any) -> None:
         """Divide the newest loss by a number."""
@@ -176,16 +204,9 @@ class TraceCollector:
             self._losses[-1] = replace(self._losses[-1], value=self._losses[-1].value / scale)
 
     def take_loss(self, gradients: Any) -> Any:
-        """Return the loss of some gradients; None if it is unknown.
-
-        Programs transform gradients before an update. Then the only loss of this trace that no other update has is that of the gradients.
-        """
+        """Return the loss of some gradients, which no other update has; None if it is unknown."""
         here = trace_state()
-        losses = [loss for loss in self._losses if loss.trace == here]
-        ids = frozenset(map(id, jax.tree_util.tree_leaves(gradients)))
-        found = next((loss for loss in losses if loss.gradients & ids), None)
-        if found is None and len(losses) == 1:
-            found = losses[0]
+        found = _loss_of([loss for loss in self._losses if loss.trace == here], gradients)
         if found is None:
             return None
         self._losses.remove(found)
@@ -227,7 +248,9 @@ def outputs_of(update: TracedUpdate, loss: Any, places: Mapping[int, int]) -> Up
     leaves = [(path, jnp.asarray(leaf)) for path, leaf in with_paths]
     chosen = [place for place, (_, leaf) in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
     parameters = _parameters(update.parameters, structure, len(leaves))
-    hyperparameters = list(update.hyperparameters.items())[:_MAX_HYPERPARAMETERS]
+    numbers = [(name, value) for name, value in update.hyperparameters.items() if _is_number(value)]
+    hyperparameters = numbers[:_MAX_HYPERPARAMETERS]
+    loss = loss if loss is None or _is_number(loss) else None
     layout = UpdateLayout(
         paths=tuple(leaves[place][0] for place in chosen),
         shapes=tuple(tuple(leaves[place][1].shape) for place in chosen),
@@ -247,6 +270,20 @@ def outputs_of(update: TracedUpdate, loss: Any, places: Mapping[int, int]) -> Up
     )
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value is one real number. Optimizers also have keys of random numbers as hyperparameters."""
+    dtype = (
+        jax.dtypes.result_type(value)
+        if isinstance(value, (bool, int, float))
+        else getattr(value, "dtype", None)
+    )
+    if dtype is None or jnp.size(value) != 1:
+        return False
+    return (
+        jnp.issubdtype(dtype, jnp.number) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    ) or dtype == jnp.bool_
+
+
 def _parameters(parameters: Any, structure: Any, count: int) -> Sequence[Any]:
     """Return the leaf of each parameter; None for each if they have another structure than the gradients."""
     leaves, own = jax.tree_util.tree_flatten(parameters)
@@ -259,7 +296,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.collectors: list[TraceCollector] = []
         self.depth = 0
-        self.eager_loss: Any = None
+        self.eager_loss: _Loss | None = None
         self.probe: TraceProbe | None = None
 
 
@@ -297,9 +334,24 @@ def is_top_level() -> bool:
     return bool(trace_state() == _top_level)
 
 
-_recording_form = jax.make_user_context(default_value=False) if hasattr(jax, "make_user_context") else None
-"""Whether a trace is one of a recording form. It is part of the keys of JAX's caches: what is traced here, such as the body of a scan,
-is never used in a trace of the program's own."""
+@dataclass(frozen=True)
+class RecordingForm:
+    """What the trace of a recording form depends on besides the program. Part of the keys of JAX's caches.
+
+    Attributes:
+        number: number of the function: what one traces, such as the body of a scan, has Refs that another's transformations may not admit.
+        settings: what steps do themselves.
+        shardings: how the arguments of the call are distributed; None if the trace does not depend on it.
+    """
+
+    number: int = 0
+    settings: StepSettings = field(default_factory=StepSettings)
+    shardings: ArgumentShardings | None = None
+
+
+_recording_form = jax.make_user_context(default_value=None) if hasattr(jax, "make_user_context") else None
+"""The recording form that is being traced, or None: what is traced in one, such as the body of a scan, is never used in a trace of the
+program's own."""
 
 
 def has_recording_form() -> bool:
@@ -307,19 +359,20 @@ def has_recording_form() -> bool:
     return _recording_form is not None
 
 
-def recording_form(shardings: ArgumentShardings | None = None) -> AbstractContextManager[Any]:
-    """Enclose traces and calls of a recording form.
+def recording_form(form: RecordingForm) -> AbstractContextManager[Any]:
+    """Enclose traces and calls of a recording form."""
+    return nullcontext() if _recording_form is None else _recording_form(form)
 
-    Args:
-        shardings: how the arguments of the call are distributed; None if the trace does not depend on it.
-    """
-    return nullcontext() if _recording_form is None else _recording_form(shardings or True)
+
+def _form_in_progress() -> RecordingForm | None:
+    form: RecordingForm | None = None if _recording_form is None else _recording_form.value
+    return form
 
 
 def shardings_of(layout: UpdateLayout) -> tuple[NamedSharding, ...] | None:
     """Return how the parameters of an update of the trace in progress are distributed; None if that is unknown, or they are on one device."""
-    form = None if _recording_form is None else _recording_form.value
-    return form.of_parameters(layout.shapes) if isinstance(form, ArgumentShardings) else None
+    form = _form_in_progress()
+    return None if form is None or form.shardings is None else form.shardings.of_parameters(layout.shapes)
 
 
 @contextmanager
@@ -352,6 +405,17 @@ def probing() -> Iterator[TraceProbe]:
         yield probe
     finally:
         _stack.probe = before
+
+
+def is_probing() -> bool:
+    """Return whether a trace in this thread is one of `probing`."""
+    return _stack.probe is not None
+
+
+def note_update_of_inner() -> None:
+    """Note for the probe in progress that a function which is called in its trace contains an update. JAX may have traced it before."""
+    if _stack.probe is not None:
+        _stack.probe.found_update = True
 
 
 def is_collecting() -> bool:
@@ -387,42 +451,24 @@ def note_loss(loss: Any, gradients: Any) -> None:
     if _stack.collectors:
         _stack.collectors[-1].note_loss(loss, gradients)
     elif is_top_level():
-        _stack.eager_loss = loss
-
-
-class _Device:
-    """What steps do themselves.
-
-    Attributes:
-        measures: they measure their updates, instead of returning gradients; None if that depends on where JAX computes.
-        withholds: they leave out updates by gradients with NaN or infinity.
-    """
-
-    measures: bool | None = None
-    withholds = False
-
-
-_device = _Device()
-
-
-def withhold_nonfinite(is_chosen: bool) -> None:
-    """Choose whether steps that are traced from now on leave out updates by gradients with NaN or infinity."""
-    _device.withholds = is_chosen
+        _stack.eager_loss = replace(_Loss.of(loss, gradients), gradients=frozenset(), leaves=())
 
 
 def withholds_nonfinite() -> bool:
-    """Return whether steps that are traced now leave out such updates."""
-    return _device.withholds
-
-
-def measure_on_device(is_chosen: bool | None) -> None:
-    """Choose whether steps that are traced from now on measure their updates themselves, instead of returning gradients. None: on accelerators."""
-    _device.measures = is_chosen
+    """Return whether steps that are traced now leave out updates by gradients with NaN or infinity."""
+    return _settings().withholds
 
 
 def _measures_on_device() -> bool:
     # Asked for at the first update: the question starts JAX's backend, which a program configures before.
-    return jax.default_backend() != "cpu" if _device.measures is None else _device.measures
+    measures = _settings().measures
+    return jax.default_backend() != "cpu" if measures is None else measures
+
+
+def _settings() -> StepSettings:
+    """Return the settings of the trace in progress, or of eager programs."""
+    form = _form_in_progress()
+    return effective_settings() if form is None else form.settings
 
 
 def divide_loss(scale: Any) -> None:
@@ -430,7 +476,7 @@ def divide_loss(scale: Any) -> None:
     if _stack.collectors:
         _stack.collectors[-1].divide_loss(scale)
     elif _stack.eager_loss is not None:
-        _stack.eager_loss = _stack.eager_loss / scale
+        _stack.eager_loss = replace(_stack.eager_loss, value=_stack.eager_loss.value / scale)
 
 
 def note_update(update: TracedUpdate) -> None:
@@ -444,7 +490,9 @@ def note_update(update: TracedUpdate) -> None:
         if not is_top_level():
             note_not_observed()
             return
-        loss, _stack.eager_loss = _stack.eager_loss, None
+        eager, _stack.eager_loss = _stack.eager_loss, None
+        found = None if eager is None else _loss_of([eager], update.gradients_of_program)
+        loss = None if found is None else found.value
     elif collector.is_current and not _measures_on_device():
         if not collector.note_update(update):
             report(

@@ -113,7 +113,7 @@ def trained(compiled: Any, *, is_scanned: bool) -> dict[str, Any]:
         batches = [sharded(data(), None, "data")] * 2
     form = getattr(compiled, "_recording", compiled)
     arguments = (params, state, batches[0])
-    with recording_form(argument_shardings((arguments, {}))):
+    with recording_form(RecordingForm(shardings=argument_shardings((arguments, {})))):
         text = form.lower(*arguments).compile().as_text()
     losses: list[str] = []
     for batch in batches:
@@ -191,7 +191,7 @@ def main() -> None:
 from watchstep import CaptureConfig, Hook  # noqa: E402
 from watchstep.jax import Recording  # noqa: E402
 from watchstep.jax.argument_shardings import argument_shardings  # noqa: E402
-from watchstep.jax.traced_updates import recording_form  # noqa: E402
+from watchstep.jax.traced_updates import RecordingForm, recording_form  # noqa: E402
 
 optimizer: Any = optax.adamw(1e-2)
 

@@ -587,11 +587,11 @@ def test_steps_are_numbered_across_overwritten_ones_and_recordings(tmp_path: Pat
             program = program or looping(reader)
             for first, last in parts:
                 reader.wait()
-                reader.read()
+                reader.read(lambda: None)
                 assert reader.check()
                 program(jnp.asarray(np.resize(data[first:last], (900, 2))), last - first)
                 reader.dispatched()
-            reader.read(at_end=True)
+            reader.read(lambda: None, at_end=True)
         run = open_run(tmp_path / "default" / name)
         losses = run.tensor("loss").steps()
         if name == "first":
