@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from watchstep.jax.activation_ring import activation_ring
 from watchstep.jax.argument_shardings import argument_shardings
@@ -122,6 +123,7 @@ class CompiledStep:
         self._form: RecordingForm | None = None
         self._is_disabled = False
         self._contains_update: dict[Hashable, bool] = {}
+        self._called_updates: tuple[Any, list[CalledUpdate]] | None = None
 
     @property
     def observed(self) -> ObservedStep:
@@ -168,7 +170,7 @@ class CompiledStep:
         Returns:
             The error of the trace, which may be the program's own; None if there is none.
         """
-        self.has_updates, self.inner_layouts = False, []
+        self.has_updates, self.inner_layouts, self._called_updates = False, [], None
         try:
             self._trace(arguments, keywords)
             if not self.has_updates and self.observed.is_open:
@@ -275,6 +277,7 @@ class CompiledStep:
 
     def _unobserve(self, reason: str) -> None:
         """Observe the modules no more."""
+        self._called_updates = None
         for listener in tuple(not_observed):
             listener(f"activations of a step are not observed: {reason.splitlines()[0][:200]}")
         self.observed.close()
@@ -288,14 +291,17 @@ class CompiledStep:
             keywords: its keyword arguments.
         """
         try:
+            call = self._form, _description((arguments, keywords))
+            if self._called_updates is not None and self._called_updates[0] == call:
+                return self._called_updates[1]
             updates, traced = self._trace(arguments, keywords)
         except Exception:  # noqa: BLE001 - the call raises it, or does not trace
             return []
         layouts = [update.layout for update in updates if isinstance(update, UpdateOutputs)]
-        if not layouts:
-            return []
-        stacked = self._stacked(layouts, traced, arguments, keywords)
-        return [CalledUpdate(layout, stacked[layout]) for layout in layouts]
+        stacked = self._stacked(layouts, traced, arguments, keywords) if layouts else {}
+        called = [CalledUpdate(layout, stacked[layout]) for layout in layouts]
+        self._called_updates = call, called
+        return called
 
     def _trace(self, arguments: Any, keywords: Any) -> tuple[StepOutputs, Any]:
         """Trace the recording form, once for each kind of arguments. Returns its updates and the trace."""
@@ -360,6 +366,7 @@ class CompiledStep:
 
     def clear_cache(self) -> None:
         """Remove all compiled programs."""
+        self._called_updates = None
         self._plain.clear_cache()
         self._recording.clear_cache()
 
@@ -412,6 +419,14 @@ def _has_deleted(arguments: Any) -> bool:
     """Return whether a call has donated some of its arguments."""
     leaves = jax.tree_util.tree_leaves(arguments)
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+
+
+def _description(arguments: Any) -> tuple[Any, list[Any]]:
+    """Return what the trace of a call depends on, of its arguments: their structure, shapes and dtypes, and constants."""
+    leaves, structure = jax.tree_util.tree_flatten(arguments)
+    return structure, [
+        (leaf.shape, leaf.dtype) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf for leaf in leaves
+    ]
 
 
 _install_lock = threading.Lock()

@@ -38,12 +38,16 @@ class HostLayout:
     """Sizes and kinds of arrays, as the compiled kernel takes them.
 
     Attributes:
+        shapes: shape of each.
+        dtypes: type of each one's elements.
         sizes: number of elements of each.
         kinds: number of each one's element type in `KINDS`.
         widths: size of an element of each in bytes.
         layers: number of layers of each; 1 for a parameter that is not a stack.
     """
 
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype[Any], ...]
     sizes: list[int]
     kinds: list[int]
     widths: list[int]
@@ -58,15 +62,18 @@ class HostLayout:
             return None
         kinds = [_KIND_OF[dtype] for dtype in dtypes]
         widths = [_WIDTHS[dtype] for dtype in dtypes]
-        return cls([math.prod(shape) for shape in shapes], kinds, widths, layers)
+        sizes = [math.prod(shape) for shape in shapes]
+        return cls(
+            tuple(map(tuple, shapes)), tuple(map(jax.numpy.dtype, dtypes)), sizes, kinds, widths, layers
+        )
 
     def ranges(self, arrays: Sequence[Any]) -> MemoryRanges | None:
         """Return the memory of arrays that are computed; None if one is missing or is not on one device of the host."""
-        if not all(
-            getattr(array, "size", -1) == size and _KIND_OF.get(array.dtype.name) == kind and is_single(array)
-            for array, size, kind in zip(arrays, self.sizes, self.kinds, strict=True)
-        ):
-            return None  # memory is never read by the description of another array, nor that of one shard as the whole array
+        for array, shape, dtype in zip(arrays, self.shapes, self.dtypes, strict=True):
+            if array is None or array.shape != shape or array.dtype != dtype:
+                return None  # memory is never read by the description of another array
+        if jax.process_count() > 1 and not all(map(is_single, arrays)):
+            return None  # the address of an array with shards in other processes is that of its shard here
         try:
             return MemoryRanges([array.unsafe_buffer_pointer() for array in arrays], self.sizes, self.kinds)
         except (AttributeError, RuntimeError, ValueError):

@@ -111,16 +111,18 @@ def trained(compiled: Any, *, is_scanned: bool) -> dict[str, Any]:
     batches = [sharded(batch, "data") for batch in data()]
     if is_scanned:
         batches = [sharded(data(), None, "data")] * 2
-    form = getattr(compiled, "_recording", compiled)
-    arguments = (params, state, batches[0])
-    with recording_form(RecordingForm(shardings=argument_shardings((arguments, {})))):
-        text = form.lower(*arguments).compile().as_text()
     losses: list[str] = []
+    before = compiled._cache_size()  # JAX shares the programs of a function among all that compile it
     for batch in batches:
         params, state, loss = compiled(params, state, batch)
         losses.extend(float(number).hex() for number in np.asarray(loss).reshape(-1))
+    programs = compiled._cache_size() - before
+    step = getattr(compiled, "_recording", compiled)
+    with recording_form(getattr(compiled, "_form", None) or RecordingForm()):
+        params = parameters()
+        text = step.lower(params, initial_state(params), batches[0]).compile().as_text()
     collectives = collections.Counter(COLLECTIVES.findall(text))
-    return {"losses": losses, "programs": compiled._cache_size(), "collectives": collectives}
+    return {"losses": losses, "programs": programs, "collectives": collectives}
 
 
 def recorded(folder: Path, run: str, figures: str, train: Any) -> Any:
@@ -190,7 +192,6 @@ def main() -> None:
 
 from watchstep import CaptureConfig, Hook  # noqa: E402
 from watchstep.jax import Recording  # noqa: E402
-from watchstep.jax.argument_shardings import argument_shardings  # noqa: E402
 from watchstep.jax.traced_updates import RecordingForm, recording_form  # noqa: E402
 
 optimizer: Any = optax.adamw(1e-2)
