@@ -112,15 +112,3 @@ def layer_descriptions(
             )
         counts.append(layers)
     return tuple(described), tuple(counts)
-
-
-def prefixed(infos: Sequence[TensorInfo], prefix: str) -> tuple[TensorInfo, ...]:
-    """Return descriptions with a prefix before their names and modules."""
-    return tuple(
-        replace(
-            info,
-            name=f"{prefix}.{info.name}",
-            module=f"{prefix}.{info.module}" if info.module else prefix,
-        )
-        for info in infos
-    )

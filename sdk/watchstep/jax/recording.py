@@ -27,7 +27,7 @@ from watchstep.jax.activation_reader import ActivationReader
 from watchstep.jax.activation_ring import ActivationSnapshot, activation_ring
 from watchstep.jax.compiled_steps import CompiledStep, dispatching, stacked_of
 from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
-from watchstep.jax.names import describe, layer_descriptions, prefixed
+from watchstep.jax.names import describe, layer_descriptions
 from watchstep.jax.ref_memory import is_available
 from watchstep.jax.ring_reader import RingReader
 from watchstep.jax.ring_steps import surroundings
@@ -41,6 +41,7 @@ from watchstep.jax.traced_updates import (
 )
 from watchstep.kernels.measurement import Measurement, Reordered
 from watchstep.stopping import OnNonfinite, StopTraining
+from watchstep.updates.parameter_names import prefixed
 from watchstep.updates.program_updates import scaler_metrics
 from watchstep.updates.tensor_values import TensorValues
 from watchstep.updates.update_recorder import Update, UpdateRecorder
