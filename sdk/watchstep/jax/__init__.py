@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from watchstep.jax.interpreter import evaluate_step, find_first_bad
     from watchstep.jax.optimizers import observed
     from watchstep.jax.recording import Recording
+    from watchstep.jax.replay.interpreter import evaluate_step, find_first_bad
     from watchstep.jax.replay.step_arguments import JaxStep, save_bundle
 
 __all__ = ["JaxStep", "Recording", "evaluate_step", "find_first_bad", "observed", "save_bundle"]

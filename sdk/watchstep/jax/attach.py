@@ -10,7 +10,8 @@ from typing import Any
 from watchstep.capture.document.files import inline_from_environment
 from watchstep.format import tensors
 from watchstep.hook_arguments import ON_NONFINITE
-from watchstep.jax import compiled_steps, modules, optimizers, traced_updates
+from watchstep.jax import compiled_steps, optimizers, traced_updates
+from watchstep.jax.activations import modules
 from watchstep.jax.compiled_steps import CompiledStep
 from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
 from watchstep.jax.traced_updates import StepOutputs, TracedUpdate

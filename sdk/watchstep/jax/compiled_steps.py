@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from watchstep.jax.activation_ring import activation_ring
-from watchstep.jax.argument_shardings import argument_shardings
+from watchstep.jax.activations.activation_ring import activation_ring
+from watchstep.jax.activations.modules import ObservedStep, observes_modules
 from watchstep.jax.function_forms import FunctionForms
 from watchstep.jax.inner_calls import StaticArguments, call_inline
-from watchstep.jax.modules import ObservedStep, observes_modules
+from watchstep.jax.ring.step_ring import check_rings
+from watchstep.jax.sharding.argument_shardings import argument_shardings
 from watchstep.jax.stacked_layers import stacked_arguments
-from watchstep.jax.step_ring import check_rings
 from watchstep.jax.step_settings import effective_settings
 from watchstep.jax.traced_updates import (
     InnerUpdates,

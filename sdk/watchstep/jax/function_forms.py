@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from watchstep.jax.modules import ObservedStep
+from watchstep.jax.activations.modules import ObservedStep
 from watchstep.jax.traced_updates import StepOutputs, collecting, report
 
 Function = Callable[..., Any]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.format.tensors import Placement, Stage
-from watchstep.jax.process_shards import distinct_devices, own_shards
+from watchstep.jax.sharding.process_shards import distinct_devices, own_shards
 from watchstep.kernels import native_kernel
 from watchstep.kernels.measurement import Measurement, Merged, Reordered
 from watchstep.kernels.native_kernel import KINDS, MemoryRange, MemoryRanges

@@ -22,16 +22,17 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.tensors import Placement
 from watchstep.hook import Hook
-from watchstep.jax import compiled_steps, modules, optimizers, traced_updates
-from watchstep.jax.activation_reader import ActivationReader
-from watchstep.jax.activation_ring import ActivationSnapshot, activation_ring
+from watchstep.jax import compiled_steps, optimizers, traced_updates
+from watchstep.jax.activations import modules
+from watchstep.jax.activations.activation_reader import ActivationReader
+from watchstep.jax.activations.activation_ring import ActivationSnapshot, activation_ring
 from watchstep.jax.compiled_steps import CompiledStep, dispatching, stacked_of
 from watchstep.jax.host_values import HostLayout, JaxArrays, is_on_host
 from watchstep.jax.names import describe, layer_descriptions
-from watchstep.jax.ref_memory import is_available
-from watchstep.jax.ring_reader import RingReader
-from watchstep.jax.ring_steps import surroundings
-from watchstep.jax.step_bundles import StepBundles
+from watchstep.jax.replay.step_bundles import StepBundles
+from watchstep.jax.ring.ref_memory import is_available
+from watchstep.jax.ring.ring_reader import RingReader
+from watchstep.jax.ring.ring_steps import surroundings
 from watchstep.jax.step_settings import StepSettings, request_settings, withdraw_settings
 from watchstep.jax.traced_updates import (
     StepOutputs,

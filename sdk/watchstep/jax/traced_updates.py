@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding
 
-from watchstep.jax.argument_shardings import ArgumentShardings
 from watchstep.jax.names import Path
+from watchstep.jax.sharding.argument_shardings import ArgumentShardings
 from watchstep.jax.step_settings import StepSettings, effective_settings
 
 _MAX_UPDATES = 64

@@ -122,7 +122,7 @@ def _replay_jax(bundle: Bundle, options: argparse.Namespace) -> NoReturn:
             f"--precision {options.precision} does not apply to a bundle of a JAX step", "leave it out"
         )
     from watchstep.jax.replay.step_arguments import JaxStep
-    from watchstep.jax.step_replay import replay_jax_step
+    from watchstep.jax.replay.step_replay import replay_jax_step
     from watchstep.replay.replay_step import load_program_step
 
     try:

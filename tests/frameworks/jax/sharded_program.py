@@ -20,7 +20,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from watchstep.jax.shard_rows import finite_shards, measure_shards, shard_statistics  # noqa: E402
+from watchstep.jax.sharding.shard_rows import finite_shards, measure_shards, shard_statistics  # noqa: E402
 
 COLLECTIVES = re.compile(r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(-start)?\(")
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from watchstep.jax.step_ring import StepRing
+from watchstep.jax.ring.step_ring import StepRing
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 

@@ -32,7 +32,7 @@ from tests.frameworks.jax import module_programs
 from tests.frameworks.jax.module_programs import NAMES, SCAN, STEPS, TRAIN, batches, loss_of
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.jax import Recording, modules
-from watchstep.jax.activation_ring import activation_ring
+from watchstep.jax.activations.activation_ring import activation_ring
 from watchstep.jax.recording import install
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES

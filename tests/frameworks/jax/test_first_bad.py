@@ -21,8 +21,8 @@ from hypothesis import strategies as st  # noqa: E402
 from jax import lax  # noqa: E402
 
 from watchstep.errors import ConfigError  # noqa: E402
-from watchstep.jax.interpreter import evaluate_step, find_first_bad  # noqa: E402
 from watchstep.jax.replay.first_bad import FirstBad, JaxOperation  # noqa: E402
+from watchstep.jax.replay.interpreter import evaluate_step, find_first_bad  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -541,7 +541,7 @@ SHARDS = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from watchstep.jax.interpreter import evaluate_step, find_first_bad
+from watchstep.jax.replay.interpreter import evaluate_step, find_first_bad
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

@@ -21,7 +21,7 @@ from watchstep.errors import ConfigError, FormatError, WatchstepError  # noqa: E
 from watchstep.format.bundle import bundle_keys, open_bundle, open_bundle_file  # noqa: E402
 from watchstep.format.layout import BundleKey  # noqa: E402
 from watchstep.jax.replay.step_arguments import JaxStep, load_arguments, save_bundle  # noqa: E402
-from watchstep.jax.step_replay import replay_jax_step  # noqa: E402
+from watchstep.jax.replay.step_replay import replay_jax_step  # noqa: E402
 from watchstep.store.store import Store  # noqa: E402
 
 ROOT = Path(__file__).parents[3]

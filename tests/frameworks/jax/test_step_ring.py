@@ -24,10 +24,10 @@ from jax import lax  # noqa: E402
 
 from tests.frameworks.jax.rows import assert_same_rows, native_rows  # noqa: E402
 from watchstep.errors import ConfigError  # noqa: E402
-from watchstep.jax.ref_memory import is_available  # noqa: E402
-from watchstep.jax.ring_reader import RingReader  # noqa: E402
-from watchstep.jax.ring_snapshots import RingStep  # noqa: E402
-from watchstep.jax.step_ring import StepRing, check_rings  # noqa: E402
+from watchstep.jax.ring.ref_memory import is_available  # noqa: E402
+from watchstep.jax.ring.ring_reader import RingReader  # noqa: E402
+from watchstep.jax.ring.ring_snapshots import RingStep  # noqa: E402
+from watchstep.jax.ring.step_ring import StepRing, check_rings  # noqa: E402
 from watchstep.jax.traced_updates import TracedUpdate, outputs_of  # noqa: E402
 
 if not is_available():
@@ -183,7 +183,7 @@ def test_bad_steps_are_flagged_and_the_first_of_them_has_rows() -> None:
 
 
 def test_large_rows_arrive_with_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("watchstep.jax.step_ring._SMALL_ROWS", 0)
+    monkeypatch.setattr("watchstep.jax.ring.step_ring._SMALL_ROWS", 0)
     ring = StepRing(every=100, note=unreachable)
     program, state = scanned(ring.record), start()
     state, _ = program(state, batches(10, bad=4))
@@ -469,7 +469,7 @@ def test_deleted_memory_is_replaced_and_waiting_for_it_does_not_raise() -> None:
 
 
 def test_without_access_to_the_memory_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("watchstep.jax.step_ring.buffer_of", lambda _: None)
+    monkeypatch.setattr("watchstep.jax.ring.step_ring.buffer_of", lambda _: None)
     notes: list[str] = []
     ring = StepRing(note=notes.append)
     assert incrementing(ring)(jnp.ones(2)).tolist() == [2, 2]

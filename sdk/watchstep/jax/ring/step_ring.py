@@ -1,7 +1,7 @@
 """A ring of steps in device memory, for updates inside of a ``scan`` or loop, whose extra outputs cannot leave the program.
 
 `StepRing.record` is called at trace time. The traced program then writes into a few `jax.Ref` that were created outside of the trace
-(`watchstep.jax.ring_storage`). The host takes a snapshot after a dispatch, which starts copies and does not wait, and reads it at a later one.
+(`watchstep.jax.ring.ring_storage`). The host takes a snapshot after a dispatch, which starts copies and does not wait, and reads it at a later one.
 
 A program uses its Refs as long as it lives. Rings are therefore kept with them: a later recording of the same optimizer continues with the ring that the
 compiled programs write to (`StepRing.shared`). `StepRing.check` replaces the memory of Refs that a failed dispatch has deleted, and takes Refs back
@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from watchstep.errors import ConfigError
-from watchstep.jax import ring_steps
-from watchstep.jax.ref_memory import (
+from watchstep.jax.ring import ring_steps
+from watchstep.jax.ring.ref_memory import (
     buffer_of,
     context_mesh,
     copy_of,
@@ -33,9 +33,9 @@ from watchstep.jax.ref_memory import (
     set_buffer,
     write_locally,
 )
-from watchstep.jax.ring_snapshots import RingSnapshot, RingStep, SnapshotReader, StorageCopy
-from watchstep.jax.ring_steps import TracedStep, surroundings
-from watchstep.jax.ring_storage import LedgerColumn, ReadCursor, RingStorage, fresh_ledger, shardings_on
+from watchstep.jax.ring.ring_snapshots import RingSnapshot, RingStep, SnapshotReader, StorageCopy
+from watchstep.jax.ring.ring_steps import TracedStep, surroundings
+from watchstep.jax.ring.ring_storage import LedgerColumn, ReadCursor, RingStorage, fresh_ledger, shardings_on
 
 _MAX_SLOTS = 4096
 _MAX_STORAGES = 4

@@ -13,7 +13,12 @@ from watchstep.capture.steps.session import Session
 from watchstep.format import tensors
 from watchstep.format.statistics import Floats, StatisticsBatch
 from watchstep.format.tensors import TensorInfo
-from watchstep.jax.activation_ring import ActivationSnapshot, OutputRows, WrittenRow, activation_ring
+from watchstep.jax.activations.activation_ring import (
+    ActivationSnapshot,
+    OutputRows,
+    WrittenRow,
+    activation_ring,
+)
 from watchstep.kernels.measurement import Completed
 
 _EVERY = 100

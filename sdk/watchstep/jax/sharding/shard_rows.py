@@ -21,7 +21,7 @@ from watchstep.errors import ConfigError
 from watchstep.format.statistics import StatisticsBatch, merge_rows
 from watchstep.format.tensors import Placement
 from watchstep.jax.device_rows import RowWords, finite, measure, statistics
-from watchstep.jax.process_shards import own_shards
+from watchstep.jax.sharding.process_shards import own_shards
 
 
 @dataclass(frozen=True)

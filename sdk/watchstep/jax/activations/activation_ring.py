@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from watchstep.format.statistics import StatisticsBatch
 from watchstep.jax.device_rows import RowLayout, RowWords, measure, statistics
-from watchstep.jax.ref_memory import (
+from watchstep.jax.ring.ref_memory import (
     buffer_of,
     context_mesh,
     has_failed,

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 
 from watchstep.errors import ConfigError
 from watchstep.jax.device_rows import RowWords, finite, is_measurable, measure
-from watchstep.jax.ring_storage import LedgerColumn, RingStorage
-from watchstep.jax.shard_rows import ShardedTensor, finite_shards, measure_shards
+from watchstep.jax.ring.ring_storage import LedgerColumn, RingStorage
+from watchstep.jax.sharding.shard_rows import ShardedTensor, finite_shards, measure_shards
 
 
 @dataclass(frozen=True)

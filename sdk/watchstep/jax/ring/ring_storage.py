@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from watchstep.jax.device_rows import RowLayout
-from watchstep.jax.shard_rows import ShardedTensor
+from watchstep.jax.sharding.shard_rows import ShardedTensor
 
 
 class LedgerColumn(enum.IntEnum):

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from watchstep.format.tensors import Placement
 from watchstep.jax.device_rows import RowLayout, RowWords, statistics
-from watchstep.jax.ring_storage import EntryColumn, LedgerColumn, ReadCursor, RingStorage
-from watchstep.jax.shard_rows import own_places, own_rows
+from watchstep.jax.ring.ring_storage import EntryColumn, LedgerColumn, ReadCursor, RingStorage
+from watchstep.jax.sharding.shard_rows import own_places, own_rows
 from watchstep.updates.tensor_values import MeasuredRows
 from watchstep.updates.update_recorder import Role
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from watchstep.jax import traced_updates
-from watchstep.jax.activation_ring import Output, activation_ring
+from watchstep.jax.activations.activation_ring import Output, activation_ring
 from watchstep.jax.names import path_words
 from watchstep.jax.traced_updates import report, trace_state
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable
 import jax
 
 from watchstep.capture.steps.session import Session
-from watchstep.jax.ring_snapshots import RingSnapshot, RingStep
-from watchstep.jax.step_ring import StepRing
+from watchstep.jax.ring.ring_snapshots import RingSnapshot, RingStep
+from watchstep.jax.ring.step_ring import StepRing
 from watchstep.jax.traced_updates import TracedUpdate, UpdateOutputs, shardings_of
 from watchstep.stopping import StopTraining
 from watchstep.updates.update_recorder import Update, UpdateRecorder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from watchstep.format.bundle import Bundle
-from watchstep.jax.interpreter import StepEvaluation, evaluate_step
+from watchstep.jax.replay.interpreter import StepEvaluation, evaluate_step
 from watchstep.jax.replay.step_arguments import JaxStep, load_arguments
 from watchstep.platform.terminal_text import printable
 

@@ -1,0 +1,1 @@
+"""Activations of Flax and Equinox modules."""

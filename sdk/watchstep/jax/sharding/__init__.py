@@ -1,0 +1,1 @@
+"""Arrays that are divided over devices and processes."""
