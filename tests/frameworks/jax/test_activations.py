@@ -31,7 +31,8 @@ from flax import nnx
 from tests.frameworks.jax import module_programs
 from tests.frameworks.jax.module_programs import NAMES, SCAN, STEPS, TRAIN, batches, loss_of
 from watchstep import CaptureConfig, Hook, open_run
-from watchstep.jax import Recording, modules
+from watchstep.jax import Recording
+from watchstep.jax.activations import modules
 from watchstep.jax.activations.activation_ring import activation_ring
 from watchstep.jax.recording import install
 from watchstep_rules.backtest.backtest import backtest
