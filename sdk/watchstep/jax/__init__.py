@@ -16,8 +16,8 @@ __all__ = ["JaxStep", "Recording", "evaluate_step", "find_first_bad", "observed"
 _MODULES = {
     "JaxStep": "replay.step_arguments",
     "Recording": "recording",
-    "evaluate_step": "interpreter",
-    "find_first_bad": "interpreter",
+    "evaluate_step": "replay.interpreter",
+    "find_first_bad": "replay.interpreter",
     "observed": "optimizers",
     "save_bundle": "replay.step_arguments",
 }
