@@ -298,6 +298,8 @@ class UpdateReader:
 
     def _trace_activations(self, model: _Model, update: TracedUpdate) -> None:
         """Let a program that is being traced count the updates of the first optimizer, which are those of activations."""
+        if self._activations is None:
+            return  # the ring is of an earlier recording of this process
         obstacle, _ = surroundings()
         if obstacle is None and activation_ring.is_traced and model is next(iter(self._models.values())):
             try:
