@@ -65,7 +65,7 @@ def main() -> None:
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     loss_function = stable_cross_entropy if options.fixed else cross_entropy
-    # Without a budget every step is measured: this training takes a second, whatever recording costs.
+    # Without a budget every step is measured. A training of a second can afford it.
     config = watchstep.CaptureConfig(overhead_budget=None)
     with watchstep.Hook(options.store, run=options.run, config=config, on_nonfinite="stop") as hook:
         hook.watch(model, optimizer)

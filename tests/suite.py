@@ -11,7 +11,7 @@ little on a shared machine. A suite that exceeds it fails. `WATCHSTEP_SUITE_BUDG
 
 With `--retry`, up to a dozen failed tests in up to six files run once more, alone: real servers and processes can fail for time on
 a shared machine. Tests that pass then are listed as flaky, and the suite passes. After a crash of a worker process nothing runs
-once more: a process of a program that is trained crashes the same way.
+once more: the same fault can crash the trainings of users.
 """
 
 from __future__ import annotations

@@ -186,13 +186,15 @@ def _hint(pattern: str) -> str:
 
 
 _orders_of: CatalogueCache[NDArray[np.int64]] = CatalogueCache()
-_WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN", "Dense", "EinsumDense")
+_WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN")
+_DENSE = frozenset({"Dense", "DenseGeneral", "EinsumDense"})
+"""Classes of Flax and Keras. A prefix would include `DenseNet`."""
 
 
 def is_weighted(info: TensorInfo) -> bool:
     """Whether the module multiplies its input by weights: linear, convolutional or recurrent."""
     kind = info.module_type.removeprefix("Lazy").removeprefix("NonDynamicallyQuantizable")
-    return kind.startswith(_WEIGHTED)
+    return kind.startswith(_WEIGHTED) or kind in _DENSE
 
 
 def is_normalization(info: TensorInfo) -> bool:

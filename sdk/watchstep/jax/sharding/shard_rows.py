@@ -21,7 +21,7 @@ from watchstep.errors import ConfigError
 from watchstep.format.statistics import StatisticsBatch, merge_rows
 from watchstep.format.tensors import Placement
 from watchstep.jax.device_rows import RowWords, finite, measure, statistics
-from watchstep.jax.sharding.process_shards import own_shards
+from watchstep.jax.sharding.process_shards import index_key, own_shards
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ShardedTensor:
     def shards(self) -> dict[Any, tuple[int, Placement]]:
         """Return for each device the first row that its shard belongs to, and the shard's placement in its rows."""
         places = self.sharding.devices_indices_map(self.shape)
-        keys = {device: self._interval(index) for device, index in places.items()}
+        keys = {device: index_key(index, self.shape) for device, index in places.items()}
         columns = sorted({key[self.is_stacked :] for key in keys.values()})
         replicas: dict[Any, int] = {}
         shards = {}
@@ -56,9 +56,6 @@ class ShardedTensor:
             placement = Placement(columns.index(key[self.is_stacked :]), len(columns), replica)
             shards[device] = (key[0][0] if self.is_stacked else 0, placement)
         return shards
-
-    def _interval(self, index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
-        return tuple(part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("words",), meta_fields=("tensors",))
