@@ -19,13 +19,9 @@ from watchstep.jax.activations.activation_ring import (
     WrittenRow,
     activation_ring,
 )
+from watchstep.jax.ring.row_cadence import RowCadence
 from watchstep.kernels.measurement import Completed
 
-_EVERY = 100
-_DENSE_EVERY = 10
-_DENSE_STEPS = 100
-_ROW_SLOTS = 4
-_ALL_ROW_SLOTS = 64
 _MAX_PENDING = 8
 
 
@@ -52,9 +48,8 @@ class ActivationReader:
             session: the recording.
         """
         self._session = session
-        every = self._fixed_cadence()
-        self._cadence = _EVERY if every is None else every
-        activation_ring.slots = _ALL_ROW_SLOTS if self._cadence == 1 else _ROW_SLOTS
+        self._cadence = RowCadence.of(session, tensors.ACTIVATIONS)
+        activation_ring.slots = self._cadence.slots
         self._steps = 0
         self._infos: dict[str, TensorInfo] = {}
         self._call: ActivationSnapshot | None = None
@@ -67,13 +62,6 @@ class ActivationReader:
         self._expected_step = 0
         self._rows: dict[int, list[WrittenRow]] = {}
 
-    def _fixed_cadence(self) -> int | None:
-        """Return the fixed number of updates from one with rows to the next; 1 without a budget."""
-        chosen = self._session.config.chosen.get(tensors.ACTIVATIONS)
-        if chosen is not None and chosen.cadence is not None and chosen.cadence.every is not None:
-            return chosen.cadence.every
-        return 1 if self._session.schedule.budget is None else None
-
     def about_to_dispatch(self, step: int, *, has_inner_updates: bool) -> None:
         """Choose whether a call writes rows.
 
@@ -83,12 +71,12 @@ class ActivationReader:
         """
         if not activation_ring.is_traced:
             return
-        every = self._cadence if self._steps >= _DENSE_STEPS else min(self._cadence, _DENSE_EVERY)
+        every = self._cadence.after(self._steps)
         if not self._session.schedule.records(tensors.ACTIVATIONS, "train"):
             every = 0
         if has_inner_updates:
             activation_ring.set_cadence(every)
-        elif self._fixed_cadence() is None:
+        elif not self._cadence.is_fixed:
             activation_ring.set_cadence(int(every > 0 and self._steps % every == 0))
         else:
             is_due = self._session.schedule.due((tensors.ACTIVATIONS,), step) is not None

@@ -9,27 +9,16 @@ from collections.abc import Callable, Hashable
 import jax
 
 from watchstep.capture.steps.session import Session
+from watchstep.format import tensors
 from watchstep.jax.ring.ring_snapshots import RingSnapshot, RingStep
+from watchstep.jax.ring.row_cadence import RowCadence
 from watchstep.jax.ring.step_ring import StepRing
 from watchstep.jax.traced_updates import TracedUpdate, UpdateOutputs, shardings_of
 from watchstep.stopping import StopTraining
 from watchstep.updates.update_recorder import Update, UpdateRecorder
 
-_EVERY = 100
-_DENSE_EVERY = 10
-_DENSE_STEPS = 100
-_ROW_SLOTS = 4
-_ALL_ROW_SLOTS = 64
 _MAX_PENDING = 2
 """Number of snapshots that are not read yet. At one more, the oldest is waited for: its dispatch is two dispatches ago."""
-
-
-def row_cadence(session: Session) -> int:
-    """Return the number of updates from one with rows to the next: the fixed cadence of gradients, 1 without a budget, or 100."""
-    chosen = session.config.chosen.get("gradients")
-    if chosen is not None and chosen.cadence is not None and chosen.cadence.every is not None:
-        return chosen.cadence.every
-    return 1 if session.schedule.budget is None else _EVERY
 
 
 class RingReader:
@@ -47,11 +36,10 @@ class RingReader:
         """
         self._session = session
         self._recorder = recorder
-        self._cadence = row_cadence(session)
+        self._cadence = cadence = RowCadence.of(session, tensors.GRADIENTS)
         # Several processes choose the same updates, although they read at different times.
-        first = min(self._cadence, _DENSE_EVERY) if jax.process_count() == 1 else self._cadence
-        slots = _ROW_SLOTS if self._cadence > 1 else _ALL_ROW_SLOTS
-        self._ring = StepRing.shared(key, self, every=first, row_slots=slots, note=_note_of(session))
+        every = cadence.first if jax.process_count() == 1 else cadence.every
+        self._ring = StepRing.shared(key, self, every=every, row_slots=cadence.slots, note=_note_of(session))
         self._pending: deque[RingSnapshot] = deque()
         self._steps = 0
         """Updates that were recorded or missed: the number of the next one in the ring."""
@@ -80,8 +68,8 @@ class RingReader:
 
     def dispatched(self) -> None:
         """Start to copy what a dispatch has recorded."""
-        if self._steps >= _DENSE_STEPS:
-            self._ring.every = self._cadence
+        if jax.process_count() == 1:
+            self._ring.every = self._cadence.after(self._steps)
         snapshot = self._ring.snapshot()
         if snapshot is not None:
             self._pending.append(snapshot)
