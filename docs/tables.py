@@ -27,7 +27,7 @@ from watchstep.wrapper.replay_command import parser as replay_parser
 from watchstep.wrapper.report_command import parser as report_parser
 from watchstep.wrapper.run_command import parser as run_parser
 from watchstep.wrapper.samples_command import samples_parser, skip_list_parser
-from watchstep.wrapper.store_commands import migrate_parser, sync_parser
+from watchstep.wrapper.store_commands import sync_parser
 from watchstep.wrapper.trace_command import parser as trace_parser
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.custom.sql.guard import FUNCTIONS
@@ -57,7 +57,6 @@ _PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- /table -->", re.DOTALL)
 _OWN_PARSERS = {
     "watchstep run": run_parser,
     "watchstep sync": sync_parser,
-    "watchstep migrate-store": migrate_parser,
     "watchstep check-config": check_config_parser,
     "watchstep trace": trace_parser,
     "watchstep report": report_parser,

@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store``, ``check-config FILE``, ``trace``, ``report``, ``replay``, ``bundles``, ``samples``, ``skip-list``, ``diff``, ``audit`` and ``--version`` belong to the SDK; other packages provide the other commands."""
+"""The ``watchstep`` command. ``run``, ``sync``, ``check-config FILE``, ``trace``, ``report``, ``replay``, ``bundles``, ``samples``, ``skip-list``, ``diff``, ``audit`` and ``--version`` belong to the SDK; other packages provide the other commands."""
 
 from __future__ import annotations
 
@@ -28,10 +28,6 @@ def main() -> None:
             from watchstep.wrapper.store_commands import sync_main
 
             sync_main(arguments[1:])
-        if arguments[:1] == ["migrate-store"]:
-            from watchstep.wrapper.store_commands import migrate_main
-
-            migrate_main(arguments[1:])
         if arguments[:1] == ["check-config"]:
             from watchstep.wrapper.check_config import main as check_config
 

@@ -24,11 +24,7 @@ from watchstep.errors import BadNameError, FormatError
 from watchstep.format.tensors import MODES
 
 SCHEMA_VERSION = 3
-"""Version of everything below a run's prefix; readers reject all others.
-
-1: the names of before 0.1.0. 2: segments of attempts are Parquet. 3: they are Arrow IPC. `watchstep.reading.migration` lists the names that
-changed, and rewrites runs of earlier versions.
-"""
+"""Version of everything below a run's prefix; readers reject all others. Schemas 1 and 2 are of versions before the first release."""
 
 RUN_DOCUMENT = "run.json"
 CONTROL_DOCUMENT = "control.json"
@@ -89,7 +85,7 @@ def check_schema(name: str, schema: int) -> None:
     if schema < SCHEMA_VERSION:
         raise FormatError(
             f"{name}: schema {schema}, this version reads schema {SCHEMA_VERSION}",
-            "rewrite the run with 'watchstep migrate-store'",
+            "read the run with the version that recorded it",
         )
 
 

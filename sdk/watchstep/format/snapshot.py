@@ -106,9 +106,6 @@ PARTS = "watchstep.parts"
 INFOS = "watchstep.tensors"
 """Key of the metadata for the descriptions of the tensors of a collection: JSON, by name, without name, shape and dtype."""
 
-COMPRESSED = "watchstep.compressed"
-"""Key of the metadata of a schema 1 snapshot for its compressed tensors. Such a snapshot is rewritten before it is read."""
-
 _FIRST_READ = 64 * 1024
 _MAX_HEADER_MEMORY = 512 * 1024 * 1024
 _MAX_NAMES_MEMORY = 48 * 1024 * 1024
@@ -292,11 +289,6 @@ def open_snapshot(store: Store, key: str, size: int | None = None) -> Snapshot:
 
 def _opened(store: Store, key: str, size: int | None) -> Snapshot:
     metadata, tensors = read_header(store, key, size)
-    if COMPRESSED in metadata:
-        raise FormatError(
-            f"snapshot {key} was compressed by an earlier version",
-            "rewrite the run with 'watchstep migrate-store'",
-        )
     try:
         missing, missing_names = _missing(metadata)
         parts = _parts(metadata, tensors)

@@ -199,11 +199,6 @@ COMMANDS: Mapping[str, CommandEntry | GroupEntry] = {
         "sync",
         "Upload segments that recorders kept on this machine while their store was unreachable. Safe to repeat.",
     ),
-    "migrate-store": CommandEntry(
-        "jobs",
-        "migrate_store",
-        "Rewrite runs that an earlier version recorded in the format that this version reads. Safe to repeat.",
-    ),
     "trace": CommandEntry(
         "jobs",
         "trace",

@@ -1,6 +1,6 @@
 """``watchstep attach`` and ``watchstep watch``, which run without the service's packages, and the commands of the SDK.
 
-The SDK itself executes ``run``, ``sync``, ``migrate-store``, ``trace``, ``report``, ``samples``, ``skip-list``, ``replay``, ``bundles``, ``diff`` and ``audit``. Their definitions here provide help and shell completion.
+The SDK itself executes ``run``, ``sync``, ``trace``, ``report``, ``samples``, ``skip-list``, ``replay``, ``bundles``, ``diff`` and ``audit``. Their definitions here provide help and shell completion.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from watchstep.wrapper.replay_command import parser as replay_parser
 from watchstep.wrapper.report_command import parser as report_parser
 from watchstep.wrapper.run_command import parser as run_options
 from watchstep.wrapper.samples_command import samples_parser, skip_list_parser
-from watchstep.wrapper.store_commands import migrate_parser, sync_parser
+from watchstep.wrapper.store_commands import sync_parser
 from watchstep.wrapper.trace_command import parser as trace_parser
 from watchstep_launch.backend import Backend, open_backend
 from watchstep_launch.job import ENDED, Job
@@ -183,7 +183,6 @@ def _options() -> None:
 
 run = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 sync = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-migrate_store = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 trace = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 report = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 replay = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -217,18 +216,6 @@ def _sync(
         watchstep sync
     """
     sync_parser().parse_args(arguments or ["--help"])
-
-
-@migrate_store.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-def _migrate_store(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] STORE")] = None,
-) -> None:
-    """Rewrite runs that an earlier version recorded in the format that this version reads. Safe to repeat.
-
-    Examples:
-        watchstep migrate-store s3://bucket/runs
-    """
-    migrate_parser().parse_args(arguments or ["--help"])
 
 
 @samples.command(add_help_option=False, context_settings={"ignore_unknown_options": True})

@@ -19,6 +19,9 @@ from watchstep.errors import ConfigError
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.engine import Database, lift
 
+MIGRATIONS = resources.files("watchstep_services.db") / "migrations"
+"""Alembic's folder."""
+
 _LOCK = 7_201_947  # an arbitrary number that must not change: concurrent starts wait for each other on it
 
 _log = logging.getLogger(__name__)
@@ -153,7 +156,6 @@ def _script() -> ScriptDirectory:
 
 def _config(connection: Connection | None) -> Config:
     config = Config()
-    folder = resources.files("watchstep_services.db") / "migrations"
-    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config

@@ -43,7 +43,7 @@ def test_values_that_are_not_json_are_retained_as_text() -> None:
     ("schema", "hint"),
     [
         (SCHEMA_VERSION + 1, "read the run with a newer watchstep"),
-        (SCHEMA_VERSION - 1, "rewrite the run with 'watchstep migrate-store'"),
+        (SCHEMA_VERSION - 1, "read the run with the version that recorded it"),
     ],
 )
 def test_another_schema_is_refused_with_its_own_hint(schema: int, hint: str) -> None:

@@ -22,7 +22,7 @@ WITHOUT_JSON = {
         "tokens revoke",
     ),
     "changes or writes what is stored": (
-        "database downgrade", "database upgrade", "export", "migrate-store", "report", "runs compact", "skip-list", "sync",
+        "database downgrade", "database upgrade", "export", "report", "runs compact", "skip-list", "sync",
     ),
     "prints a schema, which is JSON, or a single key": (
         "receivers new-key", "receivers new-secret", "receivers schema", "rules schema",
@@ -142,7 +142,6 @@ def test_every_command_has_examples_with_options_that_exist(group: str, name: st
                 if word.startswith("--") and name not in (
                     "run",
                     "sync",
-                    "migrate-store",
                     "trace",
                     "report",
                     "replay",

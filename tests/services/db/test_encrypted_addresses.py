@@ -15,11 +15,11 @@ from tests.services.recording import PROJECT
 from watchstep.errors import ConfigError
 from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
 from watchstep_services.core.settings import Settings, load_settings
-from watchstep_services.db.encrypted_addresses import UNREADABLE, use_cipher
-from watchstep_services.db.encryption import KEY_FILE, SecretBox, new_key, open_encrypted_database
-from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.models import Backtest, BacktestResult, Project, ReceiverRow, RuleConfigRow
-from watchstep_services.db.schema import downgrade, upgrade
+from watchstep_services.db.encrypted_addresses import UNREADABLE
+from watchstep_services.db.encryption import KEY_FILE, new_key, open_encrypted_database
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import ReceiverRow, RuleConfigRow
+from watchstep_services.db.schema import upgrade
 from watchstep_services.runs.registration import register
 from watchstep_services.service.context import Service
 
@@ -75,56 +75,6 @@ def test_the_database_of_a_service_holds_no_address(settings: Settings) -> None:
     again = open_encrypted_database(settings)
     assert read(again) == (ADDRESS, ADDRESS)
     again.close()
-
-
-def test_addresses_in_clear_text_are_sealed_by_the_migration_and_opened_by_the_way_back(
-    empty_database: Database, settings: Settings
-) -> None:
-    database = empty_database
-    fill(database, settings)  # without a key: as an earlier version wrote them
-    assert "secret-path" in raw(database)
-    downgrade(database, "0018")
-    use_cipher(database.engine.dialect, SecretBox(settings, new_key()))
-    for _ in range(2):
-        upgrade(database)
-        assert "secret-path" not in raw(database)
-        assert read(database) == (ADDRESS, ADDRESS)
-        downgrade(database, "0018")
-        assert raw(database).count("secret-path") == 2
-    upgrade(database)
-
-
-def test_the_migration_leaves_no_clear_text_in_a_file(settings: Settings) -> None:
-    place = settings.home_folder / "watchstep.sqlite"
-    database = open_database(f"sqlite:///{place}")
-    fill(database, settings)
-    downgrade(database, "0018")
-    database.close()
-    assert b"secret-path" in place.read_bytes()
-    database = open_encrypted_database(settings)
-    upgrade(database)
-    assert read(database) == (ADDRESS, ADDRESS)
-    database.close()
-    assert b"secret-path" not in place.read_bytes()
-
-
-def test_the_migration_takes_addresses_out_of_results_of_backtests(empty_database: Database) -> None:
-    database = empty_database
-    upgrade(database)
-    result = {"attempts": [{"rules": [{"rule_config": CONFIG.as_data(), "found": 2}]}]}
-    with database.write() as session:
-        session.add(Project(name=PROJECT))
-        session.flush()
-        session.add(Backtest(id=1, project=PROJECT, runs=["run-1"], rules=[], sweeps=[], created_ns=1))
-        session.flush()
-        session.add(BacktestResult(backtest_id=1, place=0, result=result))
-    downgrade(database, "0018")
-    upgrade(database)
-    with database.read() as session:
-        (rule,) = session.execute(select(BacktestResult.result)).scalar_one()["attempts"][0]["rules"]
-    assert rule["found"] == 2
-    assert rule["rule_config"]["actions"][0]["url"] == "https://hooks.example.com/…"
-    RuleConfig.model_validate(rule["rule_config"])
 
 
 def test_a_lost_key_loses_the_address_and_not_the_rule(settings: Settings) -> None:
