@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 # Runs a suite in some processes, writes its report to $CI_REPORTS or reports/, and holds it to its budget of processor time.
 SUITE := $(BIN)/python -m tests.suite
 
+# Creates an environment if needed, and installs into it.
+INSTALL := PYTHON=$(PYTHON) infra/environment.sh
+
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -13,12 +16,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
-$(STAMP): requirements/lock.txt requirements/torch.txt requirements/helm.txt requirements/trackio.txt pyproject.toml $(NATIVE)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/lock.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/helm.txt -r requirements/trackio.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+# What the demo needs; the tests need more, in the same environment.
+DEMO := $(VENV)/.demo
+$(DEMO): requirements/lock.txt requirements/torch.txt requirements/build.in pyproject.toml $(NATIVE)
+	$(INSTALL) $(VENV) -r requirements/torch.txt -r requirements/build.in -c requirements/lock.txt \
+		-- --no-build-isolation -c requirements/lock.txt -e .[demo]
+	touch $@
+
+$(STAMP): $(DEMO) requirements/helm.txt requirements/trackio.txt
+	$(INSTALL) $(VENV) -r requirements/lock.txt -- --no-deps -r requirements/helm.txt -r requirements/trackio.txt
 	touch $@
 
 # The web page, into the service's package. Node.js comes from a wheel, in an environment of its own.
@@ -28,8 +34,7 @@ PAGE_SOURCES := $(shell find web -type f -not -path 'web/node_modules/*' -not -n
 WEB := PATH="$(CURDIR)/$(NODE)/bin:$$PATH" npm --prefix web --no-update-notifier --loglevel=error
 
 $(NODE)/.installed: requirements/node.txt
-	$(PYTHON) -m venv $(NODE)
-	$(NODE)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/node.txt
+	$(INSTALL) $(NODE) -r requirements/node.txt
 	touch $@
 
 web/node_modules/.installed: $(NODE)/.installed web/package.json web/package-lock.json
@@ -42,7 +47,7 @@ $(PAGE): web/node_modules/.installed $(PAGE_SOURCES)
 
 page: $(PAGE)
 
-demo: $(STAMP) $(PAGE)
+demo: $(DEMO) $(PAGE)
 	$(BIN)/watchstep demo $(DEMO_ARGS)
 
 lint: $(STAMP)
@@ -75,10 +80,7 @@ test-faults: $(STAMP)
 # JAX, Keras, TensorFlow and LightGBM, in an environment of their own: a gigabyte that the other suites do not need.
 FRAMEWORKS := build/frameworks-env
 $(FRAMEWORKS)/.installed: requirements/frameworks.txt requirements/torch.txt pyproject.toml $(NATIVE)
-	$(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/frameworks.txt
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(INSTALL) $(FRAMEWORKS) -r requirements/torch.txt -r requirements/frameworks.txt -- --no-deps --no-build-isolation -e .
 	touch $@
 
 test-frameworks: $(FRAMEWORKS)/.installed
@@ -90,7 +92,7 @@ test-life: $(STAMP)
 
 # What recording costs beside its peers: a quarter of an hour on a quiet machine. The peers are installed for it alone.
 bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench.txt
+	$(INSTALL) $(VENV) --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks.capture $(BENCH_ARGS)
 
 # How fast the service is and what it costs: ten minutes, on a quiet machine.
@@ -99,14 +101,13 @@ bench-service: $(STAMP)
 
 # What recording costs trainings with JAX, Keras and TensorFlow: half an hour, on a quiet machine. TensorBoard is installed for it alone.
 bench-frameworks: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-frameworks.txt
+	$(INSTALL) $(FRAMEWORKS) --no-deps -r requirements/bench-frameworks.txt
 	$(FRAMEWORKS)/bin/python -m benchmarks.frameworks $(BENCH_ARGS)
 
 # The documentation site, into build/docs, with warnings as errors. Its tools have an environment of their own.
 DOCS := build/docs-env
 $(DOCS)/.installed: requirements/docs.txt
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	$(INSTALL) $(DOCS) -r requirements/docs.txt
 	touch $@
 
 docs: $(DOCS)/.installed
@@ -116,8 +117,7 @@ docs: $(DOCS)/.installed
 # A client from docs/openapi.json, into build/client: no warning, and no operation left out. Its generator has an environment of its own.
 CLIENT := build/client-env
 $(CLIENT)/.installed: requirements/client.txt
-	$(PYTHON) -m venv $(CLIENT)
-	$(CLIENT)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/client.txt
+	$(INSTALL) $(CLIENT) -r requirements/client.txt
 	touch $@
 
 client: $(CLIENT)/.installed
@@ -125,17 +125,17 @@ client: $(CLIENT)/.installed
 
 # Wheels for x86-64 and AArch64 Linux in dist/, their platform tags checked. The compiler for both is installed for it alone.
 wheel: $(STAMP) $(PAGE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/wheel.txt
+	$(INSTALL) $(VENV) --no-deps -r requirements/wheel.txt
 	$(BIN)/python infra/wheels.py
 
+UV := build/uv-env/bin/uv
 # Resolve anew; run on purpose, commit the result. PyTorch has its own file: its builds differ by platform.
 lock: $(STAMP)
-	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
+	$(UV) pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
 		--excludes requirements/torch-apart.in --extra dev requirements/torch-needs.in pyproject.toml requirements/build.in -o requirements/lock.txt
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
+	$(UV) pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
 		--excludes requirements/torch-apart.in --extra bench -c requirements/lock.txt pyproject.toml -o requirements/bench.txt
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-annotate --no-header \
+	$(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-annotate --no-header \
 		--excludes requirements/torch-apart.in --extra rules requirements/frameworks.in requirements/torch-needs.in pyproject.toml \
 		requirements/build.in -o requirements/frameworks.txt
 
