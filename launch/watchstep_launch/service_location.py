@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from watchstep.capture.service.location import HOME, FoundService, local_folder, make_home, service_at
+from watchstep.capture.service.location import FoundService, local_folder, make_home, service_at
 from watchstep.errors import ConfigError, ServiceError
-from watchstep.platform.folders import absolute_path
+from watchstep.platform.folders import HOME, absolute_path
 from watchstep.platform.transport import TOKEN, ServiceAddress
 
 RECORDER_TOKEN = "WATCHSTEP_RECORDER_TOKEN"  # noqa: S105 - the name of a variable

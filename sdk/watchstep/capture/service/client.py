@@ -31,6 +31,7 @@ from watchstep.platform.transport import (
     segment,
 )
 from watchstep.store.cloud import S3Access
+from watchstep.store.known_stores import ID as STORE_ID_FORM
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 
@@ -155,6 +156,8 @@ class ServiceClient:
         self._parent = current_span()
         self.pause_seconds = 0.0
         """Pause between announcements that the last answer requested; not 0 if the service lags."""
+        self.on_store: Callable[[str, str], object] | None = None
+        """Called with the URL and the id of the run's store, as the answer to each registration states them."""
         self.page_url = ""
         """URL of the run's web page, as the last answer to a registration stated it; empty if unknown."""
         self.is_registered = False
@@ -191,7 +194,18 @@ class ServiceClient:
         page_url = answer.get("page_url")
         if isinstance(page_url, str) and page_url.startswith(_PAGES) and len(page_url) <= _MAX_PAGE_URL:
             self.page_url = page_url
+        self._receive_store(answer.get("store"))
         return answer
+
+    def _receive_store(self, store: Any) -> None:
+        url, identity = (store.get("url"), store.get("id")) if isinstance(store, dict) else (None, None)
+        if (
+            self.on_store is not None
+            and isinstance(url, str)
+            and isinstance(identity, str)
+            and STORE_ID_FORM.fullmatch(identity)
+        ):
+            self.on_store(url, identity)
 
     def credentials(self, run: str, attempt: str) -> dict[str, Any]:
         """Request credentials that write one attempt.
