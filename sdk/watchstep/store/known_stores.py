@@ -139,6 +139,17 @@ def note_in_home(home: Path, location: str, identity: str) -> None:
     partial.replace(home / HOME_NOTE)
 
 
+def accept(folder: Path, identity: str) -> None:
+    """Note in the user's home that the owner has accepted another store at a path that the home names.
+
+    Raises:
+        OSError: the note cannot be written.
+    """
+    home = _user_home()
+    if home is not None and noted_id(home, str(folder)) not in {"", identity}:
+        note_in_home(home, str(folder), identity)
+
+
 def _noted(home: Path) -> dict[str, str]:
     try:
         text = (home / HOME_NOTE).read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import shutil
 import sys
@@ -18,7 +17,7 @@ from watchstep import hook_arguments
 from watchstep.capture.document.files import CAPTURE, inline, inline_file, inline_from_environment
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.mirror.settings import MIRROR, mirror_of
-from watchstep.capture.service.client import ServiceClient, lent, open_recorded
+from watchstep.capture.service.client import ServiceClient, lent, open_recorded, store_in
 from watchstep.capture.service.location import FoundService, ServiceLocation, local_folder
 from watchstep.capture.service.registration import LaunchState, Registered, control_in, register
 from watchstep.capture.service.run_store import require_store
@@ -419,8 +418,9 @@ def _register(
         return pending, None, ()
 
     def registered() -> tuple[Registered, ControlDocument]:
-        named = functools.partial(require_store, identity, launch.store_url)
-        answer = register(operator, launch.project, launch.run, launch.attempt, rules, job, on_store=named)
+        answer = register(operator, launch.project, launch.run, launch.attempt, rules, job)
+        if (store := store_in(answer.data)) is not None:
+            require_store(identity, launch.store_url, *store)
         return answer, control_in(answer.data)
 
     late = UnreachableError(

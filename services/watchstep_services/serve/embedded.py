@@ -145,8 +145,9 @@ class EmbeddedService:
 
     def _start(self) -> None:
         home = self.settings.home_folder
-        if (folder := local_folder(self.settings.store)) is not None:
-            refuse_replacement(folder)  # before a home in it is created
+        folder = local_folder(self.settings.store)
+        if folder is not None and folder in home.parents:
+            refuse_replacement(folder)  # before the home in it is created
         make_home(home)  # contains token hashes and webhook addresses
         self._lock(home)
         rules, receivers = owner_rules(self.settings), owner_receivers(self.settings)
@@ -175,6 +176,7 @@ class EmbeddedService:
         apply_owner_rules(database, rules)
         self.operator_token, self.recorder_token, page_token = self._own_tokens(database, home)
         self.page_link = f"{self.url}/#token={page_token}"
+        self._undo.append(self.service.stores.close)
         self._undo.append(self.service.bulkhead.close)
         self._undo.append(self.service.hanging_stores.close)
         self._undo.append(self.service.intake.shutdown)

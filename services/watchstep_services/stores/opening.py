@@ -135,6 +135,13 @@ class Stores:
             return ""
         return self._identity(place.registration.url).id
 
+    def close(self) -> None:
+        """Record that this process does not use the folders any more."""
+        with self._lock:
+            identities = list(self._identities.values())
+        for identity in identities:
+            identity.release()
+
     def _identity(self, url: str) -> StoreIdentity:
         with self._lock:
             return self._identities.setdefault(url, StoreIdentity())

@@ -204,17 +204,10 @@ class RunRegistration:
 
     def _register(self, service: FoundService) -> None:
         state = self._state
-        answer = register(
-            service.operator,
-            self._project,
-            state.run,
-            state.attempt,
-            state.rules,
-            state.job,
-            on_store=self._client.on_store,
-        )
+        answer = register(service.operator, self._project, state.run, state.attempt, state.rules, state.job)
         control = control_in(answer.data)
         self._client.move(service.recorder)
+        self._client.receive_store(answer.data)
         self._health.withdraw("registration")
         if answer.job_refusal is not None:
             self._health.fault("registration", answer.job_refusal)
@@ -241,26 +234,14 @@ def register(
     attempt: str,
     rules: tuple[dict[str, Any], ...],
     job: dict[str, Any] | None,
-    *,
-    on_store: Callable[[str, str], object] | None = None,
 ) -> Registered:
     """Register a run with its rules, and bind its job; without the job if the token may only record. Safe to repeat.
-
-    Args:
-        operator: the service.
-        project: the run's project.
-        run: the run.
-        attempt: its attempt.
-        rules: rule configs.
-        job: the job to bind; None for none.
-        on_store: called with the URL and the id of the run's store, if the answer names them.
 
     Raises:
         ServiceRefusedError: the service refuses.
         UnreachableError: it does not answer.
     """
     client = ServiceClient(operator, project)
-    client.on_store = on_store
     body = {"run": run, "attempt": attempt, "rules": list(rules)}
     if job is None:
         return Registered(client.register(body))
