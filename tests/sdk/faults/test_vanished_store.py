@@ -284,7 +284,7 @@ def test_jobs_that_begin_while_a_store_in_use_is_away_wait_for_it_on_each_rank(
         rank.stdout.close()
     assert spill_folders(spill_root) == []
     run = open_run(disk.store / "default" / "r")
-    assert (run.state(), sorted({row.worker for row in run.rows()})) == ("completed", [0, 1])
+    assert (run.state(), sorted(set(run.rows().worker.tolist()))) == ("completed", [0, 1])
 
 
 WAITING = """
