@@ -72,7 +72,7 @@ def test_an_empty_folder_in_the_place_of_the_store_is_an_outage_for_a_launched_j
 
 
 WAITING = """
-import math, sys
+import math, sys, time
 from pathlib import Path
 from watchstep import Hook
 with Hook() as hook:
@@ -81,14 +81,14 @@ with Hook() as hook:
     print("recording", flush=True)
     while not Path(sys.argv[1]).exists():
         hook._ending.wake()
-    for step in range(10_000_000):
+    for step in range(100_000):
         hook.log(loss=math.nan)
         hook.step()
+        time.sleep(0.02)  # a step's work
 """
 
 
-@pytest.mark.parametrize("launch", ["watchstep run", "hook"])
-@pytest.mark.parametrize("place", ["missing", "empty", "replaced"])
+@pytest.mark.parametrize(("launch", "place"), [("watchstep run", "empty"), ("hook", "replaced")])
 def test_a_job_launched_while_the_folder_of_its_service_is_away_is_stopped_once_it_is_back(
     tmp_path: Path, spill_root: Path, monkeypatch: pytest.MonkeyPatch, launch: str, place: str
 ) -> None:
