@@ -17,6 +17,7 @@ from watchstep.capture.document.document import document_of
 from watchstep.capture.document.files import CAPTURE, inline, inline_file
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.service.location import local_folder
+from watchstep.capture.service.run_store import require_store
 from watchstep.errors import ConfigError, StoreError
 from watchstep.format.capture_needs import encoded
 from watchstep.format.layout import check_name
@@ -31,6 +32,7 @@ from watchstep_launch.job import Job
 from watchstep_launch.job_record import JobRecord, end, job_name
 from watchstep_launch.registration import (
     LaunchRegistration,
+    RegisteredLaunch,
     config_of,
     recorder_token,
     registered_name,
@@ -141,7 +143,7 @@ class Estimator:
             capture = self._project_capture(registered.capture)
         if capture:
             variables[CAPTURE] = capture
-        variables |= self._identity_of(store).variables(store)
+        variables |= self._identity_of(store, registered).variables(store)
         launch = Launch(
             (self._python(), "-c", _RUN, "run", "--", *words),
             {**self.environment, **variables, SERVICE: address.recorder.url},
@@ -209,10 +211,12 @@ class Estimator:
             return ""
         return text
 
-    def _identity_of(self, store: str) -> StoreIdentity:
+    def _identity_of(self, store: str, registered: RegisteredLaunch) -> StoreIdentity:
         """Return the identity of a store that the job accesses like this process; an unknown identity if the store does not exist yet."""
         identity = StoreIdentity()
         if self._shares_files and local_folder(store) is not None:
+            if registered.store is not None and require_store(identity, store, *registered.store):
+                return identity
             with contextlib.suppress(StoreError):  # the job creates the store, or reports the error
                 Store.open(store, identity=identity)
         return identity

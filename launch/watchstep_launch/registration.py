@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from watchstep.capture.service.client import store_in
 from watchstep.capture.service.location import FoundService
 from watchstep.errors import ConfigError, WatchstepError
 from watchstep.format.capture_needs import CaptureNeed, needs_from_data
@@ -29,10 +30,12 @@ class RegisteredLaunch:
     Attributes:
         capture: the capture document of the project, as data; None if it has none.
         needs: what the rules of the run need its recorder to capture, those of the service's owner and of the project included.
+        store: URL and id of the run's store; None for a bucket, and if the service has not read the store yet.
     """
 
     capture: Any
     needs: tuple[CaptureNeed, ...]
+    store: tuple[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class LaunchRegistration:
                 "run %s: what its rules need the recorder to capture is not known: %s", self.run, error
             )
             needs = ()
-        return RegisteredLaunch(answer.get("capture"), needs)
+        return RegisteredLaunch(answer.get("capture"), needs, store_in(answer))
 
     def bind(self, attempt: str, job: JobHandle) -> None:
         """Bind an attempt to its job. The job's backend has the name that the service knows.

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from watchstep.capture.service.location import HOME, FoundService, local_folder, make_home, service_at
+from watchstep.capture.service.location import FoundService, local_folder, make_home, service_at
 from watchstep.errors import ConfigError, ServiceError
-from watchstep.platform.folders import absolute_path
+from watchstep.platform.folders import HOME, absolute_path
 from watchstep.platform.transport import TOKEN, ServiceAddress
+from watchstep.store.local import refuse_replacement
 
 RECORDER_TOKEN = "WATCHSTEP_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
 IDLE_SECONDS = "WATCHSTEP_IDLE_SECONDS"
@@ -89,6 +90,8 @@ def _start(home: Path, store_url: str) -> FoundService:
             f"no service watches store {store_url}, and the service package is not installed here",
             "pip install 'watchstep[server]', or name a service with Estimator(service=…) and WATCHSTEP_TOKEN",
         )
+    if (folder := local_folder(store_url)) is not None:
+        refuse_replacement(folder)  # before a home in it is created
     make_home(home)
     log = home / "beside.log"
     store = str(local_folder(store_url) or store_url)

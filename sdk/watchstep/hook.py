@@ -26,8 +26,9 @@ from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_document
 from watchstep.capture.mirror.mirrored_run import RunLinks
 from watchstep.capture.mirror.settings import Mirror, mirror_of
-from watchstep.capture.service.client import ServiceClient, lent, open_recorded
+from watchstep.capture.service.client import ServiceClient, lent
 from watchstep.capture.service.registration import LaunchState, RunRegistration
+from watchstep.capture.service.run_store import RunStore
 from watchstep.capture.shutdown import ending
 from watchstep.capture.shutdown.ending import Ending
 from watchstep.capture.steps.recorder import Guarding, Recorder, StepGuard
@@ -59,7 +60,7 @@ from watchstep.platform.transport import ServiceAddress
 from watchstep.seeds import recorded_seeds
 from watchstep.stopping import AwaitsCheckpoint, OnNonfinite, OnStop, StopTraining
 from watchstep.store.local import StoreIdentity
-from watchstep.store.store import Store, WriteGate, checked_scheme
+from watchstep.store.store import Store, checked_scheme
 
 if TYPE_CHECKING:
     from watchstep.capture.mirror.run_mirror import RunMirror
@@ -249,8 +250,7 @@ class Hook:
         if AUDIT in os.environ:  # nothing of an audited program reaches the places that it names
             store_url = project = run = tensorboard = mirror = None
         self.store_url = _checked_url(store_url)
-        self._store_identity = StoreIdentity.of_launch(self.store_url)
-        self._gate = WriteGate()
+        store_identity = StoreIdentity.of_launch(self.store_url)
         requested = hook_arguments.load_rule_file(rules) if rules is not None else RequestedRules()
         rules_here = None if guard is None else hook_arguments.make_guard(guard)
         self.config = needing(
@@ -276,16 +276,20 @@ class Hook:
             self.config, self._identity.worker, self._on_stop, first_step_of(first_step)
         )
         self._health, self._recorder = self._session.health, self._session.recorder
+        self._run_store = RunStore(
+            self.store_url, store_identity, (self.project, self.run), requested.configs, self._health
+        )
         if stop_note:
             self._health.note("on_stop", stop_note)
         launch = LaunchState.from_environment(self._health)
         self._recorder.launched_unverified = not launch.verified
         self._service = self._service_client(address, launch)
+        self._run_store.follow(self._service)
         self._mirror = self._make_mirror(mirrored)
         if rules_here is not None:
             rules_here.attach(self)
         control = ControlReader(self._control_changed, self._health, self.config.bounds.control_seconds)
-        self._stop_exchange = StopExchange(self._recorder.stops, control, self._open_attempt, self._health)
+        self._stop_exchange = StopExchange(self._recorder.stops, control, self._run_store.open, self._health)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
         self._ending = self._begin_writing(control, launch, requested)
         self._start_background(control, launch)
@@ -338,12 +342,12 @@ class Hook:
         target = UploadTarget(
             store_url=self.store_url,
             open_store=self._open_store,
-            store_identity=self._store_identity,
+            store_identity=self._run_store.identity,
             identity=self._identity,
             run=run_document(self._identity, (*launch.rules, *requested.configs), self.config),
             attempt=attempt_document(self._identity, self._on_stop, self.config),
             service=self._service,
-            open_attempt=self._open_attempt if lent() else None,
+            open_attempt=self._run_store.open if lent() else None,
             requested_rules=requested.configs,
             # `watchstep run` and launchers check this themselves.
             warns_of_reuse=session.recorder.step == 0 and ATTEMPT not in os.environ and not lent(),
@@ -369,7 +373,9 @@ class Hook:
         session.samples.open_ring, session.samples.request_upload = samples.ring, samples.request
         writer.pass_store(samples.open)
         writer.start()
-        end = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate)
+        end = Ending(
+            self.run_url, session.recorder, writer, self._health, lambda: self.health, self._run_store.gate
+        )
         end.detach_with(samples.close, samples.join)
         end.detach_with(self._mirror_stop)
         ending.watch(end)
@@ -783,23 +789,11 @@ class Hook:
     def _release(self) -> None:
         """Drop the models and optimizers: the program may keep a closed hook for its health."""
         self._watches, self._given, self._bundler = [], None, None
+        self._run_store.identity.release()
         ending.ended()
 
     def _open_store(self) -> Store:
-        return self._open_attempt(self._identity.attempt)
-
-    def _open_attempt(self, attempt: str) -> Store:
-        self._gate.check(f"store {self.store_url}")  # opening one may make its folder
-        project, run = self._identity.project, self._identity.run
-        service = self._service if self._service is not None and self._service.is_located else None
-        opened = open_recorded(
-            self.store_url,
-            (project, run, attempt),
-            service,
-            self._health.fault,
-            identity=self._store_identity,
-        )
-        return opened.child(run_prefix(project, run)).gated(self._gate)
+        return self._run_store.open(self._identity.attempt)
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
         apply_control(self._session, self._stop_exchange, document, attempt)

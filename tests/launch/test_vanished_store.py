@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,8 @@ import pytest
 from tests.services.jobs import eventually
 from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep.reading.run import open_run
+from watchstep.store.local import StoreIdentity
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle, Launch
 from watchstep_launch.backends.local.backend import Local
 from watchstep_launch.estimator import Estimator
@@ -64,3 +69,62 @@ def test_an_empty_folder_in_the_place_of_the_store_is_an_outage_for_a_launched_j
         (folder,) = spill_folders(spill_root)
         assert sync(folder).why == ""
         assert open_run(store / "default" / "r").steps() == list(range(5))
+
+
+WAITING = """
+import math, sys, time
+from pathlib import Path
+from watchstep import Hook
+with Hook() as hook:
+    hook.log(loss=math.nan)
+    hook.step()
+    print("recording", flush=True)
+    while not Path(sys.argv[1]).exists():
+        hook._ending.wake()
+    for step in range(100_000):
+        hook.log(loss=math.nan)
+        hook.step()
+        time.sleep(0.02)  # a step's work
+"""
+
+
+@pytest.mark.parametrize(("launch", "place"), [("watchstep run", "empty"), ("hook", "replaced")])
+def test_a_job_launched_while_the_folder_of_its_service_is_away_is_stopped_once_it_is_back(
+    tmp_path: Path, spill_root: Path, monkeypatch: pytest.MonkeyPatch, launch: str, place: str
+) -> None:
+    (tmp_path / "train.py").write_text(WAITING)
+    store, away, back = tmp_path / "disk" / "store", tmp_path / "disk" / "away", tmp_path / "back"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the launch knows nothing by itself
+    with EmbeddedService(load_settings(home=tmp_path / "home", store=str(store))) as service:
+        store.rename(away)
+        if place == "replaced":
+            Store.open(store, create=True, identity=StoreIdentity("")).put("other/r/run.json", b"{}")
+        elif place == "empty":
+            store.mkdir()
+        before = sorted(store.rglob("*"))
+        run = [sys.executable, "-m", "watchstep.command", "run", "--run", "r", "--"]
+        program = [sys.executable, tmp_path / "train.py", back]
+        variables = {
+            "WATCHSTEP_STORE": str(store),
+            "WATCHSTEP_RUN": "r",
+            "WATCHSTEP_SERVICE": service.url,
+            "WATCHSTEP_TOKEN": service.operator_token,
+            "WATCHSTEP_ON_STOP": "raise",
+        }
+        job = subprocess.Popen(
+            [*run, *program] if launch == "watchstep run" else program,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with job:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "recording\n"
+            assert sorted(store.rglob("*")) == before
+            if store.exists():
+                store.rename(tmp_path / "aside")
+            away.rename(store)
+            back.touch()
+            assert job.wait(120) == 86
+        assert spill_folders(spill_root) == []
+        assert open_run(store / "default" / "r").state() == "stopped"

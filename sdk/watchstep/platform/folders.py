@@ -27,6 +27,9 @@ from pathlib import Path
 
 from watchstep.errors import ConfigError
 
+HOME = "WATCHSTEP_HOME"
+"""Environment variable: home of the service of this user; by default ``~/.watchstep``."""
+
 _log = logging.getLogger(__name__)
 
 

@@ -10,8 +10,14 @@ A missing folder, or another folder at its path, must not be mistaken for the st
 
 An unmounted disk leaves an empty folder, and a moved folder leaves nothing. There a writer would create a new store
 and split a run in two. So the first process that writes to a store puts a marker with a random id at its root if it has none;
-every process remembers the id that it found, and treats a missing or different marker as an outage. ``watchstep run`` and an `Estimator`
-pass the id to the program in an environment variable. A bucket needs no marker, because writing does not create it.
+every process remembers the id, and treats a missing or different marker as an outage. The id of a path is, in this order,
+
+1. what the service answers to the registration of a run (`StoreIdentity.require`), at launch or at any later time;
+2. what ``watchstep run`` and an `Estimator` pass to the program in an environment variable;
+3. what earlier processes have recorded, if the store exists elsewhere (`watchstep.store.known_stores`);
+4. what the folder's marker contains; the first writer creates one.
+
+A bucket needs no marker, because writing does not create it.
 """
 
 from __future__ import annotations
@@ -23,10 +29,12 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from watchstep.errors import ConfigError, MissingStoreError, StoreError
+from watchstep.store import known_stores
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -238,9 +246,12 @@ MARKER = ".watchstep-store"
 STORE_ID = "WATCHSTEP_STORE_ID"
 """Environment variable with the store of a launch: its id, a space, and its URL."""
 
-_ID = re.compile(rb"[0-9a-f]{32}")
+_ID = re.compile(known_stores.ID.pattern.encode())
 _VALUE = re.compile(r"(?P<id>[0-9a-f]{32}) (?P<url>\S.*)")
-_HINT = "bring the folder back, e.g. mount its disk; until then nothing is written there"
+_HINT = (
+    "bring the folder back, e.g. mount its disk; until then nothing is written there. If the store was replaced on purpose: "
+    "watchstep sync --accept-store ID, or --accept-store new"
+)
 
 
 class StoreIdentity:
@@ -258,6 +269,7 @@ class StoreIdentity:
         self._folder: Path | None = None
         self._last_stamp: tuple[int, int, int] | None = None
         self._lock = threading.Lock()
+        self._close_record: Callable[[], object] | None = None
 
     @classmethod
     def of_launch(cls, url: str, variables: Mapping[str, str] = os.environ) -> StoreIdentity:
@@ -294,22 +306,56 @@ class StoreIdentity:
         """Return whether the store has been opened or its id was passed. After that its folder is not created."""
         return bool(self.id) or self._folder is not None
 
+    def require(self, id: str) -> bool:  # noqa: A002 - what it is
+        """Treat every other store as an outage from now on. Returns whether the id differs from the known one."""
+        with self._lock:
+            differs, self.id = self.id != id, id
+            if differs:
+                self._last_stamp = None
+            return differs
+
+    def recall(self, folder: Path) -> None:
+        """Read the id of the store that belongs at a path, whether its folder exists or not, unless the store is known already.
+
+        Raises:
+            MissingStoreError: The folder or its marker cannot be read.
+        """
+        with self._lock, self._translating(folder):
+            if not self.is_known:
+                self.id = known_stores.expected_id(folder, _read(folder))
+
     def attach(self, folder: Path, *, create: bool) -> None:
-        """Read the identity of the store in a folder, or check that it is the known store.
+        """Check that a folder is the known store.
 
         Args:
             folder: The existing root of the store.
-            create: Create a missing marker if the store is not known yet.
+            create: Create a missing marker if no store is known.
 
         Raises:
             MissingStoreError: The folder is not the known store, or it or its marker cannot be read.
         """
         with self._lock:
             was_known, self._folder = self.is_known, folder
-            if not was_known:
+            if create and not was_known:
                 with self._translating(folder):
-                    self.id = _read(folder) or (_create_marker(folder) if create else "")
+                    self.id = _read(folder) or _create_marker(folder)
         self.check()
+
+    def release(self) -> None:
+        """Record that this process does not use the store any more. Does nothing before `attach`."""
+        close, self._close_record = self._close_record, None
+        if close is not None:
+            close()
+
+    def missing(self, folder: Path) -> MissingStoreError:
+        """Return the error for a missing folder at the path of the store."""
+        if not self.id:
+            return MissingStoreError(
+                f"store {folder} does not exist", "check the path, or create the folder first"
+            )
+        return MissingStoreError(
+            f"store {folder}: the folder of the store no longer exists (its id is {self.id})", _HINT
+        )
 
     def check(self) -> None:
         """Check that the folder is still the store. This is usually one call of the file system.
@@ -354,6 +400,16 @@ class StoreIdentity:
                 _HINT,
             )
         self._last_stamp = stamp
+        self._record_use(path)
+
+    def _record_use(self, path: Path) -> None:
+        """Record the store and that this process uses it, for processes that find no marker at its path."""
+        record = known_stores.remember(path, self.id)
+        if record is not None:
+            with self._lock:
+                close, self._close_record = self._close_record, weakref.finalize(self, os.close, record)
+            if close is not None:
+                close()
 
     @contextlib.contextmanager
     def _translating(self, path: Path) -> Iterator[None]:
@@ -402,6 +458,41 @@ def _no_marker(folder: Path) -> MissingStoreError:
         f"store {folder}: {MARKER} is not a regular file",
         "remove it; the next process that writes to the store makes a new one",
     )
+
+
+def new_store(folder: Path) -> str:
+    """Create a store in a folder without a marker, whatever was there before, and return its id.
+
+    Raises:
+        StoreError: The folder has a marker, or cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _read(folder)
+    except OSError as error:
+        raise StoreError(f"store {folder}: cannot be created ({error.strerror})", "check its path") from error
+    if found:
+        raise StoreError(f"store {folder}: is not new, its id is {found}", f"accept it by its id: {found}")
+    created = _create_marker(folder)
+    if not created:
+        raise StoreError(f"store {folder}: its marker cannot be written", "check the folder's owner and mode")
+    return created
+
+
+def refuse_replacement(folder: Path) -> None:
+    """Check that a folder that a service is about to create or to use is not in the place of a store that is away.
+
+    Raises:
+        MissingStoreError: A known store belongs there, and it is not there.
+    """
+    identity = StoreIdentity()
+    identity.recall(folder)
+    if not identity.id:
+        return
+    if not folder.is_dir():
+        raise identity.missing(folder)
+    identity.attach(folder, create=False)
+    identity.release()
 
 
 def _create_marker(folder: Path) -> str:

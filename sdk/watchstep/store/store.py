@@ -17,7 +17,6 @@ from watchstep.errors import (
     BadNameError,
     ConfigError,
     FormatError,
-    MissingStoreError,
     NotFoundError,
     RecordingEndedError,
     StoreError,
@@ -125,8 +124,8 @@ class Store:
             url: ``s3://``, ``gs://``, ``az://``, ``file://`` or a path.
             create: Create a missing local folder, and its marker if an identity is passed.
             access: Access to a bucket on S3; by default from the environment.
-            identity: Identity of a local store. If it is known, the folder is not created, and must be the same store, now and whenever
-                an object is written or not found.
+            identity: Identity of a local store. If it is known, by this or an earlier process, the folder is not created, and must be the
+                same store, now and whenever an object is written or not found.
 
         Raises:
             ConfigError: The URL is empty, its scheme is not one of these, or ``access`` is for another scheme.
@@ -149,6 +148,8 @@ class Store:
         from obstore.store import LocalStore
 
         try:
+            if identity is not None:
+                identity.recall(folder)
             if create and not (identity is not None and identity.is_known):
                 folder.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
@@ -158,9 +159,7 @@ class Store:
                 "name a folder that you may write to",
             ) from error
         if not folder.is_dir():
-            raise MissingStoreError(
-                f"store {folder} does not exist", "check the path, or create the folder first"
-            )
+            raise (identity or StoreIdentity()).missing(folder)
         if identity is not None:
             identity.attach(folder, create=create)
         return cls(folder.as_uri(), LocalStore(folder), identity=identity)

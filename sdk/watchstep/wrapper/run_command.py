@@ -17,9 +17,10 @@ from watchstep import hook_arguments
 from watchstep.capture.document.files import CAPTURE, inline, inline_file, inline_from_environment
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.mirror.settings import MIRROR, mirror_of
-from watchstep.capture.service.client import ServiceClient, lent, open_recorded
-from watchstep.capture.service.location import FoundService, ServiceLocation
+from watchstep.capture.service.client import ServiceClient, lent, open_recorded, store_in
+from watchstep.capture.service.location import FoundService, ServiceLocation, local_folder
 from watchstep.capture.service.registration import LaunchState, Registered, control_in, register
+from watchstep.capture.service.run_store import require_store
 from watchstep.capture.upload.access import earlier_attempts, reuse_warning
 from watchstep.errors import (
     ConfigError,
@@ -144,26 +145,30 @@ def main(arguments: Sequence[str]) -> NoReturn:
     service = _find(location, required=options.require_service)
     launch = replace(launch, service=service.recorder if service else ServiceAddress.from_environment())
     identity = StoreIdentity.of_launch(launch.store_url)
-    if not _make_run(launch, rules, identity, required=options.require_store, resumes=options.resume):
-        state = replace(state, verified=False, rules=rules)
-    operator = service.operator if service else None
+    work = _StoreWork(launch, identity, rules, required=options.require_store, resumes=options.resume)
+    operator = None if service is None or os.environ.get(LAUNCHED) else service.operator
+    # The service names the store that belongs in a folder. Before its answer, nothing is created there.
+    answers = work.check() if operator is not None and local_folder(launch.store_url) else work.make()
     if not os.environ.get(LAUNCHED):  # otherwise its launcher has registered it and bound its job
         pending, project_capture, stated = _register(
-            launch, operator, rules, required=options.require_service
+            launch, operator, rules, identity, required=options.require_service
         )
+        answers = answers and (work.is_made or work.make())
         capture = capture or _project_capture(project_capture, launch.project)
         needs = (*needs, *(need for need in stated if need not in needs))
         if pending is not None:
             warned = operator is not None
-            state = replace(pending, location=location, verified=state.verified, warned=warned)
-        elif operator is not None:
-            state = replace(state, verified=True)
+            state = replace(pending, location=location, verified=answers, warned=warned)
+        elif not answers:
+            state = replace(state, rules=rules)
         suffix = (
             ""
             if operator
             else "; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)"
         )
         sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{suffix}\n")
+    elif not answers:
+        state = replace(state, verified=False, rules=rules)
     _warn_if_isolated(program)
     sys.stderr.flush()
     launch = replace(launch, state=_encoded(state), store_id=identity.id, needs=needs, capture=capture)
@@ -207,76 +212,111 @@ def _find(location: ServiceLocation, *, required: bool) -> FoundService | None:
     return service
 
 
-def _make_run(
-    launch: AttemptLaunch,
-    rules: tuple[dict[str, Any], ...],
-    identity: StoreIdentity,
-    *,
-    required: bool,
-    resumes: bool,
-) -> bool:
-    """Create the run unless it exists; refuse one that was stopped for good. Returns whether the store answered.
+class _StoreWork:
+    """Work of a launch on the store: refuse a run that was stopped for good, and create a new one.
 
-    Raises:
-        ConfigError: the store's URL is invalid, or the run's folder is a symbolic link.
-        StoreError, FormatError: the store is required, and failed.
+    A store that does not answer is reported, and delays the program's start by at most `_STORE_SECONDS`, unless it is required.
+
+    Attributes:
+        is_made: whether the run is on the store.
     """
-    try:
-        if required:
-            earlier = _make_run_now(launch, rules, identity)
-        else:
-            earlier = _within(
-                _STORE_SECONDS,
-                lambda: _make_run_now(launch, rules, identity),
-                _silent_store(launch.store_url),
+
+    def __init__(
+        self,
+        launch: AttemptLaunch,
+        identity: StoreIdentity,
+        rules: tuple[dict[str, Any], ...],
+        *,
+        required: bool,
+        resumes: bool,
+    ) -> None:
+        self._launch = launch
+        self._identity = identity
+        self._rules = rules
+        self._required = required
+        self._resumes = resumes
+        self.is_made = False
+
+    def check(self) -> bool:
+        """Refuse a run that was stopped for good, without creating anything. Returns whether the store answered.
+
+        Raises:
+            ConfigError: the store's URL is invalid, or the run's folder is a symbolic link.
+            StoreError, FormatError: the store is required, and failed.
+        """
+        return self._answered(self._check_now)
+
+    def make(self) -> bool:
+        """Create the run unless it exists; refuse one that was stopped for good. Returns whether the store answered.
+
+        Raises:
+            ConfigError: the store's URL is invalid, or the run's folder is a symbolic link.
+            StoreError, FormatError: the store is required, and failed.
+        """
+        self.is_made = self._answered(self._make_now)
+        return self.is_made
+
+    def _answered(self, work: Callable[[], None]) -> bool:
+        try:
+            if self._required:
+                work()
+            else:
+                _within(_STORE_SECONDS, work, _silent_store(self._launch.store_url))
+        except (StoreError, FormatError) as error:
+            if self._required:
+                raise
+            _warn(
+                error,
+                "The program starts. Its recorded data waits on this machine until the store answers; whether the run was stopped for"
+                " good is checked then",
             )
-    except (StoreError, FormatError) as error:
-        if required:
-            raise
-        _warn(
-            error,
-            "The program starts. Its recorded data waits on this machine until the store answers; whether the run was stopped for"
-            " good is checked then",
+            return False
+        return True
+
+    def _check_now(self) -> None:
+        folder = local_folder(self._launch.store_url)
+        assert folder is not None, "only the store of a folder is known to a service by an id"
+        self._identity.recall(folder)
+        if self._identity.id or folder.is_dir():
+            known = self._identity if self._identity.id else None
+            self._refuse(Store.open(self._launch.store_url, identity=known))
+
+    def _make_now(self) -> None:
+        launch = self._launch
+        root = open_recorded(
+            launch.store_url,
+            (launch.project, launch.run, launch.attempt),
+            ServiceClient(launch.service, launch.project) if launch.service else None,
+            lambda where, error: print(f"watchstep: {where}: {printable(error)}", file=sys.stderr),  # noqa: T201 - to the user
+            identity=self._identity,
         )
-        return False
-    if earlier and not resumes:
-        sys.stderr.write(
-            f"watchstep: {reuse_warning(launch.project, launch.run, earlier)}\n"
-            "  hint: add --resume if the program continues this run, or name another with --run\n"
-        )
-    return True
+        store = self._refuse(root)
+        if not lent():  # lent credentials may only write the attempt
+            root.check_writable()
+        document = documents.RunDocument(launch.project, launch.run, time.time_ns(), self._rules)
+        is_new = store.create(RUN_DOCUMENT, documents.encode(document))
+        if lent() or os.environ.get(LAUNCHED):
+            return
+        _note_launch(store, launch.attempt)
+        earlier = 0 if is_new else len(earlier_attempts(store, launch.attempt))
+        if earlier and not self._resumes:
+            sys.stderr.write(
+                f"watchstep: {reuse_warning(launch.project, launch.run, earlier)}\n"
+                "  hint: add --resume if the program continues this run, or name another with --run\n"
+            )
 
-
-def _make_run_now(launch: AttemptLaunch, rules: tuple[dict[str, Any], ...], identity: StoreIdentity) -> int:
-    """Create the run on its store unless it exists. Returns the number of its earlier attempts.
-
-    Raises:
-        ConfigError: the store's URL is invalid, or the run's folder is a symbolic link.
-        StoreError, FormatError: the store failed.
-    """
-    root = open_recorded(
-        launch.store_url,
-        (launch.project, launch.run, launch.attempt),
-        ServiceClient(launch.service, launch.project) if launch.service else None,
-        lambda where, error: print(f"watchstep: {where}: {printable(error)}", file=sys.stderr),  # noqa: T201 - to the user
-        identity=identity,
-    )
-    if root.is_local:
-        _refuse_linked(launch, Path(root.location))
-    if not lent():  # lent credentials may only write the attempt
-        root.check_writable()
-    store = root.child(run_prefix(launch.project, launch.run))
-    try:
-        control = ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES))
-    except NotFoundError:
-        control = ControlDocument()
-    _refuse_stopped(launch, control)
-    document = documents.RunDocument(launch.project, launch.run, time.time_ns(), rules)
-    is_new = store.create(RUN_DOCUMENT, documents.encode(document))
-    if lent() or os.environ.get(LAUNCHED):
-        return 0
-    _note_launch(store, launch.attempt)
-    return 0 if is_new else len(earlier_attempts(store, launch.attempt))
+    def _refuse(self, root: Store) -> Store:
+        """Return the run's store, unless the run was stopped for good or its folder is a symbolic link."""
+        launch = self._launch
+        if root.is_local:
+            _refuse_linked(launch, Path(root.location))
+        store = root.child(run_prefix(launch.project, launch.run))
+        try:
+            control = ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES))
+        except NotFoundError:
+            return store
+        _refuse_stopped(launch, control)
+        return store
 
 
 def _refuse_linked(launch: AttemptLaunch, root: Path) -> None:
@@ -353,10 +393,11 @@ def _register(
     launch: AttemptLaunch,
     operator: ServiceAddress | None,
     rules: tuple[dict[str, Any], ...],
+    identity: StoreIdentity,
     *,
     required: bool,
 ) -> tuple[LaunchState | None, Any, tuple[CaptureNeed, ...]]:
-    """Register the run.
+    """Register the run. The identity of a folder becomes that of the store that the service reads.
 
     Returns:
         What is left for the recorder to register, None for nothing; the project's capture document; and what the rules of the run need,
@@ -378,6 +419,8 @@ def _register(
 
     def registered() -> tuple[Registered, ControlDocument]:
         answer = register(operator, launch.project, launch.run, launch.attempt, rules, job)
+        if (store := store_in(answer.data)) is not None:
+            require_store(identity, launch.store_url, *store)
         return answer, control_in(answer.data)
 
     late = UnreachableError(

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from watchstep.capture.upload.spill import SPILL, spill_roots
-from watchstep.capture.upload.uploader import Synced, named_spill_folders, spill_folders, sync
+from watchstep.capture.upload.uploader import NEW_STORE, Synced, named_spill_folders, spill_folders, sync
 from watchstep.errors import ConfigError
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.terminal_text import printable
+from watchstep.store import known_stores
+from watchstep.store.local import MARKER
 
 
 def sync_parser() -> argparse.ArgumentParser:
@@ -25,7 +27,20 @@ def sync_parser() -> argparse.ArgumentParser:
         nargs="?",
         help=f"a spill folder, or a folder of them (default: {SPILL}, or the user's cache)",
     )
+    parsed.add_argument(
+        "--accept-store",
+        metavar="ID",
+        type=_store_id,
+        help="upload to the store with this id, if it is at the path of the store that the data was recorded for: the first line of its "
+        f"{MARKER}. '{NEW_STORE}' creates a store in a folder without one",
+    )
     return parsed
+
+
+def _store_id(text: str) -> str:
+    if text != NEW_STORE and not known_stores.ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither the id of a store nor '{NEW_STORE}'")
+    return text
 
 
 def sync_main(arguments: Sequence[str]) -> NoReturn:
@@ -34,7 +49,8 @@ def sync_main(arguments: Sequence[str]) -> NoReturn:
     Raises:
         ConfigError: the folder does not exist.
     """
-    argument = sync_parser().parse_args(arguments).folder
+    options = sync_parser().parse_args(arguments)
+    argument = options.folder
     roots = [absolute_path(argument)] if argument else spill_roots()
     list_folders = named_spill_folders if argument else spill_folders
     folders = [folder for root in roots for folder in list_folders(root)]
@@ -42,7 +58,7 @@ def sync_main(arguments: Sequence[str]) -> NoReturn:
         raise ConfigError(
             f"folder {roots[0]} does not exist", f"use a folder from a recorder's log, or {SPILL}"
         )
-    results = [sync(folder) for folder in folders]
+    results = [sync(folder, options.accept_store or "") for folder in folders]
     for synced in results:
         sys.stdout.write(f"{printable(_sync_line(synced))}\n")
     if not results:

@@ -5,7 +5,6 @@ The leases of a killed embedded service expire as soon as the next one starts in
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import logging
@@ -22,10 +21,11 @@ from typing import IO, TYPE_CHECKING
 import uvicorn
 from sqlalchemy import true
 
-from watchstep.capture.service.location import SERVICE_NOTE, make_home
+from watchstep.capture.service.location import SERVICE_NOTE, local_folder, make_home
 from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.platform.process import ProcessIdentity
-from watchstep.store.local import StoreIdentity
+from watchstep.store.known_stores import HOME_NOTE, note_in_home, noted_id
+from watchstep.store.local import StoreIdentity, refuse_replacement
 from watchstep.store.store import Store, checked_scheme
 from watchstep_launch.backend import BACKENDS_FILE
 from watchstep_services.api.app import create_app
@@ -44,6 +44,7 @@ from watchstep_services.runs.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
+from watchstep_services.stores.opening import Stores
 from watchstep_services.tenancy import own_store
 
 if TYPE_CHECKING:
@@ -69,8 +70,6 @@ _START_SECONDS = 30.0
 _OVERDUE_SECONDS = 0.25
 _MIN_SECONDS = 0.01
 _CREATOR = "watchstep serve"
-_STORE_NOTE = "store-identity"
-"""File in the home with the location and the id of the store, so that a missing store is not replaced by a new one."""
 
 _log = logging.getLogger(__name__)
 
@@ -146,10 +145,13 @@ class EmbeddedService:
 
     def _start(self) -> None:
         home = self.settings.home_folder
+        folder = local_folder(self.settings.store)
+        if folder is not None and folder in home.parents:
+            refuse_replacement(folder)  # before the home in it is created
         make_home(home)  # contains token hashes and webhook addresses
         self._lock(home)
         rules, receivers = owner_rules(self.settings), owner_receivers(self.settings)
-        store = _own_store(self.settings.store, home)
+        store, identity = _own_store(self.settings.store, home)
         listener = self._listen()
         database = open_encrypted_database(self.settings)
         self._undo.append(database.close)
@@ -169,10 +171,12 @@ class EmbeddedService:
             self._queue,
             receiver_file=receivers,
             owner_backends=home / BACKENDS_FILE,
+            stores=Stores({store.location: identity}),
         )
         apply_owner_rules(database, rules)
         self.operator_token, self.recorder_token, page_token = self._own_tokens(database, home)
         self.page_link = f"{self.url}/#token={page_token}"
+        self._undo.append(self.service.stores.close)
         self._undo.append(self.service.bulkhead.close)
         self._undo.append(self.service.hanging_stores.close)
         self._undo.append(self.service.intake.shutdown)
@@ -313,30 +317,25 @@ def pause_before(due_ns: int | None, most: float) -> float:
     return min(most, max(_MIN_SECONDS, due_ns / NANOSECONDS) if due_ns > 0 else _OVERDUE_SECONDS)
 
 
-def _own_store(url: str, home: Path) -> Store:
+def _own_store(url: str, home: Path) -> tuple[Store, StoreIdentity]:
     """Open the service's own store. Creates a missing store, unless the home contains a note of an earlier one.
 
     Raises:
         MissingStoreError: the folder is missing, or is a different store than the one in the note.
         ConfigError, StoreError: as `Store.open`.
     """
-    note = home / _STORE_NOTE
     location = url if checked_scheme(url) else str(Path(url).expanduser().absolute())
-    known_id = ""
-    with contextlib.suppress(FileNotFoundError):
-        noted_location, _, noted_id = note.read_text(encoding="utf-8").strip().rpartition(" ")
-        if noted_location == location:
-            known_id = noted_id
+    known_id = noted_id(home, location)
     identity = StoreIdentity(known_id)
     try:
         store = Store.open(url, create=True, identity=identity)
     except MissingStoreError as error:
+        if not known_id:
+            raise
         raise MissingStoreError(
-            error.what, f"restore the folder; if it was removed on purpose, remove {note}"
+            error.what,
+            f"restore the folder; if it was removed on purpose, remove its line from {home / HOME_NOTE}",
         ) from error
     if identity.id and identity.id != known_id:
-        descriptor = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.fchmod(descriptor, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"{location} {identity.id}\n")
-    return store
+        note_in_home(home, location, identity.id)
+    return store, identity

@@ -6,7 +6,7 @@ import ipaddress
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -95,8 +95,8 @@ class Stores:
     A folder that vanishes is missing until it is back, for the life of this process: no store is created in its place.
     """
 
-    def __init__(self) -> None:
-        self._identities: dict[str, StoreIdentity] = {}
+    def __init__(self, identities: Mapping[str, StoreIdentity] | None = None) -> None:
+        self._identities = dict(identities or {})
         self._opened: OrderedDict[StorePlace | str, Store] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -125,6 +125,22 @@ class Stores:
             ConfigError, StoreError: as raised by `Store.open`.
         """
         return self.of(place).child(run_prefix(place.project, run))
+
+    def id_of(self, place: StorePlace) -> str:
+        """Return the id of a project's store; empty if it is a bucket, or if this process has not opened it yet.
+
+        A project with a prefix has a store of its own for its recorders, below the registered one.
+        """
+        if not place.is_local or place.prefix:
+            return ""
+        return self._identity(place.registration.url).id
+
+    def close(self) -> None:
+        """Record that this process does not use the folders any more."""
+        with self._lock:
+            identities = list(self._identities.values())
+        for identity in identities:
+            identity.release()
 
     def _identity(self, url: str) -> StoreIdentity:
         with self._lock:

@@ -225,3 +225,80 @@ def test_the_identity_of_a_launch_is_for_the_store_of_the_launch_alone() -> None
     assert StoreIdentity.of_launch("file:///disk/my runs", {}).id == ""
     with pytest.raises(ConfigError, match="WATCHSTEP_STORE_ID='mine' is not an id and a URL"):
         StoreIdentity.of_launch("file:///disk/my runs", {STORE_ID: "mine"})
+
+
+@pytest.mark.parametrize("accepted", ["id", "new"])
+def test_sync_uploads_to_another_store_that_the_user_accepts(
+    tmp_path: Path, spill_root: Path, accepted: str
+) -> None:
+    disk = Disk(tmp_path, leaves_mount_point=True)
+    record_until_it_vanishes(disk)
+    (folder,) = spill_folders(spill_root)
+    if accepted == "id":
+        Store.open(disk.store, create=True, identity=StoreIdentity()).put("default/other/run.json", b"{}")
+    done = run_sync("--accept-store", "0" * 32)
+    assert (done.returncode, f"left in {folder}: store {disk.store}" in done.stdout) == (1, True)
+    identity = (disk.store / MARKER).read_text().strip() if accepted == "id" else "new"
+    done = run_sync("--accept-store", identity)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert not folder.exists()
+    assert steps_of(disk.store)[-1] == STEPS - 1
+    done = run_sync("--accept-store", "another")
+    assert "is neither the id of a store nor 'new'" in done.stderr
+
+
+def test_jobs_that_begin_while_a_store_in_use_is_away_wait_for_it_on_each_rank(
+    tmp_path: Path, spill_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    disk = Disk(tmp_path, leaves_mount_point=True)
+    user = StoreIdentity()
+    Store.open(disk.store, create=True, identity=user)
+    disk.take()
+    program = tmp_path / "program.py"
+    program.write_text(WAITING)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, disk.store, str(tmp_path / "back")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "WATCHSTEP_RUN": "r",
+                "WATCHSTEP_ATTEMPT": "a",
+            },
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert "MissingStoreError" in rank.stdout.readline()
+    disk.bring_back()
+    (tmp_path / "back").touch()
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    for rank in ranks:
+        assert rank.stdout is not None
+        rank.stdout.close()
+    assert spill_folders(spill_root) == []
+    run = open_run(disk.store / "default" / "r")
+    assert (run.state(), sorted(set(run.rows().worker.tolist()))) == ("completed", [0, 1])
+
+
+WAITING = """
+import sys, watchstep
+from pathlib import Path
+bounds = watchstep.Bounds(flush_seconds=0.01)
+with watchstep.Hook(sys.argv[1], config=watchstep.CaptureConfig(bounds=bounds, system=None)) as hook:
+    hook.log(loss=1.0)
+    hook.step()
+    while "store" not in hook.health["faults"]:
+        hook._ending.wake()
+    print(hook.health["faults"]["store"], flush=True)
+    while not Path(sys.argv[2]).exists():
+        hook._ending.wake()
+    hook.log(loss=2.0)
+    hook.step()
+"""

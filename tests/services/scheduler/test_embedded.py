@@ -228,6 +228,8 @@ def test_a_store_that_its_home_remembers_is_not_made_anew(settings: Settings, tm
     store, elsewhere = Path(settings.store), tmp_path / "elsewhere"
     with EmbeddedService(settings):
         store.rename(elsewhere)
+    with EmbeddedService(settings.model_copy(update={"store": str(tmp_path / "second")})):
+        pass  # another store of the same home
     for mount_point in (False, True):
         if mount_point:
             store.mkdir()

@@ -30,6 +30,7 @@ from watchstep.platform.transport import (
     UnreachableError,
     segment,
 )
+from watchstep.store import known_stores
 from watchstep.store.cloud import S3Access
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
@@ -54,6 +55,15 @@ def current_span() -> str:
 def new_trace() -> str:
     """Return the ``traceparent`` of a new trace. Does not use the program's random generators."""
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+
+
+def store_in(answer: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the URL and the id of a run's store from the answer to its registration; None if it names no store."""
+    store = answer.get("store")
+    url, identity = (store.get("url"), store.get("id")) if isinstance(store, dict) else (None, None)
+    if isinstance(url, str) and isinstance(identity, str) and known_stores.ID.fullmatch(identity):
+        return url, identity
+    return None
 
 
 _FIRST_SECONDS = 1.0
@@ -155,6 +165,8 @@ class ServiceClient:
         self._parent = current_span()
         self.pause_seconds = 0.0
         """Pause between announcements that the last answer requested; not 0 if the service lags."""
+        self.on_store: Callable[[str, str], object] | None = None
+        """Called with the URL and the id of the run's store, as the answer to each registration states them."""
         self.page_url = ""
         """URL of the run's web page, as the last answer to a registration stated it; empty if unknown."""
         self.is_registered = False
@@ -191,7 +203,14 @@ class ServiceClient:
         page_url = answer.get("page_url")
         if isinstance(page_url, str) and page_url.startswith(_PAGES) and len(page_url) <= _MAX_PAGE_URL:
             self.page_url = page_url
+        self.receive_store(answer)
         return answer
+
+    def receive_store(self, answer: Mapping[str, Any]) -> None:
+        """Pass the store in the answer to a registration to `on_store`."""
+        named = store_in(answer)
+        if named is not None and self.on_store is not None:
+            self.on_store(*named)
 
     def credentials(self, run: str, attempt: str) -> dict[str, Any]:
         """Request credentials that write one attempt.

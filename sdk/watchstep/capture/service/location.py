@@ -14,13 +14,12 @@ from urllib.parse import unquote, urlsplit
 
 from watchstep.errors import ConfigError
 from watchstep.format.documents import parse_json
-from watchstep.platform.folders import absolute_path
+from watchstep.platform.folders import HOME, absolute_path
 from watchstep.platform.process import ProcessIdentity
 from watchstep.platform.transport import TOKEN, ServiceAddress
 from watchstep.store.local import read_owned_file
 from watchstep.store.store import checked_scheme
 
-HOME = "WATCHSTEP_HOME"
 SERVICE_NOTE = "service.json"
 _MAX_BYTES = 65536
 _MAX_MEMORY = 4 * 1024 * 1024

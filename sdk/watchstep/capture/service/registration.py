@@ -42,6 +42,8 @@ from watchstep.platform.transport import ServiceAddress, ServiceRefusedError, Un
 LAUNCH = "WATCHSTEP_LAUNCH"
 _MAX_BYTES = 100_000  # Linux limits a variable to 128 KiB
 _JOIN_SECONDS = 1.0
+_SEARCH_SECONDS = 2.0
+"""Pause between two searches for a service on this machine."""
 _JOB_REFUSED = {HTTPStatus.FORBIDDEN, HTTPStatus.UNPROCESSABLE_ENTITY}
 """Answers of a service that accepts the run but not its job."""
 
@@ -187,7 +189,8 @@ class RunRegistration:
             try:
                 service = self._location.find()
                 if service is None:
-                    pause.failed(UnreachableError("no service watches the store", "start 'watchstep serve'"))
+                    # A search is two small files. The service may be in the folder of a store that is back now.
+                    self._ended.wait(_SEARCH_SECONDS)
                     continue
                 self._register(service)
             except ServiceRefusedError as error:
@@ -207,6 +210,7 @@ class RunRegistration:
         answer = register(service.operator, self._project, state.run, state.attempt, state.rules, state.job)
         control = control_in(answer.data)
         self._client.move(service.recorder)
+        self._client.receive_store(answer.data)
         self._health.withdraw("registration")
         if answer.job_refusal is not None:
             self._health.fault("registration", answer.job_refusal)

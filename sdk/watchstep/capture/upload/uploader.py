@@ -13,6 +13,7 @@ from pathlib import Path
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.service.client import lent, open_recorded
+from watchstep.capture.service.location import local_folder
 from watchstep.capture.stop import ControlReader
 from watchstep.capture.upload.access import Access, claim_attempt, restore_documents
 from watchstep.capture.upload.backlog import Backlog
@@ -21,8 +22,9 @@ from watchstep.capture.upload.sample_objects import upload_left_ring
 from watchstep.capture.upload.spill import ABOUT, Spilled, SpillFolder, SpillOwner, is_own
 from watchstep.errors import FormatError, NotFoundError, StoreError, WatchstepError
 from watchstep.format import documents
-from watchstep.format.layout import WriterId, end_document, run_prefix
-from watchstep.store.local import StoreIdentity
+from watchstep.format.layout import RUN_DOCUMENT, WriterId, attempt_document, end_document, run_prefix
+from watchstep.store import known_stores
+from watchstep.store.local import StoreIdentity, new_store
 from watchstep.store.store import Store
 
 
@@ -266,10 +268,15 @@ def _is_own(entry: os.DirEntry[str]) -> bool:
         return False  # removed meanwhile
 
 
-def sync(path: Path) -> Synced:
+def sync(path: Path, accepted: str = "") -> Synced:
     """Upload the contents of one spill folder in order, and remove it. Safe to repeat, and to interrupt at any point.
 
     A folder that another process has locked, because it still records or syncs, is skipped.
+
+    Args:
+        path: the spill folder.
+        accepted: id of the store that is at the path of a local store now, and that receives data recorded for another one; `NEW_STORE`
+            creates a store in a folder without a marker. Empty: data is uploaded only to the store that it was recorded for.
     """
     try:
         folder = SpillFolder.take(path)
@@ -280,20 +287,22 @@ def sync(path: Path) -> Synced:
             path, why="in use: its process still records, or another sync is running" * path.is_dir()
         )
     try:
-        return _sync_locked(folder)
+        return _sync_locked(folder, accepted)
     finally:
         folder.release()
 
 
-def _sync_locked(folder: SpillFolder) -> Synced:
+def _sync_locked(folder: SpillFolder, accepted: str) -> Synced:
     entries: list[Spilled] = []
     run, done, size = "", 0, 0
     try:
         entries = folder.entries()
-        about = folder.about()
+        about = _accepting(folder, folder.about(), accepted)
         run = f"{about.identity.project}/{about.identity.run}"
         store = _open(about, about.writer.attempt if about.writer else about.identity.attempt)
         about = _settled(folder, about, store)
+        if accepted and about.writer is not None:
+            _write_documents(store, about, about.writer)
         writer = about.writer or _claim(folder, about, store)
         if lent() and about.writer is None and writer.attempt != about.identity.attempt:
             store = _open(about, writer.attempt)
@@ -318,10 +327,43 @@ def _sync_locked(folder: SpillFolder) -> Synced:
     return Synced(folder.path, run, done, size)
 
 
+NEW_STORE = "new"
+"""Value for `sync` that accepts a folder without a store."""
+
+
+def _accepting(folder: SpillFolder, about: SpillOwner, accepted: str) -> SpillOwner:
+    """Return the owner of a spill folder, for the store that is accepted instead of its own.
+
+    The data that its own store has, if it has any, remains there. The claimed writer is retained, because the numbers continue.
+
+    Raises:
+        StoreError: there is no such store at the path.
+        OSError: the owner cannot be saved.
+    """
+    root = local_folder(about.store_url)
+    if not accepted or root is None:
+        return about
+    if accepted == NEW_STORE:
+        accepted = new_store(root)
+    else:
+        Store.open(about.store_url, identity=StoreIdentity(accepted))
+    known_stores.accept(root, accepted)
+    about = replace(about, store_id=accepted)
+    folder.describe(about)
+    return about
+
+
 def _open(about: SpillOwner, attempt: str) -> Store:
     project, run = about.identity.project, about.identity.run
     opened = open_recorded(about.store_url, (project, run, attempt), identity=StoreIdentity(about.store_id))
     return opened.child(run_prefix(project, run))
+
+
+def _write_documents(store: Store, about: SpillOwner, writer: WriterId) -> None:
+    """Write the documents of a run and an attempt that were written to another store."""
+    store.create(RUN_DOCUMENT, documents.encode(about.run))
+    attempt = replace(about.attempt, attempt=writer.attempt)
+    store.create(attempt_document(writer.attempt), documents.encode(attempt))
 
 
 def _claim(folder: SpillFolder, about: SpillOwner, store: Store) -> WriterId:

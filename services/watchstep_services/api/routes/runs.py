@@ -32,6 +32,7 @@ from watchstep_services.api.schemas.models import (
     RunInput,
     RunList,
     RunOutput,
+    RunStore,
     RunSummary,
     StopInput,
     StopOutput,
@@ -40,7 +41,7 @@ from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
 from watchstep_services.auth import AuthenticatedCaller
 from watchstep_services.core.events import run_url
-from watchstep_services.db.models import AlertRow, Attempt, BoundJobRow, RunRow
+from watchstep_services.db.models import AlertRow, Attempt, BoundJobRow, Project, RunRow
 from watchstep_services.runs import registration
 from watchstep_services.runs.registration import bind_job, register
 from watchstep_services.runs.rule_configs import Origin
@@ -92,7 +93,16 @@ def register_run(
     with service.database.read() as session:
         capture = capture_document(session, project)
     page_url = service.links.run(project, body.run)
-    return RegisteredRun(**dict(output), capture=capture, page_url=page_url)
+    return RegisteredRun(
+        **dict(output), store=_store_of(service, project), capture=capture, page_url=page_url
+    )
+
+
+def _store_of(service: Service, project: str) -> RunStore | None:
+    with service.database.read() as session:
+        place = session.get_one(Project, project).place
+    identity = service.stores.id_of(place)
+    return RunStore(url=place.location, id=identity) if identity else None
 
 
 @router.get("", summary="List runs")

@@ -238,8 +238,19 @@ class RunOutput(RunSummary):
     health: dict[str, Any] = Field(description="Problems of the recorders, the store and the segments.")
 
 
+class RunStore(BaseModel):
+    """The folder from which the service reads a run."""
+
+    url: str = Field(description="URL or path of the folder.")
+    id: str = Field(description="Id in its marker, which a recorder waits for if its own folder has another.")
+
+
 class RegisteredRun(RunOutput):
     """A run that was registered."""
+
+    store: RunStore | None = Field(
+        description="Store of the run; null for a bucket, and if the store's id is not known yet."
+    )
 
     capture: dict[str, Any] | None = Field(
         description="Capture document of the project, for a launch that sets no configuration; null: none."

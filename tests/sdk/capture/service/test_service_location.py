@@ -15,9 +15,10 @@ import pytest
 import watchstep
 from tests.services.jobs import eventually
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.service.location import HOME, ServiceLocation, find_service, make_home
+from watchstep.capture.service.location import ServiceLocation, find_service, make_home
 from watchstep.capture.service.registration import LAUNCH, LaunchState
 from watchstep.errors import ConfigError
+from watchstep.platform.folders import HOME
 from watchstep.platform.process import ProcessIdentity
 
 URL = "http://127.0.0.1:9"
