@@ -158,11 +158,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
             state = replace(pending, location=location, verified=state.verified, warned=warned)
         elif operator is not None:
             state = replace(state, verified=True)
-        suffix = (
-            ""
-            if operator
-            else "; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)"
-        )
+        if operator is None:
+            suffix = "; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)"
+        else:
+            suffix = (
+                "; the service has not registered it yet"
+                if pending
+                else "; registered, not yet read by the service"
+            )
         sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{suffix}\n")
     _warn_if_isolated(program)
     sys.stderr.flush()
@@ -377,7 +380,9 @@ def _register(
         return pending, None, ()
 
     def registered() -> tuple[Registered, ControlDocument]:
-        answer = register(operator, launch.project, launch.run, launch.attempt, rules, job)
+        answer = register(
+            operator, (launch.project, launch.run, launch.attempt), launch.store_url, rules, job
+        )
         return answer, control_in(answer.data)
 
     late = UnreachableError(
@@ -392,7 +397,7 @@ def _register(
         denied = isinstance(error, ServiceRefusedError) and error.is_denial
         _warn(
             error,
-            "The program starts and records. Its rules are not evaluated and nothing stops it until the service accepts its token"
+            "The program starts and records. Its rules are not evaluated and nothing stops it until the service accepts it"
             if denied
             else "The program starts. The recorder registers the run when the service answers",
         )

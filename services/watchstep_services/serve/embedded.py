@@ -13,16 +13,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 import uvicorn
-from sqlalchemy import true
+from sqlalchemy import select, true
 
-from watchstep.capture.service.location import SERVICE_NOTE, make_home
+from watchstep.capture.service.location import SERVICE_NOTE, listed, make_home
 from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.platform.process import ProcessIdentity
 from watchstep.store.local import StoreIdentity
@@ -36,7 +36,7 @@ from watchstep_services.db.clock import now_ns
 from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.engine import Database
 from watchstep_services.db.lease import ACTION_LEASE, RUN_LEASE
-from watchstep_services.db.models import ActionRow
+from watchstep_services.db.models import ActionRow, StoreRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.dispatch.dispatch import next_due_ns
 from watchstep_services.retention import UpkeepThreads
@@ -44,7 +44,7 @@ from watchstep_services.runs.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
-from watchstep_services.tenancy import own_store
+from watchstep_services.tenancy import serve_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,7 +70,7 @@ _OVERDUE_SECONDS = 0.25
 _MIN_SECONDS = 0.01
 _CREATOR = "watchstep serve"
 _STORE_NOTE = "store-identity"
-"""File in the home with the location and the id of the store, so that a missing store is not replaced by a new one."""
+"""File in the home with the location and the id of each store, so that a missing store is not replaced by a new one."""
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +160,9 @@ class EmbeddedService:
         self._queue = WorkQueue(self.settings.workers)
         settings = self.settings.model_copy(update={"store": store.location})
         with database.write() as session:
-            own_store(session, store.location)
+            serve_store(session, store.location)
+            registered = session.execute(select(StoreRow.url).order_by(StoreRow.id)).scalars()
+            stores = list(dict.fromkeys((store.location, *registered)))
         self.service = Service(
             settings,
             database,
@@ -189,7 +191,7 @@ class EmbeddedService:
         self._undo.append(upkeep.join)
         self._undo.append(self._queue.wake.set)
         self._undo.append(self._stopping.set)
-        self._publish(home)
+        self._publish(home, stores)
 
     def _own_tokens(self, database: Database, home: Path) -> tuple[str, str, str]:
         """Create an operator token, a recorder token and one for the page, after removing those of an earlier process that was killed."""
@@ -246,7 +248,7 @@ class EmbeddedService:
         if not server.listening.wait(_START_SECONDS):
             raise ServiceError(f"service {self.url}: did not start", "see the log above for the reason")
 
-    def _publish(self, home: Path) -> None:
+    def _publish(self, home: Path, stores: Sequence[str]) -> None:
         """Write the service note for the CLI on this machine. Only its owner can read the file."""
         path = home / SERVICE_NOTE
         partial = home / f".{SERVICE_NOTE}.{os.getpid()}"
@@ -259,12 +261,15 @@ class EmbeddedService:
                     "operator_token": self.operator_token,
                     "recorder_token": self.recorder_token,
                     "process": asdict(ProcessIdentity.of(os.getpid())),
-                    "store": self.service.settings.store,
+                    "stores": stores,
                 },
                 file,
             )
         partial.replace(path)
         self._undo.append(lambda: path.unlink(missing_ok=True))
+        listing = contextlib.ExitStack()
+        listing.enter_context(listed(home))
+        self._undo.append(listing.close)
 
     def _sweep_loop(self) -> None:
         last_sweep = float("-inf")
@@ -322,21 +327,21 @@ def _own_store(url: str, home: Path) -> Store:
     """
     note = home / _STORE_NOTE
     location = url if checked_scheme(url) else str(Path(url).expanduser().absolute())
-    known_id = ""
+    noted: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError):
-        noted_location, _, noted_id = note.read_text(encoding="utf-8").strip().rpartition(" ")
-        if noted_location == location:
-            known_id = noted_id
+        lines = note.read_text(encoding="utf-8").splitlines()
+        noted = {of: noted_id for of, _, noted_id in (line.rpartition(" ") for line in lines)}
+    known_id = noted.get(location, "")
     identity = StoreIdentity(known_id)
     try:
         store = Store.open(url, create=True, identity=identity)
     except MissingStoreError as error:
         raise MissingStoreError(
-            error.what, f"restore the folder; if it was removed on purpose, remove {note}"
+            error.what, f"restore the folder; if it was removed on purpose, remove its line from {note}"
         ) from error
     if identity.id and identity.id != known_id:
         descriptor = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.fchmod(descriptor, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"{location} {identity.id}\n")
+            file.writelines(f"{of} {noted_id}\n" for of, noted_id in {**noted, location: identity.id}.items())
     return store

@@ -159,6 +159,8 @@ class ServiceClient:
         """URL of the run's web page, as the last answer to a registration stated it; empty if unknown."""
         self.is_registered = False
         """Whether the service has accepted a registration."""
+        self.is_evaluated = False
+        """Whether the service has evaluated rows of the run, as the last answer to an announcement stated."""
         self._locate = locate
         self._runs = f"/v1/projects/{segment(project)}/runs"
         self._transport: Transport | None = None
@@ -193,8 +195,8 @@ class ServiceClient:
             self.page_url = page_url
         return answer
 
-    def credentials(self, run: str, attempt: str) -> dict[str, Any]:
-        """Request credentials that write one attempt.
+    def credentials(self, run: str, attempt: str, store_url: str) -> dict[str, Any]:
+        """Request credentials that write one attempt to a store.
 
         Returns:
             The answer of ``POST …/attempts/{attempt}/credentials``.
@@ -203,7 +205,7 @@ class ServiceClient:
             ServiceError: the service refuses, or does not answer.
         """
         path = f"{segment(run)}/attempts/{segment(attempt)}"
-        return self._post(f"{self._runs}/{path}/credentials", {}, seconds=_LENDING_SECONDS)
+        return self._post(f"{self._runs}/{path}/credentials", {"store": store_url}, seconds=_LENDING_SECONDS)
 
     def announce(
         self, run: str, keys: Sequence[SegmentKey], health: Mapping[str, Any], *, urgent: bool = False
@@ -247,6 +249,7 @@ class ServiceClient:
         except (KeyError, FormatError) as error:
             raise ServiceError(f"{self._name}: its answer has no control document", _HINT) from error
         self.pause_seconds = _pause(answer.get("pause_seconds"))
+        self.is_evaluated = answer.get("evaluated") is True
         return control
 
     def alert_changes(
@@ -349,13 +352,15 @@ class LentCredentials:
         answer: the service's last answer.
     """
 
-    def __init__(self, service: ServiceClient, run: str, attempt: str) -> None:
+    def __init__(self, service: ServiceClient, run: str, attempt: str, store_url: str) -> None:
         """Request the first credentials.
 
         Raises:
             ServiceError: the service refuses, or does not answer.
         """
-        self._request: Callable[[], dict[str, Any]] = functools.partial(service.credentials, run, attempt)
+        self._request: Callable[[], dict[str, Any]] = functools.partial(
+            service.credentials, run, attempt, store_url
+        )
         self._lock = threading.Lock()
         self._next_request_at = 0.0
         self.answer = self._request()
@@ -447,11 +452,11 @@ def _open_lent(url: str, names: tuple[str, str, str], service: ServiceClient | N
         if address is None:
             raise ServiceError(f"{CREDENTIALS}={SERVICE}: no service is configured", "set WATCHSTEP_SERVICE")
         service = ServiceClient(address, project)
-    credentials = LentCredentials(service, run, attempt)
+    credentials = LentCredentials(service, run, attempt, url)
     registered = str(credentials.answer.get("store", url)).rstrip("/")
     if registered != url.rstrip("/"):
         raise ServiceError(
-            f"the store of project {project!r} is {registered}, not {url}", "set WATCHSTEP_STORE to it"
+            f"the store of run {project}/{run} is {registered}, not {url}", "set WATCHSTEP_STORE to it"
         )
     region, endpoint = (str(credentials.answer.get(name, "")) for name in ("region", "endpoint"))
     return Store.open(url, access=S3Access(credentials, region, endpoint, hides_missing=True))
