@@ -59,7 +59,20 @@ class Suite:
 def suites() -> dict[str, Suite]:
     """Each suite by its name."""
     return {
-        "test": Suite(("--ignore", FAULTS, "--ignore", WEB, "--ignore", FRAMEWORKS, "--ignore", STORES, "-m", "not slow")),
+        "test": Suite(
+            (
+                "--ignore",
+                FAULTS,
+                "--ignore",
+                WEB,
+                "--ignore",
+                FRAMEWORKS,
+                "--ignore",
+                STORES,
+                "-m",
+                "not slow",
+            )
+        ),
         "test-slow": Suite(("-m", "slow", *marked_files("slow"))),
         "test-laws": Suite(tuple(LAWS), examples=100),
         "test-faults": Suite((FAULTS,), workers=0, budget=600.0),

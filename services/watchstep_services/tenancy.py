@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import check_name
+from watchstep.store.errors import PROVIDERS
 from watchstep.store.store import checked_scheme
 from watchstep_launch.backend import IN_SERVICE, OVER, JobHandle, checked_settings, read
 from watchstep_launch.backends.local import backend as local
@@ -287,9 +288,8 @@ def location_of(place: StorePlace) -> Location:
         path = Path(urlsplit(url).path if url.startswith("file:") else url).expanduser().absolute()
         return "file", "", (*PurePosixPath(path.resolve()).parts, *below)
     parts = urlsplit(place.registration.url)
-    kind = {"s3a": "s3", "abfs": "az", "abfss": "az"}.get(parts.scheme, parts.scheme)
     inner = tuple(part for part in parts.path.split("/") if part)
-    return kind, parts.netloc, (*inner, *below)
+    return PROVIDERS[parts.scheme], parts.netloc, (*inner, *below)
 
 
 def overlap(first: Location, second: Location) -> bool:

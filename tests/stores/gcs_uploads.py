@@ -93,6 +93,8 @@ class GcsUploads:
             upload = uuid.uuid4().hex
             self.uploads[upload] = {}
             return _document("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
+        if upload and upload not in self.uploads:
+            return 404, {}, b"no such upload"
         if upload and verb == "PUT":
             self.uploads[upload][int(query["partNumber"])] = body
             return 200, {"ETag": f'"{query["partNumber"]}"'}, b""

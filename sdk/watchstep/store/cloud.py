@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from watchstep.errors import ConfigError
+from watchstep.store.errors import PROVIDERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 ALLOW_HTTP = "WATCHSTEP_ALLOW_HTTP"
 """Allows plain HTTP to endpoints of GCS and Azure on other machines."""
-
-S3_SCHEMES = frozenset({"s3", "s3a"})
 
 _URL_HINTS = {
     "s3": "correct the URL, e.g. s3://bucket/prefix",
@@ -57,16 +56,17 @@ def cloud_backend(url: str, scheme: str, access: S3Access | None) -> Any:
     """
     from obstore.store import from_url
 
-    if access is not None and scheme not in S3_SCHEMES:
+    provider = PROVIDERS[scheme]
+    if access is not None and provider != "s3":
         raise ConfigError(
             f"store {url!r}: credentials for S3 were passed for another cloud",
             "omit them, or use an s3:// URL",
         )
     client: Any = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": timedelta(seconds=5)}
     retry: Any = {"max_retries": 3, "retry_timeout": _RETRY_TIMEOUT}
-    if scheme in S3_SCHEMES:
+    if provider == "s3":
         options = _s3_options(client, access or S3Access())
-    elif scheme == "gs":
+    elif provider == "gs":
         options = _gcs_options(url, client)
     else:
         options = _azure_options(url, client)
@@ -76,13 +76,13 @@ def cloud_backend(url: str, scheme: str, access: S3Access | None) -> Any:
         reason = str(error).strip().split("\n", 1)[0][:300] or type(error).__name__
         raise ConfigError(
             f"store {url!r}: {reason}",
-            _URL_HINTS.get(scheme, _URL_HINTS["s3" if scheme in S3_SCHEMES else "az"]),
+            _URL_HINTS[provider],
         ) from error
 
 
 def load_libraries(scheme: str) -> None:
     """Import the modules that `cloud_backend` needs for a scheme, so that it imports nothing later on another thread."""
-    if scheme in S3_SCHEMES:
+    if PROVIDERS.get(scheme) == "s3":
         with contextlib.suppress(ImportError):
             import boto3  # noqa: F401
             import obstore.auth.boto3  # noqa: F401
