@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 from watchstep.capture.service.location import local_folder
 from watchstep.errors import ConfigError, NotFoundError, WatchstepError
 from watchstep.format.layout import check_name
+from watchstep.store.errors import PROVIDERS
 from watchstep.store.store import checked_scheme
 from watchstep_launch.backend import IN_SERVICE, OVER, JobHandle, checked_settings, read
 from watchstep_launch.backends.local import backend as local
@@ -404,9 +405,8 @@ def _location(url: str, below: tuple[str, ...]) -> Location:
     if (folder := local_folder(url)) is not None:
         return "file", "", (*PurePosixPath(folder.resolve()).parts, *below)
     parts = urlsplit(url)
-    kind = {"s3a": "s3", "abfs": "az", "abfss": "az"}.get(parts.scheme, parts.scheme)
     inner = tuple(part for part in parts.path.split("/") if part)
-    return kind, parts.netloc, (*inner, *below)
+    return PROVIDERS[parts.scheme], parts.netloc, (*inner, *below)
 
 
 def overlap(first: Location, second: Location) -> bool:

@@ -31,6 +31,7 @@ from watchstep.platform.transport import (
     segment,
 )
 from watchstep.store.cloud import S3Access
+from watchstep.store.errors import PROVIDERS
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 
@@ -419,7 +420,7 @@ def open_recorded(
     try:
         return _open_lent(url, names, service)
     except ServiceError as error:
-        if checked_scheme(url) in {"s3", "s3a"} and not _has_own():
+        if PROVIDERS.get(checked_scheme(url)) == "s3" and not _has_own():
             raise StoreError(
                 f"store {url}: no credentials: {error.what}",
                 f"{error.hint}; or give the program its own credentials, and unset {CREDENTIALS}",
@@ -443,7 +444,7 @@ def lent() -> bool:
 
 def _open_lent(url: str, names: tuple[str, str, str], service: ServiceClient | None) -> Store:
     project, run, attempt = names
-    if checked_scheme(url) not in {"s3", "s3a"}:
+    if PROVIDERS.get(checked_scheme(url)) != "s3":
         raise ServiceError(
             f"store {url} is not an S3 bucket: credentials are lent for S3 only", f"unset {CREDENTIALS}"
         )
