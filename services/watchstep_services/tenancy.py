@@ -169,7 +169,7 @@ def places_of(session: Session, project: str) -> Sequence[ProjectStore]:
     return session.execute(rows.order_by(ProjectStore.is_current.desc(), ProjectStore.id)).scalars().all()
 
 
-def place_for(session: Session, project: Project, url: str, own: Sequence[StoreRow]) -> ProjectStore:
+def place_for(session: Session, project: Project, url: str, own: Sequence[StoreRow]) -> ProjectStore | None:
     """Find the location of a run of a project by the store that its recorder writes to.
 
     Args:
@@ -179,14 +179,14 @@ def place_for(session: Session, project: Project, url: str, own: Sequence[StoreR
         own: the service's own stores, one of which is added to a project whose new runs are on another of them.
 
     Returns:
-        The location. A folder that is none of the project's is that of new runs: each machine may have another path for it.
+        The location; None if the URL is empty, or a folder that is none of the project's: each machine may have another path for it.
 
     Raises:
         StoreNotAllowedError: it is a bucket that is not registered for the project.
         ConflictError: as raised by `add_place`.
     """
     if not url:
-        return project.placed
+        return None
     named = _location(url, (project.name,))
     places = places_of(session, project.name)
     for placed in places:
@@ -197,7 +197,7 @@ def place_for(session: Session, project: Project, url: str, own: Sequence[StoreR
             if _location(store.url, (project.name,)) == named:
                 return add_place(session, project.name, store)
     if named[0] == "file":
-        return project.placed
+        return None
     raise StoreNotAllowedError(
         f"store {url[:200]!r}: not registered for project {project.name!r}",
         f"an admin registers it; or use one of: {', '.join(placed.place.location for placed in places)}",
@@ -468,7 +468,7 @@ def _check_access(registration: StoreRegistration) -> None:
 
 
 class StoreNotAllowedError(WatchstepError):
-    """A token names a store that is not registered for its project."""
+    """A token names a store that is not registered for its project, or not that of the run."""
 
 
 class ConflictError(ConfigError):

@@ -119,7 +119,7 @@ def store_of(store: str, run: str) -> str:
     project, _, name = run.rpartition("/")
     if "/" in project or not name:
         return store  # a URL
-    return str(client_of(store, "", project or default_project()).run(name).raw["store"])
+    return str(client_of(store, "", project or default_project()).run(name).info.raw["store"])
 
 
 def _home_of(store: str) -> Path:

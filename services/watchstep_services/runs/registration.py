@@ -49,7 +49,7 @@ from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import retry_unconfirmed
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy import (
-    ConflictError,
+    StoreNotAllowedError,
     allow_local,
     allow_owned,
     allowed_backend,
@@ -180,15 +180,16 @@ def register(
 
     Raises:
         BadNameError: a name is not valid.
-        NotFoundError, ConflictError: as raised by `ensure_project`; or the run is on another store.
-        StoreNotAllowedError: the store is a bucket that is not registered for the project.
+        NotFoundError, ConflictError: as raised by `ensure_project`.
+        StoreNotAllowedError: the store is a bucket that is not registered for the project, or the run is on another store.
         RuleError: a recorder requests more than it may (`check`).
     """
     layout.run_prefix(project, run)
     if origin == "recorder":
         check(requested)
     with service.database.write() as session:
-        placed = find_place(session, service, project, recorded.store)
+        named = find_place(session, service, project, recorded.store)
+        placed = named or find_project(session, project).placed
         now = read_clock(session)
         values = {
             "project": project, "run": run, "project_store_id": placed.id, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
@@ -198,9 +199,9 @@ def register(
         }  # fmt: skip
         insert_missing(session, RunRow, values)
         row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one()
-        if recorded.store and row.project_store_id != placed.id:
-            raise ConflictError(
-                f"run {project}/{run}: registered on store {row.place.location}, not on {placed.place.location}",
+        if named is not None and row.project_store_id != named.id:
+            raise StoreNotAllowedError(
+                f"run {project}/{run}: registered on store {row.place.location}, not on {named.place.location}",
                 "give the run another name, or continue it on its store",
             )
         rule_configs.put_all(session, row, service.owner_rules, requested, origin)
@@ -212,7 +213,7 @@ def register(
         return row.id
 
 
-def find_place(session: Session, service: Service, project: str, store: str) -> ProjectStore:
+def find_place(session: Session, service: Service, project: str, store: str) -> ProjectStore | None:
     """Find the location of a run that its recorder writes to a store (`tenancy.place_for`), in a project as by `ensure_project`."""
     ensure_project(session, service, project)
     own: Sequence[StoreRow] = ()

@@ -293,7 +293,7 @@ def test_each_run_of_a_home_is_read_from_its_own_store(
         taken = {"run": "in-folder", "store": s3_store.location}
         headers = {"authorization": f"Bearer {service.operator_token}"}
         refused = httpx.post(service.url + project_url, json=taken, headers=headers, timeout=WAIT)
-        assert refused.status_code == 409
+        assert refused.status_code == 403
         assert f"registered on store {folder_store.location}" in refused.json()["detail"]
         # A folder has another path on another machine; a bucket does not.
         other = {"run": "elsewhere", "store": (tmp_path / "mounted").as_uri()}

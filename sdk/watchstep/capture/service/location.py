@@ -102,7 +102,7 @@ class ServiceNote:
                 raise ValueError("the URL or a token contains characters that cannot be sent")
         _ = urlsplit(ServiceAddress.checked(url, "").url).port  # ValueError if it is invalid
         for store in stores:
-            local_folder(store)
+            is_same_store(store, store)  # ConfigError or ValueError if it is invalid
         process = ProcessIdentity(**note["process"])
         if not (
             type(process.pid) is type(process.start_ticks) is int

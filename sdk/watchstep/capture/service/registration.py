@@ -431,8 +431,8 @@ class Announcer:
         self._pause.answered()
         self._fails = False
         self._health.unexpect("service")
-        self._report_evaluation(run)
         self._control.accept(control)
+        self._report_evaluation(run)
 
     def _report_evaluation(self, run: str) -> None:
         """State once that the service evaluates the run, and once that it does not, although it accepts its announcements."""

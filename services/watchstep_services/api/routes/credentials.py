@@ -59,14 +59,10 @@ def post_attempt_credentials(
     run_prefix(project, run)
     attempt_document(attempt)
     with service.database.read() as session:
-        named = select(RunRow).filter_by(project=project, run=run)
-        row = open_project(session, project)
-        registered = session.execute(named).scalar_one_or_none()
-        place = (
-            place_for(session, row, "" if body is None else body.store, ()).place
-            if registered is None
-            else registered.place
-        )
+        of_project = open_project(session, project)
+        run_row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one_or_none()
+        named = place_for(session, of_project, "" if body is None else body.store, ())
+        place = (named or of_project.placed).place if run_row is None else run_row.place
     credentials = scoped_credentials(place, run, attempt)
     response.headers["cache-control"] = "no-store"
     _log.info(

@@ -9,7 +9,7 @@ from typing import Any
 from watchstep.capture.service.location import live_services
 from watchstep.errors import ConfigError, ServiceError
 from watchstep.reading.run_documents import RunEntry, find_runs
-from watchstep.store.store import Store, checked_scheme
+from watchstep.store.store import Store
 from watchstep_services.cli.connection import (
     DEFAULT_STORE,
     JsonOption,
@@ -72,9 +72,7 @@ def _as_data(entry: RunEntry, firing: Mapping[tuple[str, str], int] | None) -> d
 
 
 def _firing_by_run(store: str, projects: set[str]) -> dict[tuple[str, str], int] | None:
-    """Return the number of firing alerts by project and run; None if no service on this machine watches a local store."""
-    if checked_scheme(store) not in ("", "file"):
-        return None
+    """Return the number of firing alerts by project and run; None if no service on this machine watches the store."""
     try:
         service_of(store, "")
     except ServiceError:

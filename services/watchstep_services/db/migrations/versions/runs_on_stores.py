@@ -16,8 +16,8 @@ _RUNS = "fk_runs_project_store_id_project_stores"
 
 
 def upgrade() -> None:
-    with op.batch_alter_table("stores", schema=None) as table:
-        table.add_column(sa.Column("is_own", sa.Boolean(), server_default=sa.false(), nullable=False))
+    with op.batch_alter_table("stores", schema=None) as stores:
+        stores.add_column(sa.Column("is_own", sa.Boolean(), server_default=sa.false(), nullable=False))
     # Names that only a service gives to the store that it is started on.
     op.execute(
         sa.text("UPDATE stores SET is_own = true WHERE name = 'default' OR name LIKE 'default-________'")
