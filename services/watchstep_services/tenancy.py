@@ -97,8 +97,7 @@ def create_project(
     values = {"name": name, "description": description, "created_ns": now}
     if not insert_missing(session, Project, values):
         return False
-    placed = add_place(session, name, store, checked_prefix(prefix))
-    placed.is_current = True
+    add_place(session, name, store, checked_prefix(prefix)).is_current = True
     session.flush()
     return True
 
@@ -135,7 +134,6 @@ def make_current(session: Session, project: Project, placed: ProjectStore) -> No
         project.placed.is_current = False
         session.flush()
         placed.is_current = True
-        session.flush()
     placed.listed_ns = 0
     session.flush()
     session.expire(project, ["placed"])
@@ -326,7 +324,6 @@ def serve_store(session: Session, url: str) -> None:
     Their earlier runs are read from the store that they were registered with, and new ones are found there, too.
     """
     store = own_store(session, url)
-    session.flush()
     for project in session.execute(select(Project)).unique().scalars().all():
         if project.placed.store.is_own and project.placed.store_id != store.id:
             make_current(session, project, add_place(session, project.name, store))

@@ -9,7 +9,7 @@ from watchstep.store.store import Store
 from watchstep_services.auth import RunTokenRequest, create_for_run, create_token, id_of, identify
 from watchstep_services.db.engine import Database
 from watchstep_services.db.schema import downgrade, upgrade
-from watchstep_services.runs.registration import register
+from watchstep_services.runs.registration import Recorded, register
 
 BEFORE = "0016"
 
@@ -34,7 +34,7 @@ def test_there_and_back(empty_database: Database, folder_store: Store) -> None:
     driven = Driven(make_service(database, folder_store))
     plain = create_token(database, "recorder", "vision")
     operator = create_token(database, "operator", "vision")
-    register(driven.service, "vision", "r1", (), "operator", id_of(operator))
+    register(driven.service, "vision", "r1", (), "operator", Recorded(registered_by=id_of(operator)))
     driven.register("r2")
     identity = identify(database, operator)
     assert identity is not None
