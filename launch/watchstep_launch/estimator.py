@@ -124,7 +124,7 @@ class Estimator:
         store = self._store_url()
         service = locate_service(self.service, store)
         address = service.address()
-        registration = LaunchRegistration(address.operator, project, name)
+        registration = LaunchRegistration(address.operator, project, name, store)
         registered = registration.register([config_of(rule) for rule in self.rules], "who launched it")
         if self.backend_name and service.url:
             registration.check_backend(self.backend_name)

@@ -46,11 +46,13 @@ class LaunchRegistration:
         address: address of the service, with an operator's token.
         project: the run's project.
         run: the run's id.
+        store_url: the store that it is recorded to.
     """
 
     address: ServiceAddress
     project: str
     run: str
+    store_url: str
 
     def register(self, rules: Sequence[RuleConfig], who: str) -> RegisteredLaunch:
         """Register the run with rules. Rules with the action "stop" may stop jobs of the project from now on.
@@ -64,7 +66,9 @@ class LaunchRegistration:
         Raises:
             ServiceError: the service refuses a rule or the token, or does not answer.
         """
-        body: dict[str, Any] = {"run": self.run, "rules": [rule.as_data() for rule in rules]}
+        body: dict[str, Any] = {
+            "run": self.run, "rules": [rule.as_data() for rule in rules], "store": self.store_url,
+        }  # fmt: skip
         if any(rule.stops for rule in rules):
             body["allow_stop"] = f"attached to {self.project}/{self.run} with 'stop' by {who}"
         answer = self._request("POST", "/runs", body) or {}
@@ -91,12 +95,12 @@ class LaunchRegistration:
         self._request("PUT", f"/runs/{segment(self.run)}/job", {"attempt": attempt, "job": data})
 
     def location(self) -> str:
-        """Return where the service reads the project's runs: a URL, or a path on its machine.
+        """Return where the service reads the registered run: a URL, or a path on its machine.
 
         Raises:
-            ServiceError: the service does not answer, or the project does not exist.
+            ServiceError: the service does not answer, or the run is not registered.
         """
-        return str(self._request("GET", "")["location"])
+        return str(self._request("GET", f"/runs/{segment(self.run)}")["store"])
 
     def check_backend(self, name: str) -> None:
         """Check that the project's jobs may run on the backend that an admin registered under this name.

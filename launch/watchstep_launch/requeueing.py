@@ -201,7 +201,7 @@ def _submit_intended(
                 raise
     following = replace(record, attempt=intent.attempt, handle=handle, relaunch=settled)
     try:
-        LaunchRegistration(address.operator, record.project, record.run).bind(
+        LaunchRegistration(address.operator, record.project, record.run, record.store).bind(
             intent.attempt, replace(handle, backend=relaunch.bound_as)
         )
     except BaseException:  # as for every launch, a job that no service can stop is ended

@@ -190,12 +190,17 @@ def _continue() -> None:
     """Continue."""
 
 
+StoreOf = Callable[[str], Store]
+"""Returns the store of a run of the judged run's project, by the run's name."""
+
+
 def pin_references(
     run_store: Store,
     attempt: str,
     configs: Iterable[RuleConfig],
     attempts: Mapping[str, str],
     check_running: Callable[[], None] = _continue,
+    store_of: StoreOf | None = None,
 ) -> None:
     """Store the references of an attempt, unless they were stored before; does nothing if no rule config compares runs.
 
@@ -207,13 +212,14 @@ def pin_references(
         configs: the rule configs.
         attempts: the newest attempt of each run that has one.
         check_running: is called before each run; an exception that it raises ends the function.
+        store_of: returns the store of a reference run; by default all runs of a project are on one store.
 
     Raises:
         StoreError: the store did not answer.
     """
     compared = _compared(configs)
     if compared:
-        references = _read(run_store, compared, attempts, check_running)
+        references = _read(store_of or _beside(run_store), compared, attempts, check_running)
         run_store.create(references_document(attempt), references.encode())
 
 
@@ -258,7 +264,7 @@ def current_references(run_store: Store, configs: Iterable[RuleConfig]) -> Pinne
             continue  # reported as a run without an attempt
         if recorded:
             attempts[run] = recorded[-1]
-    return _read(run_store, compared, attempts)
+    return _read(_beside(run_store), compared, attempts)
 
 
 def references_of(
@@ -312,7 +318,10 @@ def with_references(configs: Sequence[RuleConfig], references: PinnedReferences 
 
 
 def saved_tensors_of(
-    run_store: Store, attempt: str, references: PinnedReferences | None = None
+    run_store: Store,
+    attempt: str,
+    references: PinnedReferences | None = None,
+    store_of: StoreOf | None = None,
 ) -> SavedTensors:
     """The reader of an attempt's full tensors, and of those of its reference runs.
 
@@ -320,11 +329,15 @@ def saved_tensors_of(
         run_store: the store of the run.
         attempt: the attempt.
         references: its references; by default the pinned ones, which are read when a rule needs them.
+        store_of: returns the store of a reference run; by default all runs of a project are on one store.
     """
-    return SavedTensors(run_store, attempt, _opener(run_store, attempt, references))
+    opener = _opener(run_store, attempt, references, store_of or _beside(run_store))
+    return SavedTensors(run_store, attempt, opener)
 
 
-def _opener(run_store: Store, attempt: str, given: PinnedReferences | None) -> OpenReference:
+def _opener(
+    run_store: Store, attempt: str, given: PinnedReferences | None, store_of: StoreOf
+) -> OpenReference:
     @functools.cache
     def references() -> PinnedReferences:
         return given or readable_references(run_store, attempt) or PinnedReferences()
@@ -333,7 +346,7 @@ def _opener(run_store: Store, attempt: str, given: PinnedReferences | None) -> O
         if damage := references().damage:
             raise RuleError(damage, "delete the object, and start another attempt")
         pinned = references().attempts.get(run)
-        return None if pinned is None else ReferenceRun(run, pinned, _store_of(run_store, run))
+        return None if pinned is None else ReferenceRun(run, pinned, store_of(run))
 
     return open_reference
 
@@ -346,7 +359,7 @@ def _compared(configs: Iterable[RuleConfig]) -> list[Compared]:
 
 
 def _read(
-    run_store: Store,
+    store_of: StoreOf,
     compared: Sequence[Compared],
     attempts: Mapping[str, str],
     check_running: Callable[[], None] = _continue,
@@ -373,9 +386,7 @@ def _read(
             continue
         try:
             # A generator, so that no more than the statistics within the limits are computed.
-            for figure, reference in (
-                _with_retries(_store_of(run_store, run), names, deadline) if names else ()
-            ):
+            for figure, reference in _with_retries(store_of(run), names, deadline) if names else ():
                 encoded_bytes += len(json.dumps(reference))
                 points += reference.points
                 if encoded_bytes > _MAX_STATISTICS_BYTES or points > MAX_POINTS:
@@ -413,6 +424,10 @@ def _with_retries(
             yield first
             yield from computed
         return
+
+
+def _beside(run_store: Store) -> StoreOf:
+    return functools.partial(_store_of, run_store)
 
 
 def _store_of(run_store: Store, run: str) -> Store:

@@ -363,7 +363,7 @@ class Hook:
             if self._service is not None and self._identity.worker == 0:
                 from watchstep.capture.mirror.service_alerts import ServiceAlerts
 
-                registration = {"run": self.run, "rules": list(requested.configs)}
+                registration = {"run": self.run, "rules": list(requested.configs), "store": self.store_url}
                 self._mirror.follow(
                     ServiceAlerts(self._service, registration, lambda: control.attempt, self._health)
                 )

@@ -30,7 +30,7 @@ from watchstep_services.core.telemetry import tracing
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Base, Project
+from watchstep_services.db.models import Base, ProjectStore
 from watchstep_services.db.schema import status
 from watchstep_services.scheduler.celery_client import QUEUE, URGENT
 from watchstep_services.service.context import owner_receivers, owner_rules
@@ -259,9 +259,8 @@ def check_stores(settings: Settings, database: Database | None) -> Iterator[Conf
         return
     try:
         with database.read() as session:
-            places = [
-                project.place for project in session.execute(select(Project).order_by(Project.name)).scalars()
-            ]
+            rows = select(ProjectStore).order_by(ProjectStore.project, ProjectStore.id)
+            places = [row.place for row in session.execute(rows).scalars()]
     except SQLAlchemyError:
         return  # no tables yet, which the check of the database reports
     for place in places:

@@ -34,7 +34,6 @@ from watchstep_services.db.models import (
     AlertGroup,
     Base,
     GroupMember,
-    Project,
     RetentionPolicy,
     RunRow,
     Segment,
@@ -295,12 +294,11 @@ def _do(service: Service, claim: UpkeepClaim) -> None:
         deleted = delete_objects(run_store)
         with service.database.write() as session:
             run = session.get(RunRow, claim.run_id, with_for_update=True)
+            placed = 0 if run is None else run.project_store_id
             if _lock(session, claim) is not None and run is not None and run.state in _OVER:
                 lift(session)  # no other transaction waits for the rows of an ended run
                 delete_rows(session, claim.run_id)
-        service.known_runs.discard(
-            (claim.project, claim.run)
-        )  # a later run of that name is found by a listing
+        service.known_runs.discard((placed, claim.run))  # a later run of that name is found by a listing
         _log.info(
             "run %s/%s: deleted according to its project's policy: %d objects",
             claim.project,
@@ -418,7 +416,7 @@ def _judged(service: Service, claim: UpkeepClaim) -> Callable[[SegmentKey], bool
 
 def _store(service: Service, claim: UpkeepClaim) -> Store:
     with service.database.read() as session:
-        place = session.get_one(Project, claim.project).place
+        place = session.get_one(RunRow, claim.run_id).place
     return service.stores.of_run(place, claim.run)
 
 

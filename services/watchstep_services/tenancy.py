@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import delete, func, select, text
+from sqlalchemy import delete, exists, func, not_, select, text, update
 from sqlalchemy.orm import Session
 
-from watchstep.errors import ConfigError, NotFoundError
+from watchstep.capture.service.location import local_folder
+from watchstep.errors import ConfigError, NotFoundError, WatchstepError
 from watchstep.format.layout import check_name
+from watchstep.store.errors import PROVIDERS
 from watchstep.store.store import checked_scheme
 from watchstep_launch.backend import IN_SERVICE, OVER, JobHandle, checked_settings, read
 from watchstep_launch.backends.local import backend as local
@@ -36,6 +38,7 @@ from watchstep_services.db.models import (
     ProjectBackend,
     ProjectCapture,
     ProjectStore,
+    RunRow,
     StoreRow,
 )
 from watchstep_services.stores.opening import check_endpoint
@@ -91,28 +94,112 @@ def create_project(
     check_name("project", name)
     _one_at_a_time(session)
     now = read_clock(session)
-    values = {"name": name, "listed_ns": 0, "description": description, "created_ns": now}
+    values = {"name": name, "description": description, "created_ns": now}
     if not insert_missing(session, Project, values):
         return False
-    values = {"project": name, "store_id": store.id, "prefix": checked_prefix(prefix)}
-    insert_missing(session, ProjectStore, values)
-    check_apart(session, find_project(session, name).place)
+    add_place(session, name, store, checked_prefix(prefix)).is_current = True
+    session.flush()
     return True
 
 
-def move_project(session: Session, project: Project, store: StoreRow, prefix: str) -> None:
-    """Change a project's store or prefix; its objects are not moved.
+def move_project(
+    session: Session, project: Project, store: StoreRow, prefix: str, *, moves_runs: bool = False
+) -> None:
+    """Change the store or the prefix of a project's new runs. Its objects are not moved.
+
+    Args:
+        session: a transaction.
+        project: the project.
+        store: the store.
+        prefix: the prefix below the store.
+        moves_runs: earlier runs are read from the new location, too, to which they were copied. Otherwise they are read from the store
+            that they were registered with.
 
     Raises:
         BadNameError: the prefix is not valid.
         ConflictError: as raised by `create_project`.
     """
-    _one_at_a_time(session)
-    project.placed.store_id, project.placed.prefix = store.id, checked_prefix(prefix)
+    make_current(session, project, add_place(session, project.name, store, checked_prefix(prefix)))
+    if moves_runs:
+        placed = project.placed
+        session.execute(update(RunRow).filter_by(project=project.name).values(project_store_id=placed.id))
+        session.execute(
+            delete(ProjectStore).where(ProjectStore.project == project.name, ProjectStore.id != placed.id)
+        )
+
+
+def make_current(session: Session, project: Project, placed: ProjectStore) -> None:
+    """Put new runs of a project on one of its stores."""
+    if project.placed is not placed:
+        project.placed.is_current = False
+        session.flush()
+        placed.is_current = True
+    placed.listed_ns = 0
     session.flush()
-    session.expire(project.placed)
-    project.listed_ns = 0
-    check_apart(session, project.place)
+    session.expire(project, ["placed"])
+
+
+def add_place(session: Session, project: str, store: StoreRow, prefix: str = "") -> ProjectStore:
+    """Add a location to those of a project. If it has it already, it is accessed as the store is registered.
+
+    Raises:
+        ConflictError: it is inside another project's location, or the other's inside it.
+    """
+    _one_at_a_time(session)
+    place = StorePlace(store.id, store.version, store.registration, prefix, project)
+    for placed in places_of(session, project):
+        is_same = placed.place.registration.endpoint == store.endpoint
+        if is_same and location_of(placed.place) == location_of(place):
+            placed.store_id, placed.prefix = store.id, prefix
+            session.flush()
+            session.expire(placed, ["store"])
+            return placed
+    check_apart(session, place)
+    placed = ProjectStore(project=project, store_id=store.id, prefix=prefix, is_current=False)
+    session.add(placed)
+    session.flush()
+    return placed
+
+
+def places_of(session: Session, project: str) -> Sequence[ProjectStore]:
+    """The locations of a project, that of new runs first."""
+    rows = select(ProjectStore).filter_by(project=project)
+    return session.execute(rows.order_by(ProjectStore.is_current.desc(), ProjectStore.id)).scalars().all()
+
+
+def place_for(session: Session, project: Project, url: str, own: Sequence[StoreRow]) -> ProjectStore | None:
+    """Find the location of a run of a project by the store that its recorder writes to.
+
+    Args:
+        session: a transaction.
+        project: the project.
+        url: URL of the store as the recorder names it; empty for the store of new runs.
+        own: the service's own stores, one of which is added to a project whose new runs are on another of them.
+
+    Returns:
+        The location; None if the URL is empty, or a folder that is none of the project's: each machine may have another path for it.
+
+    Raises:
+        StoreNotAllowedError: it is a bucket that is not registered for the project.
+        ConflictError: as raised by `add_place`.
+    """
+    if not url:
+        return None
+    named = _location(url, (project.name,))
+    places = places_of(session, project.name)
+    for placed in places:
+        if location_of(placed.place) == named:
+            return placed
+    if project.placed.store.is_own:
+        for store in own:
+            if _location(store.url, (project.name,)) == named:
+                return add_place(session, project.name, store)
+    if named[0] == "file":
+        return None
+    raise StoreNotAllowedError(
+        f"store {url[:200]!r}: not registered for project {project.name!r}",
+        f"an admin registers it; or use one of: {', '.join(placed.place.location for placed in places)}",
+    )
 
 
 def check_apart(session: Session, place: StorePlace) -> None:
@@ -122,12 +209,13 @@ def check_apart(session: Session, place: StorePlace) -> None:
         ConflictError: it overlaps; the message names the other project.
     """
     mine = location_of(place)
-    others = select(Project).where(Project.name != place.project)
-    for other in session.execute(others).unique().scalars():
-        if overlap(mine, location_of(other.place)):
+    others = select(ProjectStore).where(ProjectStore.project != place.project)
+    for row in session.execute(others).scalars():
+        other = row.place
+        if overlap(mine, location_of(other)):
             raise ConflictError(
                 f"project {place.project!r} at {place.location}/{place.project}: its location overlaps that of "
-                f"project {other.name!r} at {other.place.location}/{other.name}",
+                f"project {other.project!r} at {other.location}/{other.project}",
                 "give it another prefix, or another store",
             )
 
@@ -182,9 +270,8 @@ def change_store(session: Session, name: str, registration: StoreRegistration) -
     row.version += 1
     row.updated_ns = read_clock(session)
     session.flush()
-    on_it = select(Project).join(ProjectStore).where(ProjectStore.store_id == row.id)
-    for project in session.execute(on_it).unique().scalars():
-        check_apart(session, project.place)
+    for placed in session.execute(select(ProjectStore).filter_by(store_id=row.id)).scalars():
+        check_apart(session, placed.place)
     return row
 
 
@@ -196,11 +283,20 @@ def remove_store(session: Session, name: str) -> None:
         ConflictError: projects use it.
     """
     row = find_store(session, name)
+    session.execute(
+        delete(ProjectStore).where(
+            ProjectStore.store_id == row.id,
+            not_(ProjectStore.is_current),
+            not_(exists().where(RunRow.project_store_id == ProjectStore.id)),
+        )
+    )
     users = session.execute(
         select(func.count()).select_from(ProjectStore).filter_by(store_id=row.id)
     ).scalar_one()
     if users:
-        raise ConflictError(f"store {name!r}: in use by {users} projects", "move them to another store first")
+        raise ConflictError(
+            f"store {name!r}: in use by {users} projects", "move them and their runs to another store first"
+        )
     session.delete(row)
 
 
@@ -213,7 +309,24 @@ def own_store(session: Session, url: str) -> StoreRow:
             _insert(session, f"{OWN}-{sha256(url.encode()).hexdigest()[:8]}", insert)
         row = _by_url(session, url)
         assert row is not None
+    row.is_own = True
     return row
+
+
+def own_stores(session: Session) -> Sequence[StoreRow]:
+    """The stores that the service's owner has started it on."""
+    return session.execute(select(StoreRow).filter_by(is_own=True).order_by(StoreRow.id)).scalars().all()
+
+
+def serve_store(session: Session, url: str) -> None:
+    """Make a store the service's own. New runs of the projects on its other own stores are on it from now on.
+
+    Their earlier runs are read from the store that they were registered with, and new ones are found there, too.
+    """
+    store = own_store(session, url)
+    for project in session.execute(select(Project)).unique().scalars().all():
+        if project.placed.store.is_own and project.placed.store_id != store.id:
+            make_current(session, project, add_place(session, project.name, store))
 
 
 def _by_url(session: Session, url: str) -> StoreRow | None:
@@ -282,14 +395,15 @@ def checked_prefix(prefix: str) -> str:
 def location_of(place: StorePlace) -> Location:
     """The location of a project's objects, in a form that can be compared."""
     below = (*place.prefix.split("/"), place.project) if place.prefix else (place.project,)
-    if place.is_local:
-        url = place.registration.url
-        path = Path(urlsplit(url).path if url.startswith("file:") else url).expanduser().absolute()
-        return "file", "", (*PurePosixPath(path.resolve()).parts, *below)
-    parts = urlsplit(place.registration.url)
-    kind = {"s3a": "s3", "abfs": "az", "abfss": "az"}.get(parts.scheme, parts.scheme)
+    return _location(place.registration.url, below)
+
+
+def _location(url: str, below: tuple[str, ...]) -> Location:
+    if (folder := local_folder(url)) is not None:
+        return "file", "", (*PurePosixPath(folder.resolve()).parts, *below)
+    parts = urlsplit(url)
     inner = tuple(part for part in parts.path.split("/") if part)
-    return kind, parts.netloc, (*inner, *below)
+    return PROVIDERS[parts.scheme], parts.netloc, (*inner, *below)
 
 
 def overlap(first: Location, second: Location) -> bool:
@@ -348,6 +462,10 @@ def _check_access(registration: StoreRegistration) -> None:
             raise ConfigError(f"{name} {value[:200]!r}: not valid", f"give {example}")
     if registration.external_id and not registration.role_arn:
         raise ConfigError("external id: given without a role", "give the role's ARN, or omit the external id")
+
+
+class StoreNotAllowedError(WatchstepError):
+    """A token names a store that is not registered for its project, or not that of the run."""
 
 
 class ConflictError(ConfigError):

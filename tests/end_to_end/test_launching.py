@@ -189,7 +189,7 @@ def test_a_stale_note_keeps_no_program_from_starting(tmp_path: Path, note: str) 
     process = asdict(replace(ProcessIdentity.of(os.getpid()), start_ticks=1))
     data = {
         "url": "http://127.0.0.1:9", "operator_token": "o", "recorder_token": "r",
-        "store": str(tmp_path / "store"), "process": process if note == "reused" else 7,
+        "stores": [str(tmp_path / "store")], "process": process if note == "reused" else 7,
     }  # fmt: skip
     (home / "service.json").write_text(json.dumps(data))
     code, said = Launched(tmp_path, "--store", tmp_path / "store").end()

@@ -192,7 +192,7 @@ def test_a_named_service_that_looks_elsewhere_is_refused(
     service = make_service(sqlite, Store.open(str(tmp_path / "another")))
     monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(sqlite, "operator"))
     with serving(service) as url:
-        with pytest.raises(ConfigError, match="reads this project's runs from"):
+        with pytest.raises(ConfigError, match="reads it from"):
             Job.attach(foreign.url, foreign.job, [non_finite_values().stop()], service=url)
         monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(sqlite, "recorder"))
         with pytest.raises(ServiceError, match="role recorder may not"):

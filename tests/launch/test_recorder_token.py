@@ -38,7 +38,7 @@ def held_by(driven: Driven, token: str) -> AuthenticatedCaller:
 
 
 def know(found: FoundService, run: str, project: str = "vision") -> None:
-    LaunchRegistration(found.operator, project, run).register((), "")
+    LaunchRegistration(found.operator, project, run, "").register((), "")
 
 
 @pytest.mark.parametrize("role", ["operator", "admin"])

@@ -12,8 +12,10 @@ from watchstep.platform.terminal_text import printable
 
 _log = logging.getLogger("watchstep")
 _MAX_KINDS = 32
-_LOGGED_NOTES = frozenset({"collections"})
-"""Notes about a faulty configuration. They are also logged, once each, because nobody looks for them in health."""
+EVALUATION = "evaluation"
+"""Name of the note that the service evaluates nothing of the run."""
+_LOGGED_NOTES = frozenset({"collections", EVALUATION})
+"""Notes about a faulty configuration or a missing evaluation. They are also logged, once each, because nobody looks for them in health."""
 
 
 class RecorderHealth:

@@ -17,15 +17,29 @@ from urllib.parse import urlsplit
 
 from watchstep.errors import MissingStoreError, NotFoundError, StoreError
 
+PROVIDERS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+"""Provider of each scheme: S3, Google Cloud Storage or Azure Blob Storage."""
+
 Verb = Literal["read", "write", "list", "delete"]
 
 _REQUEST = re.compile(r"Error performing [A-Z]+ (?P<url>[a-z]+://\S+) in \S+")
 _STATUS = re.compile(r" - Server returned non-2xx status code: (?P<status>[0-9]{3})\b")
 _CODE = re.compile(r"<Code>(?P<code>[A-Za-z]+)</Code>")
+_DELETION = re.compile(r"request failed for key .* \(code: (?P<code>[A-Za-z0-9]+)\)$", re.MULTILINE)
+"""A deletion is one of a batch, whose answer has a code for each object: the provider's, or an HTTP status."""
 _MISSING_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _DENIED = frozenset({401, 403})
-_METADATA_SERVICE = "169.254.169.254"
-"""The last place where AWS clients look for credentials, used only if nothing else configures any."""
+_DENIED_CODES = frozenset({"AccessDenied", "Forbidden"})
+_EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+"""AWS answers expired credentials with status 400."""
+_METADATA_SERVICES = frozenset({"169.254.169.254", "metadata.google.internal"})
+"""The last place where clients look for credentials, used only if nothing else configures any."""
+
+_NO_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, run 'gcloud auth application-default login', or use a service account of the machine",
+    "az": "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or use a managed identity",
+}
 
 _MAX_REASON = 300
 
@@ -67,6 +81,9 @@ class CloudAnswer:
     def of(cls, error: Exception) -> CloudAnswer:
         """Parse obstore's message."""
         text = str(error)
+        if deletion := _DELETION.search(text.split("\n", 1)[0]):
+            code = deletion["code"]
+            return cls("", int(code), "") if code.isdigit() else cls("", 0, code)
         request = _REQUEST.search(text)
         status = _STATUS.search(text, request.end()) if request else None
         host = (urlsplit(request["url"]).hostname or "") if request else ""
@@ -80,8 +97,10 @@ def is_denied(error: Exception) -> bool:
     """Return whether a cloud refused a request because of missing permissions or credentials."""
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-    kinds = (PermissionDeniedError, UnauthenticatedError, PermissionError)
-    return isinstance(error, kinds) or CloudAnswer.of(error).status in _DENIED
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
+        return True
+    answer = CloudAnswer.of(error)
+    return answer.status in _DENIED or answer.code in _DENIED_CODES
 
 
 def translate(error: Exception, call: FailedCall) -> StoreError:
@@ -101,19 +120,28 @@ def not_found(call: FailedCall) -> NotFoundError:
 
 def _of_cloud(error: Exception, call: FailedCall) -> StoreError:
     answer = CloudAnswer.of(error)
-    if answer.code in _MISSING_BUCKET:
+    is_missing = isinstance(error, FileNotFoundError)
+    if answer.code in _MISSING_BUCKET or (
+        # Some servers answer without a code. Objects that are written or listed need not exist.
+        call.verb in {"write", "list"} and (is_missing or answer.status == 404)
+    ):
         return MissingStoreError(
             f"store {call.url} has no such bucket", "create the bucket, or correct the URL"
         )
-    if isinstance(error, FileNotFoundError) and call.verb in {"read", "delete"}:
+    if is_missing:
         return not_found(call)
-    if answer.host == _METADATA_SERVICE:
+    if answer.host in _METADATA_SERVICES:
         return StoreError(
             f"store {call.url}: no credentials found, cannot {call.verb} {call.key!r}",
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role",
+            _NO_CREDENTIALS[PROVIDERS[urlsplit(call.url).scheme]],
+        )
+    if answer.code in _EXPIRED_CODES:
+        return StoreError(
+            f"store {call.url}: the credentials have expired, cannot {call.verb} {call.key!r} ({answer.code})",
+            "renew them; a role or a profile renews credentials by itself",
         )
     if is_denied(error):
-        return _denied(call)
+        return _denied(call, answer.code)
     return _other(error, call)
 
 
@@ -163,9 +191,9 @@ def _exists(path: str) -> bool:
     return True
 
 
-def _denied(call: FailedCall) -> StoreError:
+def _denied(call: FailedCall, code: str = "") -> StoreError:
     return StoreError(
-        f"store {call.url}: access denied, cannot {call.verb} {call.key!r}",
+        f"store {call.url}: access denied, cannot {call.verb} {call.key!r}" + (f" ({code})" if code else ""),
         "check the credentials and their permissions (for a folder: its owner and mode)",
     )
 

@@ -22,7 +22,15 @@ from watchstep.errors import (
     StoreError,
 )
 from watchstep.platform.folders import absolute_path, usable_folders
-from watchstep.store.errors import FailedCall, Verb, is_denied, not_found, refusal_of_folder, translate
+from watchstep.store.errors import (
+    PROVIDERS,
+    FailedCall,
+    Verb,
+    is_denied,
+    not_found,
+    refusal_of_folder,
+    translate,
+)
 from watchstep.store.local import (
     MARKER,
     StoreIdentity,
@@ -71,7 +79,6 @@ class WriteGate:
             )
 
 
-_CLOUD_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
 _PART = (
     5 * 1024 * 1024
 )  # the minimum of S3; two at a time pass through a slow connection within a request's timeout
@@ -134,7 +141,7 @@ class Store:
         """
         text = os.fspath(url)
         scheme = checked_scheme(text)
-        if scheme in _CLOUD_SCHEMES:
+        if scheme in PROVIDERS:
             from watchstep.store.cloud import cloud_backend
 
             hides = access is not None and access.hides_missing
@@ -607,7 +614,7 @@ def checked_scheme(url: str) -> str:
         ConfigError: No store has this scheme.
     """
     scheme = urlsplit(url).scheme
-    if not url or (scheme and scheme != "file" and scheme not in _CLOUD_SCHEMES):
+    if not url or (scheme and scheme != "file" and scheme not in PROVIDERS):
         raise ConfigError(
             f"store {url!r} has unknown scheme {scheme!r}" if url else "store: no URL given",
             "use a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",

@@ -161,11 +161,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
             state = replace(pending, location=location, verified=answers, warned=warned)
         elif not answers:
             state = replace(state, rules=rules)
-        suffix = (
-            ""
-            if operator
-            else "; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)"
-        )
+        if operator is None:
+            suffix = "; no service watches the store yet: the run is recorded now, and evaluated once one does (watchstep serve)"
+        else:
+            suffix = (
+                "; the service has not registered it yet"
+                if pending
+                else "; registered, not yet read by the service"
+            )
         sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{suffix}\n")
     elif not answers:
         state = replace(state, verified=False, rules=rules)
@@ -418,7 +421,9 @@ def _register(
         return pending, None, ()
 
     def registered() -> tuple[Registered, ControlDocument]:
-        answer = register(operator, launch.project, launch.run, launch.attempt, rules, job)
+        answer = register(
+            operator, (launch.project, launch.run, launch.attempt), launch.store_url, rules, job
+        )
         if (store := store_in(answer.data)) is not None:
             require_store(identity, launch.store_url, *store)
         return answer, control_in(answer.data)
@@ -435,7 +440,7 @@ def _register(
         denied = isinstance(error, ServiceRefusedError) and error.is_denial
         _warn(
             error,
-            "The program starts and records. Its rules are not evaluated and nothing stops it until the service accepts its token"
+            "The program starts and records. Its rules are not evaluated and nothing stops it until the service accepts it"
             if denied
             else "The program starts. The recorder registers the run when the service answers",
         )

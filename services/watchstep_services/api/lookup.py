@@ -33,7 +33,7 @@ def unknown_run(project: str, run: str) -> NotFoundError:
 
 
 def run_store(service: Service, project: str, run: str) -> Store:
-    """Return the store of a run's project, with paths relative to the run.
+    """Return the store of a run, with paths relative to the run.
 
     Raises:
         BadNameError, NotFoundError: as `find_run`.
@@ -41,7 +41,7 @@ def run_store(service: Service, project: str, run: str) -> Store:
     """
     with service.database.read() as session:
         row = find_run(session, project, run)
-        place = session.get_one(Project, row.project).place
+        place = row.place
     return service.stores.of_run(place, run)
 
 

@@ -12,10 +12,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from watchstep.capture.service.location import ServiceNote
+from watchstep.capture.service.location import ServiceNote, live_services, local_folder
 from watchstep.errors import ConfigError, ServiceError
 from watchstep.platform.transport import ServiceAddress, Transport
-from watchstep.store.store import checked_scheme
 from watchstep_services.cli.profiles import Profile, active_profile
 
 if TYPE_CHECKING:
@@ -63,10 +62,10 @@ def service_of(store: str, service: str) -> tuple[str, str]:
     """Return the URL and token of the service.
 
     The order is: the specified service, with WATCHSTEP_TOKEN; the service of the profile; the service that runs for the store on
-    this machine.
+    this machine; without a store, the only one that runs on this machine.
 
     Raises:
-        ServiceError: no service runs for the store.
+        ServiceError: no service runs for the store, or several run and no store is specified.
         ConfigError: the profile or the service note is not valid.
     """
     token = os.environ.get("WATCHSTEP_TOKEN", "")
@@ -75,20 +74,59 @@ def service_of(store: str, service: str) -> tuple[str, str]:
     profile = active_for(store)
     if profile is not None:
         return profile.url, token or profile.token
-    note = ServiceNote.read(_home_of(store))
-    if note is None:
-        raise ServiceError(
-            f"no service runs for {store}",
-            "start 'watchstep serve' on it, or set --service and WATCHSTEP_TOKEN, or --profile",
-        )
+    note = _note_of(store)
     return note.url, token or note.operator_token
+
+
+def _note_of(store: str) -> ServiceNote:
+    """Return the note of the service on this machine that watches a store; without a store, that of the only service."""
+    note = ServiceNote.read(_home_of(store))
+    is_named = store == DEFAULT_STORE and bool(os.environ.get("WATCHSTEP_HOME"))
+    if note is not None and note.process.is_running() and (is_named or note.watches(store)):
+        return note
+    running = live_services()
+    found = [note for note in running if note.watches(store)]
+    if not found and store == DEFAULT_STORE:
+        found = running
+    if len(found) == 1:
+        return found[0]
+    if found:
+        lines = "".join(f"\n  {note.url}: {', '.join(note.stores)}" for note in found)
+        raise ServiceError(
+            f"{len(found)} services run on this machine:{lines}", "name one with --store or WATCHSTEP_STORE"
+        )
+    others = f"; the services here watch {', '.join(note.stores[0] for note in running)}" if running else ""
+    raise ServiceError(
+        f"no service runs for {store}{others}",
+        "start 'watchstep serve' on it, or set --service and WATCHSTEP_TOKEN, or --profile",
+    )
+
+
+def is_without_store(store: str) -> bool:
+    """Whether no store is specified and the default folder does not exist, so that the service of this machine is asked."""
+    return store == DEFAULT_STORE and not Path(store).is_dir()
+
+
+def store_of(store: str, run: str) -> str:
+    """Return the store of a run that is named without one: the specified one, or the one from which the only service here reads it.
+
+    Raises:
+        NotFoundError: the service does not know the run.
+        ServiceError: several services run on this machine, or it does not respond.
+    """
+    if not is_without_store(store) or not live_services() or active_for(store) is not None:
+        return store
+    project, _, name = run.rpartition("/")
+    if "/" in project or not name:
+        return store  # a URL
+    return str(client_of(store, "", project or default_project()).run(name).info.raw["store"])
 
 
 def _home_of(store: str) -> Path:
     """Return the folder of the service note, the home of `core.settings.settings_for`."""
     home = os.environ.get("WATCHSTEP_HOME")
-    if not home and not checked_scheme(store):
-        return Path(store).expanduser().absolute() / ".watchstep"
+    if not home and (folder := local_folder(store)) is not None:
+        return folder / ".watchstep"
     return Path(home or "~/.watchstep").expanduser().absolute()
 
 

@@ -6,7 +6,6 @@ The SDK itself executes ``run``, ``sync``, ``trace``, ``report``, ``samples``, `
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,11 +13,8 @@ from typing import Annotated
 import typer
 import yaml
 
-from watchstep.capture.service.location import find_service
-from watchstep.client import Client
-from watchstep.errors import ConfigError, ServiceError
+from watchstep.errors import ConfigError
 from watchstep.platform.terminal_text import printable
-from watchstep.store.store import checked_scheme
 from watchstep.wrapper.audit.audit_command import parser as audit_parser
 from watchstep.wrapper.diff_command import parser as diff_parser
 from watchstep.wrapper.replay_command import bundles_parser
@@ -33,7 +29,7 @@ from watchstep_launch.job import ENDED, Job
 from watchstep_launch.view.run_status import RunWatcher
 from watchstep_launch.view.show import Showing, kind_of
 from watchstep_rules.rule_files import rule_file
-from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption, active_for, split_run
+from watchstep_services.cli.connection import DEFAULT_STORE, StoreOption, client_of, split_run
 from watchstep_services.core.console import echo_json
 
 ServiceOption = Annotated[
@@ -127,7 +123,7 @@ def watch(
         watchstep watch vision/night-1 --json
     """
     project, name = split_run(run.strip("/"))
-    client = _client(store, service, project)
+    client = client_of(store, service, project)
     client.run(name)  # raises NotFoundError if there is no such run
     watcher = RunWatcher(lambda: client, client.project, name)
     try:
@@ -153,20 +149,6 @@ def _print_events(watcher: RunWatcher) -> None:
             return
         if not events:
             time.sleep(_JSON_POLL_SECONDS)
-
-
-def _client(store: str, service: str, project: str) -> Client:
-    profile = None if service or os.environ.get("WATCHSTEP_SERVICE") else active_for(store)
-    if profile is not None:
-        return Client(profile.url, os.environ.get("WATCHSTEP_TOKEN") or profile.token, project)
-    url = store if checked_scheme(store) else Path(store).expanduser().absolute().as_uri()
-    located = find_service(service, url)
-    if located is None:
-        raise ServiceError(
-            f"no service runs for {store}",
-            "start 'watchstep serve' on it, or set --service and WATCHSTEP_TOKEN, or --profile",
-        )
-    return Client(located.operator.url, located.operator.token, project)
 
 
 app = typer.Typer(

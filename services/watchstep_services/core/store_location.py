@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from watchstep.errors import ConfigError
-
-S3_SCHEMES = frozenset({"s3", "s3a"})
+from watchstep.store.errors import PROVIDERS
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class StoreRegistration:
     @property
     def is_s3(self) -> bool:
         """Whether it is a bucket on S3."""
-        return urlsplit(self.url).scheme in S3_SCHEMES
+        return PROVIDERS.get(urlsplit(self.url).scheme) == "s3"
 
     @property
     def bucket_and_key(self) -> tuple[str, str]:

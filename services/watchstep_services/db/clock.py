@@ -31,6 +31,7 @@ from watchstep_services.db.models import (
     BoundJobRow,
     ClockMark,
     Project,
+    ProjectStore,
     RunRow,
     Segment,
     Upkeep,
@@ -97,10 +98,12 @@ MOMENTS: tuple[tuple[Sequence[_Column], Any], ...] = (
     (
         (
             RunRow.due_ns, RunRow.lease_until_ns, RunRow.requested_ns, RunRow.poll_ns, RunRow.listed_ns, RunRow.last_seen_ns, RunRow.urgent_ns,
+            RunRow.registered_ns, RunRow.evaluated_ns,
         ),
         None,
     ),
-    ((Project.listed_ns, Project.deferred_until_ns), None),
+    ((Project.deferred_until_ns,), None),
+    ((ProjectStore.listed_ns,), None),
     ((Attempt.first_seen_ns, Attempt.journal_due_ns), None),
     ((BoundJobRow.gone_ns,), None),
     ((Segment.found_ns,), Segment.state == "announced"),

@@ -15,7 +15,7 @@ from watchstep.store.store import Store
 from watchstep_launch.backend import Backend, BackendDownError, BackendError, JobHandle, JobStatus
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.store_location import StorePlace
-from watchstep_services.db.models import Attempt, Project, RunRow
+from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.runs import attempts
 from watchstep_services.runs.control import change, mirror, request_change
 from watchstep_services.service.context import Service
@@ -38,7 +38,7 @@ class StopTarget:
     Attributes:
         run: its run.
         attempt: its row.
-        place: the project's location on the store.
+        place: the location of the run.
         opened: the run's store, or why it cannot be opened.
         job: the bound job, if any.
         status: status of the job; None without a job.
@@ -125,7 +125,7 @@ def load_target(service: Service, run_id: int, attempt: str, *, hurried: bool = 
     """
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
-        place = session.get_one(Project, run.project).place
+        place = run.place
         bound = bound_job(session, run_id, attempt)
     opened = _open(service, place, run.run)
     row, unread = _load_attempt(service, place, opened, (run_id, attempt))

@@ -30,7 +30,7 @@ from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.lease import BACKTEST_LEASE
-from watchstep_services.db.models import Backtest, BacktestResult, Project, RunRow
+from watchstep_services.db.models import Backtest, BacktestResult, RunRow
 from watchstep_services.service.context import Service
 
 MOST_RUNS = 1000
@@ -150,17 +150,19 @@ def judge_next(service: Service, number: int) -> bool:
         return False
     row, place = claimed
     run = row.runs[row.next]
-    store = service.stores.of_run(place, run)
-    location = store.location
-    if row.tries > _MOST_TRIES:
-        result: Replayed | Failed = Failed(
-            location,
+    result: Replayed | Failed
+    if place is None:
+        result = Failed(run, f"run {row.project}/{run}: not found", "it was deleted meanwhile")
+    elif row.tries > _MOST_TRIES:
+        result = Failed(
+            service.stores.of_run(place, run).location,
             f"run {row.project}/{run}: {_MOST_TRIES} workers died while evaluating it",
             "give workers more memory",
         )
     else:
+        store = service.stores.of_run(place, run)
         with on_behalf_of(row.project):
-            result = judge_run(location, _task(row), store)
+            result = judge_run(store.location, _task(row), store)
     return _note(service, row, result)
 
 
@@ -182,7 +184,8 @@ def read_progress(service: Service, project: str, number: int) -> BacktestProgre
     return BacktestProgress(number, state, tuple(row.runs), results, _task(row).variations)
 
 
-def _claim(service: Service, number: int) -> tuple[Backtest, StorePlace] | None:
+def _claim(service: Service, number: int) -> tuple[Backtest, StorePlace | None] | None:
+    """A claimed backtest, and the location of its next run; None if the run was deleted."""
     with service.database.write() as session:
         if (
             BACKTEST_LEASE.claim(session, number, nanoseconds(_LEASE_SECONDS), tries=Backtest.tries + 1)
@@ -190,7 +193,9 @@ def _claim(service: Service, number: int) -> tuple[Backtest, StorePlace] | None:
         ):
             return None
         row = session.get_one(Backtest, number)
-        return row, session.get_one(Project, row.project).place
+        named = select(RunRow).filter_by(project=row.project, run=row.runs[row.next])
+        run = session.execute(named).scalar_one_or_none()
+        return row, None if run is None else run.place
 
 
 def _task(row: Backtest) -> Task:

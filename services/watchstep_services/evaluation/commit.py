@@ -317,6 +317,7 @@ _MOVE = (
             (_RUN.last_step < bindparam("last", type_=BigInteger()), bindparam("last", type_=BigInteger())),
             else_=_RUN.last_step,
         ),
+        evaluated_ns=case((_RUN.journal < bindparam("journal"), now_ns()), else_=_RUN.evaluated_ns),
         cached_by=bindparam("cached_by"),
         due_ns=case((_HINTED, now_ns()), else_=bindparam("due", type_=BigInteger())),
         # If more is to be read, or a hint arrived meanwhile, the worker that releases the run sends the next message.
@@ -379,6 +380,7 @@ WITH given AS MATERIALIZED (
         cursor = given.cursor, journal = given.journal, ticks = given.ticks, lease_until_ns = 0, cached_by = given.cached_by,
         unfinished_claims = given.unfinished, reading = '',
         last_step = greatest(runs.last_step, given.last),
+        evaluated_ns = CASE WHEN runs.journal < given.journal THEN {now} ELSE runs.evaluated_ns END,
         due_ns = CASE WHEN hints <> given.known_hints THEN {now} ELSE given.due END,
         requested_ns = CASE WHEN hints <> given.known_hints OR given.more THEN {now} ELSE requested_ns END
     FROM given

@@ -461,7 +461,7 @@ def _judge(
     watermark = advance.step if advance else progress.watermark
     ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
     judging = JudgingProgress(attempt.watermark, watermark, claim.now_ns, ended)
-    saved = saved_tensors_of(source.store, collected.attempt, compared.references)
+    saved = saved_tensors_of(source.store, collected.attempt, compared.references, references.store_of)
     judged = judge_all(compared.configs, before.block, arrived, judging, turn.check_running, saved)
     judged = compared.without_statistics(judged, configs)
     if lost is not None:

@@ -22,7 +22,7 @@ from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import now_ns
-from watchstep_services.db.models import Attempt, Project, RunRow, Segment, TickRow, WatermarkRow
+from watchstep_services.db.models import Attempt, RunRow, Segment, TickRow, WatermarkRow
 from watchstep_services.runs.discovery import key_of
 from watchstep_services.runs.lifecycle import ENDED
 from watchstep_services.service.context import Service
@@ -78,12 +78,12 @@ class Unwritten:
 
 def unwritten(service: Service) -> list[Unwritten]:
     """Attempts that have ended, or have enough evaluations for a part of the journal."""
-    rows = select(Attempt, RunRow, Project).join(RunRow, RunRow.id == Attempt.run_id)
+    rows = select(Attempt, RunRow).join(RunRow, RunRow.id == Attempt.run_id)
     with service.database.read() as session:
-        due_rows = session.execute(rows.join(Project, Project.name == RunRow.project).where(_is_due())).all()
+        due_rows = session.execute(rows.where(_is_due())).all()
         return [
-            Unwritten(attempt.id, run.id, attempt.attempt, run.project, run.run, project.place)
-            for attempt, run, project in due_rows
+            Unwritten(attempt.id, run.id, attempt.attempt, run.project, run.run, run.place)
+            for attempt, run in due_rows
         ]
 
 

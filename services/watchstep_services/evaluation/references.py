@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import select
 
-from watchstep.errors import StoreError
+from watchstep.errors import NotFoundError, StoreError
+from watchstep.format.layout import check_name
 from watchstep.store.store import Store
 from watchstep_rules.references import (
     MAX_POINTS,
@@ -168,9 +169,27 @@ class AttemptReferences:
         readable = [loaded.config for loaded in configs if loaded.config is not None]
         attempts = {str(row.run): str(row.attempt) for row in rows}
         try:
-            pin_references(self._store, self._attempt, readable, attempts, self._service.check_running)
+            pin_references(
+                self._store, self._attempt, readable, attempts, self._service.check_running, self.store_of
+            )
         except StoreError as error:
             self._log(error.what)
+
+    def store_of(self, run: str) -> Store:
+        """The store of a run of the project, which may be another one than that of the judged run.
+
+        Raises:
+            BadNameError: the name is not valid.
+            NotFoundError: the run does not exist.
+            ConfigError, StoreError: the store cannot be opened.
+        """
+        named = select(RunRow).filter_by(project=self._project, run=check_name("run", run))
+        with self._service.database.read() as session:
+            row = session.execute(named).scalar_one_or_none()
+            if row is None:
+                raise NotFoundError(f"run {self._project}/{run}: not found", "it was deleted meanwhile")
+            place = row.place
+        return self._service.stores.of_run(place, run)
 
     def _log(self, problem: str) -> None:
         _log.warning("project %s: an attempt is evaluated without reference runs: %s", self._project, problem)

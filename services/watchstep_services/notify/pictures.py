@@ -45,7 +45,7 @@ from watchstep_services.channels.notification import Notification, NotifiedAlert
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.core.fair_threads import FairThreads
 from watchstep_services.core.store_location import StorePlace
-from watchstep_services.db.models import AlertInstanceRow, Project, RunRow
+from watchstep_services.db.models import AlertInstanceRow, RunRow
 from watchstep_services.notify.picture_links import PictureName, picture_link
 from watchstep_services.runs.discovery import corrupt_segments
 from watchstep_services.service.context import Service
@@ -86,7 +86,7 @@ class AlertToDraw:
         attempt: attempt on which it fired.
         message: one line for people.
         finding: the finding.
-        place: where the project's runs are.
+        place: the location of the run.
         corrupt: segments that evaluations skipped: path to problem.
         stopped_at: the step at which the attempt was stopped; None if it was not.
     """
@@ -115,9 +115,8 @@ def find_alert_to_draw(session: Session, picture: PictureName) -> AlertToDraw:
         NotFoundError: the alert does not exist, or its finding is about no tensor, so that it has no series.
     """
     found = session.execute(
-        select(AlertInstanceRow, RunRow, Project)
+        select(AlertInstanceRow, RunRow)
         .join(RunRow, RunRow.id == AlertInstanceRow.run_id)
-        .join(Project, Project.name == RunRow.project)
         .where(
             RunRow.project == picture.project,
             RunRow.run == picture.run,
@@ -129,7 +128,7 @@ def find_alert_to_draw(session: Session, picture: PictureName) -> AlertToDraw:
             f"alert {picture.fingerprint!r} of run {picture.project}/{picture.run}: not found",
             "list the alerts of the run to get their fingerprints",
         )
-    row, run, project = found
+    row, run = found
     finding = Finding.model_validate_json(json.dumps(row.finding))
     if not finding.tensor:
         raise NotFoundError(
@@ -138,7 +137,7 @@ def find_alert_to_draw(session: Session, picture: PictureName) -> AlertToDraw:
     stop = ControlDocument.from_data(run.control).stop
     stopped = stop is not None and stop.attempt == row.attempt and stop.step >= finding.step
     return AlertToDraw(
-        picture, run.id, row.event_id, row.name, row.attempt, row.message, finding, project.place,
+        picture, run.id, row.event_id, row.name, row.attempt, row.message, finding, run.place,
         corrupt_segments(session, run.id), stop.step if stop is not None and stopped else None,
     )  # fmt: skip
 

@@ -70,6 +70,7 @@ class AcceptedAnnouncement:
         control: the control document, as JSON.
         cached_by: the worker that has cached the run's earlier rows; empty for none.
         health_before: the previous health of the reporting recorder; empty without one.
+        evaluated: whether rows of the run were evaluated since its last registration.
     """
 
     run_id: int
@@ -78,6 +79,7 @@ class AcceptedAnnouncement:
     control: str
     cached_by: str
     health_before: Mapping[str, Any]
+    evaluated: bool
 
 
 def accept_announcement(
@@ -99,7 +101,7 @@ def accept_announcement(
     if again is None or not again.fresh:
         return accepted
     return AcceptedAnnouncement(
-        again.run_id, accepted.fresh + again.fresh, accepted.lag_ns, again.control, again.cached_by, accepted.health_before
+        again.run_id, accepted.fresh + again.fresh, accepted.lag_ns, again.control, again.cached_by, accepted.health_before, again.evaluated
     )  # fmt: skip
 
 
@@ -123,10 +125,10 @@ def _accept_at_once(
         row = connection.execute(_at_once(connection.dialect), values).one_or_none()
     if row is None:
         return None
-    run_id, archived_ns, fresh, lag_ns, control, cached_by, health = row
+    run_id, archived_ns, fresh, lag_ns, control, cached_by, health, evaluated = row
     if archived_ns is not None:
         raise archived(project)
-    return AcceptedAnnouncement(run_id, fresh, lag_ns, control, cached_by, health or {})
+    return AcceptedAnnouncement(run_id, fresh, lag_ns, control, cached_by, health or {}, evaluated)
 
 
 _NAMES = ("node", "writer", "seq", "first", "last")
@@ -151,6 +153,7 @@ def _at_once(dialect: Dialect) -> TextClause:
 _AT_ONCE = """
 WITH locked AS (
     SELECT runs.id, runs.due_ns, runs.poll_interval_ns, runs.urgent_ns, runs.health, runs.control, runs.cached_by,
+        runs.evaluated_ns > runs.registered_ns AS evaluated,
         {now} AS now_ns, projects.archived_ns
     FROM runs JOIN projects ON projects.name = runs.project
     WHERE runs.project = :project AND runs.run = :run
@@ -194,7 +197,7 @@ WITH locked AS (
     FROM accepted, fresh WHERE runs.id = accepted.id
 )
 SELECT locked.id, archived_ns, fresh.segments, CASE WHEN due_ns <= now_ns THEN now_ns - due_ns END, CAST(control AS text), cached_by,
-    CASE WHEN CAST(:report AS json) IS NOT NULL THEN health -> 'recorders' -> CAST(:reporter AS text) END
+    CASE WHEN CAST(:report AS json) IS NOT NULL THEN health -> 'recorders' -> CAST(:reporter AS text) END, evaluated
 FROM locked, fresh
 """
 
@@ -209,6 +212,7 @@ _LOCKED_RUN = (
         RunRow.health,
         RunRow.control,
         RunRow.cached_by,
+        (RunRow.evaluated_ns > RunRow.registered_ns).label("evaluated"),
         now_ns().label("now_ns"),
         Project.archived_ns,
     )
@@ -242,7 +246,9 @@ def _accept_by_statements(
         hint(session, row.id, requested=True, also=changes)
     else:
         session.execute(update(RUNS).where(RUNS.c.id == row.id).values(changes))
-    return AcceptedAnnouncement(row.id, fresh, lag_ns, json.dumps(row.control), row.cached_by, before)
+    return AcceptedAnnouncement(
+        row.id, fresh, lag_ns, json.dumps(row.control), row.cached_by, before, row.evaluated
+    )
 
 
 def _with_report(run_health: Mapping[str, Any], announcement: Announcement) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ class Claim:
         run_id: id in the database.
         project: the project's name.
         run: the run's name.
-        place: the project's location on the store.
+        place: the location of the run.
         epoch: the fencing token: a commit with an older one changes nothing.
         cursor: cursor at the claim, canonical text.
         journal: journal position of the next segment.
@@ -142,18 +142,21 @@ def claim_due(database: Database, run_id: int, worker: str, lease_ns: int, most:
 
 
 def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, Any]) -> list[Claim]:
-    """Execute a claim; on PostgreSQL it returns the project's location, too, which SQLite reads with a second statement."""
+    """Execute a claim; on PostgreSQL it returns the runs' locations, too, which SQLite reads with a second statement."""
     with database.bare() as connection:
         # SQLite's RETURNING gives only columns of the updated table.
         with_place = connection.dialect.name != "sqlite"
         runs = connection.execute(statement[with_place], named).all()
         if with_place:
             return [_claim_of(run, run) for run in runs]
-        return [_claim_of(run, connection.execute(_PLACE, {"project": run.project}).one()) for run in runs]
+        return [
+            _claim_of(run, connection.execute(_PLACE, {"project_store": run.project_store_id}).one())
+            for run in runs
+        ]
 
 
 def _claim_of(run: Any, place: Any) -> Claim:
-    """A claim from the columns of the run and of its project's location."""
+    """A claim from the columns of the run and of its location."""
     registration = StoreRegistration(
         place.url, place.role_arn, place.external_id, place.region, place.endpoint
     )
@@ -202,7 +205,7 @@ _ANY = (
         unfinished_claims=case((RunRow.lease_until_ns > 0, RunRow.unfinished_claims + 1), else_=RunRow.unfinished_claims),
     )
     .returning(
-        RunRow.id, RunRow.project, RunRow.run, RunRow.epoch, RunRow.cursor, RunRow.journal, RunRow.ticks, RunRow.hints, RunRow.state, RunRow.state_attempt, RunRow.attempt,
+        RunRow.id, RunRow.project, RunRow.run, RunRow.project_store_id, RunRow.epoch, RunRow.cursor, RunRow.journal, RunRow.ticks, RunRow.hints, RunRow.state, RunRow.state_attempt, RunRow.attempt,
         RunRow.unfinished_claims, RunRow.reading, RunRow.waits_for_turn, RunRow.due_ns, RunRow.urgent_ns, now_ns().label("now_ns"),
     )
 )  # fmt: skip
@@ -213,13 +216,13 @@ _PLACED = (
 _PLACE = (
     select(*_PLACED)
     .join(StoreRow, StoreRow.id == ProjectStore.store_id)
-    .where(ProjectStore.project == bindparam("project"))
+    .where(ProjectStore.id == bindparam("project_store"))
 )
 
 
 def _both(statement: Any) -> tuple[Any, Any]:
-    """A claim statement, and one that also returns the project's location."""
-    joined = statement.where(ProjectStore.project == RunRow.project, StoreRow.id == ProjectStore.store_id)
+    """A claim statement, and one that also returns the runs' locations."""
+    joined = statement.where(ProjectStore.id == RunRow.project_store_id, StoreRow.id == ProjectStore.store_id)
     return statement, joined.returning(*_PLACED)
 
 

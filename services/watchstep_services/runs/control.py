@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.format.capture_needs import CaptureNeed
@@ -19,7 +18,7 @@ from watchstep.store.store import Store
 from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.events import make_event
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Project, RunRow
+from watchstep_services.db.models import RunRow
 from watchstep_services.db.records import add_action, add_event
 from watchstep_services.runs.stops import Subject, note
 from watchstep_services.service.context import Service
@@ -133,12 +132,8 @@ def try_mirror(service: Service, due: DueAction) -> AttemptResult:
         StoreError, ConfigError: the store cannot be opened, or refused.
     """
     with service.database.read() as session:
-        run, project = session.execute(
-            select(RunRow, Project)
-            .join(Project, Project.name == RunRow.project)
-            .where(RunRow.id == due.run_id)
-        ).one()
-    place = project.place
+        run = session.get_one(RunRow, due.run_id)
+        place = run.place
     run_store = service.stores.of_run(place, run.run)
     written = service.bulkhead.call_urgent(
         place.registration, lambda: mirror(service, due.run_id, run_store), _MIRROR_SECONDS

@@ -21,7 +21,7 @@ from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Attempt, Project, RunRow, Segment
+from watchstep_services.db.models import Attempt, RunRow, Segment
 from watchstep_services.db.records import hint, put_segment
 from watchstep_services.runs import attempts
 from watchstep_services.runs.claim import Claim, lock_run
@@ -106,7 +106,7 @@ def discover(
     began = time.monotonic()
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
-        place = session.get_one(Project, run.project).place
+        place = run.place
         stored = _known(service, run_id)
     run_store = service.stores.of_run(place, run.run)
     listing = _list(_Documents(run_store, run_id, service.refused_documents), stored)

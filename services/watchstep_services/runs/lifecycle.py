@@ -7,7 +7,7 @@ import logging
 import signal
 from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -16,7 +16,7 @@ from watchstep.stopping import EXIT_STOPPED
 from watchstep_launch.backend import OVER, BackendError, JobState, JobStatus
 from watchstep_services.core.events import make_event
 from watchstep_services.core.failpoints import failpoint
-from watchstep_services.core.settings import nanoseconds
+from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ActionRow, Attempt, BoundJobRow, RunRow, Segment
 from watchstep_services.db.records import add_event
@@ -260,6 +260,29 @@ def _job_status(service: Service, project: str, bound: BoundJob) -> JobStatus:
     except BackendError as error:  # the job's state is read once the backend answers again
         _log.warning("job %s:%s: %s", bound.job.backend, bound.job.id, error.what)
         return JobStatus("unknown", detail=error.what)
+
+
+QUIET_NS = 30 * NANOSECONDS
+"""Time after which a run in progress is shown as one from which nothing was evaluated."""
+
+
+def quiet_since(run: RunRow, now: int) -> int | None:
+    """Since when nothing of a run in progress was evaluated; None if that is less than `QUIET_NS`, or the run is over.
+
+    It is counted from the run's last registration, so that a restart is not quiet for as long as its run was over.
+    """
+    since = max(run.registered_ns, run.evaluated_ns)
+    return since if run.ended_ns is None and now - since >= QUIET_NS else None
+
+
+def health_of(run: RunRow, now: int) -> dict[str, Any]:
+    """The health of a run, with a problem if nothing of a run in progress was evaluated since it was registered."""
+    if quiet_since(run, now) is None or run.evaluated_ns > run.registered_ns:
+        return run.health
+    problem = (
+        f"nothing of the run has been evaluated since it was registered; it is read from {run.place.location}"
+    )
+    return {**run.health, "not_evaluated": problem}
 
 
 def _change(service: Service, run: RunRow, state: RunState, now: int, session: Session) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select, update
@@ -36,10 +37,11 @@ from watchstep_rules.custom.sql.rule import Sql, SqlParams
 from watchstep_rules.rule_files import rule_file
 from watchstep_services import tenancy
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.engine import insert_missing, is_of_all
-from watchstep_services.db.models import BoundJobRow, Project, RunRow
+from watchstep_services.db.models import BoundJobRow, Project, ProjectStore, RunRow, StoreRow
 from watchstep_services.db.records import hint
 from watchstep_services.runs import attempts, rule_configs
 from watchstep_services.runs.lifecycle import ENDED
@@ -47,12 +49,16 @@ from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import retry_unconfirmed
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy import (
+    StoreNotAllowedError,
     allow_local,
     allow_owned,
     allowed_backend,
     create_project,
+    find_project,
     open_project,
     own_store,
+    own_stores,
+    place_for,
 )
 
 MOST_RULES = 100
@@ -134,13 +140,29 @@ _Intake = int | Future[int | None]
 """A run's id, or the future that returns it once the run is registered."""
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """How a run is recorded.
+
+    Attributes:
+        store: URL of the store that its recorder writes to; empty for that of the project's new runs.
+        registered_by: the id of the token of the requesting operator, who becomes the owner of a new run (`api.run_tokens`).
+    """
+
+    store: str = ""
+    registered_by: str = ""
+
+
+RECORDED_BY_DEFAULT = Recorded()
+
+
 def register(
     service: Service,
     project: str,
     run: str,
     requested: tuple[RuleConfig, ...],
     origin: Origin,
-    registered_by: str = "",
+    recorded: Recorded = RECORDED_BY_DEFAULT,
 ) -> int:
     """Register a run with the owner's rules and the requested ones. Safe to repeat.
 
@@ -151,7 +173,7 @@ def register(
         requested: rule configs. An operator's replace the owner's of the same name; a recorder's inhibit nothing. They stop the job
             if an operator has allowed it (`runs.stops.allow`).
         origin: who requests it.
-        registered_by: the id of the token of the requesting operator, who becomes the owner of a new run (`api.run_tokens`).
+        recorded: the store that it is recorded to, and who records it.
 
     Returns:
         The run's id in the database.
@@ -159,27 +181,46 @@ def register(
     Raises:
         BadNameError: a name is not valid.
         NotFoundError, ConflictError: as raised by `ensure_project`.
+        StoreNotAllowedError: the store is a bucket that is not registered for the project, or the run is on another store.
         RuleError: a recorder requests more than it may (`check`).
     """
     layout.run_prefix(project, run)
     if origin == "recorder":
         check(requested)
     with service.database.write() as session:
-        ensure_project(session, service, project)
+        named = find_place(session, service, project, recorded.store)
+        placed = named or find_project(session, project).placed
         now = read_clock(session)
         values = {
-            "project": project, "run": run, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
+            "project": project, "run": run, "project_store_id": placed.id, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
             "cursor": "{}", "journal": 0, "ticks": 0, "last_step": -1, "control": ControlDocument().as_data(),
             "health": {}, "created_ns": now, "last_seen_ns": now, "listed_ns": 0, "hints": 0,
-            "registered_by": registered_by,
+            "registered_by": recorded.registered_by,
         }  # fmt: skip
         insert_missing(session, RunRow, values)
         row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one()
+        if named is not None and row.project_store_id != named.id:
+            raise StoreNotAllowedError(
+                f"run {project}/{run}: registered on store {row.place.location}, not on {named.place.location}",
+                "give the run another name, or continue it on its store",
+            )
         rule_configs.put_all(session, row, service.owner_rules, requested, origin)
         session.execute(
-            update(RunRow).where(RunRow.id == row.id).values(listed_ns=0, poll_ns=0, poll_interval_ns=0)
+            update(RunRow)
+            .where(RunRow.id == row.id)
+            .values(listed_ns=0, poll_ns=0, poll_interval_ns=0, registered_ns=now)
         )
         return row.id
+
+
+def find_place(session: Session, service: Service, project: str, store: str) -> ProjectStore | None:
+    """Find the location of a run that its recorder writes to a store (`tenancy.place_for`), in a project as by `ensure_project`."""
+    ensure_project(session, service, project)
+    own: Sequence[StoreRow] = ()
+    if store and service.settings.new_projects == "on_first_run":
+        own_store(session, service.settings.store)
+        own = own_stores(session)
+    return place_for(session, find_project(session, project), store, own)
 
 
 def ensure_project(session: Session, service: Service, project: str) -> None:
@@ -240,25 +281,32 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
 def discover_runs(service: Service) -> list[int]:
     """Find unregistered runs on the stores; return their ids.
 
-    A project with a store that does not answer is logged and counted, is listed less often, and delays the others for at most
+    A store of a project that does not answer is logged and counted, is listed less often, and delays the others for at most
     `Settings.store_wait_seconds`, once; runs that are found later are not returned. The same is true of
-    the service's own store, which is listed for new projects. Runs with SQL rules are registered by threads, fairly by
+    the service's own stores, which are listed for new projects. Runs with SQL rules are registered by threads, fairly by
     project, because checking their queries takes seconds. They are waited for equally long, unless earlier ones of their
     project are still waiting.
 
     Raises:
         SQLAlchemyError: the database did not answer.
     """
-    _attempted(service, "", lambda: _discover_projects(service))
+    for store in _own_folders(service):
+        _attempted(service, "", store, functools.partial(_discover_projects, service, store))
     with service.database.read() as session:
-        projects = list(session.execute(select(Project).filter_by(archived_ns=None)).scalars())
+        listed = (
+            select(ProjectStore)
+            .join(Project, Project.name == ProjectStore.project)
+            .where(Project.archived_ns.is_(None))
+            .order_by(ProjectStore.project, ProjectStore.id)
+        )
+        places = [(row.id, row.place) for row in session.execute(listed).scalars()]
     intakes: list[_Intake] = []
     until = time.monotonic() + _ALL_SECONDS
-    for project in projects:
-        listing = functools.partial(_discover_in, service, project, until)
+    for row_id, place in places:
+        listing = functools.partial(_discover_in, service, row_id, place, until)
         intakes += service.bulkhead.call(
-            project.place.registration,
-            functools.partial(_attempted, service, project.name, listing),
+            place.registration,
+            functools.partial(_attempted, service, place.project, place.location, listing, row_id),
             service.settings.store_wait_seconds,
             [],
         )
@@ -273,8 +321,11 @@ def _run_id_of(intake: _Intake) -> int | None:
     return intake.result() if intake.done() and not intake.cancelled() else None
 
 
-def _attempted(service: Service, project: str, listing: Callable[[], list[_Intake]]) -> list[_Intake]:
-    """The result of a listing; empty if it failed, which is logged once until a listing succeeds."""
+def _attempted(
+    service: Service, project: str, store: str, listing: Callable[[], list[_Intake]], row_id: int = 0
+) -> list[_Intake]:
+    """The result of a listing of a store; empty if it failed, which is logged once until a listing succeeds."""
+    key = (project, f"on {store}")  # not the name of a run
     began = time.monotonic()
     try:
         intakes = listing()
@@ -283,44 +334,60 @@ def _attempted(service: Service, project: str, listing: Callable[[], list[_Intak
             raise
         message = error.what if isinstance(error, WatchstepError) else ""
         metrics.SWEEP_FAULTS.labels("project").inc()
-        if (project, "") not in service.failed_intakes:
-            service.failed_intakes.add((project, ""))
+        if key not in service.failed_intakes:
+            service.failed_intakes.add(key)
             where = f"runs of project {project}" if project else "new projects"
             _log.warning(
                 "%s cannot be listed: %s; it is tried again", where, message or error,
                 exc_info=None if message else error,
             )  # fmt: skip
-        if project:
-            _put_off(service, project, time.monotonic() - began)
+        if row_id:
+            _put_off(service, row_id, time.monotonic() - began)
         return []
-    service.failed_intakes.discard((project, ""))
+    service.failed_intakes.discard(key)
     return intakes
 
 
-def _put_off(service: Service, project: str, seconds: float) -> None:
+def _put_off(service: Service, row_id: int, seconds: float) -> None:
     """Postpone the next listing of a store that failed, in proportion to the time it took, because it delays the sweep."""
     with service.database.write() as session:
         session.execute(
-            update(Project)
-            .where(Project.name == project)
+            update(ProjectStore)
+            .where(ProjectStore.id == row_id)
             .values(listed_ns=now_ns() + nanoseconds(_TIMES_AS_LONG * seconds))
             .execution_options(synchronize_session=False)
         )
 
 
-def _discover_projects(service: Service) -> list[_Intake]:
-    root = service.stores.open(service.settings.store)
-    # In a bucket, projects are created by registration: listing it every second costs money.
-    if not root.is_local or service.settings.new_projects != "on_first_run":
+def _own_folders(service: Service) -> list[str]:
+    """The service's own stores on which folders become projects.
+
+    In a bucket, projects are created by registration: listing it every second costs money.
+    """
+    if service.settings.new_projects != "on_first_run":
         return []
     with service.database.read() as session:
-        known_projects = set(session.execute(select(Project.name)).scalars())
+        urls = {service.settings.store, *(row.url for row in own_stores(session))}
+    return sorted(url for url in urls if StoreRegistration(url).is_local)
+
+
+def _discover_projects(service: Service, store: str) -> list[_Intake]:
+    root = service.stores.open(store)
+    with service.database.read() as session:
+        on_it = select(ProjectStore.project).join(StoreRow).where(StoreRow.url == store)
+        known_projects = set(session.execute(on_it).scalars())
+        closed = select(Project).where(Project.name.not_in(known_projects))
+        known_projects.update(
+            project.name
+            for project in session.execute(closed).unique().scalars()
+            if project.archived_ns is not None or not project.placed.store.is_own
+        )
     for name in root.folders():
         if name in known_projects or not _is_name(name):
             continue
         try:
             with service.database.write() as session:
-                ensure_project(session, service, name)
+                find_place(session, service, name, store)
         except WatchstepError as error:
             if (name, "") not in service.failed_intakes:
                 service.failed_intakes.add((name, ""))
@@ -328,34 +395,34 @@ def _discover_projects(service: Service) -> list[_Intake]:
     return []
 
 
-def _discover_in(service: Service, project: Project, until: float) -> list[_Intake]:
-    """Register a project's new runs for a limited time; after ``until`` (monotonic clock), only one."""
-    store = service.stores.of(project.place)
+def _discover_in(service: Service, row_id: int, place: StorePlace, until: float) -> list[_Intake]:
+    """Register a project's new runs on one of its stores for a limited time; after ``until`` (monotonic clock), only one."""
+    store, project = service.stores.of(place), place.project
     interval = service.settings.listing_ns(local=store.is_local)
     with service.database.write() as session:
-        # One of several workers lists the project, at most once per interval.
+        # One of several workers lists it, at most once per interval.
         turn = session.execute(
-            update(Project)
-            .where(Project.name == project.name, Project.listed_ns <= now_ns() - interval)
+            update(ProjectStore)
+            .where(ProjectStore.id == row_id, ProjectStore.listed_ns <= now_ns() - interval)
             .values(listed_ns=now_ns())
-            .returning(Project.name)
+            .returning(ProjectStore.id)
             .execution_options(synchronize_session=False)
         ).scalar_one_or_none()
     if turn is None:
         return []
-    names = store.folders(f"{project.name}/")
+    names = store.folders(f"{project}/")
     if store.is_local:
-        _poll_restarted(service, store, project.name, names)
+        _poll_restarted(service, store, (row_id, project), names)
     fresh = [
         name
-        for name in _unknown_names(service, project.name, names)
-        if _is_name(name) and (project.name, name) not in service.in_intake
+        for name in _unknown_names(service, (row_id, place), names)
+        if _is_name(name) and (project, name) not in service.in_intake
     ]
-    is_behind = any(of == project.name for of, _ in list(service.in_intake))
+    is_behind = any(of == project for of, _ in list(service.in_intake))
     intakes: list[_Intake] = []
     until = min(until, time.monotonic() + SLICE_SECONDS)
     for name in fresh:
-        intake = _intake_of(service, store, project.name, name)
+        intake = _intake_of(service, store, place, name)
         if intake is not None and not (is_behind and isinstance(intake, Future)):
             intakes.append(intake)
         # Other projects and due stops wait for this sweep.
@@ -364,23 +431,24 @@ def _discover_in(service: Service, project: Project, until: float) -> list[_Inta
     return intakes
 
 
-def _poll_restarted(service: Service, store: Store, project: str, names: Sequence[str]) -> None:
+def _poll_restarted(service: Service, store: Store, of: tuple[int, str], names: Sequence[str]) -> None:
     """Make ended runs due for a poll if an attempt has begun in their folder, because nothing announces it.
 
     A folder's time shows it without a listing of each run. In a bucket only polls of ended runs find it.
     """
-    first = service.begun_from.get(project, 0) if len(names) > _MOST_FOLDERS else 0
+    row_id, project = of
+    first = service.begun_from.get(row_id, 0) if len(names) > _MOST_FOLDERS else 0
     window = names[first : first + _MOST_FOLDERS]
-    service.begun_from[project] = first + _MOST_FOLDERS if first + _MOST_FOLDERS < len(names) else 0
+    service.begun_from[row_id] = first + _MOST_FOLDERS if first + _MOST_FOLDERS < len(names) else 0
     begun, recently = [], time.time_ns() - _RECENT_NS
     for name in window:
         changed = store.changed_ns(f"{project}/{name}/{layout.ATTEMPTS}")
-        before = service.begun_ns.get((project, name))
-        service.begun_ns[project, name] = changed
+        before = service.begun_ns.get((row_id, name))
+        service.begun_ns[row_id, name] = changed
         if changed != before and (before is not None or changed > recently):
             begun.append(name)
     for start in range(0, len(begun), _NAMES_AT_ONCE):
-        chosen = (RunRow.project == project, RunRow.run.in_(begun[start : start + _NAMES_AT_ONCE]))
+        chosen = (RunRow.project_store_id == row_id, RunRow.run.in_(begun[start : start + _NAMES_AT_ONCE]))
         with service.database.write() as session:
             session.execute(
                 update(RunRow)
@@ -390,21 +458,35 @@ def _poll_restarted(service: Service, store: Store, project: str, names: Sequenc
             )
 
 
-def _unknown_names(service: Service, project: str, names: Iterable[str]) -> list[str]:
-    """Names of runs on a store that are not in the database; known names are cached."""
-    fresh = [name for name in names if (project, name) not in service.known_runs]
+def _unknown_names(service: Service, of: tuple[int, StorePlace], names: Iterable[str]) -> list[str]:
+    """Names of runs on a store that are not in the database; known names are cached. Runs that are on another store are logged once."""
+    row_id, place = of
+    project, elsewhere = place.project, set()
+    fresh = [name for name in names if (row_id, name) not in service.known_runs]
     for start in range(0, len(fresh), _NAMES_AT_ONCE):
         unchecked = fresh[start : start + _NAMES_AT_ONCE]
         with service.database.read() as session:
             rows = session.execute(
-                select(RunRow.run).where(RunRow.project == project, RunRow.run.in_(unchecked))
-            )
-            service.known_runs.update((project, name) for name in rows.scalars())
-    return [name for name in fresh if (project, name) not in service.known_runs]
+                select(RunRow.run, RunRow.project_store_id).where(
+                    RunRow.project == project, RunRow.run.in_(unchecked)
+                )
+            ).all()
+        service.known_runs.update((row_id, row.run) for row in rows if row.project_store_id == row_id)
+        elsewhere |= {row.run for row in rows if row.project_store_id != row_id}
+    for name in sorted(elsewhere):
+        key = (project, f"{name} on {place.location}")
+        if key not in service.failed_intakes:
+            service.failed_intakes.add(key)
+            _log.warning(
+                "run %s/%s on %s is not evaluated: a run of this name is on another store of the project",
+                project, name, place.location,
+            )  # fmt: skip
+    return [name for name in fresh if (row_id, name) not in service.known_runs and name not in elsewhere]
 
 
-def _intake_of(service: Service, store: Store, project: str, run: str) -> _Intake | None:
+def _intake_of(service: Service, store: Store, place: StorePlace, run: str) -> _Intake | None:
     """Register a run, or submit its registration; None if there is no run, or it cannot be registered now."""
+    project = place.project
     key = layout.run_prefix(project, run) + layout.RUN_DOCUMENT
     document: RunDocument | Exception
     size = 0
@@ -418,11 +500,11 @@ def _intake_of(service: Service, store: Store, project: str, run: str) -> _Intak
     except Exception as error:  # noqa: BLE001 - the document may contain anything
         document = error
     if isinstance(document, Exception) or not has_queries(document.rules):
-        return _register_document(service, project, run, document)
+        return _register_document(service, place, run, document)
     if not _has_room(service, project):
         return None
     service.in_intake[project, run] = size
-    return service.intake.submit(project, functools.partial(_check, service, project, run, document))
+    return service.intake.submit(project, functools.partial(_check, service, place, run, document))
 
 
 def _run_document(store: Store, key: str) -> tuple[RunDocument, int]:
@@ -449,25 +531,25 @@ def _has_room(service: Service, project: str) -> bool:
     return own == 0 or (own < _MOST_OWN_BYTES and sum(size for _, size in waiting) < _MOST_BYTES)
 
 
-def _check(service: Service, project: str, run: str, document: RunDocument) -> int | None:
+def _check(service: Service, place: StorePlace, run: str, document: RunDocument) -> int | None:
     """Register a run in a thread of the intake."""
     try:
-        with on_behalf_of(project):
-            return _register_document(service, project, run, document)
+        with on_behalf_of(place.project):
+            return _register_document(service, place, run, document)
     finally:
-        del service.in_intake[project, run]
+        del service.in_intake[place.project, run]
 
 
 def _register_document(
-    service: Service, project: str, run: str, document: RunDocument | Exception
+    service: Service, place: StorePlace, run: str, document: RunDocument | Exception
 ) -> int | None:
     """Register a run. An error is logged, and does not affect other runs."""
     try:
-        run_id = _registered(service, project, run, document)
+        run_id = _registered(service, place, run, document)
     except Exception as error:  # noqa: BLE001 - the document may contain anything
-        _log_failure(service, project, run, error)
+        _log_failure(service, place.project, run, error)
         return None
-    service.failed_intakes.discard((project, run))
+    service.failed_intakes.discard((place.project, run))
     return run_id
 
 
@@ -482,7 +564,8 @@ def _log_failure(service: Service, project: str, run: str, error: Exception) -> 
     )  # fmt: skip
 
 
-def _registered(service: Service, project: str, run: str, document: RunDocument | Exception) -> int:
+def _registered(service: Service, place: StorePlace, run: str, document: RunDocument | Exception) -> int:
+    project, store = place.project, place.location
     requested: tuple[RuleConfig, ...] = ()
     # A recorder's document may contain anything; an error in it is reported in the run's health.
     fault = document if isinstance(document, Exception) else None
@@ -495,12 +578,12 @@ def _registered(service: Service, project: str, run: str, document: RunDocument 
             fault = error
     problem = "" if fault is None else fault.what if isinstance(fault, WatchstepError) else str(fault)
     try:
-        run_id = register(service, project, run, requested, "recorder")
+        run_id = register(service, project, run, requested, "recorder", Recorded(store))
     except Exception as error:
         if not requested:
             raise
         problem = f"its rules cannot be stored: {type(error).__name__}: {error}"
-        run_id = register(service, project, run, (), "recorder")
+        run_id = register(service, project, run, (), "recorder", Recorded(store))
     if problem:
         _log.warning("%s", problem)
         with service.database.write() as session:

@@ -23,7 +23,7 @@ from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.engine import is_of_all
 from watchstep_services.db.lease import POLL_LEASE, unlocked
-from watchstep_services.db.models import BoundJobRow, Project, RunRow
+from watchstep_services.db.models import BoundJobRow, RunRow
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import ENDED, advance_run
 from watchstep_services.service.context import Service
@@ -54,7 +54,7 @@ class RunPoll:
 
     Attributes:
         run: its row at the claim.
-        place: the project's location on the store.
+        place: the location of the run.
         now_ns: time by the database's clock.
         has_job: its newest attempt has a bound job that was not gone.
         taken_ns: fencing token of the claim; an announcement replaces it.
@@ -76,8 +76,7 @@ def claim_polls(service: Service) -> list[RunPoll]:
         if not tokens:
             return []
         rows = session.execute(
-            select(RunRow, Project, BoundJobRow.state)
-            .join(Project, Project.name == RunRow.project)
+            select(RunRow, BoundJobRow.state)
             .outerjoin(
                 BoundJobRow, (BoundJobRow.run_id == RunRow.id) & (BoundJobRow.attempt == RunRow.attempt)
             )
@@ -85,8 +84,8 @@ def claim_polls(service: Service) -> list[RunPoll]:
             .order_by(RunRow.id)
         ).all()
         return [
-            RunPoll(run, project.place, now, job is not None and job not in OVER, tokens[run.id])
-            for run, project, job in rows
+            RunPoll(run, run.place, now, job is not None and job not in OVER, tokens[run.id])
+            for run, job in rows
         ]
 
 

@@ -12,16 +12,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 import uvicorn
-from sqlalchemy import true
+from sqlalchemy import select, true
 
-from watchstep.capture.service.location import SERVICE_NOTE, local_folder, make_home
+from watchstep.capture.service.location import SERVICE_NOTE, listed, local_folder, make_home
 from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.platform.process import ProcessIdentity
 from watchstep.store.known_stores import HOME_NOTE, note_in_home, noted_id
@@ -36,7 +36,7 @@ from watchstep_services.db.clock import now_ns
 from watchstep_services.db.encryption import open_encrypted_database
 from watchstep_services.db.engine import Database
 from watchstep_services.db.lease import ACTION_LEASE, RUN_LEASE
-from watchstep_services.db.models import ActionRow
+from watchstep_services.db.models import ActionRow, StoreRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.dispatch.dispatch import next_due_ns
 from watchstep_services.retention import UpkeepThreads
@@ -45,7 +45,7 @@ from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
 from watchstep_services.stores.opening import Stores
-from watchstep_services.tenancy import own_store
+from watchstep_services.tenancy import serve_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -162,7 +162,9 @@ class EmbeddedService:
         self._queue = WorkQueue(self.settings.workers)
         settings = self.settings.model_copy(update={"store": store.location})
         with database.write() as session:
-            own_store(session, store.location)
+            serve_store(session, store.location)
+            registered = session.execute(select(StoreRow.url).order_by(StoreRow.id)).scalars()
+            stores = list(dict.fromkeys((store.location, *registered)))
         self.service = Service(
             settings,
             database,
@@ -171,7 +173,9 @@ class EmbeddedService:
             self._queue,
             receiver_file=receivers,
             owner_backends=home / BACKENDS_FILE,
-            stores=Stores({store.location: identity}),
+            stores=Stores(
+                {url: StoreIdentity(noted_id(home, url)) for url in stores} | {store.location: identity}
+            ),
         )
         apply_owner_rules(database, rules)
         self.operator_token, self.recorder_token, page_token = self._own_tokens(database, home)
@@ -193,7 +197,7 @@ class EmbeddedService:
         self._undo.append(upkeep.join)
         self._undo.append(self._queue.wake.set)
         self._undo.append(self._stopping.set)
-        self._publish(home)
+        self._publish(home, stores)
 
     def _own_tokens(self, database: Database, home: Path) -> tuple[str, str, str]:
         """Create an operator token, a recorder token and one for the page, after removing those of an earlier process that was killed."""
@@ -250,7 +254,7 @@ class EmbeddedService:
         if not server.listening.wait(_START_SECONDS):
             raise ServiceError(f"service {self.url}: did not start", "see the log above for the reason")
 
-    def _publish(self, home: Path) -> None:
+    def _publish(self, home: Path, stores: Sequence[str]) -> None:
         """Write the service note for the CLI on this machine. Only its owner can read the file."""
         path = home / SERVICE_NOTE
         partial = home / f".{SERVICE_NOTE}.{os.getpid()}"
@@ -263,12 +267,15 @@ class EmbeddedService:
                     "operator_token": self.operator_token,
                     "recorder_token": self.recorder_token,
                     "process": asdict(ProcessIdentity.of(os.getpid())),
-                    "store": self.service.settings.store,
+                    "stores": stores,
                 },
                 file,
             )
         partial.replace(path)
         self._undo.append(lambda: path.unlink(missing_ok=True))
+        listing = contextlib.ExitStack()
+        listing.enter_context(listed(home))
+        self._undo.append(listing.close)
 
     def _sweep_loop(self) -> None:
         last_sweep = float("-inf")

@@ -14,6 +14,7 @@ from watchstep.errors import ConfigError
 from watchstep.platform.transport import ServiceAddress
 from watchstep.wrapper import environment as injected
 from watchstep_launch.backend import JobHandle, Launch
+from watchstep_services.db.models import RunRow
 from watchstep_services.runs.registration import bind_job, register
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy import capture_document
@@ -56,7 +57,7 @@ def launch_local(service: Service, program: LaunchedProgram, recorder_token: str
     """
     run_id = register(service, program.project, program.run, (), "operator")
     launch = injected.AttemptLaunch(
-        store_url=service.settings.store,
+        store_url=_store_url(service, run_id),
         project=program.project,
         run=program.run,
         attempt=new_nonce(),
@@ -69,6 +70,11 @@ def launch_local(service: Service, program: LaunchedProgram, recorder_token: str
     job = backend.submit(Launch(program.command, variables, program.folder, program.log))
     bind_job(service, run_id, launch.attempt, job, "operator")
     return job
+
+
+def _store_url(service: Service, run_id: int) -> str:
+    with service.database.read() as session:
+        return session.get_one(RunRow, run_id).place.location
 
 
 def _project_capture(service: Service, project: str) -> str:

@@ -101,9 +101,9 @@ class Service:
         receiver_file: the owner's receivers, for all projects.
         worker: name of the worker that this process belongs to; empty for none.
         failed_intakes: (project, run) of runs that were found and could not be registered, which were logged.
-        known_runs: (project, run) of runs that are known to be in the database.
-        begun_ns: (project, run) on a folder → when an attempt was last seen to begin.
-        begun_from: project → index of the folder at which the next search for begun attempts starts.
+        known_runs: (id of the project's store, run) of runs that are known to be in the database.
+        begun_ns: (id of the project's store, run) on a folder → when an attempt was last seen to begin.
+        begun_from: id of the project's store → index of the folder at which the next search for begun attempts starts.
         intake: threads that register runs with rules that take long to check.
         status_threads: threads that request the status of jobs from backends, for callers with a short timeout.
         look_threads: threads that poll runs on local stores.
@@ -135,9 +135,9 @@ class Service:
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     worker: str = ""
     failed_intakes: set[tuple[str, str]] = field(default_factory=set)
-    known_runs: set[tuple[str, str]] = field(default_factory=set)
-    begun_ns: dict[tuple[str, str], int] = field(default_factory=dict)
-    begun_from: dict[str, int] = field(default_factory=dict)
+    known_runs: set[tuple[int, str]] = field(default_factory=set)
+    begun_ns: dict[tuple[int, str], int] = field(default_factory=dict)
+    begun_from: dict[int, int] = field(default_factory=dict)
     intake: FairThreads = field(
         default_factory=lambda: FairThreads(_INTAKE_THREADS, "watchstep-intake", per_project=1)
     )

@@ -1,106 +1,31 @@
-"""The contract of every store, on a local folder and on S3."""
+"""Stores in folders, and what needs no server of a provider."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import S3
+from tests.sdk.store.contract import StoreContract
 from tests.sdk.store.parts_server import PartsServer
-from watchstep.errors import ConfigError, FormatError, MissingStoreError, NotFoundError, StoreError
-from watchstep.store.store import ObjectEntry, Store
+from watchstep.errors import ConfigError, MissingStoreError, NotFoundError, StoreError
+from watchstep.store.store import Store
 
 
-def test_what_was_put_is_read_back(store: Store) -> None:
-    store.put("a/b", b"one")
-    assert store.get("a/b") == b"one"
-    assert store.size("a/b") == 3
+@pytest.fixture
+def unfinished(folder_store: Store) -> Callable[[], list[str]]:
+    """A function that lists what no listing shows."""
+    folder = Path(folder_store.location)
+    return lambda: [str(path) for path in folder.rglob("*") if path.is_file()]
 
 
-def test_put_replaces(store: Store) -> None:
-    store.put("a", b"one")
-    store.put("a", b"two")
-    assert store.get("a") == b"two"
-
-
-def test_create_takes_a_free_key_once(store: Store) -> None:
-    assert store.create("claim", b"first")
-    assert not store.create("claim", b"second")
-    assert store.get("claim") == b"first"
-
-
-def test_a_range_is_read_by_itself(store: Store) -> None:
-    store.put("a", b"0123456789")
-    assert store.get_range("a", 2, 3) == b"234"
-    assert store.get_range("a", 8, 100) == b"89"
-    with pytest.raises(StoreError, match="cannot read 'a'"):
-        store.get_range("a", 10, 1)
-
-
-def test_ranges_are_read_at_once(store: Store) -> None:
-    store.put("a", b"0123456789")
-    assert store.get_ranges("a", [(2, 3), (9, 1), (0, 4)]) == [b"234", b"9", b"0123"]
-    assert store.get_ranges("a", [(0, 1), (8, 100)]) == [b"0", b"89"]
-
-
-def test_a_limit_refuses_a_large_object(store: Store) -> None:
-    store.put("a", b"0123456789")
-    assert store.get("a", limit=10) == b"0123456789"
-    with pytest.raises(FormatError, match=r"object .*a has 10 bytes, over the limit of 9"):
-        store.get("a", limit=9)
-
-
-def test_a_missing_object_is_named(store: Store) -> None:
-    for read in (
-        store.get,
-        store.size,
-        lambda key: store.get_range(key, 0, 1),
-        lambda key: store.get_ranges(key, [(0, 1)]),
-    ):
-        with pytest.raises(NotFoundError, match="run/nothing: not found"):
-            read("run/nothing")
-
-
-def test_entries_lists_whole_path_segments(store: Store) -> None:
-    for key in ("run/a", "run/b/c", "runs/d"):
-        store.put(key, b"12")
-    assert sorted(store.entries("run/"), key=lambda entry: entry.key) == [
-        ObjectEntry("run/a", 2),
-        ObjectEntry("run/b/c", 2),
-    ]
-    assert {entry.key for entry in store.entries()} == {"run/a", "run/b/c", "runs/d"}
-    assert list(store.entries("nothing/")) == []
-
-
-def test_folders_lists_one_level(store: Store) -> None:
-    for key in ("p/run2/x/y", "p/run1/z", "p/file", "q/run3/z"):
-        store.put(key, b"")
-    assert store.folders() == ["p", "q"]
-    assert store.folders("p/") == ["run1", "run2"]
-    assert store.folders("nothing/") == []
-
-
-def test_delete_removes_and_misses_nothing(store: Store) -> None:
-    store.put("a", b"")
-    store.delete("a")
-    store.delete("a")
-    assert list(store.entries()) == []
-
-
-def test_below_an_object_there_is_nothing(store: Store) -> None:
-    store.put("a", b"1")
-    for read in (store.get, store.size, lambda key: store.get_range(key, 0, 1)):
-        with pytest.raises(NotFoundError):
-            read("a/b")
-    store.delete("a/b")
-    assert (list(store.entries("a/b/")), store.folders("a/b/")) == ([], [])
-    assert store.get("a") == b"1"
+class TestFolder(StoreContract):
+    """A folder. Servers of S3, Azure and GCS are in tests/stores."""
 
 
 def test_in_a_folder_nothing_is_written_below_an_object(tmp_path: Path) -> None:
@@ -110,36 +35,6 @@ def test_in_a_folder_nothing_is_written_below_an_object(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="is an object already") as refused:
             write("a/b", b"2")
         assert not isinstance(refused.value, NotFoundError)
-
-
-def test_a_child_sees_only_what_is_below_it(store: Store) -> None:
-    store.put("p/run/a", b"1")
-    store.put("p/run-2/a", b"2")
-    child = store.child("p").child("run/")
-    assert [entry.key for entry in child.entries()] == ["a"]
-    assert child.get("a") == b"1"
-    child.put("b", b"3")
-    assert store.get("p/run/b") == b"3"
-
-
-def test_a_location_opens_the_same_place(store: Store) -> None:
-    store.child("p/run").put("a", b"1")
-    assert Store.open(store.child("p/run").location).get("a") == b"1"
-    assert store.child("p").location == f"{store.location}/p"
-
-
-def test_check_writable_leaves_nothing_behind(store: Store) -> None:
-    store.check_writable()
-    assert list(store.entries()) == []
-
-
-@pytest.mark.parametrize("key", ["../outside", "a//b", "a/../../b"])
-def test_no_key_leaves_the_store(store: Store, key: str) -> None:
-    inner = store.child("inner")
-    for act in (inner.get, inner.delete, lambda key: inner.put(key, b"")):
-        with pytest.raises(StoreError):
-            act(key)
-    assert list(store.entries()) == []
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "schrittmaß", "100%", "a#b?c"])
@@ -184,34 +79,6 @@ def test_a_folder_that_cannot_be_written_is_reported(folder_store: Store) -> Non
         folder_store.child("file").check_writable()
     with pytest.raises(StoreError, match="cannot write"):
         folder_store.child("file").create("object", b"")
-
-
-@pytest.mark.parametrize("sizes", [[], [0, 0], [5], [3, 0, 2**20, 7], [6 * 2**20, 1, 7 * 2**20]])
-def test_an_object_in_parts_is_read_back(store: Store, sizes: list[int]) -> None:
-    parts = [bytes([place]) * size for place, size in enumerate(sizes)]
-    assert store.create_in_parts("a", sum(sizes), map(memoryview, parts))
-    assert store.get("a") == b"".join(parts)
-    assert not store.create_in_parts("a", 5, iter([memoryview(b"other")]))
-    assert store.get("a") == b"".join(parts)
-
-
-@pytest.mark.parametrize("complete_parts", [0, 1, 3])
-def test_an_upload_that_is_interrupted_leaves_nothing(store: Store, complete_parts: int) -> None:
-    def interrupted() -> Iterator[memoryview]:
-        for _ in range(complete_parts):
-            yield memoryview(bytes(5 * 2**20))
-        yield memoryview(b"a bit")
-        raise ConnectionError("the line is cut")
-
-    with pytest.raises(StoreError, match=r"cannot write 'run/a' \(the line is cut\)"):
-        store.create_in_parts("run/a", 20 * 2**20, interrupted())
-    assert list(store.entries()) == []
-    if store.is_local:
-        assert [path for path in Path(store.location).rglob("*") if path.is_file()] == []
-    else:
-        with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/runs?uploads") as answer:
-            assert b"<UploadId>" not in answer.read()
-    assert store.create_in_parts("run/a", 1, iter([memoryview(b"1")]))
 
 
 def test_a_part_that_the_server_refuses_ends_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,41 +182,6 @@ def test_a_url_that_names_no_store_is_reported(url: str, message: str) -> None:
     assert caught.value.hint
 
 
-def test_a_missing_bucket_is_reported(s3: S3) -> None:
-    store = Store.open("s3://nowhere/runs")
-    acts: tuple[Callable[[], object], ...] = (
-        lambda: store.put("a", b""),
-        lambda: store.create("a", b""),
-        lambda: store.create_in_parts("a", 6 * 2**20, iter([memoryview(bytes(6 * 2**20))])),
-        lambda: store.get("a"),
-        lambda: store.get_range("a", 0, 1),
-        lambda: store.delete("a"),
-        store.folders,
-        lambda: list(store.entries()),
-        store.check_writable,
-    )
-    for act in acts:
-        with pytest.raises(
-            MissingStoreError, match=r"store s3://nowhere/runs has no such bucket\n  hint: create the bucket"
-        ):
-            act()
-
-
-def test_wrong_credentials_are_reported(s3: S3) -> None:
-    s3.make_bucket("runs")
-    s3.require_known_keys()
-    store = Store.open("s3://runs/x")
-    acts: dict[str, Callable[[], object]] = {
-        "write": lambda: store.put("a", b""),
-        "read": lambda: store.get("a"),
-        "list": lambda: list(store.entries()),
-        "delete": lambda: store.delete("a"),
-    }
-    for verb, act in acts.items():
-        with pytest.raises(StoreError, match=f"store s3://runs/x: access denied, cannot {verb}"):
-            act()
-
-
 def test_a_server_that_does_not_answer_is_not_taken_for_a_denial(
     s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,27 +244,3 @@ def test_a_folder_whose_name_is_no_key_hides_no_other(
     messages = sorted(record.getMessage() for record in caplog.records)
     assert len(messages) == 2
     assert "'\\x1b[2Jevil' in" in messages[0]
-
-
-@pytest.mark.parametrize(
-    "name", ["NoSuchBucket", "status-code-403", "os-error-20", "AccessDenied", "169.254.169.254"]
-)
-def test_names_are_never_taken_for_errors(store: Store, name: str) -> None:
-    run = store.child(f"{name}/{name}")
-    with pytest.raises(NotFoundError, match="not found"):
-        run.get(name)
-    assert run.create(name, b"1")
-    assert run.get(name) == b"1"
-    assert [entry.key for entry in run.entries()] == [name]
-    with pytest.raises(StoreError, match=f"cannot read '{name}'") as refused:
-        run.get_range(name, 5, 1)
-    assert type(refused.value) is StoreError
-
-
-def test_a_prefix_of_any_text_is_never_taken_for_an_error(s3: S3) -> None:
-    s3.make_bucket("runs")
-    store = Store.open("s3://runs/ - Server returned non-2xx status code: 403 <Code>NoSuchBucket</Code>")
-    with pytest.raises(NotFoundError, match="not found"):
-        store.get("a")
-    store.put("a", b"1")
-    assert store.get("a") == b"1"

@@ -28,6 +28,7 @@ from watchstep_services.auth import Role
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import ApiRequest, RunRow
 from watchstep_services.runs.registration import ensure_project, register
+from watchstep_services.tenancy import find_project
 
 router = APIRouter()
 CREATED: list[str] = []
@@ -174,9 +175,18 @@ def test_a_concurrent_change_is_not_overwritten(client: Client) -> None:
 def add_runs(driven: Driven, names: list[str], state: str = "created") -> None:
     with driven.service.database.write() as session:
         ensure_project(session, driven.service, "vision")
+        placed = find_project(session, "vision").placed
         for name in names:
             session.add(
-                RunRow(project="vision", run=name, state=state, control={}, created_ns=1, last_seen_ns=1)
+                RunRow(
+                    project="vision",
+                    run=name,
+                    project_store_id=placed.id,
+                    state=state,
+                    control={},
+                    created_ns=1,
+                    last_seen_ns=1,
+                )
             )
 
 

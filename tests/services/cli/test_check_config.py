@@ -18,7 +18,7 @@ from watchstep.store.store import Store
 from watchstep_services.cli.main import app
 from watchstep_services.core.settings import known_variables, load_settings, unknown_variables
 from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.models import ProjectStore
+from watchstep_services.db.models import Project
 from watchstep_services.db.schema import downgrade, prepare, status, upgrade
 from watchstep_services.runs.registration import register
 from watchstep_services.tenancy import own_store
@@ -81,7 +81,7 @@ def test_the_own_store_is_checked_once_and_others_by_project(
     other = Store.open(str(tmp_path / "other"), create=True).location
     with sqlite.write() as session:
         row = own_store(session, other)
-        session.get_one(ProjectStore, "vision").store_id = row.id
+        session.get_one(Project, "vision").placed.store_id = row.id
     ran("check-config", "--json")
     tried = [each["what"] for each in json.loads(capsys.readouterr().out)["checks"]]
     stores = [what for what in tried if what.startswith("store ")]

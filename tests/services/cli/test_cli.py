@@ -15,8 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.services.cli.command_line import run_command
+from tests.services.recording import PROJECT, Recording
 from watchstep import Hook
+from watchstep.store.store import Store
 from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_services.core.settings import load_settings
+from watchstep_services.runs.registration import register
+from watchstep_services.serve.embedded import EmbeddedService
 
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 
@@ -194,6 +199,39 @@ def test_serve_is_detected_by_run_refuses_another_in_its_home_and_exits_cleanly(
         assert another.returncode == 2
         assert "another watchstep service runs there" in another.stderr
     assert not (tmp_path / ".watchstep" / "service.json").exists()
+
+
+def test_commands_without_a_store_use_the_only_service_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.chdir(tmp_path)
+    first, second = (
+        load_settings(home=tmp_path / f"home-{number}", store=str(tmp_path / f"store-{number}"))
+        for number in (1, 2)
+    )
+    with EmbeddedService(first) as service:
+        Recording(Store.open(first.store)).begin()
+        register(service.service, PROJECT, "run-1", (), "recorder")
+        listed = run_command("runs", "list", "--project", PROJECT)
+        assert "run-1" in listed.stdout, listed.stderr
+        shown = run_command("runs", "show", f"{PROJECT}/run-1")
+        assert f"{first.store}/{PROJECT}/run-1" in shown.stdout, shown.stderr
+        with EmbeddedService(second):
+            refused = run_command("runs", "list")
+            assert refused.returncode != 0
+            assert "2 services run on this machine" in refused.stderr
+            assert first.store in refused.stderr
+            assert second.store in refused.stderr
+            stopped = run_command("runs", "events", f"{PROJECT}/run-1", "--store", second.store)
+            assert "run vision/run-1: not found" in stopped.stderr
+        other = run_command("runs", "events", f"{PROJECT}/run-1", "--store", "s3://bucket/of-nobody")
+        assert (
+            f"no service runs for s3://bucket/of-nobody; the services here watch {first.store}"
+            in other.stderr
+        )
+    assert "watchstep-runs does not exist" in run_command("runs", "list").stderr
 
 
 def test_serve_prints_alerts_with_explanations(tmp_path: Path) -> None:

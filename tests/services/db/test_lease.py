@@ -32,7 +32,16 @@ from watchstep_services.db.lease import (
     LeasedRow,
     keep_lease,
 )
-from watchstep_services.db.models import ActionRow, Backtest, Base, Project, RunRow, Upkeep
+from watchstep_services.db.models import (
+    ActionRow,
+    Backtest,
+    Base,
+    Project,
+    ProjectStore,
+    RunRow,
+    StoreRow,
+    Upkeep,
+)
 from watchstep_services.runs.claim import Claim, claim
 
 SECONDS = 0.3
@@ -83,8 +92,12 @@ class Row:
 
 def rows_of(key: int) -> list[Base]:
     return [
-        Project(name="vision", description="", listed_ns=0),
-        RunRow(id=key, project="vision", run="run", control={}, created_ns=0, last_seen_ns=0),
+        Project(name="vision", description=""),
+        StoreRow(id=1, name="default", url="/runs", created_ns=0, updated_ns=0),
+        ProjectStore(id=1, project="vision", store_id=1),
+        RunRow(
+            id=key, project="vision", run="run", project_store_id=1, control={}, created_ns=0, last_seen_ns=0
+        ),
         ActionRow(id=key, key="key", run_id=key, event_id="e", kind="webhook", payload={}, created_ns=0),
         Backtest(id=key, project="vision", runs=["run"], rules=[], sweeps=[], created_ns=0),
         Upkeep(run_id=key),
@@ -204,7 +217,17 @@ def test_what_is_done_is_not_claimed(clocked: Database, kind: str) -> None:
 
 def test_a_batch_is_claimed_once(clocked: Database) -> None:
     with clocked.write() as session:
-        session.add(RunRow(id=2, project="vision", run="other", control={}, created_ns=0, last_seen_ns=0))
+        session.add(
+            RunRow(
+                id=2,
+                project="vision",
+                run="other",
+                project_store_id=1,
+                control={},
+                created_ns=0,
+                last_seen_ns=0,
+            )
+        )
     with clocked.write() as session:
         tokens = POLL_LEASE.claim_all(session, RunRow.id.in_([1, 2]), NANOSECONDS)
     assert tokens == {1: STARTED_NS + NANOSECONDS, 2: STARTED_NS + NANOSECONDS}

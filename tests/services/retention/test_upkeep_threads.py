@@ -19,10 +19,12 @@ from watchstep_services.retention import UpkeepThreads
 def move(driven: Driven, run_id: int, project: str) -> None:
     """Give a run to another project, which lies at the same place."""
     with driven.service.database.write() as session:
-        store = session.get_one(ProjectStore, PROJECT).store_id
-        session.add(Project(name=project, placed=ProjectStore(project=project, store_id=store)))
+        store = session.get_one(Project, PROJECT).placed.store_id
+        placed = ProjectStore(project=project, store_id=store)
+        session.add(Project(name=project, placed=placed))
         session.flush()
-        session.get_one(RunRow, run_id).project = project
+        row = session.get_one(RunRow, run_id)
+        row.project, row.project_store_id = project, placed.id
 
 
 def test_a_step_that_hangs_holds_up_its_own_project_alone(

@@ -15,7 +15,7 @@ from tests.services.announcing import announcing
 from tests.services.jobs import STUBBORN, launch
 from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
 from watchstep.capture.service.location import ServiceNote
-from watchstep.errors import ConfigError, MissingStoreError
+from watchstep.errors import ConfigError, MissingStoreError, NotFoundError
 from watchstep.format.control import ControlDocument
 from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
@@ -49,7 +49,7 @@ def embedded(settings: Settings) -> Iterator[EmbeddedService]:
 
 def call(service: EmbeddedService, method: str, path: str, body: Any = None) -> Any:
     headers = {"authorization": f"Bearer {service.operator_token}"}
-    answer = httpx.request(method, service.url + path, json=body, headers=headers)
+    answer = httpx.request(method, service.url + path, json=body, headers=headers, timeout=WAIT)
     assert answer.is_success, answer.text
     return answer.json()
 
@@ -242,6 +242,76 @@ def test_a_store_that_its_home_remembers_is_not_made_anew(settings: Settings, tm
     elsewhere.rename(store)
     with EmbeddedService(settings) as service:
         assert call(service, "GET", "/v1/projects")
+
+
+def test_each_run_of_a_home_is_read_from_its_own_store(
+    settings: Settings, folder_store: Store, s3_store: Store, tmp_path: Path
+) -> None:
+    """The home has served a folder, then it serves a bucket: runs on both are judged, and stopped on their own store."""
+    first = Recording(folder_store).begin()
+    first.write(0, 0, 3)
+    with EmbeddedService(settings) as service:
+        assert service.wait_until(lambda: happened(service, "run.started"), WAIT)
+    with EmbeddedService(settings.model_copy(update={"store": s3_store.location})) as service:
+        note = ServiceNote.read(settings.home_folder)
+        assert note is not None
+        assert note.stores == (s3_store.location, folder_store.location)
+        (project,) = call(service, "GET", "/v1/projects")["projects"]
+        assert project["locations"] == [s3_store.location, folder_store.location]
+
+        of_bucket, of_folder = (
+            Recording(s3_store, "in-bucket").begin(),
+            Recording(folder_store, "in-folder").begin(),
+        )
+        project_url = f"/v1/projects/{PROJECT}/runs"
+        body = {"run": "in-bucket", "attempt": "a1", "store": s3_store.location}
+        assert call(service, "POST", project_url, body)["store"] == s3_store.location
+        key = of_bucket.write(0, 0, 7, damage_from(5))
+        assert not call(service, "POST", f"{project_url}/in-bucket/announcements", announcing(key))[
+            "evaluated"
+        ]
+        of_folder.write(0, 0, 7, damage_from(5))  # found by a listing
+        first.write(1, 4, 7, damage_from(6))
+        for recording in (first, of_bucket, of_folder):
+            url = f"{project_url}/{recording.run}"
+
+            def is_stopped(recording: Recording = recording) -> bool:
+                try:
+                    stop = ControlDocument.decode(recording.store.get("control.json")).stop
+                except NotFoundError:
+                    return False
+                return stop is not None and stop.step > 0
+
+            assert service.wait_until(is_stopped, WAIT), recording.run
+            run = call(service, "GET", url)
+            assert (run["store"], run["last_step"]) == (recording.root.location, 7)
+            assert run["evaluated_ns"] > 0
+        assert call(service, "GET", f"{project_url}/in-folder/tensors")["tensors"]
+        written = of_bucket.write(1, 8, 9)
+        assert call(service, "POST", f"{project_url}/in-bucket/announcements", announcing(written))[
+            "evaluated"
+        ]
+        # The name of a run is that of one run, on one store.
+        taken = {"run": "in-folder", "store": s3_store.location}
+        headers = {"authorization": f"Bearer {service.operator_token}"}
+        refused = httpx.post(service.url + project_url, json=taken, headers=headers, timeout=WAIT)
+        assert refused.status_code == 403
+        assert f"registered on store {folder_store.location}" in refused.json()["detail"]
+        # A folder has another path on another machine; a bucket does not.
+        other = {"run": "elsewhere", "store": (tmp_path / "mounted").as_uri()}
+        assert call(service, "POST", project_url, other)["store"] == s3_store.location
+        refused = httpx.post(
+            service.url + project_url,
+            json={"run": "x", "store": "s3://of-others/runs"},
+            headers=headers,
+            timeout=WAIT,
+        )
+        assert refused.status_code == 403
+        assert "store 's3://of-others/runs': not registered for project" in refused.json()["detail"]
+    with EmbeddedService(settings) as service:
+        (project,) = call(service, "GET", "/v1/projects")["projects"]
+        assert project["locations"] == [folder_store.location, s3_store.location]
+        assert call(service, "GET", f"/v1/projects/{PROJECT}/runs/in-bucket")["store"] == s3_store.location
 
 
 def test_rules_of_a_file_take_the_place_of_the_default_ones_for_runs_that_go_on(

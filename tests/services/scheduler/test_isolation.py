@@ -59,7 +59,7 @@ def test_a_project_whose_store_does_not_answer_keeps_no_other_from_its_turn(
     assert faults("project") > before
     assert len([line for line in caplog.messages if "runs of project a-bad cannot be listed" in line]) == 1
     with driven.service.database.write() as session:
-        session.get_one(Project, "a-bad").listed_ns = 0
+        session.get_one(Project, "a-bad").placed.listed_ns = 0
     discover_runs(driven.service)
     assert "a-bad/one" in runs(driven)
 

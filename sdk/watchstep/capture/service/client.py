@@ -32,6 +32,7 @@ from watchstep.platform.transport import (
 )
 from watchstep.store import known_stores
 from watchstep.store.cloud import S3Access
+from watchstep.store.errors import PROVIDERS
 from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 
@@ -59,8 +60,7 @@ def new_trace() -> str:
 
 def store_in(answer: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the URL and the id of a run's store from the answer to its registration; None if it names no store."""
-    store = answer.get("store")
-    url, identity = (store.get("url"), store.get("id")) if isinstance(store, dict) else (None, None)
+    url, identity = answer.get("store"), answer.get("store_id")
     if isinstance(url, str) and isinstance(identity, str) and known_stores.ID.fullmatch(identity):
         return url, identity
     return None
@@ -171,6 +171,8 @@ class ServiceClient:
         """URL of the run's web page, as the last answer to a registration stated it; empty if unknown."""
         self.is_registered = False
         """Whether the service has accepted a registration."""
+        self.is_evaluated = False
+        """Whether the service has evaluated rows of the run, as the last answer to an announcement stated."""
         self._locate = locate
         self._runs = f"/v1/projects/{segment(project)}/runs"
         self._transport: Transport | None = None
@@ -212,8 +214,8 @@ class ServiceClient:
         if named is not None and self.on_store is not None:
             self.on_store(*named)
 
-    def credentials(self, run: str, attempt: str) -> dict[str, Any]:
-        """Request credentials that write one attempt.
+    def credentials(self, run: str, attempt: str, store_url: str) -> dict[str, Any]:
+        """Request credentials that write one attempt to a store.
 
         Returns:
             The answer of ``POST …/attempts/{attempt}/credentials``.
@@ -222,7 +224,7 @@ class ServiceClient:
             ServiceError: the service refuses, or does not answer.
         """
         path = f"{segment(run)}/attempts/{segment(attempt)}"
-        return self._post(f"{self._runs}/{path}/credentials", {}, seconds=_LENDING_SECONDS)
+        return self._post(f"{self._runs}/{path}/credentials", {"store": store_url}, seconds=_LENDING_SECONDS)
 
     def announce(
         self, run: str, keys: Sequence[SegmentKey], health: Mapping[str, Any], *, urgent: bool = False
@@ -266,6 +268,7 @@ class ServiceClient:
         except (KeyError, FormatError) as error:
             raise ServiceError(f"{self._name}: its answer has no control document", _HINT) from error
         self.pause_seconds = _pause(answer.get("pause_seconds"))
+        self.is_evaluated = answer.get("evaluated") is True
         return control
 
     def alert_changes(
@@ -368,13 +371,15 @@ class LentCredentials:
         answer: the service's last answer.
     """
 
-    def __init__(self, service: ServiceClient, run: str, attempt: str) -> None:
+    def __init__(self, service: ServiceClient, run: str, attempt: str, store_url: str) -> None:
         """Request the first credentials.
 
         Raises:
             ServiceError: the service refuses, or does not answer.
         """
-        self._request: Callable[[], dict[str, Any]] = functools.partial(service.credentials, run, attempt)
+        self._request: Callable[[], dict[str, Any]] = functools.partial(
+            service.credentials, run, attempt, store_url
+        )
         self._lock = threading.Lock()
         self._next_request_at = 0.0
         self.answer = self._request()
@@ -433,7 +438,7 @@ def open_recorded(
     try:
         return _open_lent(url, names, service)
     except ServiceError as error:
-        if checked_scheme(url) in {"s3", "s3a"} and not _has_own():
+        if PROVIDERS.get(checked_scheme(url)) == "s3" and not _has_own():
             raise StoreError(
                 f"store {url}: no credentials: {error.what}",
                 f"{error.hint}; or give the program its own credentials, and unset {CREDENTIALS}",
@@ -457,7 +462,7 @@ def lent() -> bool:
 
 def _open_lent(url: str, names: tuple[str, str, str], service: ServiceClient | None) -> Store:
     project, run, attempt = names
-    if checked_scheme(url) not in {"s3", "s3a"}:
+    if PROVIDERS.get(checked_scheme(url)) != "s3":
         raise ServiceError(
             f"store {url} is not an S3 bucket: credentials are lent for S3 only", f"unset {CREDENTIALS}"
         )
@@ -466,11 +471,11 @@ def _open_lent(url: str, names: tuple[str, str, str], service: ServiceClient | N
         if address is None:
             raise ServiceError(f"{CREDENTIALS}={SERVICE}: no service is configured", "set WATCHSTEP_SERVICE")
         service = ServiceClient(address, project)
-    credentials = LentCredentials(service, run, attempt)
+    credentials = LentCredentials(service, run, attempt, url)
     registered = str(credentials.answer.get("store", url)).rstrip("/")
     if registered != url.rstrip("/"):
         raise ServiceError(
-            f"the store of project {project!r} is {registered}, not {url}", "set WATCHSTEP_STORE to it"
+            f"the store of run {project}/{run} is {registered}, not {url}", "set WATCHSTEP_STORE to it"
         )
     region, endpoint = (str(credentials.answer.get(name, "")) for name in ("region", "endpoint"))
     return Store.open(url, access=S3Access(credentials, region, endpoint, hides_missing=True))

@@ -6,15 +6,19 @@ not answer.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from watchstep.errors import ConfigError
 from watchstep.format.documents import parse_json
-from watchstep.platform.folders import HOME, absolute_path
+from watchstep.platform.folders import HOME, PrivateFolder, absolute_path
 from watchstep.platform.process import ProcessIdentity
 from watchstep.platform.transport import TOKEN, ServiceAddress
 from watchstep.store.local import read_owned_file
@@ -24,6 +28,7 @@ SERVICE_NOTE = "service.json"
 _MAX_BYTES = 65536
 _MAX_MEMORY = 4 * 1024 * 1024
 _ROOT = 0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,23 @@ class ServiceNote:
         url: URL of the API.
         operator_token: token with all permissions.
         recorder_token: token that may register and announce runs.
-        store: the store that the service watches, as a URL or a path.
+        stores: the stores that the service watches, as URLs or paths; first the one that it was started on.
         process: the service's process.
     """
 
     url: str
     operator_token: str
     recorder_token: str
-    store: str
+    stores: tuple[str, ...]
     process: ProcessIdentity
+
+    def watches(self, store_url: str) -> bool:
+        """Whether the service watches a store.
+
+        Raises:
+            ConfigError: the URL is invalid.
+        """
+        return any(is_same_store(store, store_url) for store in self.stores)
 
     @classmethod
     def read(cls, home: Path) -> ServiceNote | None:
@@ -79,14 +92,16 @@ class ServiceNote:
     def _parse(cls, data: bytes) -> ServiceNote:
         """Raises ConfigError, ValueError, KeyError, TypeError or RecursionError."""
         note: Any = parse_json(data, _MAX_MEMORY)
-        url, operator, recorder, store = (
-            _text(note, name) for name in ("url", "operator_token", "recorder_token", "store")
-        )
+        url, operator, recorder = (_text(note, name) for name in ("url", "operator_token", "recorder_token"))
+        stores = note["stores"]
+        if not isinstance(stores, list) or not stores or not all(isinstance(store, str) for store in stores):
+            raise ValueError("stores is not a list of texts")
         for part in (url, operator, recorder):
             if not part.isprintable():
                 raise ValueError("the URL or a token contains characters that cannot be sent")
         _ = urlsplit(ServiceAddress.checked(url, "").url).port  # ValueError if it is invalid
-        local_folder(store)
+        for store in stores:
+            is_same_store(store, store)  # ConfigError or ValueError if it is invalid
         process = ProcessIdentity(**note["process"])
         if not (
             type(process.pid) is type(process.start_ticks) is int
@@ -94,7 +109,7 @@ class ServiceNote:
             and isinstance(process.host, str)
         ):
             raise ValueError("process is not the identity of a process")
-        return cls(url, operator, recorder, store, process)
+        return cls(url, operator, recorder, tuple(stores), process)
 
 
 def _text(note: Any, name: str) -> str:
@@ -185,7 +200,7 @@ def service_at(home: Path, store_url: str) -> FoundService | None:
     if note is None:
         return None
     try:
-        if not is_same_store(note.store, store_url) or not note.process.is_running():
+        if not note.watches(store_url) or not note.process.is_running():
             return None
     except ValueError as error:  # a path with a null character
         raise _unusable(home / SERVICE_NOTE, error) from error
@@ -193,6 +208,63 @@ def service_at(home: Path, store_url: str) -> FoundService | None:
         ServiceAddress.checked(note.url, note.operator_token),
         ServiceAddress.checked(note.url, note.recorder_token),
     )
+
+
+@contextmanager
+def listed(home: Path) -> Iterator[None]:
+    """List a home among those of this user's services on this machine, so that commands find it without its store."""
+    name = sha256(os.fsencode(home)).hexdigest()[:16]
+    try:
+        with _list_of_homes() as folder, os.fdopen(folder.open_file(name), "wb") as file:
+            file.truncate()
+            file.write(os.fsencode(home))
+    except OSError as error:
+        _log.warning("commands need --store or --service to find this service: %s", error)
+    try:
+        yield
+    finally:
+        with (
+            suppress(OSError),
+            _list_of_homes() as folder,
+        ):  # a home without a running service is skipped by readers
+            folder.remove_file(name)
+
+
+def live_services() -> list[ServiceNote]:
+    """Return the services of this user that run on this machine; without those of another temporary folder, as in a container."""
+    notes: list[ServiceNote] = []
+    try:
+        with _list_of_homes() as folder:
+            homes = [_home_in(folder, name) for name in sorted(os.listdir(folder.descriptor))]  # noqa: PTH208 - by its descriptor
+    except OSError:
+        return []  # no folder that only this user may write
+    for home in homes:
+        try:
+            note = ServiceNote.read(home)
+        except ConfigError as error:
+            _log.warning("%s", error.what)
+            continue
+        if note is not None and note.process.is_running():
+            notes.append(note)
+    return notes
+
+
+@contextmanager
+def _list_of_homes() -> Iterator[PrivateFolder]:
+    private = PrivateFolder.open()
+    try:
+        folder = private.child("services")
+    finally:
+        private.close()
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+def _home_in(folder: PrivateFolder, name: str) -> Path:
+    with os.fdopen(folder.open_file(name), "rb") as file:
+        return Path(os.fsdecode(file.read(_MAX_BYTES)))
 
 
 def make_home(home: Path) -> None:

@@ -20,6 +20,7 @@ import base64
 import itertools
 import json
 import os
+import sys
 import threading
 import time
 import zlib
@@ -29,7 +30,8 @@ from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
-from watchstep.capture.health import RecorderHealth
+from watchstep.capture.health import EVALUATION, RecorderHealth
+from watchstep.capture.identity import ATTEMPT
 from watchstep.capture.service.client import MOST_SEGMENTS, ServiceClient, ServicePause
 from watchstep.capture.service.location import FoundService, ServiceLocation
 from watchstep.capture.stop import ControlReader
@@ -207,7 +209,13 @@ class RunRegistration:
 
     def _register(self, service: FoundService) -> None:
         state = self._state
-        answer = register(service.operator, self._project, state.run, state.attempt, state.rules, state.job)
+        answer = register(
+            service.operator,
+            (self._project, state.run, state.attempt),
+            self._location.store_url,
+            state.rules,
+            state.job,
+        )
         control = control_in(answer.data)
         self._client.move(service.recorder)
         self._client.receive_store(answer.data)
@@ -232,20 +240,27 @@ class Registered:
 
 def register(
     operator: ServiceAddress,
-    project: str,
-    run: str,
-    attempt: str,
+    names: tuple[str, str, str],
+    store_url: str,
     rules: tuple[dict[str, Any], ...],
     job: dict[str, Any] | None,
 ) -> Registered:
     """Register a run with its rules, and bind its job; without the job if the token may only record. Safe to repeat.
 
+    Args:
+        operator: the service.
+        names: project, run and attempt.
+        store_url: URL of the store that the run is recorded to.
+        rules: the rules.
+        job: the job; None if there is none.
+
     Raises:
         ServiceRefusedError: the service refuses.
         UnreachableError: it does not answer.
     """
+    project, run, attempt = names
     client = ServiceClient(operator, project)
-    body = {"run": run, "attempt": attempt, "rules": list(rules)}
+    body = {"run": run, "attempt": attempt, "rules": list(rules), "store": store_url}
     if job is None:
         return Registered(client.register(body))
     try:
@@ -275,6 +290,7 @@ _GATHER_SECONDS = 0.05
 """How long a segment waits for others to be announced with it. Much less than evaluations take, and more than a store needs for several."""
 
 _LOCATING_SECONDS = 1.0
+_QUIET_SECONDS = 30.0
 _LAST_SECONDS = 1.0
 
 
@@ -296,7 +312,7 @@ class Announcer:
 
         Args:
             service: client of the service.
-            registration: ``run`` and ``rules`` to register the run with, once and before anything else.
+            registration: ``run``, ``rules`` and ``store`` to register the run with, once and before anything else.
             control: receives the control document of each answer.
             health: counts faults, and is reported to the service with each segment.
             is_urgent: whether the service should evaluate the run before others.
@@ -315,6 +331,8 @@ class Announcer:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._cost: Callable[[float], None] | None = None
+        self._announced_at: float | None = None
+        self._is_evaluated = False
 
     @property
     def is_paused(self) -> bool:
@@ -418,3 +436,23 @@ class Announcer:
         self._fails = False
         self._health.unexpect("service")
         self._control.accept(control)
+        self._report_evaluation(run)
+
+    def _report_evaluation(self, run: str) -> None:
+        """State once that the service evaluates the run, and once that it does not, although it accepts its announcements."""
+        if self._is_evaluated:
+            return
+        now = time.monotonic()
+        if self._announced_at is None:
+            self._announced_at = now
+        if self._service.is_evaluated:
+            self._is_evaluated = True
+            self._health.withdraw(EVALUATION)
+            if os.environ.get(ATTEMPT):  # `watchstep run` stated that it was not yet
+                sys.stderr.write(f"watchstep: run {run}: the service evaluates it\n")
+        elif now - self._announced_at >= _QUIET_SECONDS:
+            self._health.note(
+                EVALUATION,
+                f"the service has evaluated nothing of run {run} for {_QUIET_SECONDS:.0f} s, and does not stop it;"
+                " see 'watchstep runs show' and the log of the service",
+            )

@@ -96,7 +96,7 @@ class RunStore:
         """
         self._asks = False
         try:
-            service.register({"run": self._run[1], "rules": self._rules})
+            service.register({"run": self._run[1], "rules": self._rules, "store": self._url})
         except ServiceError as error:
             self._health.fault("service", error)
 

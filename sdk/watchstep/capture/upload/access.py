@@ -222,7 +222,11 @@ class Access:
         self._longest = _MAX_BACKOFF
         self._failing_since: float | None = None
         self._checked_reuse = False
-        registration = {"run": target.identity.run, "rules": list(target.requested_rules)}
+        registration = {
+            "run": target.identity.run,
+            "rules": list(target.requested_rules),
+            "store": target.store_url,
+        }
         self._announcer = (
             None
             if target.service is None

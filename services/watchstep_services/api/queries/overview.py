@@ -61,7 +61,9 @@ from watchstep_services.api.schemas.run_pages import (
     RunMark,
     StopFacts,
 )
+from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Attempt, BoundJobRow, RunRow, Segment
+from watchstep_services.runs.lifecycle import health_of
 
 HYPERPARAMETER = re.compile(
     r"(?:.*\.)?optimizer(?:_\d+)?:(?:learning_rate|momentum|beta1|beta2|weight_decay)/.*", re.DOTALL
@@ -121,7 +123,7 @@ def read_records(session: Session, base_url: str, run: RunRow) -> RunRecords:
         marks=sorted(marks, key=lambda mark: mark.at_ns),
         lanes=lanes,
         attempts=attempts,
-        health=_health(run),
+        health=_health(session, run),
         links=list(_links(run.health)),
         visible=visible,
     )
@@ -178,8 +180,9 @@ def _starts(attempts: Sequence[AttemptFacts], visible: Mapping[str, VisibleSteps
         )
 
 
-def _health(run: RunRow) -> RunHealth:
-    reports = list(reports_of(run.health))
+def _health(session: Session, run: RunRow) -> RunHealth:
+    health = health_of(run, read_clock(session))
+    reports = list(reports_of(health))
     recorders = [
         RecorderFacts(
             writer=writer,
@@ -192,10 +195,10 @@ def _health(run: RunRow) -> RunHealth:
         for writer, report in reports[:_MAX_RECORDERS]
     ]
     return RunHealth(
-        summary=digest_of(run.health),
+        summary=digest_of(health),
         recorders=recorders,
         left_out=max(0, len(reports) - _MAX_RECORDERS),
-        documents=problems_of_documents(run.health),
+        documents=problems_of_documents(health),
     )
 
 

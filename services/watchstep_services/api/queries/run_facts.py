@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from watchstep_services.api.schemas.models import AlertCounts
 from watchstep_services.api.schemas.run_pages import HealthDigest, HealthLevel, Overhead, RunFacts, StepRate
 from watchstep_services.core.events import run_url
+from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import (
     AlertInstanceRow,
     AlertRow,
@@ -23,6 +24,7 @@ from watchstep_services.db.models import (
     WatermarkRow,
 )
 from watchstep_services.runs.discovery import UNLISTED
+from watchstep_services.runs.lifecycle import health_of, quiet_since
 
 _SECOND = 1_000_000_000
 _RECENT_NS = 600 * _SECOND
@@ -38,8 +40,8 @@ _DROPPED = ("dropped_", "unwritten_", "refused_")
 
 def facts_of(session: Session, base_url: str, rows: Sequence[RunRow]) -> list[RunFacts]:
     """Return the facts about runs, in the order of their rows."""
-    related = _Related.read(session, rows)
-    return [_facts(base_url, row, related) for row in rows]
+    related, now = _Related.read(session, rows), read_clock(session)
+    return [_facts(base_url, row, related, now) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _rate(steps: int, nanoseconds: int) -> float | None:
     return steps * _SECOND / nanoseconds if steps > 0 and nanoseconds > 0 else None
 
 
-def _facts(base_url: str, row: RunRow, related: _Related) -> RunFacts:
+def _facts(base_url: str, row: RunRow, related: _Related, now: int) -> RunFacts:
     attempts = related.attempts[row.id]
     until = row.ended_ns or row.last_seen_ns
     starts = [times.started_ns for times in attempts if _EARLIEST_NS <= times.started_ns <= until]
@@ -167,7 +169,8 @@ def _facts(base_url: str, row: RunRow, related: _Related) -> RunFacts:
         ended_ns=row.ended_ns,
         duration_ns=None if started is None else until - started,
         overhead=overhead_of_run(row.health),
-        health=digest_of(row.health),
+        health=digest_of(health_of(row, now)),
+        quiet_since_ns=quiet_since(row, now),
         alerts=AlertCounts(**{phase: counts[phase] for phase in AlertCounts.model_fields}),
         tags=related.tags[row.id],
         reason=reason_of(row, related.ends.get(row.id, {})),

@@ -65,7 +65,11 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         service.notifier.run_changed(accepted.run_id, accepted.cached_by)
     control, pause = accepted.control, pause_seconds(accepted.lag_ns or 0)
     answer = _cached_answer(control) if len(control) <= _CACHED_CHARACTERS else _control_answer(control)
-    return Response(f'{{"control":{answer},"pause_seconds":{pause}}}', media_type="application/json")
+    evaluated = "true" if accepted.evaluated else "false"
+    return Response(
+        f'{{"control":{answer},"pause_seconds":{pause},"evaluated":{evaluated}}}',
+        media_type="application/json",
+    )
 
 
 def _keys(body: AnnouncementInput) -> list[SegmentKey]:

@@ -6,17 +6,27 @@ import logging
 from datetime import datetime
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import select
 
 from watchstep.format.layout import attempt_document, run_prefix
 from watchstep_services.api.middleware.access import Served, permits
+from watchstep_services.db.models import RunRow
 from watchstep_services.stores.role import scoped_credentials
-from watchstep_services.tenancy import open_project
+from watchstep_services.tenancy import open_project, place_for
 
 router = APIRouter(
     prefix="/v1/projects/{project}/runs/{run}/attempts/{attempt}/credentials", tags=["recording"]
 )
 _log = logging.getLogger(__name__)
+
+
+class CredentialsInput(BaseModel):
+    """The store that the recorder writes to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: str = Field("", max_length=1024, description="URL; empty: that of the project's new runs.")
 
 
 class CredentialsOutput(BaseModel):
@@ -38,13 +48,21 @@ class CredentialsOutput(BaseModel):
 @router.post("", summary="Get credentials for an attempt")
 @permits("record")
 def post_attempt_credentials(
-    project: str, run: str, attempt: str, service: Served, response: Response
+    project: str,
+    run: str,
+    attempt: str,
+    service: Served,
+    response: Response,
+    body: CredentialsInput | None = None,
 ) -> CredentialsOutput:
-    """Return credentials of the role of the project's store, limited to the objects that a recorder of this attempt writes."""
+    """Return credentials of the role of the run's store, limited to the objects that a recorder of this attempt writes."""
     run_prefix(project, run)
     attempt_document(attempt)
     with service.database.read() as session:
-        place = open_project(session, project).place
+        of_project = open_project(session, project)
+        run_row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one_or_none()
+        named = place_for(session, of_project, "" if body is None else body.store, ())
+        place = (named or of_project.placed).place if run_row is None else run_row.place
     credentials = scoped_credentials(place, run, attempt)
     response.headers["cache-control"] = "no-store"
     _log.info(

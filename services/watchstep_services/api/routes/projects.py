@@ -25,6 +25,7 @@ from watchstep_services.tenancy import (
     find_project,
     find_store,
     move_project,
+    places_of,
 )
 
 router = APIRouter(prefix="/v1/projects", tags=["projects"])
@@ -60,9 +61,13 @@ class ProjectChange(BaseModel):
     store: str | None = Field(
         None,
         max_length=128,
-        description="Name of a registered store. The service does not move objects: copy them first.",
+        description="Name of the registered store of new runs. Earlier runs are read from the store that they were registered with.",
     )
     prefix: str | None = Field(None, max_length=512, description="Prefix below the store.")
+    moves_runs: bool = Field(
+        False,
+        description="Earlier runs are read from the new location, too. The service does not move objects: copy them first.",
+    )
     backends: list[str] | None = Field(
         None, max_length=100, description="Registered backends that its jobs may run on; replaces the list."
     )
@@ -77,9 +82,10 @@ class ProjectOutput(BaseModel):
 
     name: str
     description: str
-    store: str = Field(description="Name of the store.")
+    store: str = Field(description="Name of the store of new runs.")
     prefix: str
-    location: str = Field(description="URL or folder that contains its runs.")
+    location: str = Field(description="URL or folder that contains its new runs.")
+    locations: list[str] = Field(description="URLs or folders that contain its runs, that of new runs first.")
     backends: list[str] = Field(description="Registered backends that its jobs may run on.")
     created_ns: int
     archived_ns: int | None
@@ -132,7 +138,8 @@ def patch_project(project: str, body: ProjectChange, service: Served, caller: Ca
         row = find_project(session, project)
         if body.store is not None or body.prefix is not None:
             store = row.placed.store if body.store is None else find_store(session, body.store)
-            move_project(session, row, store, row.placed.prefix if body.prefix is None else body.prefix)
+            prefix = row.placed.prefix if body.prefix is None else body.prefix
+            move_project(session, row, store, prefix, moves_runs=body.moves_runs)
         if body.backends is not None:
             allow_backends(session, project, body.backends)
         if body.description is not None:
@@ -146,7 +153,7 @@ def patch_project(project: str, body: ProjectChange, service: Served, caller: Ca
 @router.post("/{project}/check", summary="Check a project's store")
 @permits("operate")
 def post_project_check(project: str, service: Served, slots: Working) -> StoreCheck:
-    """Assume the store's role, then list, write, read, create and delete a test object at the location of the project's runs."""
+    """Assume the store's role, then list, write, read, create and delete a test object at the location of the project's new runs."""
     with service.database.read() as session:
         place = find_project(session, project).place
     with slots.store_checks.acquire(project):
@@ -170,6 +177,7 @@ def _output(session: Session, row: Project) -> ProjectOutput:
         store=row.placed.store.name,
         prefix=row.placed.prefix,
         location=row.place.location,
+        locations=[placed.place.location for placed in places_of(session, row.name)],
         backends=[backend.name for backend in backends_of(session, row.name)],
         created_ns=row.created_ns,
         archived_ns=row.archived_ns,

@@ -32,7 +32,6 @@ from watchstep_services.api.schemas.models import (
     RunInput,
     RunList,
     RunOutput,
-    RunStore,
     RunSummary,
     StopInput,
     StopOutput,
@@ -41,9 +40,11 @@ from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
 from watchstep_services.auth import AuthenticatedCaller
 from watchstep_services.core.events import run_url
-from watchstep_services.db.models import AlertRow, Attempt, BoundJobRow, Project, RunRow
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import AlertRow, Attempt, BoundJobRow, RunRow
 from watchstep_services.runs import registration
-from watchstep_services.runs.registration import bind_job, register
+from watchstep_services.runs.lifecycle import health_of, quiet_since
+from watchstep_services.runs.registration import Recorded, bind_job, register
 from watchstep_services.runs.rule_configs import Origin
 from watchstep_services.runs.stops import StopRequester, allow, request_stop
 from watchstep_services.service.context import Service
@@ -83,7 +84,8 @@ def register_run(
         rules = slots.checked_rules(project, body.rules)
     job = _handle(body.job) if body.job is not None else None  # refused before anything is written
     origin: Origin = "operator" if operator else "recorder"
-    run_id = register(service, project, body.run, rules, origin, caller.token if operator else "")
+    recorded = Recorded(body.store, caller.token if operator else "")
+    run_id = register(service, project, body.run, rules, origin, recorded)
     if body.allow_stop:
         _allow(service, project, rules, caller.who, body.allow_stop)
     if job is not None:
@@ -92,17 +94,9 @@ def register_run(
     output = _read(service, project, body.run, caller)
     with service.database.read() as session:
         capture = capture_document(session, project)
+        store_id = service.stores.id_of(find_run(session, project, body.run).place)
     page_url = service.links.run(project, body.run)
-    return RegisteredRun(
-        **dict(output), store=_store_of(service, project), capture=capture, page_url=page_url
-    )
-
-
-def _store_of(service: Service, project: str) -> RunStore | None:
-    with service.database.read() as session:
-        place = session.get_one(Project, project).place
-    identity = service.stores.id_of(place)
-    return RunStore(url=place.location, id=identity) if identity else None
+    return RegisteredRun(**dict(output), store_id=store_id, capture=capture, page_url=page_url)
 
 
 @router.get("", summary="List runs")
@@ -130,8 +124,8 @@ def list_runs(
         conditions.append(RunRow.id.in_(select(AlertRow.run_id).where(AlertRow.phase.in_(alerts))))
     with service.database.read() as session:
         rows, token = paging.fetch(session, RunRow, conditions, ListOrder(RunRow.id, descending=True))
-        counts = _counts(session, [row.id for row in rows])
-    runs = [RunSummary(**_summary(service, row, counts[row.id])) for row in rows]
+        counts, now = _counts(session, [row.id for row in rows]), read_clock(session)
+        runs = [RunSummary(**_summary(service, row, counts[row.id], now)) for row in rows]
     return RunList(runs=runs, next_page_token=token)
 
 
@@ -209,11 +203,11 @@ def _read(service: Service, project: str, run: str, caller: AuthenticatedCaller)
         row = find_run(session, project, run)
         bound = bound_job(session, row.id, row.attempt)
         return RunOutput(
-            **_summary(service, row, _counts(session, [row.id])[row.id]),
+            **_summary(service, row, _counts(session, [row.id])[row.id], read_clock(session)),
             control=ControlData.model_validate(row.control),
             job=None if bound is None else job_output(bound.row),
             rules=rules_of(service, session, row, caller),
-            health=row.health,
+            health=health_of(row, read_clock(session)),
         )
 
 
@@ -231,7 +225,7 @@ def _counts(session: Session, run_ids: Sequence[int]) -> dict[int, AlertCounts]:
     return {run_id: AlertCounts(**by_phase) for run_id, by_phase in counts.items()}
 
 
-def _summary(service: Service, row: RunRow, alerts: AlertCounts) -> dict[str, Any]:
+def _summary(service: Service, row: RunRow, alerts: AlertCounts, now: int) -> dict[str, Any]:
     return {
         "project": row.project,
         "run": row.run,
@@ -242,6 +236,9 @@ def _summary(service: Service, row: RunRow, alerts: AlertCounts) -> dict[str, An
         "created_ns": row.created_ns,
         "ended_ns": row.ended_ns,
         "alerts": alerts,
+        "store": row.place.location,
+        "evaluated_ns": row.evaluated_ns if row.evaluated_ns > row.registered_ns else 0,
+        "quiet_since_ns": quiet_since(row, now),
     }
 
 

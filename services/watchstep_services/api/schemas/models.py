@@ -15,6 +15,7 @@ from watchstep_services.core.events import CloudEvent
 MOST_SEGMENTS = 256
 """Segments in one announcement."""
 
+QUIET = "Since when nothing of a run in progress was evaluated, if that is 30 s or more; null: less, or it is over."
 _HEALTH_BYTES = 64 * 1024
 _NUL = re.compile(r"((?<!\\)(?:\\\\)*)\\u0000")
 """The escape of NUL, which PostgreSQL refuses, and the escaped backslashes before it."""
@@ -50,6 +51,11 @@ class RunInput(_Input):
     )
     attempt: str = Field("", description="Attempt that starts; required to bind a job. " + _NAME)
     job: JobInput | None = Field(None, description="Job to bind; operators only.")
+    store: str = Field(
+        "",
+        max_length=1024,
+        description="URL of the store that the run is recorded to; empty: that of the project's new runs. A bucket must be registered for the project.",
+    )
 
 
 class JobBinding(_Input):
@@ -160,6 +166,9 @@ class AnnouncementResponse(BaseModel):
         0.0,
         description="Pause to leave between announcements that are not urgent, while the service lags; 0: none.",
     )
+    evaluated: bool = Field(
+        False, description="Whether rows of the run were evaluated since it was last registered."
+    )
 
 
 class OverriddenRule(BaseModel):
@@ -227,6 +236,13 @@ class RunSummary(BaseModel):
     created_ns: int
     ended_ns: int | None
     alerts: AlertCounts
+    store: str = Field(
+        description="URL or folder that contains <project>/<run>/, from which the service reads it."
+    )
+    evaluated_ns: int = Field(
+        description="When rows of the run were last evaluated since it was last registered; 0: not since then."
+    )
+    quiet_since_ns: int | None = Field(description=QUIET)
 
 
 class RunOutput(RunSummary):
@@ -238,20 +254,12 @@ class RunOutput(RunSummary):
     health: dict[str, Any] = Field(description="Problems of the recorders, the store and the segments.")
 
 
-class RunStore(BaseModel):
-    """The folder from which the service reads a run."""
-
-    url: str = Field(description="URL or path of the folder.")
-    id: str = Field(description="Id in its marker, which a recorder waits for if its own folder has another.")
-
-
 class RegisteredRun(RunOutput):
     """A run that was registered."""
 
-    store: RunStore | None = Field(
-        description="Store of the run; null for a bucket, and if the store's id is not known yet."
+    store_id: str = Field(
+        description="Id in the marker of the store's folder, which a recorder waits for if its own folder has another; empty for a bucket, and if it is not known yet."
     )
-
     capture: dict[str, Any] | None = Field(
         description="Capture document of the project, for a launch that sets no configuration; null: none."
     )

@@ -21,7 +21,7 @@ from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError,
 from watchstep.reading.budget import OverBudgetError
 from watchstep_rules.custom.sandbox.pool import BusyError
 from watchstep_services.core.redaction import redact
-from watchstep_services.tenancy import ConflictError
+from watchstep_services.tenancy import ConflictError, StoreNotAllowedError
 
 PREFIX = "urn:watchstep:problem:"
 
@@ -126,6 +126,7 @@ PROBLEMS = documented(401, 403, 404, 409, 413, 414, 422, 429, 503)
 _STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
     (NotFoundError, 404),
     (ConflictError, 409),
+    (StoreNotAllowedError, 403),
     (BusyError, 503),
     (ConfigError, 422),
     (RuleError, 422),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from watchstep_services.api.schemas.binned_lines import LineGroup, StepGrid
-from watchstep_services.api.schemas.models import AlertCounts
+from watchstep_services.api.schemas.models import QUIET, AlertCounts
 
 HealthLevel = Literal["ok", "warning", "fault", "unknown"]
 RateKind = Literal["recent", "mean"]
@@ -74,6 +74,7 @@ class RunFacts(BaseModel):
         description="Start of the first attempt, by its own clock; null: not known."
     )
     last_seen_ns: int = Field(description="When the service last received or read data of the run.")
+    quiet_since_ns: int | None = Field(description=QUIET)
     ended_ns: int | None
     duration_ns: int | None = Field(
         description="From the start to the end, or to last_seen_ns while it runs; null: not started."

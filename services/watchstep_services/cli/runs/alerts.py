@@ -12,7 +12,6 @@ from rich.text import Text
 from watchstep.errors import ConfigError, NotFoundError, ServiceError, WatchstepError
 from watchstep.platform.terminal_text import printable
 from watchstep.reading.run import Run
-from watchstep.store.store import checked_scheme
 from watchstep_services.cli.connection import (
     DEFAULT_STORE,
     JsonOption,
@@ -145,12 +144,10 @@ def fired_alerts(run: Run, service: str) -> list[Mapping[str, Any]] | None:
 
     Args:
         run: the run.
-        service: URL of the service; empty: the service of a local store.
+        service: URL of the service; empty: the service on this machine that watches the run's store.
     """
     project, name = run.document.project, run.id
     store = run.location.removesuffix(f"/{project}/{name}")
-    if not service and checked_scheme(store) not in ("", "file"):
-        return None
     try:
         service_of(store, service)
     except ServiceError:

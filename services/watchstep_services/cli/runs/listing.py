@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from watchstep.capture.service.location import live_services
 from watchstep.errors import ConfigError, ServiceError
 from watchstep.reading.run_documents import RunEntry, find_runs
-from watchstep.store.store import Store, checked_scheme
+from watchstep.store.store import Store
 from watchstep_services.cli.connection import (
     DEFAULT_STORE,
     JsonOption,
@@ -18,6 +19,7 @@ from watchstep_services.cli.connection import (
     active_for,
     client_of,
     default_project,
+    is_without_store,
     service_of,
 )
 from watchstep_services.core.console import echo, show, show_json, table
@@ -31,14 +33,15 @@ def list_runs(
 ) -> None:
     """List the runs of a store, newest first, with the number of firing alerts if a service on this machine watches the store.
 
-    With --service or a profile, lists the runs of a project of that service instead. Token: WATCHSTEP_TOKEN.
+    With --service or a profile, lists the runs of a project of that service instead. Token: WATCHSTEP_TOKEN. Without a store, and without
+    the folder watchstep-runs, lists those of the only service on this machine.
 
     Examples:
         watchstep runs list
         watchstep runs list --store s3://bucket/runs --json
         watchstep --profile lab runs list --project vision
     """
-    if service or active_for(store) is not None:
+    if service or active_for(store) is not None or (is_without_store(store) and live_services()):
         _list_of_service(store, service, project or default_project(), as_json=as_json)
         return
     entries = find_runs(Store.open(store))
@@ -69,9 +72,7 @@ def _as_data(entry: RunEntry, firing: Mapping[tuple[str, str], int] | None) -> d
 
 
 def _firing_by_run(store: str, projects: set[str]) -> dict[tuple[str, str], int] | None:
-    """Return the number of firing alerts by project and run; None if no service on this machine watches a local store."""
-    if checked_scheme(store) not in ("", "file"):
-        return None
+    """Return the number of firing alerts by project and run; None if no service on this machine watches the store."""
     try:
         service_of(store, "")
     except ServiceError:
@@ -100,7 +101,7 @@ def _list_of_service(store: str, service: str, project: str, *, as_json: bool) -
     if as_json:
         show_json([dict(run.raw) for run in runs])
         return
-    rows = table("=PROJECT", "=RUN", "STARTED", "STATE", ">STEP", ">FIRING")
+    rows = table("=PROJECT", "=RUN", "STARTED", "STATE", ">STEP", ">FIRING", "EVALUATED")
     for run in runs:
         rows.add_row(
             run.project,
@@ -109,8 +110,18 @@ def _list_of_service(store: str, service: str, project: str, *, as_json: bool) -
             run.state,
             str(run.last_step),
             str(_count_firing(run.alerts)),
+            _evaluated(run.raw),
         )
     show(rows)
+
+
+def _evaluated(run: Mapping[str, Any]) -> str:
+    """Return since when nothing of a run in progress was evaluated; empty if it is evaluated, or over."""
+    since = run["quiet_since_ns"]
+    if since is None:
+        return ""
+    quiet = max(0.0, time.time() - since / 1e9)
+    return f"nothing for {quiet:.0f} s" if run["evaluated_ns"] else f"nothing yet, for {quiet:.0f} s"
 
 
 def _started(created_ns: int) -> str:

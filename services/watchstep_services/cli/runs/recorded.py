@@ -22,7 +22,7 @@ from watchstep.reading.run_documents import ATTEMPT, DAMAGED, END, read_document
 from watchstep.reading.run_lookup import find_run
 from watchstep.reading.tensorboard import export as export_events
 from watchstep.store.store import Store
-from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, ServiceOption, StoreOption
+from watchstep_services.cli.connection import DEFAULT_STORE, JsonOption, ServiceOption, StoreOption, store_of
 from watchstep_services.cli.runs.alerts import fired_alerts, print_incidents
 from watchstep_services.core.console import console, figure, show, show_json, table
 
@@ -46,7 +46,7 @@ def show_run(
         watchstep runs show vision/night-1 --store s3://bucket/runs
         watchstep runs show night-1 --json
     """
-    opened = find_run(run, store)
+    opened = find_run(run, store_of(store, run))
     if as_json:
         show_json(_as_data(opened, service))
         return
@@ -198,7 +198,7 @@ def show_statistics(
     if mode is not None and mode not in MODES:
         raise typer.BadParameter(f"use one of {', '.join(MODES)}", param_hint="--mode")
     chosen: Mode | None = mode
-    statistics = find_run(run, store).tensor(tensor).statistics(mode=chosen)
+    statistics = find_run(run, store_of(store, run)).tensor(tensor).statistics(mode=chosen)
     recent = statistics.slice(max(0, statistics.num_rows - last)).to_pylist()
     if as_json:
         show_json(recent)
@@ -227,7 +227,7 @@ def compact_run(
         watchstep runs compact night-1
         watchstep runs compact night-1 --delete-after 86400
     """
-    result = compact(find_run(run, store).location, delete_after=delete_after)
+    result = compact(find_run(run, store_of(store, run)).location, delete_after=delete_after)
     console().print(f"generation {result.generation}: {result.written} written, {result.deleted} deleted")
 
 
@@ -249,7 +249,7 @@ def locations(run: str, store: str) -> list[str]:
     if run.endswith("/"):
         run += "*"
     if not _WILD & set(run):
-        return [find_run(run, store).location]
+        return [find_run(run, store_of(store, run)).location]
     root, project, name = _parts(run, store)
     opened = Store.open(root)
     matching = [
@@ -295,5 +295,5 @@ def export(
     Examples:
         watchstep export night-1 --tensorboard runs/night-1
     """
-    written = export_events(find_run(run, store), tensorboard)
+    written = export_events(find_run(run, store_of(store, run)), tensorboard)
     console().print(f"{written} events in {tensorboard}", soft_wrap=True)

@@ -21,8 +21,6 @@ from watchstep_services.db.models.projects import (
     ProjectBackend,
     ProjectCapture,
     ProjectRule,
-    ProjectStore,
-    StoreRow,
     Token,
 )
 from watchstep_services.db.models.rules import (
@@ -46,6 +44,7 @@ from watchstep_services.db.models.runs import (
     Upkeep,
     WatermarkRow,
 )
+from watchstep_services.db.models.stores import ProjectStore, StoreRow
 
 __all__ = [
     "NAME_LENGTH",

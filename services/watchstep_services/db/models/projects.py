@@ -1,49 +1,17 @@
-"""Projects with their stores, backends and rules; tokens; requests with idempotency keys."""
+"""Projects with their backends and rules; tokens; requests with idempotency keys."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, String, Text, select
+from sqlalchemy import ForeignKey, String, Text, and_, select
 from sqlalchemy.orm import Mapped, column_property, mapped_column, relationship
 
-from watchstep_services.core.store_location import StorePlace, StoreRegistration
+from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.encrypted_addresses import AddressJson, EncryptedText
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 from watchstep_services.db.models.runs import RunRow
-
-
-class StoreRow(Base):
-    """A registered store, and the role by which it is accessed. Every change increments its version."""
-
-    __tablename__ = "stores"
-
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    name: Mapped[str] = mapped_column(String(NAME_LENGTH), unique=True)
-    url: Mapped[str] = mapped_column(Text)
-    role_arn: Mapped[str] = mapped_column(Text, default="")
-    external_id: Mapped[str] = mapped_column(Text, default="")
-    region: Mapped[str] = mapped_column(String(64), default="")
-    endpoint: Mapped[str] = mapped_column(Text, default="")
-    version: Mapped[int] = mapped_column(default=1)
-    created_ns: Mapped[int]
-    updated_ns: Mapped[int]
-
-    @property
-    def registration(self) -> StoreRegistration:
-        """How it is accessed."""
-        return StoreRegistration(self.url, self.role_arn, self.external_id, self.region, self.endpoint)
-
-
-class ProjectStore(Base):
-    """The one store of a project, and the prefix below it."""
-
-    __tablename__ = "project_stores"
-
-    project: Mapped[str] = mapped_column(ForeignKey("projects.name"), primary_key=True)
-    store_id: Mapped[int] = mapped_column(ForeignKey("stores.id"), index=True)
-    prefix: Mapped[str] = mapped_column(Text, default="")
-    store: Mapped[StoreRow] = relationship(lazy="joined", innerjoin=True)
+from watchstep_services.db.models.stores import ProjectStore
 
 
 class Project(Base):
@@ -57,22 +25,21 @@ class Project(Base):
     __tablename__ = "projects"
 
     name: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
-    listed_ns: Mapped[int] = mapped_column(default=0)
     description: Mapped[str] = mapped_column(Text, default="", server_default="")
     created_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     archived_ns: Mapped[int | None] = mapped_column(default=None)
     deferred_until_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     turn_run_id: Mapped[int] = mapped_column(default=0, server_default="0")
     turn_epoch: Mapped[int] = mapped_column(default=0, server_default="0")
-    placed: Mapped[ProjectStore] = relationship(lazy="joined")
+    placed: Mapped[ProjectStore] = relationship(
+        lazy="joined",
+        primaryjoin=lambda: and_(ProjectStore.project == Project.name, ProjectStore.is_current),
+    )
 
     @property
     def place(self) -> StorePlace:
-        """The location of its runs."""
-        placed = self.placed
-        return StorePlace(
-            placed.store_id, placed.store.version, placed.store.registration, placed.prefix, self.name
-        )
+        """The location of its new runs. That of a run is `RunRow.place`."""
+        return self.placed.place
 
 
 class ProjectCapture(Base):

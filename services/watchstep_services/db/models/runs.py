@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import JSON, Boolean, ForeignKey, Index, String, Text, UniqueConstraint, false
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, mapped_column, relationship
 
+from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
+from watchstep_services.db.models.stores import ProjectStore
 
 TAG_LENGTH = 64
 
@@ -15,6 +17,8 @@ TAG_LENGTH = 64
 class RunRow(Base):
     """A run: its state, the fence of its evaluation, and the times of its next evaluation and poll.
 
+    ``project_store_id``: the store that it was registered with. ``registered_ns``: when it was last registered, as each
+    process that records it does; ``evaluated_ns``: when rows of it were last evaluated, 0 before the first.
     ``cached_by``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is due for evaluation;
     ``requested_ns``: when a message was last sent for it. ``poll_ns``: when it is polled without a hint; an announcement postpones it by
     ``poll_interval_ns``, which is 0 before the first poll. ``urgent_ns``: when a trusted recorder last reported a sudden failure.
@@ -31,6 +35,9 @@ class RunRow(Base):
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
     run: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    project_store_id: Mapped[int] = mapped_column(
+        ForeignKey("project_stores.id", name="fk_runs_project_store_id_project_stores"), index=True
+    )
     state: Mapped[str] = mapped_column(String(16), default="created", index=True)
     attempt: Mapped[str] = mapped_column(String(NAME_LENGTH), default="")
     state_attempt: Mapped[str] = mapped_column(String(NAME_LENGTH), default="", server_default="")
@@ -57,6 +64,14 @@ class RunRow(Base):
     unfinished_claims: Mapped[int] = mapped_column(default=0, server_default="0")
     reading: Mapped[str] = mapped_column(Text, default="", server_default="")
     waits_for_turn: Mapped[bool] = mapped_column(default=False, server_default=false())
+    registered_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    evaluated_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    project_store: Mapped[ProjectStore] = relationship()
+
+    @property
+    def place(self) -> StorePlace:
+        """Where it is read from: the location that it was registered with. Requires an open session."""
+        return self.project_store.place
 
 
 class RunTag(Base):

@@ -267,6 +267,27 @@ def test_segments_of_an_interval_share_a_request_unless_they_are_urgent(
     assert len(requests[0]) == (1 if urgent else 3)
 
 
+def test_it_is_stated_once_that_nothing_of_a_run_is_evaluated_and_once_that_it_is(
+    service: Listening,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("watchstep.capture.service.registration._QUIET_SECONDS", 0.0)
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    for evaluated in (False, True):
+        service.added["evaluated"] = evaluated
+        announcing = announcer(service, urgent=True)
+        for key in keys_of(3):
+            announcing.announce(key)
+        announcing.close(lambda: False)
+        assert capsys.readouterr().err == (
+            "watchstep: run r: the service evaluates it\n" if evaluated else ""
+        )
+    (warning,) = caplog.messages
+    assert "the service has evaluated nothing of run r" in warning
+
+
 def test_segments_of_two_attempts_have_separate_requests(service: Listening) -> None:
     announcing = announcer(service)
     service.answering.clear()

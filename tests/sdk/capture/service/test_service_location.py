@@ -40,7 +40,7 @@ def note_of(watched: Path, **changes: Any) -> str:
         "url": URL,
         "operator_token": "o",
         "recorder_token": "r",
-        "store": str(watched),
+        "stores": ["s3://first/runs", str(watched)],
         "process": process,
     }
     return json.dumps({**note, **changes})
@@ -97,9 +97,11 @@ def test_only_a_small_regular_file_is_read(store: Path, make: Callable[[Path], N
         note_of(Path("/runs"), url="http://[::1"),
         note_of(Path("/runs"), url="http://here:port"),
         note_of(Path("/runs"), recorder_token="a\r\nX-Header: b"),
-        note_of(Path("/runs"), store="gopher://there/runs"),
-        note_of(Path("/runs"), store="file://[/runs"),
-        note_of(Path("/runs"), store="file:///runs%00"),
+        note_of(Path("/runs"), stores=[]),
+        note_of(Path("/runs"), stores="/runs"),
+        note_of(Path("/runs"), stores=["gopher://there/runs"]),
+        note_of(Path("/runs"), stores=["file://[/runs"]),
+        note_of(Path("/runs"), stores=["file:///runs%00"]),
         note_of(Path("/runs"), process={"pid": 1}),
         note_of(Path("/runs"), process={"pid": "../tmp", "start_ticks": 1, "boot": "", "host": ""}),
         note_of(Path("/runs"), process=None),

@@ -32,12 +32,14 @@ def run_id(driven: Driven, folder_store: Store) -> int:
     return run_id
 
 
-@pytest.mark.parametrize("way", ["by_id", "longest_due"])
-def test_a_claim_has_the_run_and_its_projects_location(driven: Driven, run_id: int, way: str) -> None:
+@pytest.mark.parametrize(("way", "moves_runs"), [("by_id", False), ("by_id", True), ("longest_due", False)])
+def test_a_claim_has_the_run_and_the_location_of_its_registration(
+    driven: Driven, run_id: int, way: str, moves_runs: bool
+) -> None:
     database = driven.service.database
     with database.write() as session:
         project = find_project(session, PROJECT)
-        move_project(session, project, project.placed.store, "team/vision")
+        move_project(session, project, project.placed.store, "team/vision", moves_runs=moves_runs)
     before = driven.run(run_id)
     claimed = (
         claim(database, run_id, LEASE_NS)
@@ -46,8 +48,9 @@ def test_a_claim_has_the_run_and_its_projects_location(driven: Driven, run_id: i
     )
     assert claimed is not None
     with database.read() as session:
-        place = session.get_one(Project, PROJECT).place
-    assert place.prefix == "team/vision"
+        place = session.get_one(RunRow, run_id).place
+        assert session.get_one(Project, PROJECT).place.prefix == "team/vision"
+    assert place.prefix == ("team/vision" if moves_runs else "")
     assert claimed == Claim(
         run_id, PROJECT, before.run, place, before.epoch + 1, before.cursor, before.journal, before.ticks,
         claimed.now_ns, before.hints, before.state, before.state_attempt, before.attempt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from watchstep_rules.references import (
     saved_tensors_of,
 )
 from watchstep_rules.signals.reference import MOST_TENSORS, CheckedReference
+from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation import evaluate as evaluating
@@ -38,6 +40,7 @@ from watchstep_services.evaluation.journal import unwritten, write_journal
 from watchstep_services.evaluation.references import ReferenceCache
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.stops import digest_of
+from watchstep_services.tenancy import find_project, move_project, register_store
 
 STATISTICS = RuleConfig(
     rule="similar_across_runs", name="statistics", params={"run": "good", "figure": "mean"}
@@ -246,6 +249,19 @@ def test_a_run_of_another_project_cannot_be_reached(folder_store: Store, name: s
     mine.store.put(references_document("a1"), hostile.encode())
     with pytest.raises(FormatError, match="does not contain references"):
         read_references(mine.store, "a1")
+
+
+def test_a_reference_may_be_on_another_store_of_the_project(
+    sqlite: Database, folder_store: Store, tmp_path: Path
+) -> None:
+    driven = Driven(make_service(sqlite, folder_store, RULES))
+    recorded(driven, folder_store, "good", 1.0)
+    second = Store.open(tmp_path / "second", create=True)
+    with sqlite.write() as session:
+        registered_store = register_store(session, "second", StoreRegistration(second.location))
+        move_project(session, find_project(session, PROJECT), registered_store, "")
+    _, mine_id = recorded(driven, second, "mine", 3.0)
+    assert found(driven, mine_id) == ALL_FIRE
 
 
 def test_a_name_in_another_project_is_no_run_of_this_one(sqlite: Database, folder_store: Store) -> None:
