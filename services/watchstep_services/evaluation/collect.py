@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -285,6 +285,7 @@ def _may_list(service: Service, claim: Claim, gaps: tuple[Gap, ...]) -> bool:
 
 def _plan_of(claim: Claim, inbox: Inbox, timeout: GapTimeout) -> Plan:
     ends = {name: row.ends for name, row in inbox.attempts.items()}
+    timeout = replace(timeout, ends_known=not inbox.is_cut)
     return make_plan(cursors.decode(claim.cursor), inbox.entries, ends, timeout)
 
 

@@ -7,9 +7,9 @@ import heapq
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import delete, select
+from sqlalchemy import Row, delete, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import FormatError
@@ -22,7 +22,7 @@ from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Attempt, Project, RunRow, Segment
-from watchstep_services.db.records import hint, put_segment
+from watchstep_services.db.records import MOST_WAITING, hint, put_segment
 from watchstep_services.runs import attempts
 from watchstep_services.runs.claim import Claim, lock_run
 from watchstep_services.service.context import Service
@@ -36,9 +36,8 @@ _ENDS_AT_ONCE = attempts.MOST_RANKS
 """Limit of end documents that one listing reads; the next listing continues."""
 _SEGMENTS_AT_ONCE = 2_000
 """Limit of segments that one listing adds to the database; the next listing continues."""
-_MOST_WAITING = 4_000
-"""Waiting segments from which on a listing adds only `_LEAST_SEGMENTS`, because every evaluation sorts all of them."""
 _LEAST_SEGMENTS = 200
+"""Limit of segments that a listing adds if `MOST_WAITING` wait."""
 UNLISTED = "unlisted_segments"
 """Key in a run's health: segments on the store that the last listing left to later ones."""
 
@@ -124,8 +123,8 @@ def _known(service: Service, run_id: int) -> _Known:
     with service.database.read() as session:
         rows = session.execute(select(Attempt).filter_by(run_id=run_id)).scalars().all()
         segments = session.execute(
-            select(Segment).where(Segment.run_id == run_id, Segment.state != "missing")
-        ).scalars()
+            select(*_OF_KEY, Segment.state).where(Segment.run_id == run_id, Segment.state != "missing")
+        )
         keys, waiting = set(), 0
         for row in segments:
             keys.add(key_of(row))
@@ -139,8 +138,11 @@ def _known(service: Service, run_id: int) -> _Known:
         )
 
 
-def key_of(row: Segment) -> SegmentKey:
-    """The key of a segment's row."""
+_OF_KEY = (Segment.attempt, Segment.node, Segment.writer, Segment.seq, Segment.first, Segment.last)
+
+
+def key_of(row: Segment | Row[Any]) -> SegmentKey:
+    """The key of a segment's row, or of a row with the columns of a key."""
     return SegmentKey(layout.WriterId(row.attempt, row.node, row.writer), row.seq, row.first, row.last)
 
 
@@ -243,7 +245,7 @@ def _chosen(stored: _Known, listing: _Listed) -> tuple[list[SegmentKey], int]:
     Segments of all writers alternate, in each writer's order, so that no writer waits for another one's backlog.
     """
     fresh = listing.segments - stored.segments
-    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, _MOST_WAITING - stored.waiting))
+    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, MOST_WAITING - stored.waiting))
     chosen = heapq.nsmallest(room, fresh, key=lambda key: (key.seq, key))
     return sorted(chosen), len(fresh) - len(chosen)
 
@@ -315,7 +317,9 @@ def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
 
 def _delete_bogus(session: Session, run: RunRow, before_ns: int, listing: _Listed, *, claimed: bool) -> int:
     """Delete old announcements of segments that the listing did not find; return their number."""
-    announced = session.execute(select(Segment).filter_by(run_id=run.id, state="announced")).scalars()
+    announced = session.execute(
+        select(Segment.id, Segment.found_ns, *_OF_KEY).filter_by(run_id=run.id, state="announced")
+    )
     bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in listing.segments]
     if not bogus:
         return 0

@@ -160,6 +160,10 @@ class AnnouncementResponse(BaseModel):
         0.0,
         description="Pause to leave between announcements that are not urgent, while the service lags; 0: none.",
     )
+    ignored: int = Field(
+        0,
+        description="Segments that were not added to the inbox, because too many wait for their evaluation.",
+    )
 
 
 class OverriddenRule(BaseModel):
