@@ -422,15 +422,15 @@ def _bytes(word: str) -> int:
     return len(word.encode(errors="surrogatepass"))
 
 
-def fetch(run_store: Store, key: SegmentKey) -> bytes:
-    """A segment's bytes.
+def fetch(run_store: Store, key: SegmentKey, most_bytes: int = segment.MAX_BYTES) -> bytes:
+    """A segment's bytes, of which there may be so many.
 
     Raises:
         NotFoundError: it is not there.
         FormatError: it is too large to be one.
         StoreError: the store did not answer.
     """
-    return run_store.get(key.path, limit=segment.MAX_BYTES)
+    return run_store.get(key.path, limit=most_bytes)
 
 
 def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
