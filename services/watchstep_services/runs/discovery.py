@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from sqlalchemy import Row, delete, select
 from sqlalchemy.orm import Session
 
-from watchstep.errors import FormatError
+from watchstep.errors import BadNameError, FormatError, NotFoundError
 from watchstep.format import documents, layout
 from watchstep.format.documents import AttemptDocument, EndDocument
 from watchstep.format.layout import SegmentKey
+from watchstep.reading.run_documents import get_document
 from watchstep.store.store import ObjectEntry, Store
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
@@ -173,19 +174,21 @@ class _Documents:
     def read(
         self, kind: type[_Document], entry: ObjectEntry, key_of: Callable[[_Document], str]
     ) -> _Document | None:
-        """A document with content that belongs to its key; None if it is damaged, or the limit is reached."""
+        """A document with content that belongs to its key; None if it is damaged or removed, or the limit is reached."""
         problem = self.refused.get(self.run_id, entry.key, entry.size)
         if problem is None:
             if self.left <= 0:
                 return None
             self.left -= min(entry.size, documents.MAX_BYTES)
             try:
-                data = self.store.get(entry.key, limit=documents.MAX_BYTES)
+                data = get_document(self.store, entry.key, documents.MAX_BYTES)
                 document = documents.decode(kind, data, entry.key)
                 if key_of(document) == entry.key:
                     return document
                 problem = f"{entry.key}: contains the document of {key_of(document)}"
-            except FormatError as error:
+            except NotFoundError:
+                return None
+            except (FormatError, BadNameError) as error:
                 problem = error.what
             self.refused.put(self.run_id, entry.key, entry.size, problem)
         self.problems[entry.key] = problem
